@@ -1,0 +1,21 @@
+"""Keeps a Megatron-LM training job running when GPUs die, slow down or come back.
+
+`resihp launch` does all that is needed. Who starts workers in another way writes, before anything of Megatron is used:
+
+    import megatron_resihp; megatron_resihp.enable()
+"""
+
+__version__ = "0.1.0"
+
+
+def enable() -> None:
+    """Make Megatron know the --resihp* flags; they do nothing unless --resihp is given. Calling it again changes nothing.
+
+    Where no CUDA device is found and --resihp or RESIHP_CPU=1 is given, the CPU stand-in is put in place first.
+
+    Raises:
+        SystemExit: if Megatron is not of a supported version.
+    """
+    from megatron_resihp.integration.enable import enable as enable_integration
+
+    enable_integration()

@@ -1,0 +1,118 @@
+"""The coordinator: feeds messages to the pure state machine in `membership` and carries out what it decides.
+
+Runs in a thread of node 0's agent, never in a worker. May import `plan`, this room's other modules and the event log's
+writer, which is handed in.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron_resihp.control import messages
+from megatron_resihp.control.membership import (
+    Action,
+    End,
+    Go,
+    Limits,
+    Log,
+    Membership,
+    Notify,
+    OrderSalvage,
+    PublishPlan,
+)
+from megatron_resihp.control.store import Store
+
+POLL_S = 0.5
+"""How often bounded waits are looked at when no message comes."""
+
+
+class Coordinator:
+    """One per job.
+
+    Args:
+        store: a connection of its own.
+        write_event: takes finished events (dicts) for the run's log.
+        world_size, workers_per_node: how the job was started.
+        command: what was started, for the log.
+        limits: bounds of waiting.
+        grace_s: how long workers get to exit by themselves at the end.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        write_event: Callable[[dict[str, Any]], None],
+        world_size: int,
+        workers_per_node: int,
+        command: list[str],
+        limits: Limits | None = None,
+        grace_s: float = 10.0,
+    ) -> None:
+        self._store = store
+        self._write_event = write_event
+        self._membership = Membership(world_size, workers_per_node, limits or Limits())
+        self._command = command
+        self._grace_s = grace_s
+        self._notices = 0
+
+    def run(self) -> int:
+        """Serve until the job is over; returns the exit code of the job."""
+        self._log({
+            "event": "run_started", "world_size": self._membership.world_size,
+            "nproc_per_node": self._membership.workers_per_node,
+            "nnodes": self._membership.world_size // self._membership.workers_per_node, "command": self._command,
+        })  # fmt: skip
+        while True:
+            text = self._store.pop(messages.INBOX, POLL_S)
+            actions = self._react(json.loads(text)) if text is not None else []
+            actions += self._membership.tick(time.time())
+            for action in actions:
+                code = self._carry_out(action)
+                if code is not None:
+                    return code
+
+    def _react(self, message: dict[str, Any]) -> list[Action]:
+        if message["type"] == "event":
+            self._write_event(message["event"])
+            return []
+        return self._membership.handle(message, time.time())
+
+    def _carry_out(self, action: Action) -> int | None:
+        match action:
+            case Log(event):
+                self._log(event)
+            case Notify(notice):
+                self._store.set(messages.notice_key(self._notices), json.dumps(notice))
+                self._notices += 1
+            case PublishPlan(epoch, plan, commit, held):
+                self._publish(epoch, {
+                    "plan": plan.to_dict(), "digest": plan.digest, "commit": commit and commit.to_dict(),
+                    "held": {str(worker): shard and list(shard) for worker, shard in held.items()},
+                })  # fmt: skip
+            case OrderSalvage(epoch, reason, commit, writers, missing):
+                self._publish(epoch, {
+                    "impossible": reason, "commit": commit and commit.to_dict(),
+                    "writers": {str(worker): list(shard) for worker, shard in writers.items()},
+                    "missing": [list(shard) for shard in missing],
+                })  # fmt: skip
+            case Go(epoch, ports):
+                self._store.set_once(messages.go_key(epoch), json.dumps({"ports": ports}))
+            case End(code, reason):
+                self._drain_events()
+                end = {"code": code, "reason": reason, "grace_s": self._grace_s}
+                self._store.set_once(messages.END, json.dumps(end))
+                return code
+        return None
+
+    def _publish(self, epoch: int, plan: dict[str, Any]) -> None:
+        self._store.set_once(messages.plan_key(epoch), json.dumps(plan))
+
+    def _drain_events(self) -> None:
+        while (text := self._store.pop(messages.INBOX, 0.0)) is not None:
+            message = json.loads(text)
+            if message["type"] == "event":
+                self._write_event(message["event"])
+
+    def _log(self, event: dict[str, Any]) -> None:
+        self._write_event({"time": time.time(), "epoch": self._membership.epoch, "worker": None, **event})

@@ -1,0 +1,64 @@
+"""Names and values of the environment variables that a worker is started with. Imports nothing but its own room."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from megatron_resihp.control.address import Address
+
+WORKER: Final = "RESIHP_WORKER"
+"""This worker's id: its global rank at the start."""
+NODE: Final = "RESIHP_NODE"
+STORE: Final = "RESIHP_STORE"
+"""host:port of the store."""
+RUN_DIR: Final = "RESIHP_RUN_DIR"
+LIFELINE_FD: Final = "RESIHP_LIFELINE_FD"
+HEARTBEAT_S: Final = "RESIHP_HEARTBEAT_S"
+"""Seconds between two beats of the lifeline."""
+AGENT_PID: Final = "RESIHP_AGENT_PID"
+STAND_IN: Final = "RESIHP_CPU"
+"""1: use the CPU stand-in for CUDA."""
+
+
+@dataclass(frozen=True)
+class JobEnvironment:
+    """What the environments of all workers of one node have in common."""
+
+    node: int
+    nodes: int
+    workers_per_node: int
+    store: Address
+    run_dir: Path
+    heartbeat_s: float
+    stand_in: bool
+
+    def of(self, local_rank: int, lifeline: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The whole environment of one worker, whose end of the lifeline is this file descriptor."""
+        worker = self.node * self.workers_per_node + local_rank
+        return {
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **inherited,
+            "PYTHONUNBUFFERED": "1",
+            # Connections between pairs that never talk would only be more to lose.
+            "TORCH_GLOO_LAZY_INIT": "1",
+            "RANK": str(worker),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.nodes * self.workers_per_node),
+            "LOCAL_WORLD_SIZE": str(self.workers_per_node),
+            "GROUP_RANK": str(self.node),
+            "MASTER_ADDR": self.store.host,
+            "MASTER_PORT": str(self.store.port),
+            WORKER: str(worker),
+            NODE: str(self.node),
+            STORE: str(self.store),
+            RUN_DIR: str(self.run_dir.resolve()),
+            LIFELINE_FD: str(lifeline),
+            HEARTBEAT_S: str(self.heartbeat_s),
+            AGENT_PID: str(os.getpid()),
+            **({STAND_IN: "1"} if self.stand_in else {}),
+        }

@@ -1,0 +1,98 @@
+"""What the control plane asks of Linux beyond Python's own os module. Everything else is free of system calls by number.
+
+May import: the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import stat
+from pathlib import Path
+from typing import Final
+
+PR_SET_PDEATHSIG: Final = 1
+SYS_PIDFD_GETFD: Final = 438
+"""The same on every architecture; Linux 5.6."""
+
+SHARED_MEMORY: Final = Path("/dev/shm")
+TORCH_SHARED_MEMORY: Final = re.compile(r"torch_(\d+)_.*")
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends.
+
+    That thread may be gone already: compare os.getppid() with what is expected afterwards.
+    """
+    _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL for all that is left of the process group that `leader`, not yet waited for, started."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def cut_connections(pid: int, pidfd: int) -> int:
+    """Shut down the TCP connections of another process, which may be stopped; returns how many.
+
+    A process that is stopped keeps its connections open, and its peers wait. Where the kernel does not let us, nothing
+    is done, and the peers have to notice by themselves.
+    """
+    return sum(_shut_down_if_tcp(pidfd, number) for number in _socket_numbers(pid))
+
+
+def shared_memory_of_group(leader: int) -> list[Path]:
+    """Files that torch shares memory by, of the processes in the group of `leader`. Ask before they are dead."""
+    found = []
+    for path in SHARED_MEMORY.glob("torch_*"):
+        match = TORCH_SHARED_MEMORY.fullmatch(path.name)
+        if match and _is_in_group(int(match[1]), leader):
+            found.append(path)
+    return found
+
+
+def _is_in_group(pid: int, leader: int) -> bool:
+    try:
+        return os.getpgid(pid) == leader
+    except OSError:
+        return False
+
+
+def _socket_numbers(pid: int) -> list[int]:
+    directory = Path(f"/proc/{pid}/fd")
+    try:
+        numbers = [int(entry.name) for entry in os.scandir(directory)]
+    except OSError:
+        return []
+    return [number for number in numbers if _is_socket(directory / str(number))]
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.stat().st_mode)
+    except OSError:
+        return False
+
+
+def _shut_down_if_tcp(pidfd: int, number: int) -> bool:
+    copied = _libc().syscall(SYS_PIDFD_GETFD, pidfd, number, 0)
+    if copied < 0:
+        return False
+    with socket.socket(fileno=copied) as sock:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+            return False
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False
+    return True
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

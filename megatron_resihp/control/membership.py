@@ -1,0 +1,382 @@
+"""Who is alive, which epoch holds, and when survivors may go on: the coordinator's decisions as a pure state machine.
+
+Data in (messages, the time), actions out; no sockets, no clock, no processes. May import `plan`, `planner` and this
+room's other pure modules.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from megatron_resihp.control.messages import FENCED_EXIT
+from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
+from megatron_resihp.plan import Coordinate, ParallelPlan
+from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_rectangular
+
+Message = Mapping[str, Any]
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    """Workers set up; a death now ends the job, there is nothing to recover yet."""
+    BUILDING = "building"
+    """A plan is published, its members build groups, move state and report ready."""
+    RUNNING = "running"
+    MUSTERING = "mustering"
+    """The epoch is broken; living members report their records."""
+    SALVAGING = "salvaging"
+    """No plan exists; survivors write what they hold."""
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class PublishPlan:
+    epoch: int
+    plan: ParallelPlan
+    commit: Commit | None
+    held: dict[int, Coordinate | None]
+
+
+@dataclass(frozen=True)
+class OrderSalvage:
+    """No plan fits: holders of state write it down (`writers`: worker -> shard) and the job ends."""
+
+    epoch: int
+    reason: str
+    commit: Commit | None
+    writers: dict[int, Coordinate]
+    missing: tuple[Coordinate, ...]
+
+
+@dataclass(frozen=True)
+class Go:
+    """Every member is ready: training goes on. `ports`: where the members' gloo groups listen."""
+
+    epoch: int
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Notify:
+    """Tell every worker."""
+
+    notice: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Log:
+    event: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class End:
+    code: int
+    reason: str
+
+
+Action = PublishPlan | OrderSalvage | Go | Notify | Log | End
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of waiting, in seconds, and of trying.
+
+    Attributes:
+        muster_s: living workers that do not report this long after an epoch broke are given up for dead.
+        build_s: members of a new epoch that are not ready this long after its plan was published are given up.
+        salvage_s: how long survivors may write what they hold when no plan exists.
+        recoveries_per_iteration: more recoveries than this without a step between them end the job.
+    """
+
+    muster_s: float = 60.0
+    build_s: float = 600.0
+    salvage_s: float = 600.0
+    recoveries_per_iteration: int = 8
+
+
+@dataclass
+class Membership:
+    """The coordinator's state. Feed it with `handle` and `tick`; carry out the actions that they return."""
+
+    world_size: int
+    workers_per_node: int
+    limits: Limits = field(default_factory=Limits)
+
+    phase: Phase = Phase.STARTING
+    epoch: int = 0
+    shape: JobShape | None = None
+    plan: ParallelPlan | None = None
+    commit: Commit | None = None
+    dead: dict[int, str] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    stop_signal: int | None = None
+    _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _records: dict[int, Record] = field(default_factory=dict)
+    _held: dict[int, Coordinate | None] = field(default_factory=dict)
+    _deadline: float | None = None
+    _recoveries_here: int = 0
+    _broken_at: float = 0.0
+    _salvage_left: set[int] = field(default_factory=set)
+    _salvage_reason: str = ""
+
+    @property
+    def living(self) -> set[int]:
+        """Members of the current epoch that are neither known to be dead nor finished."""
+        members = set(self.plan.members) if self.plan else set(range(self.world_size))
+        return members - set(self.dead) - self.done
+
+    def handle(self, message: Message, now: float) -> list[Action]:
+        """React to one message.
+
+        Args:
+            message: a dict with a `type`; unknown types are ignored (they are for others).
+            now: seconds, of any clock that also `tick` is given.
+        """
+        if self.phase is Phase.ENDED:
+            return []
+        handler = getattr(self, f"_on_{message['type']}", None)
+        return handler(message, now) if handler else []
+
+    def tick(self, now: float) -> list[Action]:
+        """Give up on those that a bounded wait ran out for."""
+        if self._deadline is None or now < self._deadline:
+            return []
+        self._deadline = None
+        if self.phase is Phase.MUSTERING:
+            late = self.living - set(self._records)
+            return self._die({w: f"did not report within {self.limits.muster_s:g} s" for w in late}, now, now)
+        if self.phase is Phase.BUILDING:
+            late = self.living - set(self._ready)
+            return self._die({w: f"was not ready within {self.limits.build_s:g} s" for w in late}, now, now)
+        if self.phase is Phase.SALVAGING:
+            return self._end(1, self._salvage_reason)
+        return []
+
+    # What workers say
+
+    def _on_job(self, message: Message, now: float) -> list[Action]:
+        shape = JobShape(
+            tensor_parallel=message["tensor_parallel"],
+            pipeline_parallel=message["pipeline_parallel"],
+            micro_batches=message["micro_batches"],
+            workers_per_node=self.workers_per_node,
+        )
+        if self.shape is not None:
+            if shape != self.shape:
+                return self._end(1, f"workers were started with different sizes: {self.shape} and {shape}")
+            return []
+        self.shape = shape
+        try:
+            self.plan = initial_plan(shape, self.world_size, message["pipeline_last"])
+        except NoPlanError as error:
+            return self._end(2, str(error))
+        return [
+            Log({"event": "job", **{k: v for k, v in message.items() if k not in ("type", "epoch")}}),
+            PublishPlan(0, self.plan, None, {}),
+        ]
+
+    def _on_ready(self, message: Message, now: float) -> list[Action]:
+        if message["epoch"] != self.epoch or self.phase not in (Phase.STARTING, Phase.BUILDING):
+            return []
+        self._ready[message["worker"]] = dict(message)
+        if self.plan is None or set(self.plan.members) - set(self._ready):
+            return []
+        differing = self._differing_digests(self.plan)
+        if differing:
+            return self._salvage(f"state differs between holders of {differing}", now)
+        self.phase, self._deadline = Phase.RUNNING, None
+        ports = tuple(sorted({port for ready in self._ready.values() for port in ready["ports"]}))
+        return [Go(self.epoch, ports), Log(self._started_event(now)), *self._recovery_log(now)]
+
+    def _on_suspect(self, message: Message, now: float) -> list[Action]:
+        if message["epoch"] != self.epoch or message["worker"] in self.dead:
+            return []
+        return self._break(f"communication error on worker {message['worker']}: {message['error']}", now)
+
+    def _on_muster(self, message: Message, now: float) -> list[Action]:
+        worker = message["worker"]
+        if worker in self.dead or message["epoch"] != self.epoch or self.phase is Phase.SALVAGING:
+            return []
+        broken = self._break(f"worker {worker} left the epoch", now)
+        self._records[worker] = Record.from_dict(message["record"])
+        self._held[worker] = message["held"] and Coordinate(*message["held"])
+        return broken + self._decide(now)
+
+    def _on_salvaged(self, message: Message, now: float) -> list[Action]:
+        self._salvage_left.discard(message["worker"])
+        if self.phase is Phase.SALVAGING and not self._salvage_left:
+            return self._end(1, self._salvage_reason)
+        return []
+
+    def _on_done(self, message: Message, now: float) -> list[Action]:
+        self.done.add(message["worker"])
+        working = set(self.plan.working) if self.plan else self.living
+        if self.done >= working - set(self.dead):
+            code = 128 + self.stop_signal if self.stop_signal else 0
+            return self._end(code, f"stopped by signal {self.stop_signal}" if self.stop_signal else "finished")
+        return []
+
+    def _on_failed(self, message: Message, now: float) -> list[Action]:
+        worker, error = message["worker"], message["error"]
+        if worker in self.dead:
+            return []
+        return [
+            Log({"event": "worker_failed", "failed": worker, "error": error}),
+            *self._end(1, f"worker {worker} failed: {error}"),
+        ]
+
+    # What agents say
+
+    def _on_exited(self, message: Message, now: float) -> list[Action]:
+        worker, code = message["worker"], message["code"]
+        if code == 0:
+            return self._on_done(message, now)
+        if worker in self.dead or code == FENCED_EXIT:
+            return []
+        if code > 0:
+            return self._on_failed({"worker": worker, "error": f"exit code {code}"}, now)
+        return self._die({worker: f"exit signal {-code}"}, message["time"], now)
+
+    def _on_silent(self, message: Message, now: float) -> list[Action]:
+        cause = f"no heartbeat for {message['silence_s']:.1f} s" if "silence_s" in message else "no heartbeat"
+        return self._die({message["worker"]: cause}, message["time"], now)
+
+    def _on_lost(self, message: Message, now: float) -> list[Action]:
+        return self._die({message["worker"]: "connection lost"}, message["time"], now)
+
+    def _on_node_lost(self, message: Message, now: float) -> list[Action]:
+        first = message["node"] * self.workers_per_node
+        workers = range(first, first + self.workers_per_node)
+        return self._die({w: f"node lost: {message['cause']}" for w in workers}, message["time"], now)
+
+    def _on_stop(self, message: Message, now: float) -> list[Action]:
+        self.stop_signal = message["signal"]
+        if self.phase is Phase.STARTING:
+            return self._end(128 + self.stop_signal, f"stopped by signal {self.stop_signal} during start-up")
+        return [Notify({"kind": "stop", "signal": self.stop_signal})]
+
+    # Decisions
+
+    def _die(self, causes: dict[int, str], died_at: float, now: float) -> list[Action]:
+        fresh = {w: cause for w, cause in causes.items() if w not in self.dead and w not in self.done}
+        members = self.living
+        self.dead.update(fresh)
+        actions: list[Action] = [
+            Log({
+                "event": "worker_dead", "dead": worker, "node": worker // self.workers_per_node, "cause": cause,
+                "died_at": died_at, "noticed_at": now,
+            })
+            for worker, cause in fresh.items()
+        ]  # fmt: skip
+        for worker in fresh:
+            self._records.pop(worker, None)
+        if not fresh.keys() & members:
+            return actions
+        if self.phase is Phase.STARTING:
+            names = ", ".join(f"worker {w} ({cause})" for w, cause in fresh.items())
+            return actions + self._end(1, f"{names} died during start-up, before the first iteration")
+        if self.phase is Phase.SALVAGING:
+            self._salvage_left -= set(fresh)
+            return actions + ([] if self._salvage_left else self._end(1, self._salvage_reason))
+        cause = "; ".join(f"worker {w}: {cause}" for w, cause in fresh.items())
+        return actions + self._break(cause, now) + self._decide(now)
+
+    def _break(self, cause: str, now: float) -> list[Action]:
+        if self.phase not in (Phase.RUNNING, Phase.BUILDING):
+            return []
+        if self.phase is Phase.RUNNING:
+            self._broken_at = now
+        self.phase = Phase.MUSTERING
+        self._records, self._held = {}, {}
+        self._deadline = now + self.limits.muster_s
+        return [
+            Log({"event": "epoch_broken", "broken_epoch": self.epoch, "cause": cause}),
+            Notify({"kind": "broken", "epoch": self.epoch, "cause": cause}),
+        ]
+
+    def _decide(self, now: float) -> list[Action]:
+        if self.phase is not Phase.MUSTERING:
+            return []
+        if not self.living:
+            return self._end(1, "no worker survived")
+        if self.living - set(self._records):
+            return []
+        assert self.shape is not None and self.plan is not None
+        try:
+            commit = resolve(self._records.values(), self.commit)
+        except NoCommitError as error:
+            return self._end(1, str(error))
+        same = self.commit is not None and self.commit.iteration == commit.iteration
+        self._recoveries_here = self._recoveries_here + 1 if same else 1
+        self.commit = commit
+        if self._recoveries_here > self.limits.recoveries_per_iteration:
+            return self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
+                                 f"{commit.iteration}", now)  # fmt: skip
+        held = {worker: self._held[worker] for worker in self._records}
+        try:
+            plan = plan_rectangular(self.shape, held, self.plan)
+        except NoPlanError as error:
+            return self._salvage(str(error), now, error.missing)
+        self.epoch += 1
+        self.plan, self.phase, self._ready = plan, Phase.BUILDING, {}
+        self._deadline = now + self.limits.build_s
+        agreed: list[Action] = []
+        if commit.outcome is not None:
+            agreed = [Log({"event": "agreed", "epoch": self.epoch - 1, **agreed_fields(commit)})]
+        return [*agreed, PublishPlan(self.epoch, plan, commit, held)]
+
+    def _salvage(self, reason: str, now: float, missing: tuple[Coordinate, ...] = ()) -> list[Action]:
+        held = self._held or {w: self.plan.coordinate_of(w) for w in self.living if self.plan}
+        writers: dict[int, Coordinate] = {}
+        for worker in sorted(self.living):
+            coordinate = held.get(worker)
+            if coordinate is not None and coordinate not in writers.values():
+                writers[worker] = coordinate
+        self.epoch += 1
+        self.phase, self._deadline = Phase.SALVAGING, now + self.limits.salvage_s
+        self._salvage_left, self._salvage_reason = set(writers), f"no plan fits the survivors: {reason}"
+        return [OrderSalvage(self.epoch, reason, self.commit, writers, missing)]
+
+    def _end(self, code: int, reason: str) -> list[Action]:
+        self.phase = Phase.ENDED
+        return [
+            Notify({"kind": "end", "code": code, "reason": reason}),
+            Log({"event": "run_finished", "exit_code": code, "reason": reason}),
+            End(code, reason),
+        ]
+
+    def _differing_digests(self, plan: ParallelPlan) -> str:
+        differing = []
+        for coordinate in plan.coordinates():
+            digests = {self._ready[worker].get("state") for worker in plan.holders_of(coordinate)}
+            if len(digests) > 1:
+                differing.append(f"stage {coordinate.stage} TP rank {coordinate.tp_rank}")
+        return ", ".join(differing)
+
+    def _started_event(self, now: float) -> dict[str, Any]:
+        assert self.plan is not None
+        return {"event": "epoch_started", "epoch": self.epoch, "plan": self.plan.to_dict(), "digest": self.plan.digest}
+
+    def _recovery_log(self, now: float) -> list[Action]:
+        if self.epoch == 0 or self.commit is None:
+            return []
+        return [
+            Log({
+                "event": "recovery", "epoch": self.epoch, "from_epoch": self.epoch - 1, "to_epoch": self.epoch,
+                "resumed_iteration": self.commit.iteration, "dead": sorted(self.dead),
+                "bytes_moved": sum(message["bytes_received"] for message in self._ready.values()),
+                "steps_redone": max(message["steps_redone"] for message in self._ready.values()),
+                "broken_at": self._broken_at, "resumed_at": now,
+            })
+        ]  # fmt: skip
+
+
+def agreed_fields(commit: Commit) -> dict[str, Any]:
+    """The fields of an `agreed` event: what counts as applied when an epoch broke."""
+    assert commit.outcome is not None
+    losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in commit.outcome.losses.items()}
+    return {
+        "iteration": commit.iteration, "agreed_epoch": commit.outcome.epoch, "loss": losses,
+        "grad_norm": commit.outcome.grad_norm, "skipped": False,
+    }  # fmt: skip

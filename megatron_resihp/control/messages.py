@@ -1,0 +1,34 @@
+"""Names of what travels over the store: messages to the coordinator, notices to workers, keys. Imports nothing.
+
+Messages go to one queue, `INBOX`, as JSON objects with a `type`. Notices are numbered keys that every worker reads in
+order. Plans and commits have a key per epoch.
+"""
+
+from typing import Final
+
+INBOX: Final = "inbox"
+"""Queue of messages to the coordinator."""
+
+END: Final = "end"
+"""Key that ends the job for the agents: {"code", "reason", "grace_s"}."""
+
+LIFELINE_ADDRESS: Final = "lifeline_address"
+"""Key with host:port where agents of other nodes connect their lifelines."""
+
+FENCED_EXIT: Final = 75
+"""Exit code of a worker that was given up for dead and is not."""
+
+
+def plan_key(epoch: int) -> str:
+    """Key of {"plan", "digest", "commit"} or {"impossible", "commit", "missing"} of an epoch."""
+    return f"plan/{epoch}"
+
+
+def go_key(epoch: int) -> str:
+    """Key that is set once every member of the epoch is ready and the digests of the state agree."""
+    return f"go/{epoch}"
+
+
+def notice_key(number: int) -> str:
+    """Key of the notice with this number: {"kind": "broken" | "stop" | "end", ...}."""
+    return f"notice/{number}"

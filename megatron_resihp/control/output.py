@@ -1,0 +1,140 @@
+"""Where the workers' output goes: a file each, or this process's standard output with each line marked, or both.
+
+May import: the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TextIO
+
+MODES: Final = ("file", "prefix", "both")
+LAST_LINES: Final = 30
+READ_BYTES: Final = 65536
+TAIL_BYTES: Final = 65536
+
+
+@dataclass
+class _Stream:
+    """One worker's output. `pipe`: what we read it from; `unfinished`: bytes of a line whose end is to come."""
+
+    worker: int
+    path: Path | None = None
+    starts_at: int = 0
+    file: int | None = None
+    pipe: int | None = None
+    unfinished: bytes = b""
+    last: deque[bytes] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+
+
+class Outputs:
+    """The output of one node's workers.
+
+    Files are written by the workers themselves, so that nothing is lost or slowed down; for marked lines a thread reads
+    a pipe per worker. It is not the agent's own: a terminal that is held up must not hold up the watching.
+    """
+
+    def __init__(self, mode: str, directory: Path, terminal: TextIO) -> None:
+        self._mode = mode
+        self._directory = directory
+        self._terminal: TextIO | None = terminal
+        self._streams: dict[int, _Stream] = {}
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+
+    def open(self, worker: int) -> int:
+        """A file descriptor for a worker to write to; the caller closes it when the worker has it."""
+        stream = self._streams[worker] = _Stream(worker)
+        if self._mode != "prefix":
+            stream.path = self._directory / f"worker_{worker}.log"
+            stream.file = os.open(stream.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            stream.starts_at = os.fstat(stream.file).st_size
+        if self._mode == "file":
+            assert stream.file is not None
+            given, stream.file = stream.file, None
+            return given
+        stream.pipe, given = os.pipe()
+        return given
+
+    def start(self) -> None:
+        """Begin to pass on what the workers write; after all of them have been started."""
+        if self._mode != "file":
+            self._thread = threading.Thread(target=self._relay, name="resihp-output", daemon=True)
+            self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Pass on what is left. A process that a worker has left behind may still hold a pipe: the time is bounded."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            self._stopping.set()
+            self._thread.join(timeout_s)
+
+    def last_lines(self, worker: int) -> list[str]:
+        """The end of what a worker wrote."""
+        stream = self._streams[worker]
+        if stream.path is not None and self._mode == "file":
+            lines = _tail(stream.path, stream.starts_at)
+        else:
+            lines = list(stream.last)
+        return [line.decode(errors="replace") for line in lines[-LAST_LINES:]]
+
+    def _relay(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for stream in self._streams.values():
+                assert stream.pipe is not None
+                os.set_blocking(stream.pipe, False)
+                selector.register(stream.pipe, selectors.EVENT_READ, stream)
+            while selector.get_map() and not self._stopping.is_set():
+                for key, _ in selector.select(0.2):
+                    if not self._pass_on(key.data):
+                        selector.unregister(key.fileobj)
+        for stream in self._streams.values():
+            for number in (stream.pipe, stream.file):
+                if number is not None:
+                    os.close(number)
+
+    def _pass_on(self, stream: _Stream) -> bool:
+        """Whether there is more to come."""
+        assert stream.pipe is not None
+        data = os.read(stream.pipe, READ_BYTES)
+        if stream.file is not None:
+            _write_all(stream.file, data)
+        *lines, stream.unfinished = (stream.unfinished + data).split(b"\n")
+        if not data and stream.unfinished:
+            lines.append(stream.unfinished)
+        stream.last.extend(lines)
+        self._show("".join(f"[w{stream.worker}] {line.decode(errors='replace')}\n" for line in lines))
+        return bool(data)
+
+    def _show(self, text: str) -> None:
+        if self._terminal is None or not text:
+            return
+        try:
+            self._terminal.write(text)
+            self._terminal.flush()
+        except (OSError, ValueError):
+            # Whoever read our output is gone; the job goes on.
+            self._terminal = None
+
+
+def _tail(path: Path, starts_at: int) -> list[bytes]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(starts_at, path.stat().st_size - TAIL_BYTES))
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _write_all(file: int, data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(file, data) :]
+    except OSError:
+        # A full disk ends the log, not the job.
+        pass

@@ -1,0 +1,161 @@
+"""Each worker's record of how far an iteration got, and what the survivors make of their records. Pure; imports nothing.
+
+Iteration n is the n-th optimizer step of the job (1-based). A worker goes COMPUTE -> REDUCED -> AGREED -> STEPPED within
+it; it is done with it when its record names iteration n + 1.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from typing import Any
+
+
+class Stage(IntEnum):
+    """How far an iteration got on one worker.
+
+    COMPUTE: forward, backward and gradient collectives are under way.
+    REDUCED: the host has seen every gradient collective of this worker complete without an error.
+    AGREED: the reduction over all workers has completed, so every worker was REDUCED.
+    STEPPED: parameters, optimizer state and schedule have taken the step.
+    """
+
+    COMPUTE = 0
+    REDUCED = 1
+    AGREED = 2
+    STEPPED = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all workers agreed on for one iteration: enough for a worker that is only REDUCED to take the same step.
+
+    Attributes:
+        epoch: the epoch in which it was agreed.
+        grad_norm: global gradient norm before clipping; None where Megatron would not compute it.
+        losses: per loss name the sum over the global batch and the number of tokens it was taken over.
+        stop: somebody asked for an orderly end after this iteration.
+    """
+
+    epoch: int
+    grad_norm: float | None
+    losses: dict[str, tuple[float, float]] = field(default_factory=dict)
+    stop: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Outcome":
+        losses = {name: (float(total), float(tokens)) for name, (total, tokens) in data["losses"].items()}
+        return cls(epoch=data["epoch"], grad_norm=data["grad_norm"], losses=losses, stop=bool(data["stop"]))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one survivor reports when an epoch broke.
+
+    Attributes:
+        iteration: the iteration it was in.
+        stage: how far it got there.
+        works: it runs Megatron's loop (False: a standby, which has nothing to do between steps).
+        outcomes: agreed outcomes that it knows, of this iteration and the one before.
+        counters: Megatron's counters as they were at the start of this iteration and of the one before.
+    """
+
+    iteration: int
+    stage: Stage
+    works: bool = True
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    counters: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def applied(self) -> int:
+        """The last iteration that this worker knows to be agreed by all."""
+        return self.iteration if self.stage >= Stage.AGREED else self.iteration - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "iteration": self.iteration,
+            "stage": self.stage.name,
+            "works": self.works,
+            "outcomes": {str(n): outcome.to_dict() for n, outcome in self.outcomes.items()},
+            "counters": {str(n): counters for n, counters in self.counters.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Record":
+        return cls(
+            iteration=data["iteration"],
+            stage=Stage[data["stage"]],
+            works=data["works"],
+            outcomes={int(n): Outcome.from_dict(outcome) for n, outcome in data["outcomes"].items()},
+            counters={int(n): counters for n, counters in data["counters"].items()},
+        )
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Where all survivors go on from; once decided it binds every later epoch.
+
+    Attributes:
+        iteration: j, the last iteration that counts as applied. Who is REDUCED at j takes the step with `outcome`.
+        outcome: what was agreed for j; None if nobody had agreed on anything yet.
+        replay: what Megatron does after step j (logging, evaluation, checkpoint) was not finished by all and is repeated.
+        counters: Megatron's counters at the start of the iteration at which the loop is entered again.
+    """
+
+    iteration: int
+    outcome: Outcome | None
+    replay: bool
+    counters: dict[str, Any]
+
+    @property
+    def entry(self) -> int:
+        """The iteration at which Megatron's loop is entered again."""
+        return self.iteration if self.replay else self.iteration + 1
+
+    def to_dict(self) -> dict[str, Any]:
+        outcome = None if self.outcome is None else self.outcome.to_dict()
+        return {
+            "iteration": self.iteration, "outcome": outcome, "replay": self.replay, "counters": self.counters,
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Commit":
+        outcome = None if data["outcome"] is None else Outcome.from_dict(data["outcome"])
+        return cls(data["iteration"], outcome, data["replay"], data["counters"])
+
+
+class NoCommitError(Exception):
+    """The survivors' records do not determine where to go on."""
+
+
+def resolve(records: Iterable[Record], bound: Commit | None = None) -> Commit:
+    """Decide the last applied iteration from the survivors' records (DESIGN contract 3).
+
+    Args:
+        records: one per survivor.
+        bound: the commit of an earlier recovery, which the result never falls behind.
+
+    Raises:
+        NoCommitError: if nobody knows the counters to go on from (no working survivor had entered the loop).
+    """
+    survivors = list(records)
+    iteration = max([record.applied for record in survivors] + ([bound.iteration] if bound else []))
+    in_loop = [record for record in survivors if record.works]
+    replay = not in_loop or any(record.iteration <= iteration for record in in_loop)
+    entry = iteration if replay else iteration + 1
+    counters = next((r.counters[entry] for r in survivors if entry in r.counters), None)
+    if counters is None and bound is not None and bound.iteration == iteration:
+        return bound
+    if counters is None:
+        raise NoCommitError(f"no survivor knows the state of the run at the start of iteration {entry}")
+    return Commit(iteration, _outcome_of(iteration, survivors, bound), replay, counters)
+
+
+def _outcome_of(iteration: int, survivors: list[Record], bound: Commit | None) -> Outcome | None:
+    """What was agreed for the iteration, by somebody who knows the losses by name if there is one."""
+    known = [record.outcomes[iteration] for record in survivors if iteration in record.outcomes]
+    if bound is not None and bound.iteration == iteration and bound.outcome is not None:
+        known.append(bound.outcome)
+    return max(known, key=lambda outcome: len(outcome.losses), default=None)

@@ -1,0 +1,105 @@
+"""Starting a worker's process: by executing Python anew, or by forking this process where that has been warmed up.
+
+May import: the standard library, `control.bootstrap` (inside the forked child).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+BOOTSTRAP = "megatron_resihp.control.bootstrap"
+
+DEFAULT_AGAIN = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGPIPE)
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker's process is started with.
+
+    Attributes:
+        command: the script and its arguments.
+        environment: all of it.
+        output: file descriptor for its standard output and error.
+        lifeline: its end; inherited under the same number.
+        foreign: sockets of the agent that a worker must not hold.
+    """
+
+    worker: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    output: int
+    lifeline: socket.socket
+    foreign: Sequence[socket.socket] = ()
+
+
+Spawn = Callable[[WorkerSpec], int]
+"""Starts a process in a session of its own and returns its pid. Called in the agent's main thread, before any other
+thread is started: a worker dies with the thread that started it."""
+
+
+def exec_worker(spec: WorkerSpec) -> int:
+    """A fresh interpreter."""
+    os.set_inheritable(spec.lifeline.fileno(), True)
+    output = [(os.POSIX_SPAWN_DUP2, spec.output, 1), (os.POSIX_SPAWN_DUP2, spec.output, 2)]
+    command = [sys.executable, "-m", BOOTSTRAP, *spec.command]
+    # Python ignores some signals, and what is ignored stays so across exec.
+    defaults = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD]
+    return os.posix_spawn(
+        sys.executable, command, spec.environment, file_actions=output, setsid=True, setsigdef=defaults
+    )
+
+
+def fork_worker(spec: WorkerSpec) -> int:
+    """A copy of this process, which saves it the imports. This process must not have started threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _become_worker(spec)
+    return pid
+
+
+def _become_worker(spec: WorkerSpec) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        _reset_signals()
+        for sock in spec.foreign:
+            sock.close()
+        os.dup2(spec.output, 1)
+        os.dup2(spec.output, 2)
+        os.close(spec.output)
+        _reopen_streams()
+        os.environ.clear()
+        os.environ.update(spec.environment)
+        from megatron_resihp.control import bootstrap
+
+        code = bootstrap.main(spec.command)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # What the forked process has registered to run at its exit is not for us.
+        os._exit(code)
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in DEFAULT_AGAIN:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _reopen_streams() -> None:
+    """A test runner has put other objects in the place of these."""
+    sys.stdin = sys.__stdin__ = open(os.devnull)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

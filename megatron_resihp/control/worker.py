@@ -1,0 +1,208 @@
+"""A worker's side of the control plane: what it tells the coordinator, and the thread that hears notices.
+
+May import `plan`, `control.messages`, `control.record` and `control.store`.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_resihp.control import messages
+from megatron_resihp.control.record import Commit, Record
+from megatron_resihp.control.store import Store, StoreError
+from megatron_resihp.plan import Coordinate, ParallelPlan
+
+SLICE_S = 0.1
+"""Bounded waits look up this often whether what they wait for can still come."""
+
+
+class EpochBroken(Exception):
+    """The control plane has marked the epoch as broken."""
+
+
+class JobEnded(Exception):
+    """The job is over for this worker; `code` is the exit code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """A plan with the commit that it starts from and the shard that each member holds, current to that commit."""
+
+    epoch: int
+    plan: ParallelPlan
+    commit: Commit | None
+    held: dict[int, Coordinate | None]
+
+
+@dataclass(frozen=True)
+class SalvageOrder:
+    """No plan fits. `shard` is what this worker writes down (None: nothing), `missing` what nobody holds."""
+
+    epoch: int
+    reason: str
+    commit: Commit | None
+    shard: Coordinate | None
+    missing: tuple[Coordinate, ...]
+
+
+class WorkerControl:
+    """Connects one worker to the coordinator.
+
+    Args:
+        store: a connection of its own; the notice thread clones another.
+        worker: this worker's id.
+        on_broken: called in the notice thread when the current epoch is marked as broken or the job ends; must make
+            blocked collectives of the epoch return with an error.
+    """
+
+    def __init__(self, store: Store, worker: int, on_broken: Callable[[], None]) -> None:
+        self.worker = worker
+        self.epoch = 0
+        self.stop_signal: int | None = None
+        self.peer_ports: set[int] = set()
+        self._store = store
+        self._lock = threading.Lock()
+        self._on_broken = on_broken
+        self._broken: dict[int, tuple[str, float]] = {}
+        self._end: JobEnded | None = None
+        self._news = threading.Condition()
+        self._notice_store = store.clone()
+        self._thread = threading.Thread(target=self._listen, name="resihp-notices", daemon=True)
+        self._thread.start()
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Send a message to the coordinator."""
+        with self._lock:
+            self._store.push(messages.INBOX, json.dumps({"type": kind, "worker": self.worker, **fields}))
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Write an event to the run's log."""
+        event = {"event": name, "time": time.time(), "epoch": self.epoch, "worker": self.worker, **fields}
+        self.tell("event", event=event)
+
+    def broken(self) -> bool:
+        """Whether the current epoch is marked as broken or the job has ended."""
+        return self.epoch in self._broken or self._end is not None
+
+    def broken_at(self) -> float | None:
+        """Unix time at which this worker heard that its current epoch is broken."""
+        return self._broken[self.epoch][1] if self.epoch in self._broken else None
+
+    def check(self) -> None:
+        """Raise if the job is over or the current epoch is broken.
+
+        Raises:
+            JobEnded, EpochBroken.
+        """
+        if self._end is not None:
+            raise self._end
+        if self.epoch in self._broken:
+            raise EpochBroken(self._broken[self.epoch][0])
+
+    def suspect(self, error: BaseException, timeout_s: float) -> None:
+        """Report a communication error and wait until the control plane has marked the epoch as broken.
+
+        Raises:
+            JobEnded: the job ended meanwhile.
+            TimeoutError: the coordinator did not react.
+        """
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        if not self.broken():
+            self.tell("suspect", epoch=self.epoch, error=first_line)
+        with self._news:
+            if not self._news.wait_for(self.broken, timeout_s):
+                raise TimeoutError(f"the coordinator did not answer within {timeout_s:g} s")
+        if self._end is not None:
+            raise self._end
+
+    def muster(self, record: Record, held: Coordinate | None) -> EpochPlan | SalvageOrder:
+        """Report how far this worker got in the broken epoch and wait for what comes next.
+
+        Raises:
+            JobEnded: there is nothing to come, or this worker was given up for dead.
+        """
+        self.tell("muster", epoch=self.epoch, record=record.to_dict(), held=held)
+        epoch = self.epoch + 1
+        data = json.loads(self._await(messages.plan_key(epoch), mind_epoch=False))
+        commit = data["commit"] and Commit.from_dict(data["commit"])
+        if "impossible" in data:
+            shard = data["writers"].get(str(self.worker))
+            missing = tuple(Coordinate(*item) for item in data["missing"])
+            self.epoch = epoch
+            return SalvageOrder(epoch, data["impossible"], commit, shard and Coordinate(*shard), missing)
+        plan = ParallelPlan.from_dict(data["plan"])
+        if self.worker not in plan.members:
+            raise JobEnded(messages.FENCED_EXIT, "this worker was given up for dead and is fenced")
+        self.epoch = epoch
+        held = {int(worker): shard and Coordinate(*shard) for worker, shard in data["held"].items()}
+        return EpochPlan(epoch, plan, commit, held)
+
+    def first_plan(self) -> ParallelPlan:
+        """Wait for the plan of epoch 0."""
+        return ParallelPlan.from_dict(json.loads(self._await(messages.plan_key(0)))["plan"])
+
+    def ready(self, state_digest: str, bytes_received: int, steps_redone: int, ports: list[int]) -> None:
+        """Report that this worker is ready for the epoch and wait until all are; then `peer_ports` is known.
+
+        Args:
+            state_digest: of the shard that this worker holds; holders of the same shard must agree.
+            bytes_received: of state, from other holders.
+            steps_redone: iterations that are computed again.
+            ports: at which this worker's gloo groups listen.
+
+        Raises:
+            EpochBroken, JobEnded: somebody died or state differed meanwhile.
+        """
+        self.tell(
+            "ready", epoch=self.epoch, state=state_digest, bytes_received=bytes_received, steps_redone=steps_redone,
+            ports=ports,
+        )  # fmt: skip
+        self.peer_ports = set(json.loads(self._await(messages.go_key(self.epoch)))["ports"])
+
+    def await_end(self) -> JobEnded:
+        """Wait until the job is over."""
+        with self._news:
+            self._news.wait_for(lambda: self._end is not None)
+        assert self._end is not None
+        return self._end
+
+    def _await(self, key: str, mind_epoch: bool = True) -> str:
+        while True:
+            if mind_epoch:
+                self.check()
+            elif self._end is not None:
+                raise self._end
+            with self._lock:
+                if self._store.wait(key, SLICE_S):
+                    return self._store.get(key, SLICE_S)
+
+    def _listen(self) -> None:
+        number = 0
+        try:
+            while True:
+                while not self._notice_store.wait(messages.notice_key(number), 3600.0):
+                    pass
+                self._hear(json.loads(self._notice_store.get(messages.notice_key(number), 10.0)))
+                number += 1
+        except StoreError as error:
+            self._hear({"kind": "end", "code": 1, "reason": f"the coordinator is gone: {error}"})
+
+    def _hear(self, notice: dict[str, Any]) -> None:
+        if notice["kind"] == "stop":
+            self.stop_signal = notice["signal"]
+            return
+        with self._news:
+            if notice["kind"] == "end":
+                self._end = self._end or JobEnded(notice["code"], notice["reason"])
+            else:
+                self._broken[notice["epoch"]] = (notice["cause"], time.time())
+            self._news.notify_all()
+        if self.broken():
+            self._on_broken()

@@ -1,0 +1,42 @@
+"""The stand-in that lets unmodified Megatron train on CPUs with gloo.
+
+Call `install()` before Megatron starts. It replaces the parts of `torch` and Megatron that need a GPU, one small
+module per part; each names what it replaces and why. This package may import torch, numpy and megatron, and nothing
+else of megatron_resihp. Importing it imports neither torch nor megatron.
+"""
+
+_installed = False
+
+
+def installed() -> bool:
+    """Whether the stand-in is in place in this process."""
+    return _installed
+
+
+def install(force: bool = False) -> bool:
+    """Put the stand-in in place and say whether it is; where real CUDA devices exist, do nothing unless forced.
+
+    Works before and after Megatron's first import. Calling it again changes nothing.
+    """
+    global _installed
+    if _installed:
+        return True
+
+    import torch
+
+    if torch.cuda.is_available() and not force:
+        return False
+
+    from megatron_resihp.cpu import compilation, distributed, factories, random_state, torch_cuda
+
+    torch_cuda.install()
+    random_state.install()
+    factories.install()
+    distributed.install()
+    compilation.install()
+
+    from megatron_resihp.cpu import megatron_parts
+
+    megatron_parts.install()
+    _installed = True
+    return True

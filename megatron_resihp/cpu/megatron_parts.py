@@ -1,0 +1,96 @@
+"""The few places in Megatron that refuse to run without a GPU's kernels. May import torch and megatron."""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor
+
+from megatron_resihp.cpu.norms import build_norm
+from megatron_resihp.cpu.packed_attention import document_lengths, packed_attention
+
+CAUSAL_MASKS = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+def install() -> None:
+    DotProductAttention.forward = _accepting_packed_documents(DotProductAttention.forward)
+    WrappedTorchNorm.__new__ = build_norm
+    # The wheel ships the compiled helper and no Makefile, so building it fails and is not needed.
+    dataset_utils.compile_helpers = _nothing_to_compile
+    # Without this, half precision would look for a fused CUDA kernel.
+    FusedScaleMaskSoftmax.is_kernel_available = _no_kernel
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = WEIGHT_GRADIENT_KERNELS
+        layers._grad_accum_fusion_available = True
+
+
+def _nothing_to_compile() -> None:
+    pass
+
+
+def _no_kernel(self: FusedScaleMaskSoftmax, *_shape: Any) -> bool:
+    return False
+
+
+def _accumulate_weight_gradient(layer_input: Tensor, output_gradient: Tensor, weight_gradient: Tensor) -> None:
+    """What Apex' kernel does behind `--gradient-accumulation-fusion`, Megatron's default."""
+    weight_gradient.add_(output_gradient.t().matmul(layer_input))
+
+
+WEIGHT_GRADIENT_KERNELS = SimpleNamespace(
+    wgrad_gemm_accum_fp32=_accumulate_weight_gradient, wgrad_gemm_accum_fp16=_accumulate_weight_gradient
+)
+
+
+def _accepting_packed_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`DotProductAttention.forward` refuses packed documents; Transformer Engine's counterpart needs a GPU."""
+
+    @functools.wraps(original)
+    def forward(
+        self: DotProductAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        if packed_seq_params is None:
+            return original(self, query, key, value, attention_mask, attn_mask_type, attention_bias)
+        _check_packed_attention(self, attn_mask_type, attention_bias)
+        dropout = self.attention_dropout.p if self.training else 0.0
+        # Under sequence parallelism the caller has forked the generator already, as in the original.
+        fork_needed = dropout > 0.0 and not self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if fork_needed else nullcontext():
+            context = packed_attention(query, key, value, _lengths(packed_seq_params), self.softmax_scale, dropout)
+        return context.flatten(start_dim=1)
+
+    return forward
+
+
+def _check_packed_attention(
+    attention: DotProductAttention, mask_type: AttnMaskType | None, bias: Tensor | None
+) -> None:
+    if (mask_type or attention.attn_mask_type) not in CAUSAL_MASKS:
+        raise NotImplementedError("packed documents on a CPU need causal attention")
+    if bias is not None or attention.softmax_offset is not None:
+        raise NotImplementedError("packed documents on a CPU know no attention bias and no softmax offset")
+    if attention.scale_mask_softmax.window_size is not None:
+        raise NotImplementedError("packed documents on a CPU know no attention window")
+
+
+def _lengths(packed: PackedSeqParams) -> list[int]:
+    """The documents' lengths as they lie in the sequence, padding between them included."""
+    padded = packed.cu_seqlens_q_padded
+    return document_lengths(packed.cu_seqlens_q if padded is None else padded)

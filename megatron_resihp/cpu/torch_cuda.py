@@ -1,0 +1,197 @@
+"""`torch.cuda` with one device, which is the CPU: streams run in order, events read the clock. May import torch."""
+
+import contextlib
+import os
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+DEVICE_INDEX = 0
+
+# Since this generation Megatron no longer asks for CUDA_DEVICE_MAX_CONNECTIONS=1, which means nothing on a CPU.
+COMPUTE_CAPABILITY = (10, 0)
+
+
+class Event:
+    """A point in time. Work on a CPU is done when the call returns, so every event is complete once recorded."""
+
+    def __init__(self, enable_timing: bool = False, **_options: Any) -> None:
+        self.enable_timing = enable_timing
+        self._seconds: float | None = None
+
+    def record(self, stream: "Stream | None" = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds from this event to `end`."""
+        if self._seconds is None or end._seconds is None:
+            raise RuntimeError("both events must be recorded before their elapsed time is known")
+        return (end._seconds - self._seconds) * 1000.0
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self, stream: "Stream | None" = None) -> None:
+        pass
+
+
+class Stream:
+    """An order of work. On a CPU there is one order, that of the calls."""
+
+    device = torch.device("cpu")
+    cuda_stream = 0
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        pass
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, -1)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def wait_stream(self, stream: "Stream") -> None:
+        pass
+
+
+_the_stream = Stream()
+
+
+@contextlib.contextmanager
+def use_stream(stream: Stream | None) -> Iterator[None]:
+    yield
+
+
+class use_device:
+    """`with torch.cuda.device(...)`: there is only one."""
+
+    def __init__(self, device: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_exception: Any) -> None:
+        pass
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[1]) * resource.getpagesize()
+
+
+def _peak_resident_bytes() -> int:
+    # The kernel brings its own peak up to date only now and then.
+    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, _resident_bytes())
+
+
+def _memory_stats(device: Any = None) -> dict[str, int]:
+    """The process' resident memory under the names of the allocator's main figures; the other figures read 0."""
+    statistics: dict[str, int] = defaultdict(int)
+    current, peak = _resident_bytes(), _peak_resident_bytes()
+    for kind in ("allocated", "reserved", "active"):
+        statistics |= {f"{kind}_bytes.all.current": current, f"{kind}_bytes.all.peak": peak}
+    return statistics
+
+
+def _memory_of_machine(device: Any = None) -> tuple[int, int]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+
+def _device_properties(device: Any = None) -> SimpleNamespace:
+    major, minor = COMPUTE_CAPABILITY
+    return SimpleNamespace(
+        name="CPU",
+        major=major,
+        minor=minor,
+        total_memory=_memory_of_machine()[1],
+        multi_processor_count=os.cpu_count(),
+    )
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    """A new function for each name that it stands for: Dynamo refuses one object under two of torch's names."""
+    return lambda *_arguments, **_options: value
+
+
+DEVICE: dict[str, Any] = {
+    "is_available": _always(True),
+    "is_bf16_supported": _always(True),
+    "is_current_stream_capturing": _always(False),
+    "device_count": _always(1),
+    "current_device": _always(DEVICE_INDEX),
+    "set_device": _always(None),
+    "device": use_device,
+    "get_device_name": _always("CPU"),
+    "get_device_capability": _always(COMPUTE_CAPABILITY),
+    "get_device_properties": _device_properties,
+    "synchronize": _always(None),
+}
+
+STREAMS: dict[str, Any] = {
+    "Event": Event,
+    "Stream": Stream,
+    "stream": use_stream,
+    "current_stream": _always(_the_stream),
+    "default_stream": _always(_the_stream),
+    "set_stream": _always(None),
+}
+
+MEMORY: dict[str, Any] = {
+    "empty_cache": _always(None),
+    "reset_peak_memory_stats": _always(None),
+    "reset_max_memory_allocated": _always(None),
+    "memory_stats": _memory_stats,
+    "memory_allocated": lambda device=None: _resident_bytes(),
+    "memory_reserved": lambda device=None: _resident_bytes(),
+    "max_memory_allocated": lambda device=None: _peak_resident_bytes(),
+    "max_memory_reserved": lambda device=None: _peak_resident_bytes(),
+    "device_memory_used": lambda device=None: _resident_bytes(),
+    "mem_get_info": _memory_of_machine,
+}
+
+TENSOR_TYPES = (
+    "FloatTensor",
+    "DoubleTensor",
+    "HalfTensor",
+    "BFloat16Tensor",
+    "ByteTensor",
+    "CharTensor",
+    "ShortTensor",
+    "IntTensor",
+    "LongTensor",
+    "BoolTensor",
+)
+
+
+def install() -> None:
+    for name, replacement in (DEVICE | STREAMS | MEMORY).items():
+        setattr(torch.cuda, name, replacement)
+    for name in TENSOR_TYPES:
+        setattr(torch.cuda, name, getattr(torch, name))
+    torch.cuda.nvtx.range_push = _always(None)
+    torch.cuda.nvtx.range_pop = _always(None)
+    # The CPU is no accelerator: with one, data loaders would pin memory and optimizers look for a graph capture.
+    torch.accelerator.is_available = _always(False)
+    torch.accelerator.current_accelerator = _always(None)

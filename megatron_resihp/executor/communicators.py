@@ -1,0 +1,138 @@
+"""All communicators of one epoch: torch's default world, what is built in it, and side groups that reach standbys.
+
+May import torch and `plan`. Worker ids become torch ranks here and nowhere else.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_resihp.executor import gloo_sockets
+from megatron_resihp.executor.rendezvous import InterruptibleStore
+
+STANDBY_TIMEOUT = timedelta(days=1)
+"""Side groups wait while others evaluate or save; the control plane bounds their wait by marking the epoch as broken."""
+
+COMMUNICATOR_WORDS = (
+    "gloo", "nccl", "connection closed by peer", "connection reset by peer", "connection was likely closed",
+    "broken pipe", "socket", "rendezvous", "processgroup", "tcpstore",
+)  # fmt: skip
+
+
+class SideGroup:
+    """A gloo group of any workers, outside torch's default world; built straight from the store.
+
+    torch refuses a second default group, and `new_group` needs a world that standbys are not in.
+    """
+
+    def __init__(self, store: dist.Store, name: str, workers: Sequence[int], me: int) -> None:
+        self.workers = tuple(workers)
+        self._rank_of = {worker: rank for rank, worker in enumerate(self.workers)}
+        self._group = dist.ProcessGroupGloo(
+            dist.PrefixStore(name, store), self._rank_of[me], len(self.workers), STANDBY_TIMEOUT
+        )
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Sum a host tensor over all workers, in place."""
+        self._group.allreduce([values]).wait()
+
+    def send(self, tensor: torch.Tensor, worker: int) -> None:
+        """Send a tensor of any device."""
+        self._group.send([tensor.detach().cpu().contiguous()], self._rank_of[worker], 0).wait()
+
+    def receive(self, tensor: torch.Tensor, worker: int) -> None:
+        """Receive into a tensor of any device."""
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            self._group.recv([tensor], self._rank_of[worker], 0).wait()
+            return
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._group.recv([host], self._rank_of[worker], 0).wait()
+        tensor.copy_(host)
+
+    def broadcast(self, tensor: torch.Tensor, worker: int) -> None:
+        """Broadcast a tensor of any device from `worker` to all."""
+        host = tensor.detach().cpu().contiguous()
+        options = dist.BroadcastOptions()
+        options.rootRank = self._rank_of[worker]
+        self._group.broadcast([host], options).wait()
+        if host.data_ptr() != tensor.data_ptr():
+            tensor.copy_(host)
+
+
+class Communicators:
+    """Builds, aborts and destroys an epoch's communicators.
+
+    Args:
+        store: a raw c10d store that nobody else uses.
+        me: this worker's id.
+        interrupted: whether the epoch under construction is broken.
+    """
+
+    def __init__(self, store: dist.Store, me: int, interrupted: Callable[[], bool]) -> None:
+        self._inner = store
+        self._me = me
+        self._interrupted = interrupted
+        self._foreign = gloo_sockets.identities()
+        self._peer_ports: set[int] | None = None
+        self._side_groups: list[SideGroup] = []
+        self._lock = threading.Lock()
+        self._epoch_store: dist.Store | None = None
+
+    def begin(self, epoch: int, plan_digest: str) -> None:
+        """Start building an epoch. Members that hold another plan meet nobody: the digest is part of every key."""
+        with self._lock:
+            self._foreign = gloo_sockets.identities()
+            self._peer_ports = None
+        prefixed = dist.PrefixStore(f"resihp/groups/{epoch}/{plan_digest}", self._inner)
+        self._epoch_store = InterruptibleStore(prefixed, self._interrupted)
+
+    def join_world(self, backend: str, order: Sequence[int], timeout: timedelta) -> None:
+        """Make torch's default group; `order` gives the worker id of each rank."""
+        assert self._epoch_store is not None
+        dist.init_process_group(
+            backend, store=self._epoch_store, rank=list(order).index(self._me), world_size=len(order), timeout=timeout
+        )
+
+    def side_group(self, name: str, workers: Sequence[int]) -> SideGroup:
+        assert self._epoch_store is not None
+        group = SideGroup(self._epoch_store, name, workers, self._me)
+        self._side_groups.append(group)
+        return group
+
+    def ports(self) -> list[int]:
+        """Ports at which this worker's gloo groups listen."""
+        return gloo_sockets.listening_ports(self._foreign)
+
+    def narrow(self, peer_ports: set[int]) -> None:
+        """From now on only connections that have an end at one of these ports are cut on abort."""
+        with self._lock:
+            self._peer_ports = peer_ports
+
+    def abort(self) -> None:
+        """Make every blocked or later operation of the epoch fail. Called from any thread, any number of times."""
+        with self._lock:
+            # One fixed order: aborting NCCL communicators in unlike orders on different ranks can hang.
+            for group in sorted(dist.distributed_c10d._world.pg_map, key=lambda g: g.group_name):
+                if torch.cuda.is_available() and dist.get_backend(group) == "nccl":
+                    group._get_backend(torch.device("cuda")).abort()
+            gloo_sockets.shut_down(self._foreign, self._peer_ports)
+
+    def destroy(self) -> None:
+        """Forget and free all groups of the epoch; the world of a dead rank can't be used for anything."""
+        self._side_groups.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._epoch_store = None
+
+
+def is_communicator_error(error: BaseException) -> bool:
+    """Whether an exception came from a communicator, as opposed to the model, the data or the user's code."""
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    text = str(error).lower()
+    return any(word in text for word in COMMUNICATOR_WORDS)

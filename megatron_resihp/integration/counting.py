@@ -1,0 +1,97 @@
+"""Seam: Megatron's counters. They see one replica that runs all micro-batches, whatever the plan.
+
+The LR schedule, consumed samples and logs multiply the local micro-batch count by the data-parallel size. With unlike
+counts that gives replicas their own learning rate and cursor. So while train() runs, the data-parallel size that the
+counting code sees is 1 and the number of micro-batches is that of the global batch (DESIGN contract 2).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
+from megatron.training import training
+
+from megatron_resihp.integration.runtime import Runtime
+
+
+class OneReplica:
+    """Stands for `mpu` in training.py: everything as it is, but a data-parallel size of 1 for counting."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mpu, name)
+
+    def get_data_parallel_world_size(self, *args: Any, **kwargs: Any) -> int:
+        return 1
+
+
+def count_as_one_replica(runtime: Runtime) -> None:
+    """Switch the counters over; done once, before the first iteration."""
+    args = runtime.args
+    training.mpu = OneReplica()
+    args.data_parallel_size = 1
+    reconfigure_num_microbatches_calculator(
+        rank=args.rank,
+        rampup_batch_size=None,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=1,
+        decrease_batch_size_if_needed=False,
+    )
+
+
+def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
+    """Everything that the loop advances besides the state of the shard; the same on all workers. Cheap: no device sync."""
+    args = runtime.args
+    assert runtime.trained is not None
+    return {
+        "iteration": args.curr_iteration,
+        "consumed_train_samples": args.consumed_train_samples,
+        "skipped_train_samples": args.skipped_train_samples,
+        "consumed_valid_samples": args.consumed_valid_samples,
+        "scheduler_steps": runtime.trained.scheduler.num_steps,
+        "flops": runtime.flops,
+        "totals": dict(runtime.totals),
+    }
+
+
+def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
+    """Make train() start where `counters` were taken."""
+    args = runtime.args
+    assert runtime.trained is not None
+    args.iteration = args.curr_iteration = counters["iteration"]
+    args.consumed_train_samples = counters["consumed_train_samples"]
+    args.skipped_train_samples = counters["skipped_train_samples"]
+    args.consumed_valid_samples = counters["consumed_valid_samples"]
+    args.num_floating_point_operations_so_far = runtime.flops = counters["flops"]
+    runtime.trained.scheduler.num_steps = counters["scheduler_steps"]
+    runtime.trained.scheduler.step(increment=0)
+    runtime.carried_totals = counters["totals"]
+
+
+def wrap_training_log(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Carry the running loss totals over a recovery: they live in a local variable of train()."""
+
+    def training_log(loss_dict: Any, total_loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if runtime.carried_totals is not None:
+            for name, value in runtime.carried_totals.items():
+                # Lists are what tensors became on their way through the coordinator.
+                total_loss_dict[name] = torch.tensor(value, device="cuda") if isinstance(value, list) else value
+            runtime.carried_totals = None
+        result = original(loss_dict, total_loss_dict, *args, **kwargs)
+        runtime.totals = dict(total_loss_dict)
+        return result
+
+    return training_log
+
+
+def wrap_flops(runtime: Runtime, original: Callable[..., float]) -> Callable[..., float]:
+    """Follow the sum of floating-point operations, which is a local variable of train()."""
+
+    def num_floating_point_operations(*args: Any, **kwargs: Any) -> float:
+        operations = original(*args, **kwargs)
+        runtime.flops += operations
+        return operations
+
+    return num_floating_point_operations

@@ -1,0 +1,138 @@
+"""Seam: data loaders. Every worker opens the data sets at the start; a new plan only moves the samplers.
+
+Replaces training.build_pretraining_data_loader and the choice of ranks that build data sets. Micro-batch m of an
+iteration is always samples [m * mbs, (m + 1) * mbs) of its global batch, whoever runs it (DESIGN contract 1).
+"""
+
+import ctypes
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.datasets.utils import Split
+
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.plan import deal, even_counts
+
+SAMPLE_KEY = "resihp_sample"
+PR_SET_PDEATHSIG = 1
+
+
+class PlanSampler:
+    """Batch sampler whose cursor and share can be set anew. Yields lists of sample indices, one per micro-batch."""
+
+    def __init__(self, total_samples: int, micro_batch_size: int, global_batch_size: int) -> None:
+        self._total = total_samples
+        self._micro_batch_size = micro_batch_size
+        self._global_batch_size = global_batch_size
+        self._consumed = 0
+        self._share: Sequence[int] = ()
+
+    @property
+    def micro_batches(self) -> int:
+        return self._global_batch_size // self._micro_batch_size
+
+    def move(self, consumed: int, share: Sequence[int]) -> None:
+        """From the next `iter` on, start after `consumed` samples and yield the micro-batches in `share`."""
+        self._consumed, self._share = consumed, share
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __iter__(self) -> Iterator[list[int]]:
+        cursor, size = self._consumed, self._micro_batch_size
+        while cursor + self._global_batch_size <= self._total:
+            for index in self._share:
+                yield list(range(cursor + index * size, cursor + (index + 1) * size))
+            cursor += self._global_batch_size
+
+
+class NumberedDataset(torch.utils.data.Dataset):
+    """A data set whose samples carry their own index, so that what was really fed can be recorded."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self._dataset[index], SAMPLE_KEY: int(index)}
+
+
+class Feed:
+    """One split's loader on one worker. Loader processes are started when the first batch is wanted, once."""
+
+    def __init__(self, runtime: Runtime, dataset: Any, is_eval: bool, consumed_name: str | None) -> None:
+        args = runtime.args
+        self._runtime = runtime
+        self._is_eval = is_eval
+        self._consumed_name = consumed_name
+        self.sampler = PlanSampler(
+            len(dataset),
+            args.eval_micro_batch_size if is_eval else args.micro_batch_size,
+            args.eval_global_batch_size if is_eval else args.global_batch_size,
+        )
+        self._loader = torch.utils.data.DataLoader(
+            NumberedDataset(dataset),
+            batch_sampler=self.sampler,
+            num_workers=args.num_workers,
+            pin_memory=True,
+            persistent_workers=args.num_workers > 0,
+            worker_init_fn=_die_with_parent if args.num_workers > 0 else None,
+        )
+        self._iterator: Iterator[Any] | None = None
+
+    def rewind(self) -> None:
+        """Start from Megatron's cursor with the current plan's share; batches read ahead are dropped."""
+        consumed = getattr(self._runtime.args, self._consumed_name) if self._consumed_name else 0
+        if self._is_eval:
+            counts = even_counts(self.sampler.micro_batches, len(self._runtime.current_plan.replicas))
+            share = deal(counts)[self._runtime.replica]
+        else:
+            share = self._runtime.micro_batches
+        self.sampler.move(consumed, share)
+        self._iterator = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        batch = next(self._iterator)
+        numbers = batch.pop(SAMPLE_KEY)
+        if not self._is_eval:
+            self._runtime.fed.extend(numbers.tolist())
+        return batch
+
+
+def make_loader_builder(runtime: Runtime) -> Callable[[Any, int], Feed | None]:
+    """The replacement of build_pretraining_data_loader(dataset, consumed_samples)."""
+    consumed_names = {Split.train: "consumed_train_samples", Split.valid: "consumed_valid_samples", Split.test: None}
+
+    def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Feed | None:
+        if dataset is None:
+            return None
+        split = getattr(dataset, "split", getattr(dataset, "index_split", Split.train))
+        feed = Feed(runtime, dataset, split in (Split.valid, Split.test), consumed_names[split])
+        feed.rewind()
+        runtime.feeds.append(feed)
+        return feed
+
+    return build_pretraining_data_loader
+
+
+def build_on_every_worker(original: Callable[..., None]) -> Callable[..., None]:
+    """BlendedMegatronDatasetBuilder.__init__ with data sets built on all ranks: any worker may have to read them later."""
+
+    def init(self: Any, cls: Any, sizes: Any, is_built_on_rank: Any, config: Any, **kwargs: Any) -> None:
+        original(self, cls, sizes, lambda: True, config, **kwargs)
+
+    return init
+
+
+def _die_with_parent(_: int) -> None:
+    """A forked loader keeps its dead parent's connections open, and peers would notice the death seconds late."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

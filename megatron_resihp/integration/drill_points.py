@@ -1,0 +1,36 @@
+"""Hooks for the points of a drill inside forward, backward, P2P and gradient sync; installed only when a drill needs them.
+
+May import megatron and this room.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_resihp.integration.patch import Patch
+from megatron_resihp.integration.runtime import Runtime
+
+TARGETS = {
+    "forward": "megatron.core.pipeline_parallel.schedules:forward_step",
+    "backward": "megatron.core.pipeline_parallel.schedules:backward_step",
+    "p2p": "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+    "grad-sync": "megatron.training.training:finalize_model_grads",
+}
+
+
+def drill_patches(runtime: Runtime) -> list[Patch]:
+    """Patches that report reaching the points that this worker's drills wait for."""
+    return [
+        Patch(target, functools.partial(_reaching, runtime, point), None, f"lets drills strike at {point}")
+        for point, target in TARGETS.items()
+        if point in runtime.drills.points()
+    ]
+
+
+def _reaching(runtime: Runtime, point: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reached(*positional: Any, **options: Any) -> Any:
+        runtime.reach(point)
+        return original(*positional, **options)
+
+    return reached

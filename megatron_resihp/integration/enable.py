@@ -1,0 +1,96 @@
+"""What `megatron_resihp.enable()` does: the flags at once, everything else when --resihp turns out to be given.
+
+May import everything; megatron only inside functions, after the CPU stand-in is in place.
+"""
+
+import functools
+import os
+import sys
+
+from megatron_resihp import cpu
+from megatron_resihp.config import ResihpConfig
+from megatron_resihp.integration.patch import Patch, PatchError, apply_all
+
+SUPPORTED = (0, 19)
+"""The megatron-core release, major and minor, that the patches were checked against."""
+
+_enabled = False
+
+
+def enable() -> None:
+    """Put the flags in place, once."""
+    global _enabled
+    if _enabled:
+        return
+    _enabled = True
+    if "--resihp" in sys.argv or os.environ.get("RESIHP_CPU") == "1":
+        cpu.install()
+    from megatron_resihp.integration.flags import fail, make_wrap_validate_args, wrap_add_megatron_arguments
+
+    problem = _version_problem()
+    if problem:
+        fail(problem)
+    arguments = "megatron.training.arguments"
+    patches = [
+        Patch(f"{arguments}:add_megatron_arguments", wrap_add_megatron_arguments, ("parser",), "adds --resihp*"),
+        Patch(f"{arguments}:validate_args", make_wrap_validate_args(_switch_on), ("args", "defaults"), "checks them"),
+    ]
+    try:
+        apply_all(patches)
+    except PatchError as error:
+        fail(_mismatch(error))
+
+
+def _version_problem() -> str | None:
+    from megatron.core.package_info import MAJOR, MINOR, __version__
+
+    if (MAJOR, MINOR) == SUPPORTED:
+        return None
+    supported = f"{SUPPORTED[0]}.{SUPPORTED[1]}"
+    return f"megatron-core {__version__} is not supported; install megatron-core>={supported},<{SUPPORTED[0]}.{SUPPORTED[1] + 1}"
+
+
+def _mismatch(error: PatchError) -> str:
+    from megatron.core.package_info import __version__
+
+    return f"this Megatron ({__version__}) is not what the patches were written for: {error}; use megatron-core 0.19"
+
+
+def _switch_on(config: ResihpConfig) -> None:
+    """Called by Megatron's argument validation: connect to the control plane when start-up reaches initialize_megatron."""
+    from megatron_resihp.integration.flags import fail
+
+    if "RESIHP_STORE" not in os.environ:
+        fail("--resihp needs the control plane; start the job with `resihp launch`")
+    patch = Patch(
+        "megatron.training.training:initialize_megatron",
+        functools.partial(_first_initialize, config),
+        ("allow_no_cuda", "skip_mpu_initialization", "get_embedding_ranks", "get_position_embedding_ranks", "store"),
+        "joins the world through the control plane's store",
+    )
+    try:
+        apply_all([patch])
+    except PatchError as error:
+        fail(_mismatch(error))
+
+
+def _first_initialize(config: ResihpConfig, original):  # type: ignore[no-untyped-def]
+    """initialize_megatron that connects, applies all other patches, and goes on."""
+
+    @functools.wraps(original)
+    def initialize_megatron(*positional, **options):  # type: ignore[no-untyped-def]
+        from megatron_resihp.integration.drill_points import drill_patches
+        from megatron_resihp.integration.flags import fail
+        from megatron_resihp.integration.runtime import set_runtime
+        from megatron_resihp.integration.seams import training_patches
+        from megatron_resihp.integration.startup import create_runtime, wrap_initialize_megatron
+
+        runtime = create_runtime(config)
+        try:
+            apply_all(training_patches(runtime) + drill_patches(runtime))
+        except PatchError as error:
+            fail(_mismatch(error))
+        set_runtime(runtime)
+        return wrap_initialize_megatron(runtime, original)(*positional, **options)
+
+    return initialize_megatron

@@ -1,0 +1,84 @@
+"""Seam: Megatron's argument parser. Adds the --resihp* flags and validates them together with Megatron's.
+
+Replaces add_megatron_arguments and validate_args in megatron.training.arguments.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
+from megatron_resihp.integration.support import refusals
+
+_parser: argparse.ArgumentParser | None = None
+
+
+def wrap_add_megatron_arguments(
+    original: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
+) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
+    """Megatron's arguments, then ours; keeps Megatron's defaults to compare with."""
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        global _parser
+        _parser = argparse.ArgumentParser(add_help=False)
+        original(_parser)
+        return add_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def make_wrap_validate_args(switch_on: Callable[[ResihpConfig], None]) -> Callable[[Any], Any]:
+    """Validation that refuses what is not known to work and, with --resihp, switches the plugin on."""
+
+    def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def validate_args(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
+            if not args.resihp:
+                return original(args, defaults)
+            config = _checked(args)
+            result = original(args, defaults)
+            _check_batches(args)
+            switch_on(config)
+            return result
+
+        return validate_args
+
+    return wrap_validate_args
+
+
+def _checked(args: argparse.Namespace) -> ResihpConfig:
+    config = ResihpConfig.from_namespace(args)
+    try:
+        for drill in config.drills():
+            if drill.worker >= args.world_size:
+                raise ConfigError(
+                    f"--resihp-drill names worker {drill.worker}, but there are {args.world_size}: 0..{args.world_size - 1}"
+                )
+    except ConfigError as error:
+        fail(str(error))
+    assert _parser is not None
+    defaults = vars(_parser.parse_args([]))
+    flags = {action.dest: action.option_strings[0] for action in _parser._actions}
+    lines = refusals(vars(args), defaults, flags)
+    if lines:
+        fail("; ".join(lines))
+    return config
+
+
+def _check_batches(args: argparse.Namespace) -> None:
+    replicas = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    if args.virtual_pipeline_model_parallel_size is not None:
+        fail("interleaved pipelines are not known to work with --resihp; leave --num-layers-per-virtual-pipeline-stage out")
+    for name in ("global_batch_size", "eval_global_batch_size"):
+        size = getattr(args, name)
+        if size // args.micro_batch_size < replicas:
+            fail(f"--{name.replace('_', '-')} {size} gives {replicas} replicas less than one micro-batch each; raise it")
+
+
+def fail(text: str) -> NoReturn:
+    """End with one line on stderr and argparse's exit code."""
+    print(f"resihp: {text}", file=sys.stderr, flush=True)
+    raise SystemExit(2)

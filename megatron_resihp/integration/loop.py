@@ -1,0 +1,185 @@
+"""Seam: Megatron's training loop, entered again after each recovery, and its single step.
+
+Replaces training.train, training.train_step, training.checkpoint_and_decide_exit and training.save_checkpoint_and_time.
+"""
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.utils import get_model_config
+from megatron.training import training
+
+from megatron_resihp.control.record import Outcome, Stage
+from megatron_resihp.control.worker import JobEnded
+from megatron_resihp.executor.digest import digest_tensors
+from megatron_resihp.integration.counting import count_as_one_replica, snapshot_counters
+from megatron_resihp.integration.recovery import recover
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.shard import shard_tensors
+from megatron_resihp.integration.standby import keep_current
+
+StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None, Any]
+
+
+def wrap_train(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """train() that outlives broken epochs."""
+
+    @functools.wraps(original)
+    def train(
+        forward_step_func: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, train_data_iterator: Any,
+        valid_data_iterator: Any, process_non_loss_data_func: Any, config: Any, checkpointing_context: Any,
+        *others: Any, **options: Any,
+    ) -> Any:  # fmt: skip
+        try:
+            _first_epoch(runtime)
+            while True:
+                try:
+                    if not runtime.works:
+                        keep_current(runtime)
+                    return original(
+                        forward_step_func, model, optimizer, opt_param_scheduler, train_data_iterator,
+                        valid_data_iterator, process_non_loss_data_func, config, checkpointing_context,
+                        *others, **options,
+                    )  # fmt: skip
+                except Exception as error:
+                    recover(runtime, error)
+                config = get_model_config(model[0])
+                train_data_iterator = _fresh(train_data_iterator)
+                valid_data_iterator = _fresh(valid_data_iterator)
+                # Save strategies remember groups of the old epoch.
+                checkpointing_context.pop("save_strategy", None)
+                checkpointing_context.pop("load_strategy", None)
+        except JobEnded as end:
+            print(f"resihp: worker {runtime.worker} ends: {end}", file=sys.stderr, flush=True)
+            sys.exit(end.code)
+
+    return train
+
+
+def _first_epoch(runtime: Runtime) -> None:
+    """Epoch 0 holds when every worker has come this far; from now on deaths are recovered from."""
+    count_as_one_replica(runtime)
+    runtime.flops = runtime.args.num_floating_point_operations_so_far
+    runtime.in_loop = True
+    assert runtime.trained is not None
+    runtime.control.ready(digest_tensors(shard_tensors(runtime.trained)), 0, 0, runtime.communicators.ports())
+    runtime.communicators.narrow(runtime.control.peer_ports)
+
+
+def _fresh(iterator: Any) -> Any:
+    """A new rerun wrapper around the same feed: the old one may hold micro-batches of the broken attempt."""
+    return None if iterator is None else RerunDataIterator(iterator.iterable)
+
+
+def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Callable[..., StepReturn]:
+    """train_step that keeps the record and can return a step that was applied already."""
+
+    @functools.wraps(original)
+    def train_step(*positional: Any, iteration: int, **options: Any) -> StepReturn:
+        runtime.control.check()
+        runtime.progress.begin(iteration + 1, snapshot_counters(runtime))
+        runtime.fed.clear()
+        runtime.losses = []
+        if runtime.replay is not None:
+            outcome, runtime.replay = runtime.replay, None
+            return _applied_step(runtime, outcome)
+        result = original(*positional, iteration=iteration, **options)
+        _report(runtime)
+        return result
+
+    return train_step
+
+
+def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
+    """What train_step returned, or would have, for a step that this shard has already taken."""
+    assert runtime.trained is not None
+    runtime.progress.agreed(outcome)
+    runtime.progress.stage = Stage.STEPPED
+    runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
+    losses = {
+        name: torch.tensor(total / max(tokens, 1.0), dtype=torch.float, device="cuda")
+        for name, (total, tokens) in outcome.losses.items()
+    }
+    return losses if runtime.is_last_stage else {}, 0, False, False, 0, outcome.grad_norm, None, 0
+
+
+def _report(runtime: Runtime) -> None:
+    """Write what this iteration was to the event log: its reporter the outcome, who fed it the samples."""
+    iteration, now = runtime.progress.iteration, time.time()
+    outcome = runtime.progress.outcomes[iteration]
+    if runtime.config.resihp_record_samples and runtime.fed:
+        runtime.control.event(
+            "samples", iteration=iteration, replica=runtime.replica, samples=_ranges(runtime.fed),
+            micro_batches=list(runtime.micro_batches),
+        )  # fmt: skip
+    if runtime.recovered_from is not None:
+        seconds = now - runtime.recovered_from
+        runtime.control.event(
+            "first_step", to_epoch=runtime.epoch, iteration=iteration, seconds_since_death=seconds, redone_compute_s=None
+        )
+        runtime.recovered_from = None
+    if runtime.reports:
+        losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in outcome.losses.items()}
+        runtime.control.event(
+            "iteration", iteration=iteration, loss=losses, grad_norm=outcome.grad_norm, skipped=False,
+            samples=runtime.args.global_batch_size,
+            duration_s=None if runtime.last_step_at is None else now - runtime.last_step_at,
+        )  # fmt: skip
+    runtime.last_step_at = now
+
+
+def _ranges(numbers: list[int]) -> list[list[int]]:
+    """[3, 4, 5, 9] as [[3, 5], [9, 9]]; keeps the order."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ranges
+
+
+def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:
+    """Ends the loop in order, on all workers after the same iteration, when somebody asked for it."""
+
+    @functools.wraps(original)
+    def checkpoint_and_decide_exit(
+        model: Any, optimizer: Any, scheduler: Any, iteration: int, flops: float, context: Any, iterator: Any
+    ) -> bool:
+        runtime.reach("between")
+        if original(model, optimizer, scheduler, iteration, flops, context, iterator):
+            return True
+        if not runtime.progress.outcomes[runtime.progress.iteration].stop:
+            return False
+        args = runtime.args
+        if args.save and not (args.save_interval and iteration % args.save_interval == 0):
+            training.save_checkpoint_and_time(
+                iteration, model, optimizer, scheduler, flops, context, train_data_iterator=iterator
+            )
+        return True
+
+    return checkpoint_and_decide_exit
+
+
+def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Checkpoints record the true data-parallel size, not the one that the counters see."""
+
+    @functools.wraps(original)
+    def save_checkpoint_and_time(iteration: int, *positional: Any, **options: Any) -> Any:
+        args, start = runtime.args, time.time()
+        runtime.reach("save")
+        args.data_parallel_size = len(runtime.current_plan.replicas)
+        try:
+            result = original(iteration, *positional, **options)
+        finally:
+            args.data_parallel_size = 1
+        if runtime.reports:
+            runtime.control.event("checkpoint", iteration=iteration, path=args.save, seconds=time.time() - start)
+        return result
+
+    return save_checkpoint_and_time

@@ -1,0 +1,186 @@
+"""From a broken epoch to the next one, in place: muster, commit, rebuild, migrate, go.
+
+May import megatron and everything of this room. Nothing of the old shard is given up before every member is ready, so a
+failure at any point leads back to the old state or on to a newer plan, never to a mixture (DESIGN contract 4).
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import RerunMode
+
+from megatron_resihp.control.record import Commit, Stage
+from megatron_resihp.control.worker import EpochBroken, EpochPlan, SalvageOrder
+from megatron_resihp.executor.communicators import is_communicator_error
+from megatron_resihp.executor.digest import digest_tensors
+from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
+from megatron_resihp.integration.counting import restore_counters
+from megatron_resihp.integration.runtime import Runtime, Trained
+from megatron_resihp.integration.salvage import salvage
+from megatron_resihp.integration.shard import fill_shard, group_steps, shard_tensors
+from megatron_resihp.integration.step import install_step, take_step
+from megatron_resihp.integration.world import build_model_parallel, build_world, reset_singletons, tear_down
+
+
+class ContractBroken(RuntimeError):
+    """A record contradicts what was agreed; going on could train another model, so the job ends."""
+
+
+class Phases:
+    """Measures the phases of one recovery on one worker, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+
+def is_ours(runtime: Runtime, error: BaseException) -> bool:
+    """Whether an error starts a recovery: a communicator's, or any while the epoch is marked as broken."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return False
+    return isinstance(error, EpochBroken) or is_communicator_error(error) or runtime.control.broken()
+
+
+def recover(runtime: Runtime, error: Exception) -> None:
+    """Bring this worker into the next epoch that holds.
+
+    Raises:
+        the error itself: if it is none of ours.
+        JobEnded: nothing to go on with; what this worker holds has been saved if it was asked to.
+    """
+    phases = Phases()
+    runtime.last_step_at = None
+    while True:
+        if not is_ours(runtime, error):
+            raise error
+        with phases.phase("notice"):
+            runtime.control.suspect(error, runtime.config.resihp_answer_timeout)
+        if runtime.recovered_from is None:
+            runtime.recovered_from = runtime.control.broken_at()
+        try:
+            _enter_next_epoch(runtime, phases)
+        except Exception as next_error:
+            next_error.__traceback__ = None  # it would keep the failed epoch's groups alive
+            error = next_error
+            continue
+        for name, seconds in phases.seconds.items():
+            runtime.control.event("phase", phase=name, seconds=seconds, to_epoch=runtime.epoch)
+        return
+
+
+def _enter_next_epoch(runtime: Runtime, phases: Phases) -> None:
+    with phases.phase("abort"):
+        runtime.communicators.abort()
+        tear_down(runtime)
+    with phases.phase("agree"):
+        runtime.reach("recovery-muster")
+        order = runtime.control.muster(runtime.progress.record(runtime.in_loop), runtime.held)
+        if order.commit is not None:
+            redone = _apply(runtime, order.commit)
+        if isinstance(order, SalvageOrder):
+            salvage(runtime, order)
+            raise runtime.control.await_end()
+    with phases.phase("rebuild"):
+        runtime.reach("recovery-rebuild")
+        trained = _rebuild(runtime, order)
+    with phases.phase("migrate"):
+        moved = _migrate(runtime, order, trained)
+        digest = digest_tensors(shard_tensors(trained))
+    with phases.phase("ready"):
+        runtime.reach("recovery-ready")
+        runtime.control.ready(digest, moved, redone, runtime.communicators.ports())
+        runtime.communicators.narrow(runtime.control.peer_ports)
+    with phases.phase("data"):
+        _adopt(runtime, order, trained)
+
+
+def _apply(runtime: Runtime, commit: Commit) -> int:
+    """Take the committed step if this worker is REDUCED at it; returns how many iterations will be computed again."""
+    progress = runtime.progress
+    if progress.iteration < commit.iteration:
+        raise ContractBroken(f"worker {runtime.worker} is in iteration {progress.iteration}, before {commit.iteration}")
+    if progress.iteration > commit.iteration:
+        return 1
+    if progress.stage is Stage.COMPUTE:
+        raise ContractBroken(f"iteration {commit.iteration} was agreed on while worker {runtime.worker} computed it")
+    if progress.stage is not Stage.STEPPED:
+        assert commit.outcome is not None
+        progress.agreed(commit.outcome)
+        take_step(runtime, commit.outcome)
+    return 0
+
+
+def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
+    """Groups of the new plan and, for who works in it, a new model and optimizer in them."""
+    assert runtime.trained is not None and runtime.build_trained is not None
+    runtime.plan = order.plan
+    build_world(runtime)
+    if not runtime.works:
+        return runtime.trained
+    build_model_parallel(runtime)
+    reset_singletons(runtime, RerunMode(runtime.args.rerun_mode))
+    runtime.args.perform_initialization = False
+    return runtime.build_trained()
+
+
+def _migrate(runtime: Runtime, order: EpochPlan, trained: Trained) -> int:
+    """Fill the new objects, from the old ones or from another holder; returns the bytes received."""
+    assert runtime.trained is not None and runtime.everybody is not None
+    received = 0
+    for transfer in plan_transfers(order.plan, order.held):
+        if transfer.source == runtime.worker:
+            own = shard_tensors(runtime.trained)
+            send_tensors(runtime.everybody, transfer.target, own, {"steps": group_steps(runtime.trained)})
+        elif transfer.target == runtime.worker:
+            device = torch.device("cuda", torch.cuda.current_device())
+            tensors, extra = receive_tensors(runtime.everybody, transfer.source, device)
+            fill_shard(trained, tensors, extra["steps"])
+            received = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if trained is not runtime.trained and not received:
+        fill_shard(trained, shard_tensors(runtime.trained), group_steps(runtime.trained))
+    return received
+
+
+def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained) -> None:
+    """All members are ready: the new objects take the old ones' place, also in pretrain's own references."""
+    live, commit = runtime.trained, order.commit
+    assert live is not None and commit is not None
+    if trained is not live:
+        live.model[:] = trained.model
+        _become(live.optimizer, trained.optimizer)
+        _become(live.scheduler, trained.scheduler)
+        live.scheduler.optimizer = live.optimizer
+        install_step(runtime)
+    runtime.held = order.plan.coordinate_of(runtime.worker)
+    runtime.in_loop = runtime.works
+    restore_counters(runtime, commit.counters)
+    runtime.replay = commit.outcome if commit.replay and runtime.works else None
+    if runtime.works:
+        for feed in runtime.feeds:
+            feed.rewind()
+    else:
+        _stand_by(runtime, commit)
+
+
+def _stand_by(runtime: Runtime, commit: Commit) -> None:
+    """A standby goes on right after the committed step."""
+    assert runtime.trained is not None
+    runtime.progress.iteration, runtime.progress.stage = commit.iteration, Stage.STEPPED
+    if commit.replay:
+        runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
+
+
+def _become(old: Any, new: Any) -> None:
+    """Let every reference to `old` see the state and behaviour of `new`."""
+    old.__class__ = new.__class__
+    old.__dict__ = new.__dict__

@@ -1,0 +1,172 @@
+"""What one worker knows about its job, shared by the seams. One per process. May import everything but `cpu`.
+
+The seams write here how far the iteration got; recovery reads it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_resihp.config import ResihpConfig
+from megatron_resihp.control.record import Outcome, Record, Stage
+from megatron_resihp.control.worker import EpochPlan, WorkerControl
+from megatron_resihp.executor.communicators import Communicators, SideGroup
+from megatron_resihp.integration.drills import Drills
+from megatron_resihp.plan import Coordinate, ParallelPlan
+
+LOSS_SLOTS = 4
+"""How many named losses the agreement carries."""
+
+
+@dataclass
+class Progress:
+    """This worker's record (DESIGN contract 3) with what is needed to repeat an iteration; keeps two iterations."""
+
+    iteration: int = 0
+    stage: Stage = Stage.COMPUTE
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    counters: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def begin(self, iteration: int, counters: dict[str, Any] | None) -> None:
+        self.iteration, self.stage = iteration, Stage.COMPUTE
+        if counters is not None:
+            self.counters[iteration] = counters
+        for table in (self.outcomes, self.counters):
+            for old in [n for n in table if n < iteration - 1 or n > iteration]:
+                del table[old]
+
+    def agreed(self, outcome: Outcome) -> None:
+        self.outcomes[self.iteration] = outcome
+        self.stage = Stage.AGREED
+
+    def record(self, in_loop: bool) -> Record:
+        """What the coordinator gets; loss totals become numbers, which waits for the device once."""
+        counters = {n: _plain(counters) for n, counters in self.counters.items()}
+        return Record(self.iteration, self.stage, in_loop, dict(self.outcomes), counters)
+
+
+def _plain(counters: dict[str, Any]) -> dict[str, Any]:
+    totals = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in counters["totals"].items()}
+    return {**counters, "totals": totals}
+
+
+@dataclass
+class Trained:
+    """The objects that hold this worker's shard. `model`, `optimizer` and `scheduler` are Megatron's."""
+
+    model: list[torch.nn.Module]
+    optimizer: Any
+    scheduler: Any
+
+
+class Runtime:
+    """One worker's state. Created when the arguments are known, filled as Megatron starts.
+
+    Attributes:
+        plan: the plan of the current epoch.
+        held: the shard whose state `trained` is.
+        trained: the live training objects; pretrain's own references stay valid, recovery fills them anew.
+        totals: Megatron's running loss totals as of the last log call.
+        flops: floating-point operations so far, as train() counts them.
+        losses: what the schedule returned in this iteration (only the last stage has any).
+        replay: the outcome of a step that is applied already; train_step returns it instead of computing.
+        in_loop: whether this worker runs Megatron's train() (False: a standby, or not there yet).
+        recovered_from: when the death was noticed that the current epoch recovered from, until its first step.
+        fed: sample indices that this worker's loader handed to the model in this iteration.
+    """
+
+    def __init__(self, config: ResihpConfig, control: WorkerControl, communicators: Communicators, args: Any) -> None:
+        self.config = config
+        self.control = control
+        self.communicators = communicators
+        self.args = args
+        self.worker = control.worker
+        self.plan: ParallelPlan | None = None
+        self.held: Coordinate | None = None
+        self.trained: Trained | None = None
+        self.progress = Progress()
+        self.everybody: SideGroup | None = None
+        self.keepers: SideGroup | None = None
+        self.build_groups: Callable[[], None] | None = None
+        self.build_trained: Callable[[], Trained] | None = None
+        self.feeds: list[Any] = []
+        self.totals: dict[str, Any] = {}
+        self.carried_totals: dict[str, Any] | None = None
+        self.flops: float = 0.0
+        self.losses: list[dict[str, torch.Tensor]] = []
+        self.loss_names: tuple[str, ...] = ()
+        self.fed: list[int] = []
+        self.replay: Outcome | None = None
+        self.in_loop = False
+        self.recovered_from: float | None = None
+        self.last_step_at: float | None = None
+        self.drills = Drills(config.drills(), self.worker, self._announce_drill)
+
+    @property
+    def epoch(self) -> int:
+        return self.control.epoch
+
+    @property
+    def current_plan(self) -> ParallelPlan:
+        assert self.plan is not None, "no plan yet"
+        return self.plan
+
+    @property
+    def works(self) -> bool:
+        """Whether the plan gives this worker work (False: it is a standby)."""
+        return self.plan is None or self.plan.replica_of(self.worker) is not None
+
+    @property
+    def replica(self) -> int:
+        replica = self.current_plan.replica_of(self.worker)
+        assert replica is not None, "a standby has no replica"
+        return replica
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Indices of the micro-batches of each global batch that this worker's replica runs."""
+        return self.current_plan.replicas[self.replica].micro_batches
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.held is not None and self.held.stage == self.current_plan.pipeline_parallel - 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether this worker writes the events of each iteration: replica 0, last stage, TP rank 0."""
+        return self.works and self.replica == 0 and self.is_last_stage and self.held is not None and not self.held.tp_rank
+
+    @property
+    def counts_norm(self) -> bool:
+        """Whether this worker's gradients enter the norm: exactly one holder of each shard's do."""
+        return self.works and self.replica == 0
+
+    def reach(self, point: str) -> None:
+        self.drills.reach(point, self.progress.iteration)
+
+    def _announce_drill(self, drill: Any) -> None:
+        self.control.event(
+            "drill", action=drill.action, target=drill.worker, iteration=self.progress.iteration, point=drill.point
+        )
+
+
+_runtime: Runtime | None = None
+
+
+def get_runtime() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        RuntimeError: if --resihp is not on.
+    """
+    if _runtime is None:
+        raise RuntimeError("resihp is not enabled in this process")
+    return _runtime
+
+
+def set_runtime(runtime: Runtime) -> None:
+    global _runtime
+    _runtime = runtime

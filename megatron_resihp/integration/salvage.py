@@ -1,0 +1,58 @@
+"""When no plan fits: each chosen holder writes its shard, in Megatron's per-rank checkpoint format.
+
+That format has one file per (TP rank, stage), which is just what a survivor holds, and needs no collective. When all
+shards are written, `--load RUN_DIR/salvage --ckpt-format torch` goes on from the last step (DESIGN contract 6).
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from megatron.core.utils import unwrap_model
+from megatron.training.checkpointing import generate_state_dict, get_checkpoint_name, get_checkpoint_tracker_filename
+
+from megatron_resihp.control.worker import SalvageOrder
+from megatron_resihp.integration.counting import restore_counters
+from megatron_resihp.integration.runtime import Runtime
+
+
+def salvage(runtime: Runtime, order: SalvageOrder) -> None:
+    """Write this worker's shard if it was chosen to, and report."""
+    if order.shard is None or order.commit is None:
+        return
+    assert runtime.trained is not None
+    iteration, args = order.commit.iteration, runtime.args
+    directory = Path(os.environ["RESIHP_RUN_DIR"]) / "salvage"
+    path = Path(
+        get_checkpoint_name(
+            str(directory), iteration, pipeline_parallel=args.pipeline_model_parallel_size > 1,
+            tensor_rank=order.shard.tp_rank, pipeline_rank=order.shard.stage, expert_parallel=False, expert_rank=0,
+        )
+    )  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _count_after_step(runtime, order)
+    save_format, args.ckpt_format = args.ckpt_format, "torch"
+    state = generate_state_dict(
+        args, unwrap_model(runtime.trained.model), runtime.trained.optimizer, runtime.trained.scheduler, None, iteration
+    )
+    args.ckpt_format = save_format
+    state["num_floating_point_operations_so_far"] = runtime.flops
+    torch.save(state, path)
+    if not order.missing:
+        Path(get_checkpoint_tracker_filename(str(directory))).write_text(str(iteration))
+    print(f"resihp: worker {runtime.worker} saved {path}", file=sys.stderr, flush=True)
+    runtime.control.event(
+        "salvage", iteration=iteration, path=str(path), complete=not order.missing, missing=order.missing
+    )
+    runtime.control.tell("salvaged")
+
+
+def _count_after_step(runtime: Runtime, order: SalvageOrder) -> None:
+    """Counters as they are once the committed iteration is over."""
+    assert order.commit is not None and runtime.trained is not None
+    restore_counters(runtime, order.commit.counters)
+    if order.commit.replay:
+        runtime.args.iteration = order.commit.iteration
+        runtime.args.consumed_train_samples += runtime.args.global_batch_size
+        runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)

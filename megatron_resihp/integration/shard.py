@@ -1,0 +1,66 @@
+"""A worker's shard as named tensors, and a freshly built model and optimizer filled with one.
+
+May import torch and this room. Names are Megatron's parameter names, so they agree between holders of a shard.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_resihp.integration.runtime import Trained
+from megatron_resihp.integration.step import parts
+
+
+def shard_tensors(trained: Trained) -> dict[str, torch.Tensor]:
+    """Everything that the optimizer step changes: parameters, fp32 masters, moments, and persistent buffers."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter, state in _parameters(trained):
+        tensors[f"param/{name}"] = parameter.data
+        master = getattr(parameter, "main_param", None)
+        if master is not None:
+            tensors[f"master/{name}"] = master.data
+        tensors.update({f"state/{name}/{key}": v for key, v in state.items() if isinstance(v, torch.Tensor)})
+    for chunk, model in enumerate(trained.model):
+        tensors.update({f"buffer/{chunk}/{name}": buffer for name, buffer in model.named_buffers()})
+    return tensors
+
+
+def group_steps(trained: Trained) -> list[Any]:
+    """Step counters that optimizers such as Apex's keep per parameter group instead of per parameter."""
+    return [group.get("step") for part in parts(trained.optimizer) for group in part.optimizer.param_groups]
+
+
+def fill_shard(trained: Trained, tensors: dict[str, torch.Tensor], steps: list[Any]) -> None:
+    """Put a shard's state into freshly built objects of the same coordinate. Parameters are copied, moments are kept.
+
+    Raises:
+        KeyError: if a parameter has no tensor; the two were built for different coordinates.
+    """
+    with torch.no_grad():
+        for name, parameter, state in _parameters(trained):
+            parameter.data.copy_(tensors[f"param/{name}"])
+            master = getattr(parameter, "main_param", None)
+            if master is not None:
+                master.data.copy_(tensors[f"master/{name}"])
+            prefix = f"state/{name}/"
+            state.update({k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)})
+        for chunk, model in enumerate(trained.model):
+            for name, buffer in model.named_buffers():
+                buffer.copy_(tensors[f"buffer/{chunk}/{name}"])
+    groups = [group for part in parts(trained.optimizer) for group in part.optimizer.param_groups]
+    for group, step in zip(groups, steps, strict=True):
+        if step is not None:
+            group["step"] = step
+
+
+def _parameters(trained: Trained) -> Iterator[tuple[str, torch.nn.Parameter, dict[str, Any]]]:
+    """Each trained parameter with its name and the optimizer's state for it."""
+    inner = [part.optimizer for part in parts(trained.optimizer) if not part.is_stub_optimizer]
+    owned = {id(p): optimizer for optimizer in inner for group in optimizer.param_groups for p in group["params"]}
+    for chunk, model in enumerate(trained.model):
+        for name, parameter in model.named_parameters():
+            key = getattr(parameter, "main_param", None)
+            key = parameter if key is None else key
+            if id(key) in owned:
+                yield f"{chunk}/{name}", parameter, owned[id(key)].state[key]

@@ -1,0 +1,118 @@
+"""Seams of start-up: the world comes from the control plane's store; builders are kept for later epochs.
+
+Replaces training.initialize_megatron, parallel_state.initialize_model_parallel and training.setup_model_and_optimizer.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from megatron.training import get_args
+
+from megatron_resihp.config import ResihpConfig
+from megatron_resihp.control.store import connect
+from megatron_resihp.control.worker import WorkerControl
+from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.integration.runtime import Runtime, Trained
+from megatron_resihp.integration.step import install_step
+from megatron_resihp.integration.world import build_world
+
+CONNECT_TIMEOUT_S = 60.0
+CONFIG_HOOKS = (
+    "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func", "timers",
+)  # fmt: skip
+
+
+def create_runtime(config: ResihpConfig) -> Runtime:
+    """Connect this worker to the control plane."""
+    host, _, port = os.environ["RESIHP_STORE"].rpartition(":")
+    store = connect(host, int(port), CONNECT_TIMEOUT_S)
+    worker = int(os.environ["RESIHP_WORKER"])
+    # The notice thread starts before there is anything to abort.
+    communicators: list[Communicators] = []
+    control = WorkerControl(store, worker, lambda: [each.abort() for each in communicators] and None)
+    communicators.append(Communicators(store.clone().torch_store, worker, control.broken))
+    return Runtime(config, control, communicators[0], get_args())
+
+
+def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Join the world of epoch 0 through the control plane's store before Megatron looks for one."""
+
+    @functools.wraps(original)
+    def initialize_megatron(*positional: Any, **options: Any) -> Any:
+        args = runtime.args
+        runtime.control.tell("job", **job_fields(args))
+        runtime.plan = runtime.control.first_plan()
+        runtime.held = runtime.plan.coordinate_of(runtime.worker)
+        torch.cuda.set_device(args.local_rank)
+        build_world(runtime)
+        return original(*positional, **options)
+
+    return initialize_megatron
+
+
+def job_fields(args: Any) -> dict[str, Any]:
+    """What the coordinator must know of Megatron's arguments."""
+    return {
+        "tensor_parallel": args.tensor_model_parallel_size,
+        "pipeline_parallel": args.pipeline_model_parallel_size,
+        "micro_batch_size": args.micro_batch_size,
+        "global_batch_size": args.global_batch_size,
+        "micro_batches": args.global_batch_size // args.micro_batch_size,
+        "seq_length": args.seq_length,
+        "train_iters": args.train_iters,
+        "pipeline_last": not args.use_tp_pp_dp_mapping,
+    }
+
+
+def wrap_initialize_model_parallel(runtime: Runtime, original: Callable[..., None]) -> Callable[..., None]:
+    """Remember how Megatron's groups were made, to make them again in later worlds."""
+
+    @functools.wraps(original)
+    def initialize_model_parallel(*positional: Any, **options: Any) -> None:
+        runtime.build_groups = functools.partial(original, *positional, **options)
+        original(*positional, **options)
+
+    return initialize_model_parallel
+
+
+def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember how model, optimizer and scheduler were made, and make the optimizer's step the agreed one."""
+
+    @functools.wraps(original)
+    def setup_model_and_optimizer(*positional: Any, **options: Any) -> Any:
+        model, optimizer, scheduler = original(*positional, **options)
+        runtime.trained = Trained(model, optimizer, scheduler)
+        config = get_model_config(model[0])
+        hooks = {name: getattr(config, name) for name in CONFIG_HOOKS}
+        options.pop("pg_collection", None)
+        runtime.build_trained = functools.partial(_build_again, runtime, original, hooks, positional, options)
+        install_step(runtime)
+        return model, optimizer, scheduler
+
+    return setup_model_and_optimizer
+
+
+def _build_again(
+    runtime: Runtime, original: Callable[..., Any], hooks: dict[str, Any], positional: Any, options: Any
+) -> Trained:
+    """Megatron's own set-up in the new groups, without loading a checkpoint or resetting the counters."""
+    assert runtime.trained is not None
+    args = runtime.args
+    # The builder reuses the config object, on which train() has left functions of the old model.
+    config = get_model_config(runtime.trained.model[0])
+    for name, value in hooks.items():
+        setattr(config, name, value)
+    names = ("load", "pretrained_checkpoint", "iteration", "num_floating_point_operations_so_far")
+    kept = {name: getattr(args, name) for name in names}
+    args.load = args.pretrained_checkpoint = None
+    try:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        return Trained(*original(*positional, **options, pg_collection=groups))
+    finally:
+        for name, value in kept.items():
+            setattr(args, name, value)

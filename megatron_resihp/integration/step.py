@@ -1,0 +1,114 @@
+"""Seam: the optimizer step. One reduction over all workers decides it; from then on nothing communicates.
+
+Replaces `step` of the optimizer object by `agreed_step`. DESIGN contract 3.
+"""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from megatron_resihp.control.record import Outcome, Stage
+from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime
+
+SHARED_COUNTERS = (
+    "iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "scheduler_steps",
+)  # fmt: skip
+LOSSES_FROM = 2 + len(SHARED_COUNTERS)
+
+StepResult = tuple[bool, float | None, int | None]
+
+
+def install_step(runtime: Runtime) -> None:
+    """Make the optimizer's step the agreed one."""
+    assert runtime.trained is not None
+    runtime.trained.optimizer.step = lambda: agreed_step(runtime)
+
+
+def agreed_step(runtime: Runtime) -> StepResult:
+    """What replaces MegatronOptimizer.step; returns (successful, gradient norm, zeros in gradients)."""
+    assert runtime.trained is not None
+    torch.cuda.synchronize()
+    # Only now has the host seen every gradient collective complete; an aborted one returns garbage.
+    runtime.control.check()
+    runtime.progress.stage = Stage.REDUCED
+    runtime.reach("norm")
+    outcome = agree(runtime, local_norm_squared(runtime) if runtime.counts_norm else 0.0)
+    runtime.progress.agreed(outcome)
+    runtime.reach("step")
+    take_step(runtime, outcome)
+    return True, outcome.grad_norm, None
+
+
+def local_norm_squared(runtime: Runtime) -> float:
+    """Sum of squares over the gradients that this worker owns (shared and TP-duplicate ones once)."""
+    assert runtime.trained is not None
+    optimizer = runtime.trained.optimizer
+    optimizer.prepare_grads()
+    total = 0.0
+    for part in parts(optimizer):
+        grads = part.get_grads_for_grad_norm() if part.get_parameters() else []
+        if grads:
+            norms = torch.stack(torch._foreach_norm([grad.float() for grad in grads])).double()
+            total += float((norms * norms).sum())
+    return total
+
+
+def agree(runtime: Runtime, norm_squared: float) -> Outcome:
+    """The one reduction over all workers, state-holding standbys included.
+
+    Raises:
+        EpochBroken or an error of gloo: somebody died; nobody, or everybody left, may have agreed.
+    """
+    assert runtime.everybody is not None
+    values = torch.zeros(LOSSES_FROM + 2 * LOSS_SLOTS, dtype=torch.float64)
+    values[0] = norm_squared
+    values[1] = 1.0 if runtime.control.stop_signal else 0.0
+    if runtime.reports:
+        counters = runtime.progress.counters[runtime.progress.iteration]
+        values[2:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
+    if runtime.works and runtime.is_last_stage and runtime.held is not None and runtime.held.tp_rank == 0:
+        _add_losses(runtime, values)
+    runtime.everybody.sum(values)
+    if not runtime.works:
+        _note_counters(runtime, values)
+    pairs = values[LOSSES_FROM:].view(LOSS_SLOTS, 2).tolist()
+    losses = {name: (total, tokens) for name, (total, tokens) in zip(runtime.loss_names, pairs, strict=False)}
+    return Outcome(
+        epoch=runtime.epoch, grad_norm=math.sqrt(float(values[0])), losses=losses, stop=bool(values[1] > 0)
+    )
+
+
+def _add_losses(runtime: Runtime, values: torch.Tensor) -> None:
+    if runtime.losses:
+        runtime.loss_names = tuple(sorted(runtime.losses[0]))[:LOSS_SLOTS]
+    for slot, name in enumerate(runtime.loss_names):
+        reported = torch.stack([losses[name].view(-1).double() for losses in runtime.losses]).sum(dim=0).cpu()
+        if reported.numel() == 1:  # a user's loss function may report a mean instead of (sum, tokens)
+            reported = torch.tensor([float(reported), float(len(runtime.losses))])
+        values[LOSSES_FROM + 2 * slot : LOSSES_FROM + 2 * slot + 2] += reported
+
+
+def _note_counters(runtime: Runtime, values: torch.Tensor) -> None:
+    """A standby does not run Megatron's loop; it learns the counters from who does, to take over if all of those die."""
+    shared = {name: int(value) for name, value in zip(SHARED_COUNTERS, values[2:LOSSES_FROM].tolist(), strict=True)}
+    runtime.progress.counters[runtime.progress.iteration] = {**shared, "flops": 0.0, "totals": {}}
+
+
+def take_step(runtime: Runtime, outcome: Outcome) -> None:
+    """AGREED to STEPPED: clip with the agreed norm and step. Communicates nothing."""
+    assert runtime.trained is not None
+    optimizer = runtime.trained.optimizer
+    optimizer.prepare_grads()
+    for part in parts(optimizer):
+        parameters = part.get_parameters()
+        if part.config.clip_grad > 0.0 and parameters:
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, outcome.grad_norm)
+    optimizer.step_with_ready_grads()
+    runtime.progress.stage = Stage.STEPPED
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """The optimizers that a chained optimizer is made of; a plain one is its own part."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])

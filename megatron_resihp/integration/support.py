@@ -1,0 +1,102 @@
+"""What of Megatron is known to work with --resihp: an allow-list, held by tests. Imports nothing.
+
+A flag that differs from Megatron's default and is not listed is refused at start-up by name: it may change state, groups
+or the schedule in a way that recovery does not know.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+ALLOWED: frozenset[str] = frozenset(
+    """
+    tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel perform_initialization
+    use_cpu_initialization bf16 deterministic_mode num_layers account_for_embedding_in_pipeline_split
+    account_for_loss_in_pipeline_split hidden_size num_attention_heads attention_backend num_query_groups
+    ffn_hidden_size kv_channels hidden_dropout attention_dropout fp32_residual_connection
+    apply_residual_connection_post_layernorm layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear
+    add_qkv_bias rotary_interleaved normalization qk_layernorm calculate_per_token_loss init_method_std
+    embedding_init_method_std apply_query_key_layer_scaling disable_bf16_reduced_precision_matmul
+    recompute_granularity recompute_method recompute_num_layers transformer_impl cross_entropy_loss_fusion
+    cross_entropy_fusion_impl
+
+    group_query_attention max_position_embeddings position_embedding_type use_rotary_position_embeddings rotary_base
+    rotary_percent rotary_seq_len_interpolation_factor add_position_embedding make_vocab_size_divisible_by
+    openai_gelu squared_relu swiglu untie_embeddings_and_output_weights
+
+    weight_decay clip_grad adam_beta1 adam_beta2 adam_eps
+
+    micro_batch_size global_batch_size empty_unused_memory_level train_sync_interval train_iters train_samples
+    exit_interval manual_gc manual_gc_interval manual_gc_eval check_for_nan_in_loss_and_grad masked_softmax_fusion
+    bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion use_flash_attn optimizer dataloader_type
+    no_persist_layer_norm gradient_accumulation_fusion recompute_activations
+
+    seed te_rng_tracker init_method_xavier_uniform
+
+    lr_decay_style lr_wsd_decay_style lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
+    lr_warmup_fraction lr_warmup_iters lr_warmup_samples lr_warmup_init override_opt_param_scheduler
+    use_checkpoint_opt_param_scheduler start_weight_decay end_weight_decay weight_decay_incr_style lr min_lr
+
+    save save_interval load finetune pretrained_checkpoint ckpt_step exit_on_missing_checkpoint ckpt_format
+    auto_detect_ckpt_format ckpt_fully_parallel_save ckpt_fully_parallel_load no_save_optim no_save_rng no_load_optim
+    no_load_rng dist_ckpt_strictness
+
+    grad_reduce_in_bf16 attention_softmax_in_fp32 accumulate_allreduce_grads_in_fp32
+
+    distributed_backend distributed_timeout_minutes local_rank use_tp_pp_dp_mapping use_gloo_process_groups
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
+    overlap_p2p_comm overlap_grad_reduce align_grad_reduce ddp_num_buckets ddp_bucket_size disable_jit_fuser
+    nccl_communicator_config_path use_distributed_optimizer
+
+    eval_iters eval_interval start_eval_at_iter eval_global_batch_size eval_micro_batch_size
+
+    data_path split train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path
+    data_cache_path mmap_bin_files mock_data seq_length encoder_seq_length num_workers reset_position_ids
+    reset_attention_mask dataloader_inter_document_masking eod_mask_loss create_attention_mask_in_dataloader
+    num_dataset_builder_threads
+
+    vocab_size padded_vocab_size pad_vocab_size vocab_file merge_file vocab_extra_ids tokenizer_type tokenizer_model
+    special_tokens tiktoken_pattern tiktoken_num_special_tokens null_tokenizer_eod_id null_tokenizer_pad_id
+
+    log_interval log_throughput log_progress timing_log_level timing_log_option log_timers_to_tensorboard
+    log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard log_memory_to_tensorboard logging_level
+    barrier_with_L1_time log_world_size_to_tensorboard
+
+    rerun_mode check_for_spiky_loss
+    """.split()
+)
+
+CONSTRAINTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "use_distributed_optimizer": (
+        lambda value: not value,
+        "each of its shards lives on one worker only and would die with it; leave it out",
+    ),
+    "dataloader_type": (lambda value: value in (None, "single"), "only 'single' keeps its samples through a change"),
+    "optimizer": (lambda value: value == "adam", "only adam's state is known to move"),
+    "ckpt_format": (lambda value: value in ("torch", "torch_dist"), "use torch or torch_dist"),
+    "rerun_mode": (
+        lambda value: value in ("disabled", "validate_results"),
+        "use disabled or validate_results",
+    ),
+    "distributed_backend": (lambda value: value in ("nccl", "gloo"), "use nccl or gloo"),
+}
+"""Allowed only with some values: a test, and what to do instead."""
+
+
+def refusals(values: Mapping[str, Any], defaults: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:
+    """One line for each argument that is not known to work.
+
+    Args:
+        values: the arguments as parsed, before Megatron derives others from them.
+        defaults: Megatron's defaults.
+        flags: how each argument is spelled on the command line.
+    """
+    lines = []
+    for name, default in sorted(defaults.items()):
+        value = values.get(name, default)
+        if name in CONSTRAINTS:
+            accepts, mend = CONSTRAINTS[name]
+            if not accepts(value):
+                lines.append(f"{flags[name]} {value} is not supported with --resihp: {mend}")
+        if value != default and name not in ALLOWED:
+            lines.append(f"{flags[name]} is not known to work with --resihp; leave one of the two out")
+    return lines

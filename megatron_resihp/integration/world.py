@@ -1,0 +1,68 @@
+"""Builds and tears down Megatron's world for a plan: groups, seeds, and the singletons that remember the old epoch.
+
+May import megatron and everything of this room.
+"""
+
+from datetime import timedelta
+
+from megatron.core import mpu
+from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+from megatron.training import get_timers, training
+from megatron.training.initialize import _set_random_seed
+
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.standby import join_keepers
+
+SEED_STRIDE = 1_000_003
+
+
+def build_world(runtime: Runtime) -> None:
+    """Make the current plan's process groups; standbys get side groups only."""
+    args, plan = runtime.args, runtime.current_plan
+    runtime.communicators.begin(runtime.epoch, plan.digest)
+    runtime.everybody = runtime.communicators.side_group("everybody", [w for w in plan.members if _keeps(runtime, w)])
+    if runtime.works:
+        order = plan.rank_order(pipeline_last=not args.use_tp_pp_dp_mapping)
+        args.rank, args.world_size = order.index(runtime.worker), len(order)
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        runtime.communicators.join_world(args.distributed_backend, order, timeout)
+    coordinate = plan.coordinate_of(runtime.worker)
+    if coordinate is not None:
+        runtime.keepers = join_keepers(plan, coordinate, runtime.worker, runtime.communicators)
+
+
+def _keeps(runtime: Runtime, worker: int) -> bool:
+    return runtime.current_plan.coordinate_of(worker) is not None
+
+
+def build_model_parallel(runtime: Runtime) -> None:
+    """Megatron's own groups in the new world, as its first initialisation made them, and its random streams."""
+    assert runtime.build_groups is not None
+    runtime.build_groups()
+    args = runtime.args
+    # Streams restart in every epoch (DESIGN contract 2): from seed, epoch, stage and, in Megatron, TP rank.
+    _set_random_seed(args.seed + SEED_STRIDE * runtime.epoch, args.data_parallel_random_init, args.te_rng_tracker)
+
+
+def tear_down(runtime: Runtime) -> None:
+    """Destroy every group of the old epoch and what remembers it."""
+    runtime.everybody = runtime.keepers = None
+    mpu.destroy_model_parallel()
+    runtime.communicators.destroy()
+
+
+def reset_singletons(runtime: Runtime, rerun_mode: RerunMode) -> None:
+    """Timers, the rerun state machine and packed-document statistics, which a failure leaves half-way."""
+    timers = get_timers()
+    for timer in timers._timers.values():
+        timer._started = False
+        timer.reset()
+    rerun = get_rerun_state_machine()
+    rerun.state = RerunState.NOT_RUNNING_YET
+    rerun.set_mode(rerun_mode)
+    rerun.rerun_requested = rerun.checkpoint_requested = False
+    rerun.restart_again_requested = rerun.continue_requested = False
+    rerun.data_iterator_checkpoints = None
+    if training._seqlen_stats_in_iteration is not None:
+        training._seqlen_stats_in_iteration.zero_()
+    training._seqlen_stats_active = False

@@ -1,0 +1,27 @@
+"""Which micro-batches of a global batch each replica runs. Imports only the standard library.
+
+Micro-batch m of an iteration is always samples [m * mbs, (m + 1) * mbs) of its global batch; replicas differ only in
+which m they run. With equal counts the dealing below is Megatron's own (replica r runs m = r, r + R, r + 2R, ...).
+"""
+
+from collections.abc import Sequence
+
+
+def even_counts(micro_batches: int, replicas: int) -> tuple[int, ...]:
+    """Split `micro_batches` over `replicas` so that counts differ by at most one, the larger ones first."""
+    if replicas < 1 or micro_batches < replicas:
+        raise ValueError(f"{micro_batches} micro-batches cannot give each of {replicas} replicas at least one")
+    base, extra = divmod(micro_batches, replicas)
+    return tuple(base + 1 if replica < extra else base for replica in range(replicas))
+
+
+def deal(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Deal micro-batches 0, 1, ... in turns to replicas that still have room; `counts[r]` go to replica r."""
+    hands: list[list[int]] = [[] for _ in counts]
+    dealt = 0
+    while dealt < sum(counts):
+        for hand, count in zip(hands, counts, strict=True):
+            if len(hand) < count:
+                hand.append(dealt)
+                dealt += 1
+    return tuple(tuple(hand) for hand in hands)

@@ -1,0 +1,159 @@
+"""Plans whose replicas are all complete TP x PP rectangles, formed out of any survivors. Imports only `plan`.
+
+A shard is worked on by one worker per replica. Workers stay on the shard that they hold wherever that shard is wanted;
+only when a shard has fewer living holders than replicas does a surplus worker move to it, and fetches its state.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_resihp.plan import Coordinate, ParallelPlan, Replica, deal, even_counts
+
+
+class NoPlanError(Exception):
+    """No plan fits the survivors; the message says why, `missing` lists the shards that nobody holds."""
+
+    def __init__(self, reason: str, missing: tuple[Coordinate, ...] = ()) -> None:
+        super().__init__(reason)
+        self.missing = missing
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """The sizes that a failure may not change.
+
+    Attributes:
+        tensor_parallel, pipeline_parallel: degrees given by the user.
+        micro_batches: micro-batches per global batch, over all replicas.
+        workers_per_node: worker w lives on node w // workers_per_node.
+    """
+
+    tensor_parallel: int
+    pipeline_parallel: int
+    micro_batches: int
+    workers_per_node: int = 1
+
+    @property
+    def replica_size(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    def coordinates(self) -> list[Coordinate]:
+        return [Coordinate(s, t) for s in range(self.pipeline_parallel) for t in range(self.tensor_parallel)]
+
+
+def initial_plan(shape: JobShape, workers: int, pipeline_last: bool = True) -> ParallelPlan:
+    """Megatron's own layout of ranks 0..workers-1.
+
+    Raises:
+        NoPlanError: if the sizes do not divide.
+    """
+    replicas, rest = divmod(workers, shape.replica_size)
+    if rest or not replicas:
+        raise NoPlanError(f"{workers} workers are not a multiple of TP x PP = {shape.replica_size}")
+    if shape.micro_batches % replicas:
+        raise NoPlanError(f"{shape.micro_batches} micro-batches cannot be shared evenly by {replicas} replicas at the start")
+
+    def worker(replica: int, stage: int, tp_rank: int) -> int:
+        slot = replica + replicas * stage if pipeline_last else stage + shape.pipeline_parallel * replica
+        return tp_rank + shape.tensor_parallel * slot
+
+    grid = [
+        {c: worker(replica, c.stage, c.tp_rank) for c in shape.coordinates()}
+        for replica in range(replicas)
+    ]
+    return _plan(grid, shape, standbys={})
+
+
+def plan_rectangular(
+    shape: JobShape, held: Mapping[int, Coordinate | None], previous: ParallelPlan
+) -> ParallelPlan:
+    """As many complete replicas as the survivors can form, moving as little state as possible.
+
+    Args:
+        shape: sizes of the job.
+        held: for every living worker the shard that it holds complete and current (None: none).
+        previous: the plan that the survivors come from; its replica indices are kept where possible.
+
+    Raises:
+        NoPlanError: too few survivors for one replica, or a shard without a living holder.
+    """
+    coordinates = shape.coordinates()
+    holders: dict[Coordinate, list[int]] = {c: [] for c in coordinates}
+    for worker in sorted(held, key=lambda w: _preference(w, previous)):
+        coordinate = held[worker]
+        if coordinate is not None:
+            holders[coordinate].append(worker)
+    missing = tuple(c for c in coordinates if not holders[c])
+    if missing:
+        shards = ", ".join(f"stage {c.stage} TP rank {c.tp_rank}" for c in missing)
+        raise NoPlanError(f"the state of {shards} is held by no survivor", missing)
+    replicas = min(len(held) // shape.replica_size, shape.micro_batches)
+    if not replicas:
+        raise NoPlanError(f"{len(held)} survivors are fewer than TP x PP = {shape.replica_size}")
+    chosen = {c: workers[:replicas] for c, workers in holders.items()}
+    free = sorted(set(held) - {w for workers in chosen.values() for w in workers})
+    moved = _fill(chosen, replicas, free, shape)
+    standbys = {worker: held[worker] for worker in free if worker not in moved}
+    return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys)
+
+
+def _preference(worker: int, previous: ParallelPlan) -> tuple[int, int]:
+    """Workers that worked before come first (no warm-up), lower replicas before higher."""
+    replica = previous.replica_of(worker)
+    return (len(previous.replicas) if replica is None else replica, worker)
+
+
+def _fill(chosen: dict[Coordinate, list[int]], replicas: int, free: list[int], shape: JobShape) -> set[int]:
+    """Give shards that lack workers free ones, from the node of their TP peers first; returns who moved."""
+    moved: set[int] = set()
+    for coordinate, workers in chosen.items():
+        while len(workers) < replicas:
+            peers = {w // shape.workers_per_node for c, ws in chosen.items() if c.stage == coordinate.stage for w in ws}
+            candidates = [w for w in free if w not in moved]
+            mover = min(candidates, key=lambda w: (w // shape.workers_per_node not in peers, w))
+            workers.append(mover)
+            moved.add(mover)
+    return moved
+
+
+def _arrange(
+    chosen: dict[Coordinate, list[int]], replicas: int, previous: ParallelPlan, shape: JobShape
+) -> list[dict[Coordinate, int]]:
+    """Deal each shard's workers to replicas: previous replica mates together, then TP peers on one node."""
+    grid: list[dict[Coordinate, int]] = [{} for _ in range(replicas)]
+    waiting: list[tuple[Coordinate, int]] = []
+    for coordinate, workers in chosen.items():
+        for worker in workers:
+            replica = previous.replica_of(worker)
+            if replica is not None and replica < replicas and coordinate not in grid[replica]:
+                grid[replica][coordinate] = worker
+            else:
+                waiting.append((coordinate, worker))
+    for coordinate, worker in waiting:
+        open_rows = [row for row in range(replicas) if coordinate not in grid[row]]
+
+        def strangers(row: int, coordinate: Coordinate = coordinate, worker: int = worker) -> int:
+            node = worker // shape.workers_per_node
+            return sum(w // shape.workers_per_node != node for c, w in grid[row].items() if c.stage == coordinate.stage)
+
+        grid[min(open_rows, key=strangers)][coordinate] = worker
+    return grid
+
+
+def _plan(
+    grid: list[dict[Coordinate, int]], shape: JobShape, standbys: Mapping[int, Coordinate | None]
+) -> ParallelPlan:
+    shares = deal(even_counts(shape.micro_batches, len(grid)))
+    return ParallelPlan(
+        replicas=tuple(
+            Replica(
+                stages=tuple(
+                    tuple(row[Coordinate(stage, tp_rank)] for tp_rank in range(shape.tensor_parallel))
+                    for stage in range(shape.pipeline_parallel)
+                ),
+                micro_batches=share,
+            )
+            for row, share in zip(grid, shares, strict=True)
+        ),
+        standbys=standbys,
+    )

@@ -1,0 +1,89 @@
+"""`resihp report RUN_DIR`: read a run's events and print, dump or draw what they say.
+
+May import: the standard library, rich and this room's modules; matplotlib only for --plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from megatron_resihp.report.events import FILE_NAME, read_events
+from megatron_resihp.report.summary import RunSummary, summarize, with_reference
+
+
+class _BadInput(Exception):
+    """The user has to mend something; the message is "cause; mend"."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `resihp report`."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=f"directory of a run, with its {FILE_NAME}")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of a page")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw loss and throughput to this file")
+    parser.add_argument(
+        "--reference", type=Path, metavar="RUN_DIR", help="a run without failures to compare the loss with"
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Do what the parsed arguments ask; the exit code is 0, or 2 for bad input."""
+    try:
+        _report(namespace)
+    except _BadInput as error:
+        print(f"resihp: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _report(namespace: argparse.Namespace) -> None:
+    summary = _load(namespace.run_dir)
+    reference = _load(namespace.reference) if namespace.reference else None
+    if reference is not None:
+        summary = with_reference(summary, reference)
+    if namespace.plot:
+        _draw(summary, reference, namespace.plot)
+    if namespace.json:
+        print(json.dumps(summary.to_json(), indent=2, allow_nan=False))
+    else:
+        _render(summary)
+
+
+def _load(run_dir: Path) -> RunSummary:
+    path = run_dir / FILE_NAME
+    if not run_dir.is_dir():
+        raise _BadInput(f"{run_dir} is no directory; give the run directory that `resihp launch` was told to use")
+    try:
+        found = read_events(path)
+    except FileNotFoundError:
+        raise _BadInput(f"{run_dir} has no {FILE_NAME}; give the run directory of a started run") from None
+    except OSError as error:
+        raise _BadInput(f"{path} cannot be read ({error.strerror}); mend that and try again") from None
+    unreadable = len(found.malformed) + found.truncated
+    if not found.events:
+        state = f"holds nothing but {unreadable} unreadable line(s)" if unreadable else "is empty"
+        raise _BadInput(f"{path} {state}; give the run directory of a started run")
+    return summarize(found.events, unreadable)
+
+
+def _draw(summary: RunSummary, reference: RunSummary | None, path: Path) -> None:
+    if not summary.loss and not summary.samples_per_second:
+        raise _BadInput("no iteration of this run was completed, so there is nothing to draw; leave out --plot")
+    try:
+        from megatron_resihp.report.picture import draw
+    except ImportError:
+        raise _BadInput("--plot needs matplotlib, which is not installed; pip install matplotlib") from None
+    try:
+        draw(summary, reference, path)
+    except OSError as error:
+        raise _BadInput(f"{path} cannot be written ({error.strerror}); give --plot another file") from None
+    except ValueError as error:
+        raise _BadInput(f"{path} cannot be drawn ({error}); give --plot a name that ends in .png") from None
+
+
+def _render(summary: RunSummary) -> None:
+    from megatron_resihp.report.terminal import console_for, render
+
+    render(summary, console_for(sys.stdout))

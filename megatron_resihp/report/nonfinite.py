@@ -1,0 +1,38 @@
+"""Numbers that JSON cannot spell: NaN and the infinities travel as the strings "nan", "inf" and "-inf".
+
+An overflow step really has an infinite gradient norm, and a log that only Python can parse is no log.
+May import: the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+SPELLINGS = ("nan", "inf", "-inf")
+
+
+def jsonable(value: Any) -> Any:
+    """`value` with dictionary keys as strings and every non-finite float spelled out."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether `number` can read `value`; True and False are not numbers here."""
+    return (isinstance(value, (int, float)) and not isinstance(value, bool)) or value in SPELLINGS
+
+
+def number(value: Any) -> float:
+    """The float that `jsonable` or json.loads made `value` from."""
+    return float(value)
+
+
+def optional_number(value: Any) -> float | None:
+    return None if value is None else number(value)

@@ -1,0 +1,237 @@
+"""Events, as they come -> a progress line that shows a run is alive, and one line for each thing that befell it.
+
+May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from megatron_resihp.report import events as names
+from megatron_resihp.report import shape
+from megatron_resihp.report.events import Event
+from megatron_resihp.report.nonfinite import number
+from megatron_resihp.report.schema import problems
+from megatron_resihp.report.words import count, duration, listing, size
+
+INTERVAL_S = 10.0
+"""Seconds between two progress lines where lines can't be rewritten, as in a file."""
+
+CLEAR_TO_END = "\x1b[K"
+
+
+class Progress:
+    """Feed it every event of a run, in order and from any thread; close it at the end.
+
+    On a terminal the progress line rewrites itself; elsewhere one is written at most every `interval_s`
+    seconds. An event that it can't read is passed over: showing progress must not end a run.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        isatty: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        interval_s: float = INTERVAL_S,
+        columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns,
+    ) -> None:
+        self._stream = stream
+        self._isatty = stream.isatty() if isatty is None else isatty
+        self._clock = clock
+        self._interval_s = interval_s
+        self._columns = columns
+        self._lock = threading.Lock()
+        self._run = _Run()
+        self._drawn = ""
+        """The progress line last written."""
+        self._drawn_at = -float("inf")
+
+    def feed(self, event: Event) -> None:
+        """Take note of one event and show what is new."""
+        if problems(event):
+            return
+        with self._lock:
+            for line in self._run.feed(event):
+                self._say(line)
+            self._draw()
+
+    def close(self) -> None:
+        """Leave the last state of the run as a line of its own."""
+        with self._lock:
+            self._draw(last=True)
+            if self._isatty and self._drawn:
+                self._write("\n")
+            self._drawn = ""
+
+    def _say(self, line: str) -> None:
+        """A line that stays; the progress line goes on below it."""
+        self._write(f"\r{line}{CLEAR_TO_END}\n" if self._isatty else f"{line}\n")
+        if self._isatty:
+            self._drawn = ""
+
+    def _draw(self, last: bool = False) -> None:
+        line = self._run.line()
+        if not line or line == self._drawn:
+            return
+        if self._isatty:
+            # A line that wraps could not be rewritten.
+            self._write(f"\r{line[: self._columns() - 1]}{CLEAR_TO_END}")
+        elif last or self._clock() - self._drawn_at >= self._interval_s:
+            self._write(f"{line}\n")
+        else:
+            return
+        self._drawn, self._drawn_at = line, self._clock()
+
+    def _write(self, text: str) -> None:
+        # A closed pipe or a terminal that is gone ends the showing, not the run.
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
+
+
+class _Run:
+    """What the progress line says, kept up to date event by event."""
+
+    def __init__(self) -> None:
+        self._iteration = 0
+        self._train_iters: int | None = None
+        self._loss: float | None = None
+        self._rate: float | None = None
+        self._plan: shape.Plan | None = None
+        self._dead: set[int] = set()
+        """Workers of the plan in force that have died."""
+        self._died_at: float | None = None
+        """The first death since the last iteration that was completed after one."""
+        self._salvaging = False
+        self._epoch = 0
+        self._recovered = 0
+        self._handlers: dict[str, Callable[[Event], list[str]]] = {
+            names.JOB: self._job,
+            names.EPOCH_STARTED: self._epoch_started,
+            names.ITERATION: self._iteration_done,
+            names.WORKER_DEAD: self._worker_dead,
+            names.WORKER_FAILED: lambda e: [f"worker {e['failed']} raised: {e['error']}"],
+            names.RECOVERY: self._recovery,
+            names.FIRST_STEP: self._first_step,
+            names.DRILL: self._drill,
+            names.EVALUATION: self._evaluation,
+            names.CHECKPOINT: self._checkpoint,
+            names.SALVAGE: self._salvage,
+            names.RUN_FINISHED: self._run_finished,
+        }
+
+    def feed(self, event: Event) -> list[str]:
+        """Update; the lines to print for good."""
+        handler = self._handlers.get(event["event"])
+        return handler(event) if handler else []
+
+    def line(self) -> str:
+        """The progress line; empty as long as there is nothing to say."""
+        if self._plan is None and not self._iteration:
+            return ""
+        parts = [
+            f"iteration {self._iteration}" + (f"/{self._train_iters}" if self._train_iters is not None else ""),
+            *([f"loss {self._loss:.4f}"] if self._loss is not None else []),
+            *([f"{self._rate:.1f} samples/s"] if self._rate is not None else []),
+            *([self._workers(self._plan)] if self._plan is not None else []),
+            f"epoch {self._epoch}",
+            *([f"recovered {self._recovered}"] if self._recovered else []),
+        ]
+        return "  ".join(parts)
+
+    def _workers(self, plan: shape.Plan) -> str:
+        standbys = shape.standbys(plan) - self._dead
+        lost = shape.working(plan) & self._dead
+        working = f"{count(len(shape.working(plan) - self._dead), 'worker')} ({shape.describe(plan)}"
+        # Until the next plan is in force the old shape stands, with a hole in it.
+        hole = f" less {len(lost)}" if lost else ""
+        return f"{working}{hole}{f', {count(len(standbys), "standby")}' if standbys else ''})"
+
+    def _job(self, event: Event) -> list[str]:
+        self._train_iters = event["train_iters"]
+        self._iteration = max(self._iteration, event.get("first_iteration") or 0)
+        return []
+
+    def _epoch_started(self, event: Event) -> list[str]:
+        self._plan = event["plan"]
+        self._epoch = event.get("epoch") or 0
+        self._dead = set()
+        return []
+
+    def _iteration_done(self, event: Event) -> list[str]:
+        self._iteration = event["iteration"]
+        self._loss = next(map(number, (event.get("loss") or {}).values()), self._loss)
+        if event.get("samples") and event.get("duration_s"):
+            self._rate = event["samples"] / number(event["duration_s"])
+        return []
+
+    def _worker_dead(self, event: Event) -> list[str]:
+        if event["dead"] in self._dead:
+            return []
+        self._dead.add(event["dead"])
+        line = f"worker {event['dead']} died ({event['cause']})"
+        if event.get("died_at") is None:
+            return [line]
+        died_at = number(event["died_at"])
+        self._died_at = died_at if self._died_at is None else min(died_at, self._died_at)
+        noticed_at = number(event["time"] if event.get("noticed_at") is None else event["noticed_at"])
+        return [f"{line}, noticed after {duration(noticed_at - died_at)}"]
+
+    def _recovery(self, event: Event) -> list[str]:
+        self._recovered += 1
+        began = event.get("broken_at") if self._died_at is None else self._died_at
+        ended = event["time"] if event.get("resumed_at") is None else event["resumed_at"]
+        took = f" in {duration(number(ended) - number(began))}" if began is not None else ""
+        plan = self._plan if self._epoch == event["to_epoch"] else None
+        return [f"recovered{took}: {_outcome(plan, event)}"]
+
+    def _first_step(self, event: Event) -> list[str]:
+        # Each worker may write this event: the first of them is news.
+        if self._died_at is None:
+            return []
+        took = number(event["time"]) - self._died_at
+        self._died_at = None
+        return [f"iteration {event['iteration']} done {duration(took)} after the death"]
+
+    def _drill(self, event: Event) -> list[str]:
+        iteration = "" if event.get("iteration") is None else f" at iteration {event['iteration']}"
+        point = f" ({event['point']})" if event.get("point") else ""
+        return [f"drill: {event['action']} {event['target']}{iteration}{point}"]
+
+    def _evaluation(self, event: Event) -> list[str]:
+        losses = listing(f"{name} {number(value):.4f}" for name, value in event["loss"].items())
+        return [f"evaluation after iteration {event['iteration']}: {losses}"] if event["loss"] else []
+
+    def _checkpoint(self, event: Event) -> list[str]:
+        took = f" in {duration(number(event['seconds']))}" if event.get("seconds") is not None else ""
+        return [f"checkpoint of iteration {event['iteration']} written{took}: {event['path']}"]
+
+    def _salvage(self, event: Event) -> list[str]:
+        # Each survivor writes its part; one line is enough.
+        if self._salvaging:
+            return []
+        self._salvaging = True
+        state = "all state" if event["complete"] else "INCOMPLETE state"
+        return [f"no plan is left; survivors wrote {state} of iteration {event['iteration']}: {event['path']}"]
+
+    def _run_finished(self, event: Event) -> list[str]:
+        if event["exit_code"] == 0:
+            return []
+        reason = f": {event['reason']}" if event.get("reason") else ""
+        return [f"run ended with exit code {event['exit_code']}{reason}"]
+
+
+def _outcome(plan: shape.Plan | None, recovery: Event) -> str:
+    """What a recovery led to, for example "1 replica, 3 standbys, 0 bytes moved, resumed after iteration 10"."""
+    parts = []
+    if plan is not None:
+        parts += [count(len(plan["replicas"]), "replica")]
+        parts += [count(len(shape.standbys(plan)), "standby")]
+    if recovery.get("bytes_moved") is not None:
+        parts += [f"{size(recovery['bytes_moved'])} moved"]
+    return ", ".join([*parts, f"resumed after iteration {recovery['resumed_iteration']}"])

@@ -1,0 +1,160 @@
+"""What a report knows of a run, as data that goes to JSON and back.
+
+May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_resihp.report.nonfinite import jsonable, number
+from megatron_resihp.report.recoveries import Death, Recovery
+
+
+@dataclass(frozen=True)
+class Job:
+    """What Megatron was asked to train."""
+
+    global_batch_size: int
+    train_iters: int
+    first_iteration: int = 0
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    micro_batch_size: int | None = None
+    micro_batches: int | None = None
+    seq_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The live workers of an epoch."""
+
+    working: int
+    standbys: int
+    shape: str | None = None
+    """Degrees of parallelism in words; None if workers of the plan have died since."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of a worker that is no communication failure."""
+
+    worker: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    iteration: int
+    loss: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Drill:
+    action: str
+    target: int | str
+    iteration: int | None
+    point: str | None
+
+
+@dataclass(frozen=True)
+class Salvage:
+    iteration: int
+    path: str
+    complete: bool
+    missing: tuple[tuple[int, int], ...]
+    """(stage, TP rank) of each shard that nobody held."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run as its event log tells it; of a log that holds several runs, the last."""
+
+    completed: bool
+    exit_code: int | None = None
+    """None: the log has no end; the run goes on, or its coordinator was killed."""
+    reason: str | None = None
+    started_at: float | None = None
+    last_event_at: float | None = None
+    iterations: int = 0
+    """Last iteration that the workers agreed on."""
+    job: Job | None = None
+    workers_at_start: Workers | None = None
+    workers_at_end: Workers | None = None
+    deaths: tuple[Death, ...] = ()
+    recoveries: tuple[Recovery, ...] = ()
+    loss_name: str | None = None
+    loss: Mapping[int, float] = field(default_factory=dict)
+    grad_norm: Mapping[int, float] = field(default_factory=dict)
+    samples_per_second: Mapping[int, float] = field(default_factory=dict)
+    skipped_iterations: tuple[int, ...] = ()
+    samples_consumed: int | None = None
+    samples_applied_twice: int | None = None
+    samples_lost: int | None = None
+    samples_out_of_place: int | None = None
+    evaluations: tuple[Evaluation, ...] = ()
+    drills: tuple[Drill, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    salvages: tuple[Salvage, ...] = ()
+    last_checkpoint: str | None = None
+    loss_max_relative_difference: float | None = None
+    """From the reference run's loss, where one was given."""
+    compared_iterations: int | None = None
+    """Iterations that this run and the reference have in common."""
+    unreadable_lines: int = 0
+    ignored_events: Mapping[str, int] = field(default_factory=dict)
+    """How many events were left out, by what is wrong with them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for json.dumps; iterations become strings and non-finite numbers are spelled out."""
+        plain: dict[str, Any] = jsonable(asdict(self))
+        return plain
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> RunSummary:
+        """The summary that `to_json` made `data` from."""
+        return RunSummary(**{name: _decode(name, value) for name, value in data.items()})
+
+
+def _decode(name: str, value: Any) -> Any:
+    return value if value is None or name not in _DECODERS else _DECODERS[name](value)
+
+
+def _each(decode: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda values: tuple(decode(value) for value in values)
+
+
+def _by_iteration(values: Mapping[str, Any]) -> dict[int, float]:
+    return {int(iteration): number(value) for iteration, value in values.items()}
+
+
+def _recovery(value: Mapping[str, Any]) -> Recovery:
+    return Recovery(**{**value, "dead": tuple(Death(**death) for death in value["dead"])})
+
+
+def _evaluation(value: Mapping[str, Any]) -> Evaluation:
+    return Evaluation(value["iteration"], {name: number(loss) for name, loss in value["loss"].items()})
+
+
+def _salvage(value: Mapping[str, Any]) -> Salvage:
+    return Salvage(**{**value, "missing": tuple((stage, rank) for stage, rank in value["missing"])})
+
+
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "job": lambda value: Job(**value),
+    "workers_at_start": lambda value: Workers(**value),
+    "workers_at_end": lambda value: Workers(**value),
+    "deaths": _each(lambda value: Death(**value)),
+    "recoveries": _each(_recovery),
+    "loss": _by_iteration,
+    "grad_norm": _by_iteration,
+    "samples_per_second": _by_iteration,
+    "skipped_iterations": tuple,
+    "evaluations": _each(_evaluation),
+    "drills": _each(lambda value: Drill(**value)),
+    "failures": _each(lambda value: Failure(**value)),
+    "salvages": _each(_salvage),
+    "loss_max_relative_difference": number,
+}

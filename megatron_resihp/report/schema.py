@@ -1,0 +1,321 @@
+"""What every event holds: one table that checks events and writes docs/events.md.
+
+`python -m megatron_resihp.report.schema > docs/events.md` writes the page anew.
+May import: the standard library and this room's event names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from megatron_resihp.report import events as names
+from megatron_resihp.report.nonfinite import is_number
+
+
+class Kind(NamedTuple):
+    """A type of value: what the page calls it, and the test for it."""
+
+    label: str
+    accepts: Callable[[Any], bool]
+
+
+class Field(NamedTuple):
+    name: str
+    kind: Kind
+    meaning: str
+    required: bool = True
+    """A reader ignores an event that lacks a required field; any other may be null or missing."""
+
+
+class EventSchema(NamedTuple):
+    written_by: str
+    meaning: str
+    fields: tuple[Field, ...] = ()
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list_of(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (list, tuple)) and all(test(item) for item in value)
+
+
+def _is_range(value: Any) -> bool:
+    return _is_list_of(_is_int)(value) and len(value) == 2 and value[0] <= value[1]
+
+
+def _is_named_numbers(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(is_number(item) for item in value.values())
+
+
+def _is_replica(value: Any) -> bool:
+    return isinstance(value, Mapping) and _is_list_of(_is_list_of(_is_int))(value.get("stages"))
+
+
+def _is_plan(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not _is_list_of(_is_replica)(value.get("replicas")):
+        return False
+    return isinstance(value.get("standbys") or {}, Mapping)
+
+
+INTEGER: Final = Kind("integer", _is_int)
+NUMBER: Final = Kind("number", is_number)
+TEXT: Final = Kind("string", lambda value: isinstance(value, str))
+FLAG: Final = Kind("true or false", lambda value: isinstance(value, bool))
+NAME: Final = Kind("integer or string", lambda value: _is_int(value) or isinstance(value, str))
+INTEGERS: Final = Kind("list of integers", _is_list_of(_is_int))
+TEXTS: Final = Kind("list of strings", _is_list_of(lambda value: isinstance(value, str)))
+PAIRS: Final = Kind("list of [integer, integer]", _is_list_of(lambda v: _is_list_of(_is_int)(v) and len(v) == 2))
+RANGES: Final = Kind("list of [first, last]", _is_list_of(_is_range))
+NAMED_NUMBERS: Final = Kind("object of numbers", _is_named_numbers)
+PLAN: Final = Kind("plan", _is_plan)
+
+COMMON: Final = (
+    Field("event", TEXT, "the event's name"),
+    Field("time", NUMBER, "when it happened, in Unix seconds"),
+    Field("epoch", INTEGER, "the epoch that the writer was in", required=False),
+    Field("worker", INTEGER, "id of the worker that wrote it; null: the coordinator", required=False),
+)
+
+_ITERATION_FIELDS: Final = (
+    Field("iteration", INTEGER, "number of the completed step, from 1"),
+    Field("loss", NAMED_NUMBERS, "loss by name, averaged over the global batch", required=False),
+    Field("grad_norm", NUMBER, "norm of the whole gradient", required=False),
+    Field("skipped", FLAG, "the step was skipped for an overflow", required=False),
+    Field("agreed_epoch", INTEGER, "the epoch whose attempt was agreed; without it, `epoch` is", required=False),
+)
+
+EVENTS: Final[Mapping[str, EventSchema]] = {
+    names.RUN_STARTED: EventSchema(
+        "coordinator",
+        "The launcher has started. A log that holds several runs is read from the last of these.",
+        (
+            Field("world_size", INTEGER, "workers at the start"),
+            Field("nnodes", INTEGER, "nodes", required=False),
+            Field("nproc_per_node", INTEGER, "workers per node", required=False),
+            Field("command", TEXTS, "the command line of a worker", required=False),
+        ),
+    ),
+    names.JOB: EventSchema(
+        "a worker",
+        "Megatron's arguments are known. The first of a run counts.",
+        (
+            Field("tensor_parallel", INTEGER, "tensor-parallel degree at the start", required=False),
+            Field("pipeline_parallel", INTEGER, "pipeline stages at the start", required=False),
+            Field("micro_batch_size", INTEGER, "samples in a micro-batch", required=False),
+            Field("global_batch_size", INTEGER, "samples in an iteration"),
+            Field("micro_batches", INTEGER, "micro-batches in an iteration, over all replicas", required=False),
+            Field("seq_length", INTEGER, "tokens in a sample", required=False),
+            Field("train_iters", INTEGER, "iterations to reach"),
+            Field(
+                "first_iteration", INTEGER, "iteration already done at the start; 0 or missing: fresh", required=False
+            ),
+        ),
+    ),
+    names.EPOCH_STARTED: EventSchema(
+        "coordinator",
+        "An epoch's plan is in force.",
+        (
+            Field(
+                "plan",
+                PLAN,
+                '`{"replicas": [{"stages": [[worker ids of the TP members], ...], "micro_batches": [indices]}], '
+                '"standbys": {worker id: [stage, tp_rank] or null}}`',
+            ),
+            Field("digest", TEXT, "digest of the plan, the same on all members", required=False),
+        ),
+    ),
+    names.ITERATION: EventSchema(
+        "the reporting worker",
+        "All workers have agreed on a step and it is done; `epoch` is the epoch in which it was agreed.",
+        (
+            *_ITERATION_FIELDS,
+            Field("samples", INTEGER, "samples of the iteration: the global batch size", required=False),
+            Field(
+                "duration_s",
+                NUMBER,
+                "seconds since this reporter's previous `iteration`; null: its first",
+                required=False,
+            ),
+        ),
+    ),
+    names.AGREED: EventSchema(
+        "coordinator",
+        "The last agreed step when an epoch broke; stands in for an `iteration` whose reporter died. "
+        "Of several for one iteration the first counts.",
+        _ITERATION_FIELDS,
+    ),
+    names.SAMPLES: EventSchema(
+        "one worker of a replica",
+        "What a replica fed to the model in one attempt of an iteration; `epoch` is the attempt. "
+        "The attempt counts as applied if the iteration was agreed in that epoch.",
+        (
+            Field("epoch", INTEGER, "the attempt"),
+            Field("iteration", INTEGER, "the iteration that was attempted"),
+            Field("samples", RANGES, "sample indices in the order fed, both ends included"),
+            Field("replica", INTEGER, "index of the replica in the epoch's plan", required=False),
+            Field(
+                "micro_batches",
+                INTEGERS,
+                "the replica's micro-batches, as indices into the global batch",
+                required=False,
+            ),
+        ),
+    ),
+    names.WORKER_DEAD: EventSchema(
+        "coordinator",
+        "A worker was given up for dead.",
+        (
+            Field("dead", INTEGER, "the worker"),
+            Field("node", NAME, "its node", required=False),
+            Field(
+                "cause",
+                TEXT,
+                '"exit signal 9", "exit code 1", "no heartbeat for 5.0 s", "connection lost", "node lost" or '
+                '"did not muster"',
+            ),
+            Field("died_at", NUMBER, "best known time of death, in Unix seconds", required=False),
+            Field("noticed_at", NUMBER, "when the coordinator knew", required=False),
+        ),
+    ),
+    names.WORKER_FAILED: EventSchema(
+        "coordinator",
+        "A worker raised an error that is no communication failure.",
+        (Field("failed", INTEGER, "the worker"), Field("error", TEXT, "its error")),
+    ),
+    names.EPOCH_BROKEN: EventSchema(
+        "coordinator",
+        "An epoch was given up; its members stop and agree on the next.",
+        (
+            Field("cause", TEXT, "why"),
+            Field("broken_epoch", INTEGER, "the epoch", required=False),
+            Field("by", NAME, "worker that asked for it; null: the coordinator", required=False),
+        ),
+    ),
+    names.PHASE: EventSchema(
+        "each worker",
+        "How long one part of a recovery took on one worker.",
+        (
+            Field("phase", TEXT, ", ".join(names.PHASES)),
+            Field("seconds", NUMBER, "its duration"),
+            Field("to_epoch", INTEGER, "the epoch that the recovery led to"),
+        ),
+    ),
+    names.RECOVERY: EventSchema(
+        "coordinator",
+        "Training goes on under a new plan.",
+        (
+            Field("from_epoch", INTEGER, "the epoch that broke"),
+            Field("to_epoch", INTEGER, "the epoch that goes on"),
+            Field("resumed_iteration", INTEGER, "last applied step"),
+            Field("dead", INTEGERS, "the workers that died; may repeat those of earlier recoveries"),
+            Field("bytes_moved", INTEGER, "state that had to be sent between workers", required=False),
+            Field("steps_redone", INTEGER, "1 if the iteration that broke is computed again, else 0", required=False),
+            Field("broken_at", NUMBER, "when the epoch broke", required=False),
+            Field("resumed_at", NUMBER, "when all workers went on", required=False),
+        ),
+    ),
+    names.FIRST_STEP: EventSchema(
+        "each working worker, or one of them",
+        "The first iteration after a recovery is complete; `time` is its end. The last of a recovery counts.",
+        (
+            Field("to_epoch", INTEGER, "the epoch that goes on"),
+            Field("iteration", INTEGER, "the iteration"),
+            Field("seconds_since_death", NUMBER, "from the first death to the end of the iteration", required=False),
+            Field("redone_compute_s", NUMBER, "time spent on work that had been done before", required=False),
+        ),
+    ),
+    names.DRILL: EventSchema(
+        "the worker that is struck, or the coordinator",
+        "A failure was injected on purpose.",
+        (
+            Field("action", TEXT, "kill or stop"),
+            Field("target", NAME, "the worker or node"),
+            Field("iteration", INTEGER, "iteration at which it struck", required=False),
+            Field("point", TEXT, "point of the iteration at which it struck", required=False),
+        ),
+    ),
+    names.EVALUATION: EventSchema(
+        "the reporting worker",
+        "An evaluation on held-out data.",
+        (
+            Field("iteration", INTEGER, "last step before it"),
+            Field("loss", NAMED_NUMBERS, "loss by name"),
+        ),
+    ),
+    names.CHECKPOINT: EventSchema(
+        "the reporting worker",
+        "A checkpoint was written.",
+        (
+            Field("iteration", INTEGER, "last step in it"),
+            Field("path", TEXT, "where it is"),
+            Field("seconds", NUMBER, "how long training waited for it", required=False),
+        ),
+    ),
+    names.SALVAGE: EventSchema(
+        "each survivor that wrote, or the coordinator",
+        "No plan was left: the survivors wrote what they hold.",
+        (
+            Field("iteration", INTEGER, "last applied step"),
+            Field("path", TEXT, "where it is"),
+            Field("complete", FLAG, "whether all state is there"),
+            Field("missing", PAIRS, "[stage, tp_rank] of each shard that nobody holds", required=False),
+        ),
+    ),
+    names.RUN_FINISHED: EventSchema(
+        "coordinator",
+        "The run is over.",
+        (
+            Field("exit_code", INTEGER, "exit code of the launcher; 0: all went well"),
+            Field("reason", TEXT, "why it ended", required=False),
+        ),
+    ),
+}
+
+
+def problems(event: Mapping[str, Any]) -> list[str]:
+    """What keeps a reader from using `event`; an event of a name unknown here has none."""
+    name = event.get("event")
+    schema = EVENTS.get(name) if isinstance(name, str) else None
+    found = [_problem(field, event) for field in COMMON + (schema.fields if schema else ())]
+    return [f"{name} {problem}" for problem in found if problem]
+
+
+def _problem(field: Field, event: Mapping[str, Any]) -> str | None:
+    value = event.get(field.name)
+    if value is None:
+        return f"lacks {field.name}" if field.required else None
+    return None if field.kind.accepts(value) else f"has a {field.name} that is no {field.kind.label}"
+
+
+def markdown() -> str:
+    """docs/events.md."""
+    parts = [_INTRODUCTION, _table(COMMON)]
+    for name, schema in EVENTS.items():
+        parts += [f"## {name}\n\n{schema.meaning} Written by: {schema.written_by}.\n", _table(schema.fields)]
+    return "\n".join(parts)
+
+
+def _table(fields: tuple[Field, ...]) -> str:
+    rows = [f"| `{f.name}` | {f.kind.label} | {'yes' if f.required else 'no'} | {f.meaning} |" for f in fields]
+    return "\n".join(["| field | type | required | meaning |", "| --- | --- | --- | --- |", *rows, ""])
+
+
+_INTRODUCTION: Final = f"""\
+# Events
+
+<!-- Written by `python -m megatron_resihp.report.schema`; edit megatron_resihp/report/schema.py instead. -->
+
+A run's event log is `RUN_DIR/{names.FILE_NAME}`: one JSON object a line, appended as things happen. It is all that
+`resihp report` reads. A line that was cut off or damaged is skipped and reported, and so is an event that lacks a
+required field; an event of a name that is not listed here is skipped. Fields that are not required may be null or
+missing. Numbers that JSON cannot spell are the strings `"nan"`, `"inf"` and `"-inf"`.
+
+Every event has:
+"""
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

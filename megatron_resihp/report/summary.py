@@ -1,0 +1,168 @@
+"""Events of a run -> RunSummary.
+
+May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+
+from megatron_resihp.report import events as names
+from megatron_resihp.report import shape
+from megatron_resihp.report.events import Event
+from megatron_resihp.report.nonfinite import number
+from megatron_resihp.report.recoveries import find_deaths
+from megatron_resihp.report.run_summary import Drill, Evaluation, Failure, Job, RunSummary, Salvage, Workers
+from megatron_resihp.report.samples import Feed, SampleCount, count_samples
+from megatron_resihp.report.schema import EVENTS, problems
+from megatron_resihp.report.steps import Step, applied_attempts, applied_steps
+
+__all__ = ["RunSummary", "compare", "summarize", "with_reference"]
+
+
+def summarize(events: Iterable[Event], unreadable_lines: int = 0) -> RunSummary:
+    """Everything that a report says about the last run in `events`."""
+    usable, ignored = _usable(events)
+    run = _last_run(usable)
+    job = _job(run)
+    steps = applied_steps(run, job.global_batch_size if job else None)
+    deaths, recoveries = find_deaths(run, steps)
+    finish = _last(run, names.RUN_FINISHED) or {}
+    loss_name = next((name for step in steps for name in step.loss), None)
+    counted = _count_samples(run, job, steps)
+    return RunSummary(
+        completed=finish.get("exit_code") == 0,
+        exit_code=finish.get("exit_code"),
+        reason=finish.get("reason"),
+        started_at=number(run[0]["time"]) if run else None,
+        last_event_at=max((number(event["time"]) for event in run), default=None),
+        iterations=_last_iteration(job, steps),
+        job=job,
+        workers_at_start=_workers_at_start(run),
+        workers_at_end=_workers_at_end(run),
+        deaths=tuple(deaths),
+        recoveries=tuple(recoveries),
+        loss_name=loss_name,
+        loss={s.iteration: s.loss[loss_name] for s in steps if loss_name is not None and loss_name in s.loss},
+        grad_norm={s.iteration: s.grad_norm for s in steps if s.grad_norm is not None},
+        samples_per_second={s.iteration: s.samples_per_second for s in steps if s.samples_per_second is not None},
+        skipped_iterations=tuple(s.iteration for s in steps if s.skipped),
+        samples_consumed=counted.consumed if counted else None,
+        samples_applied_twice=counted.applied_twice if counted else None,
+        samples_lost=counted.lost if counted else None,
+        samples_out_of_place=counted.out_of_place if counted else None,
+        evaluations=tuple(_evaluation(event) for event in _all(run, names.EVALUATION)),
+        drills=tuple(_drill(event) for event in _all(run, names.DRILL)),
+        failures=tuple(Failure(event["failed"], event["error"]) for event in _all(run, names.WORKER_FAILED)),
+        salvages=tuple(_salvage(event) for event in _all(run, names.SALVAGE)),
+        last_checkpoint=(_last(run, names.CHECKPOINT) or {}).get("path"),
+        unreadable_lines=unreadable_lines,
+        ignored_events=ignored,
+    )
+
+
+def compare(loss: Mapping[int, float], loss_reference: Mapping[int, float]) -> float | None:
+    """Largest |loss - reference| / |reference| over the iterations that both have; None if there is none."""
+    shared = loss.keys() & loss_reference.keys()
+    return max((_relative_difference(loss[i], loss_reference[i]) for i in shared), default=None)
+
+
+def with_reference(summary: RunSummary, reference: RunSummary) -> RunSummary:
+    """`summary` with its loss compared to the loss of an uninterrupted run."""
+    return replace(
+        summary,
+        loss_max_relative_difference=compare(summary.loss, reference.loss),
+        compared_iterations=len(summary.loss.keys() & reference.loss.keys()),
+    )
+
+
+def _relative_difference(value: float, reference: float) -> float:
+    if value == reference or (math.isnan(value) and math.isnan(reference)):
+        return 0.0
+    if not math.isfinite(value - reference) or reference == 0:
+        return math.inf
+    return abs(value - reference) / abs(reference)
+
+
+def _usable(events: Iterable[Event]) -> tuple[list[Event], dict[str, int]]:
+    usable: list[Event] = []
+    ignored: Counter[str] = Counter()
+    for event in events:
+        wrong = problems(event)
+        if wrong:
+            ignored[wrong[0]] += 1
+        elif event["event"] in EVENTS:
+            usable.append(event)
+    return usable, dict(ignored)
+
+
+def _last_run(events: Sequence[Event]) -> list[Event]:
+    starts = [index for index, event in enumerate(events) if event["event"] == names.RUN_STARTED]
+    return list(events[starts[-1] :]) if starts else list(events)
+
+
+def _all(events: Iterable[Event], name: str) -> list[Event]:
+    return [event for event in events if event["event"] == name]
+
+
+def _last(events: Iterable[Event], name: str) -> Event | None:
+    return next(reversed(_all(events, name)), None)
+
+
+def _job(events: Sequence[Event]) -> Job | None:
+    event = next(iter(_all(events, names.JOB)), None)
+    if event is None:
+        return None
+    known = {name: event[name] for name in (f.name for f in fields(Job)) if event.get(name) is not None}
+    return Job(**known)
+
+
+def _last_iteration(job: Job | None, steps: Sequence[Step]) -> int:
+    return steps[-1].iteration if steps else job.first_iteration if job else 0
+
+
+def _count_samples(events: Sequence[Event], job: Job | None, steps: Sequence[Step]) -> SampleCount | None:
+    fed = _all(events, names.SAMPLES)
+    if not fed or job is None:
+        return None
+    applied = applied_attempts(events)
+    feeds = [Feed(e["iteration"], e["samples"]) for e in fed if (e["iteration"], e["epoch"]) in applied]
+    return count_samples(feeds, job.first_iteration, _last_iteration(job, steps), job.global_batch_size)
+
+
+def _workers_at_start(events: Sequence[Event]) -> Workers | None:
+    for event in events:
+        if event["event"] == names.EPOCH_STARTED:
+            return _workers(event["plan"], set())
+    started = _last(events, names.RUN_STARTED)
+    return Workers(started["world_size"], 0) if started else None
+
+
+def _workers_at_end(events: Sequence[Event]) -> Workers | None:
+    starts = [index for index, event in enumerate(events) if event["event"] == names.EPOCH_STARTED]
+    if not starts:
+        return _workers_at_start(events)
+    died_since = {event["dead"] for event in _all(events[starts[-1] :], names.WORKER_DEAD)}
+    return _workers(events[starts[-1]]["plan"], died_since)
+
+
+def _workers(plan: shape.Plan, dead: set[int]) -> Workers:
+    working, standbys = shape.working(plan), shape.standbys(plan)
+    in_force = not dead & working
+    return Workers(len(working - dead), len(standbys - dead), shape.describe(plan) if in_force else None)
+
+
+def _evaluation(event: Event) -> Evaluation:
+    return Evaluation(event["iteration"], {name: number(value) for name, value in event["loss"].items()})
+
+
+def _drill(event: Event) -> Drill:
+    return Drill(event["action"], event["target"], event.get("iteration"), event.get("point"))
+
+
+def _salvage(event: Event) -> Salvage:
+    missing = tuple((stage, rank) for stage, rank in event.get("missing") or ())
+    return Salvage(event["iteration"], event["path"], event["complete"], missing)

@@ -1,0 +1,181 @@
+"""RunSummary -> one page on a terminal, for somebody who has ten seconds.
+
+May import: the standard library, rich and this room's modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_resihp.report.headline import headline, in_order
+from megatron_resihp.report.recoveries import Death, Recovery
+from megatron_resihp.report.run_summary import RunSummary, Salvage, Workers
+from megatron_resihp.report.words import NONE, count, listing, milliseconds, rate, relative_difference, size
+
+WIDTH = 100
+MAX_ROWS = 20
+"""Rows of a table; a run that failed more often shows its last ones."""
+
+
+def console_for(stream: TextIO) -> Console:
+    """A console of the page's width; rich leaves out colour where `stream` is no terminal."""
+    natural = Console(file=stream)
+    return Console(file=stream, width=min(WIDTH, natural.width) if natural.is_terminal else WIDTH, highlight=False)
+
+
+def render(summary: RunSummary, console: Console) -> None:
+    """Print the page."""
+    style = "bold green" if in_order(summary) else "bold yellow" if summary.exit_code is None else "bold red"
+    console.print(Text(headline(summary), style=style), soft_wrap=True)
+    for line in _facts(summary):
+        console.print(Text(f"  {line}"), soft_wrap=True)
+    if summary.deaths:
+        _section(console, "Deaths", _deaths(summary), len(summary.deaths))
+    if summary.recoveries:
+        _section(console, "Recoveries", _recoveries(summary.recoveries), len(summary.recoveries))
+    if any(recovery.phases for recovery in summary.recoveries):
+        title = "Time of each recovery in ms (slowest worker of each phase)"
+        _section(console, title, _phases(summary.recoveries), len(summary.recoveries))
+
+
+def _section(console: Console, title: str, table: Table, rows: int) -> None:
+    console.print()
+    console.print(Text(title, style="bold"))
+    console.print(table)
+    if rows > MAX_ROWS:
+        console.print(Text(f"  the last {MAX_ROWS} of {rows:,}; --json has them all"))
+
+
+def _facts(summary: RunSummary) -> Iterator[str]:
+    if summary.reason is not None and not summary.completed:
+        yield f"reason: {summary.reason}"
+    start, end = summary.workers_at_start, summary.workers_at_end
+    if start is not None and end is not None:
+        yield f"workers: {_workers(start)}" + (f" -> {_workers(end)}" if start != end else " throughout")
+    if summary.loss:
+        yield _loss(summary)
+    if summary.compared_iterations is not None:
+        yield _comparison(summary)
+    if summary.skipped_iterations:
+        yield f"{count(len(summary.skipped_iterations), 'iteration')} skipped for overflow"
+    if summary.last_checkpoint is not None:
+        yield f"last checkpoint: {summary.last_checkpoint}"
+    yield from _trouble(summary)
+
+
+def _trouble(summary: RunSummary) -> Iterator[str]:
+    for failure in summary.failures[-MAX_ROWS:]:
+        yield f"worker {failure.worker} raised: {failure.error}"
+    if summary.salvages:
+        yield _salvages(summary.salvages)
+    if summary.unreadable_lines:
+        yield f"{count(summary.unreadable_lines, 'line')} of the event log could not be read"
+    for problem, times in summary.ignored_events.items():
+        yield f"{count(times, 'event')} left out: {problem}"
+
+
+def _salvages(salvages: Sequence[Salvage]) -> str:
+    missing = sorted({shard for salvage in salvages for shard in salvage.missing})
+    lacking = listing(f"stage {stage} TP rank {rank}" for stage, rank in missing) if missing else "parts"
+    complete = all(salvage.complete for salvage in salvages)
+    state = "all state" if complete else f"state INCOMPLETE, missing {lacking}"
+    where = salvages[0].path if len(salvages) == 1 else f"{len(salvages)} files, the first is {salvages[0].path}"
+    return f"saved after iteration {salvages[-1].iteration:,}: {state}: {where}"
+
+
+def _workers(workers: Workers) -> str:
+    shape = f" ({workers.shape})" if workers.shape else ""
+    standbys = f" + {count(workers.standbys, 'standby')}" if workers.standbys else ""
+    return f"{workers.working} working{shape}{standbys}"
+
+
+def _loss(summary: RunSummary) -> str:
+    first, last = min(summary.loss), max(summary.loss)
+    return (
+        f"{summary.loss_name}: {summary.loss[first]:.4f} (iteration {first:,})"
+        f" -> {summary.loss[last]:.4f} (iteration {last:,})"
+    )
+
+
+def _comparison(summary: RunSummary) -> str:
+    if summary.loss_max_relative_difference is None:
+        return "loss against the reference run: no iteration in common"
+    shared = count(summary.compared_iterations or 0, "iteration")
+    return f"loss against the reference run: {relative_difference(summary.loss_max_relative_difference)} over {shared}"
+
+
+def _deaths(summary: RunSummary) -> Table:
+    table = _table("worker:", "node", "died at", "into the run:", "after iteration:", "noticed by", "after ms:")
+    for death in _shown(summary.deaths):
+        table.add_row(
+            str(death.worker),
+            NONE if death.node is None else str(death.node),
+            *_moment(death, summary.started_at),
+            NONE if death.iteration is None else f"{death.iteration:,}",
+            Text(death.cause),
+            milliseconds(death.noticed_ms),
+        )
+    return table
+
+
+def _moment(death: Death, started_at: float | None) -> tuple[str, str]:
+    moment = death.noticed_at if death.died_at is None else death.died_at
+    if moment is None:
+        return NONE, NONE
+    local = datetime.fromtimestamp(moment).strftime("%m-%d %H:%M:%S")
+    return local, NONE if started_at is None else f"{moment - started_at:,.1f} s"
+
+
+def _recoveries(recoveries: Sequence[Recovery]) -> Table:
+    table = _table(
+        "epoch", "lost workers", "after iteration:", "resumed ms:", "first step ms:", "moved:", "redone:", "samples/s:"
+    )
+    for recovery in _shown(recoveries):
+        before, after = recovery.samples_per_second_before, recovery.samples_per_second_after
+        table.add_row(
+            _epochs(recovery),
+            ", ".join(str(death.worker) for death in recovery.dead) or "none",
+            f"{recovery.resumed_iteration:,}",
+            _in_milliseconds(recovery.resumed_s),
+            _in_milliseconds(recovery.total_s),
+            size(recovery.bytes_moved),
+            NONE if recovery.steps_redone is None else str(recovery.steps_redone),
+            f"{rate(before)} -> {rate(after)}",
+        )
+    return table
+
+
+def _phases(recoveries: Sequence[Recovery]) -> Table:
+    shown = _shown(recoveries)
+    names = list(dict.fromkeys(name for recovery in shown for name in recovery.phases))
+    table = _table("epoch", *(f"{name}:" for name in names))
+    for recovery in shown:
+        table.add_row(_epochs(recovery), *(_in_milliseconds(recovery.phases.get(name)) for name in names))
+    return table
+
+
+def _epochs(recovery: Recovery) -> str:
+    return f"{recovery.from_epoch} -> {recovery.to_epoch}"
+
+
+def _in_milliseconds(seconds: float | None) -> str:
+    return milliseconds(None if seconds is None else 1000 * seconds)
+
+
+def _shown[Row](rows: Sequence[Row]) -> Sequence[Row]:
+    return rows[-MAX_ROWS:]
+
+
+def _table(*headings: str) -> Table:
+    """A table with these columns; a heading that ends in a colon stands over numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    for heading in headings:
+        table.add_column(heading.rstrip(":"), justify="right" if heading.endswith(":") else "left")
+    return table

@@ -1,0 +1,61 @@
+"""Counts, durations and sizes in the words of this room's pages.
+
+May import: the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+NONE = "-"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """For example "1 worker", "2 recoveries", "no worker"."""
+    if number == 0:
+        return f"no {noun}"
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def listing(items: Iterable[object]) -> str:
+    """For example "1, 2 and 5"."""
+    *most, last = [str(item) for item in items]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def milliseconds(value: float | None) -> str:
+    """A number for a column that is headed ms."""
+    if value is None:
+        return NONE
+    return f"{value:,.1f}" if abs(value) < 10 else f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """For example "480 ms", "12.3 s", "4 min 5 s", "3 h 20 min"."""
+    if seconds < 1:
+        return f"{milliseconds(1000 * seconds)} ms"
+    if seconds < 119.5:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def size(number: int | None) -> str:
+    """For example "0 bytes", "12.3 MB"."""
+    if number is None:
+        return NONE
+    value = float(number)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 999.5:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:,.1f} TB"
+
+
+def rate(samples_per_second: float | None) -> str:
+    return NONE if samples_per_second is None else f"{samples_per_second:,.1f}"
+
+
+def relative_difference(value: float) -> str:
+    """For example "relative difference at most 3.1e-07", "identical"."""
+    return "identical" if value == 0 else f"relative difference at most {value:.1e}"

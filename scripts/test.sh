@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Checks everything: set-up, ruff, mypy, the import contracts, then the unit and the integration tests.
+# Arguments go to pytest: scripts/test.sh -k store, scripts/test.sh tests/unit. All steps run even if one fails, so that one
+# run shows all there is to mend; the exit code is non-zero if any failed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+# Several training processes share few cores in the integration tests; one thread each is fastest.
+export OMP_NUM_THREADS=1
+
+readonly BIN=.venv/bin
+failed=()
+
+run() {
+    echo "+ $*"
+    "$@" || failed+=("$(basename "$1")")
+}
+
+bash scripts/setup.sh || exit 1
+
+run "$BIN/ruff" check --output-format concise .
+run "$BIN/mypy"
+run "$BIN/lint-imports" --no-logo
+run "$BIN/pytest" "$@"
+
+if ((${#failed[@]})); then
+    echo "test.sh: FAILED: ${failed[*]}" >&2
+    exit 1
+fi

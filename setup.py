@@ -1,0 +1,39 @@
+"""Package metadata of megatron-resihp: what to install and which commands it brings.
+
+Tool settings (ruff, mypy, pytest, import-linter) are in pyproject.toml. Imports setuptools only.
+"""
+
+from setuptools import find_packages, setup
+
+TEST_REQUIREMENTS = [
+    "hypothesis>=6.100",
+    "import-linter>=2.1",
+    "mypy>=1.11",
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "ruff>=0.6",
+]
+
+setup(
+    name="megatron-resihp",
+    version="0.1.0",
+    description="Keeps a Megatron-LM training job running when GPUs die, slow down or come back",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.12",
+    packages=find_packages(include=["megatron_resihp", "megatron_resihp.*"]),
+    package_data={"megatron_resihp": ["py.typed"]},
+    install_requires=[
+        # Patched seams are checked against these versions only: see megatron_resihp/integration.
+        "megatron-core>=0.19,<0.20",
+        "matplotlib",
+        "numpy",
+        "rich",
+        "torch",
+    ],
+    extras_require={
+        "gpu": ["apex", "transformer-engine"],
+        "test": TEST_REQUIREMENTS,
+    },
+    entry_points={"console_scripts": ["resihp = megatron_resihp.cli:main"]},
+)

@@ -1,0 +1,100 @@
+"""`resihp report` as a user calls it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_resihp.report.command import add_arguments, run
+from megatron_resihp.report.events import EventLog
+
+
+def call(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, recovered_run: Any) -> Path:
+    return _written(tmp_path / "run", recovered_run.events)
+
+
+@pytest.fixture
+def reference_dir(tmp_path: Path, synthetic_run: Callable[..., Any]) -> Path:
+    reference = synthetic_run()
+    reference.step(40)
+    reference.finish()
+    return _written(tmp_path / "reference", reference.events)
+
+
+def _written(directory: Path, events: list[dict[str, Any]]) -> Path:
+    directory.mkdir()
+    with EventLog(directory / "events.jsonl") as log:
+        for event in events:
+            log.write(event)
+    return directory
+
+
+def test_the_page_goes_to_stdout(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(run_dir) == 0
+    assert capsys.readouterr().out.startswith("Reached iteration 40 of 40; 2 recoveries")
+
+
+def test_json_is_all_of_stdout(run_dir: Path, reference_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(run_dir, "--json", "--reference", reference_dir) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["completed"] is True
+    assert summary["recoveries"][0]["dead"][0]["worker"] == 3
+    assert summary["compared_iterations"] == 40
+    assert 0 <= summary["loss_max_relative_difference"] < 0.1
+
+
+def test_a_picture_is_drawn(run_dir: Path, reference_dir: Path, tmp_path: Path) -> None:
+    assert call(run_dir, "--plot", tmp_path / "run.png", "--reference", reference_dir) == 0
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_damaged_lines_are_reported(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (run_dir / "events.jsonl").open("a") as log:
+        log.write('nonsense\n{"event": "itera')
+    assert call(run_dir) == 0
+    assert "2 lines of the event log could not be read" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_line_and_exit_code_2(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = _written(tmp_path / "empty", [])
+    nonsense = tmp_path / "nonsense"
+    nonsense.mkdir()
+    (nonsense / "events.jsonl").write_text("nonsense\n")
+    directory = tmp_path / "directory"
+    (directory / "events.jsonl").mkdir(parents=True)
+    barren = tmp_path / "barren"
+    barren.mkdir()
+    started = _written(tmp_path / "started", [{"event": "run_started", "world_size": 8}])
+    cases: dict[str, tuple[object, ...]] = {
+        "is no directory": (tmp_path / "nowhere",),
+        "has no events.jsonl": (barren,),
+        "is empty": (empty,),
+        "holds nothing but 1 unreadable line": (nonsense,),
+        "cannot be read": (directory,),
+        "nowhere is no directory": (run_dir, "--reference", tmp_path / "nowhere"),
+        "nothing to draw": (started, "--plot", tmp_path / "run.png"),
+        "cannot be written": (run_dir, "--plot", tmp_path / "nowhere" / "run.png"),
+        "cannot be drawn": (run_dir, "--plot", tmp_path / "run.nonsense"),
+    }
+    for cause, arguments in cases.items():
+        assert call(*arguments) == 2, cause
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("resihp: ")
+        assert cause in err
+        assert "; " in err
+        assert err.count("\n") == 1, err

@@ -1,0 +1,70 @@
+"""The picture of a run; how it looks is for eyes, what is in it is checked here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_resihp.report.marks import find_marks, label_rows
+from megatron_resihp.report.picture import draw
+from megatron_resihp.report.summary import summarize
+
+
+def test_marks_say_who_died_of_what_and_when_the_run_was_back(recovered_run: Any) -> None:
+    first, second = find_marks(summarize(recovered_run.events))
+    assert (first.after, first.label) == (10, "worker 3: exit signal 9, back in 930 ms")
+    assert (second.after, second.label) == (25, "workers 5 and 6: node lost, back in 2.1 s")
+
+
+def test_a_death_that_ended_the_run_is_marked_as_such(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run(first_iteration=100)
+    run.die(3)
+    assert [(mark.after, mark.recovered) for mark in find_marks(summarize(run.events))] == [(100, False)]
+
+
+def test_the_picture_holds_the_labels(recovered_run: Any, synthetic_run: Callable[..., Any], tmp_path: Path) -> None:
+    reference = synthetic_run(seed=1)
+    reference.step(40)
+    summary = summarize(recovered_run.events)
+    draw(summary, summarize(reference.events), tmp_path / "run.svg")
+    text = (tmp_path / "run.svg").read_text()
+    # The SVG keeps every drawn text as a comment beside its outlines.
+    assert "worker 3: exit signal 9, back in 930 ms" in text
+    assert "uninterrupted run, relative difference at most" in text
+    assert "samples/s" in text
+
+
+def test_a_run_with_holes_and_infinite_loss_can_be_drawn(synthetic_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = synthetic_run()
+    run.step(1, loss={"lm loss": "nan"})
+    run.step(1, loss={"lm loss": "inf"}, duration_s=0.0)
+    run.step(1, loss={})
+    draw(summarize(run.events), None, tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 1000
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(1, 50)), max_size=12))
+def test_labels_of_one_row_never_overlap(labels: list[tuple[float, float]]) -> None:
+    spans = sorted((left, left + width) for left, width in labels)
+    rows = label_rows(spans)
+    for row in set(rows) - {None}:
+        in_row = [span for span, its_row in zip(spans, rows, strict=True) if its_row == row]
+        assert all(a[1] <= b[0] for a, b in pairwise(in_row))
+
+
+def test_the_page_and_the_log_need_no_matplotlib_and_no_torch() -> None:
+    script = (
+        "import sys; import megatron_resihp.report.command, megatron_resihp.report.terminal, "
+        "megatron_resihp.report.progress; "
+        "sys.exit(', '.join({'matplotlib', 'torch', 'megatron'} & set(sys.modules)) or None)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,97 @@
+"""The live line that shows a run is alive."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_resihp.report.progress import Progress
+
+
+def follow(events: list[dict[str, Any]], isatty: bool, columns: int = 200) -> str:
+    stream = io.StringIO()
+    now = 0.0
+    progress = Progress(stream, isatty, clock=lambda: now, columns=lambda: columns)
+    for event in events:
+        now = event["time"]
+        progress.feed(event)
+    progress.close()
+    return stream.getvalue()
+
+
+def test_the_line_says_how_the_run_stands(recovered_run: Any) -> None:
+    last = follow(recovered_run.events, isatty=False).splitlines()[-1]
+    assert last.startswith("iteration 40/40  loss 3.")
+    assert last.endswith("samples/s  4 workers (DP1 PP2 TP2, 1 standby)  epoch 2  recovered 2")
+
+
+def test_deaths_and_recoveries_have_lines_of_their_own(recovered_run: Any) -> None:
+    lines = follow(recovered_run.events, isatty=False).splitlines()
+    assert "worker 3 died (exit signal 9), noticed after 12 ms" in lines
+    assert "recovered in 480 ms: 1 replica, 3 standbys, 0 bytes moved, resumed after iteration 10" in lines
+    assert "iteration 11 done 930 ms after the death" in lines
+
+
+def test_a_file_gets_a_line_now_and_then(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.step(40, seconds=1.0)
+    lines = follow(run.events, isatty=False).splitlines()
+    assert 4 <= len(lines) <= 6, lines
+    assert lines[-1].startswith("iteration 40/40"), "the last state is never kept back"
+
+
+def test_a_terminal_gets_one_line_that_rewrites_itself(recovered_run: Any) -> None:
+    text = follow(recovered_run.events, isatty=True)
+    rewritten = [part for part in text.split("\r") if part.startswith("iteration") and "/40" in part]
+    assert len(rewritten) >= 40
+    assert text.count("\n") == 8, "3 deaths, 2 recoveries, 2 first iterations, the end"
+    assert text.endswith("\n")
+
+
+def test_the_line_fits_the_terminal(recovered_run: Any) -> None:
+    text = follow(recovered_run.events, isatty=True, columns=40)
+    shown = [part.split("\x1b")[0] for part in text.split("\r")]
+    assert all(len(line) < 40 for line in shown if line.startswith("iteration") and "after the death" not in line)
+
+
+def test_between_death_and_recovery_the_line_shows_the_hole(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.step(1)
+    run.die(3)
+    assert "7 workers (DP2 PP2 TP2 less 1)" in follow(run.events, isatty=False).splitlines()[-1]
+
+
+def test_whatever_befalls_a_run_is_told(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.write("drill", action="kill", target=3, iteration=10, point="forward")
+    run.write("worker_failed", failed=2, error="ValueError: no")
+    run.write("evaluation", iteration=10, loss={"lm loss": 3.25})
+    run.write("checkpoint", iteration=10, path="saved", seconds=1.5)
+    run.write("salvage", iteration=10, path="left", complete=False, missing=[])
+    run.finish(3, "no plan fits")
+    lines = follow(run.events, isatty=False).splitlines()
+    assert lines[1:-1] == [
+        "drill: kill 3 at iteration 10 (forward)",
+        "worker 2 raised: ValueError: no",
+        "evaluation after iteration 10: lm loss 3.2500",
+        "checkpoint of iteration 10 written in 1.5 s: saved",
+        "no plan is left; survivors wrote INCOMPLETE state of iteration 10: left",
+        "run ended with exit code 3: no plan fits",
+    ]
+
+
+def test_an_event_that_makes_no_sense_is_passed_over() -> None:
+    follow([{"event": "iteration", "time": 0.0, "iteration": "x"}, {"event": "unknown", "time": 0.0}], isatty=False)
+
+
+@pytest.mark.parametrize("isatty", [True, False])
+def test_a_closed_stream_does_not_end_the_run(synthetic_run: Callable[..., Any], isatty: bool) -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, isatty)
+    stream.close()
+    for event in synthetic_run().events:
+        progress.feed(event)
+    progress.close()

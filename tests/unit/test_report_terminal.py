@@ -1,0 +1,119 @@
+"""What an engineer reads at three in the morning."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_resihp.report.shape import describe
+from megatron_resihp.report.summary import summarize, with_reference
+from megatron_resihp.report.terminal import WIDTH, console_for, render
+from megatron_resihp.report.words import duration, size
+
+
+def page(summary: Any) -> str:
+    stream = io.StringIO()
+    render(summary, console_for(stream))
+    return stream.getvalue()
+
+
+def test_the_headline_says_it_all(recovered_run: Any) -> None:
+    headline = page(summarize(recovered_run.events)).splitlines()[0]
+    assert headline == "Reached iteration 40 of 40; 2 recoveries; 3 workers dead; no sample lost or repeated"
+
+
+def test_deaths_and_recoveries_are_tables(recovered_run: Any) -> None:
+    lines = page(summarize(recovered_run.events)).splitlines()
+    death = next(line for line in lines if "exit signal 9" in line)
+    assert death.split()[0] == "3"
+    assert death.split()[-1] == "12"
+    recovery = next(line for line in lines if line.startswith("1 -> 2") and "MB" in line)
+    assert "5, 6" in recovery
+    assert "2,150" in recovery
+    assert "2.3 MB" in recovery
+    assert "35.8 -> 35." in recovery
+    assert any("rebuild" in line and "abort" in line for line in lines)
+
+
+def test_the_page_is_100_columns_wide_and_plain_where_there_is_no_terminal(recovered_run: Any) -> None:
+    text = page(summarize(recovered_run.events))
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "\x1b" not in text
+
+
+def test_a_failed_run_says_so_first(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.step(12)
+    run.die(3)
+    run.write("salvage", iteration=12, path="left-behind", complete=False, missing=[[1, 0]])
+    run.finish(1, "no plan fits: stage 1 is gone")
+    text = page(summarize(run.events))
+    assert text.startswith("FAILED (exit 1) at iteration 12 of 40; no recovery; 1 worker dead; no sample lost")
+    assert "no plan fits: stage 1 is gone" in text
+    assert "INCOMPLETE, missing stage 1 TP rank 0: left-behind" in text
+
+
+def test_a_run_that_goes_on_is_not_called_finished(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.step(12)
+    assert page(summarize(run.events)).startswith("Not finished (still running, or cut off): iteration 12 of 40;")
+
+
+def test_lost_and_repeated_samples_are_in_the_headline(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run(train_iters=2)
+    run.step(1)
+    run.feed(2, ranges=[[8, 23]])
+    run.write("iteration", iteration=2)
+    run.finish()
+    headline = page(summarize(run.events)).splitlines()[0]
+    assert headline.endswith("samples: 8 LOST, 8 REPEATED and 8 OUT OF PLACE")
+
+
+def test_causes_are_printed_as_they_are(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.die(3, "[/red] exit [code] 1")
+    assert "[/red] exit [code] 1" in page(summarize(run.events))
+
+
+def test_a_long_table_shows_its_end(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    for _ in range(30):
+        run.step(1)
+        run.die(3)
+        run.recover([3], run.replicas, [])
+    text = page(summarize(run.events))
+    assert "the last 20 of 30; --json has them all" in text
+    assert "29 -> 30" in text
+    assert "9 -> 10 " not in text
+
+
+def test_the_comparison_with_a_reference(recovered_run: Any, synthetic_run: Callable[..., Any]) -> None:
+    summary = summarize(recovered_run.events)
+    assert "reference run: identical over 40 iterations" in page(with_reference(summary, summary))
+    empty = summarize(synthetic_run().events)
+    assert "no iteration in common" in page(with_reference(summary, empty))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0004, "0.4 ms"), (0.48, "480 ms"), (12.34, "12.3 s"), (245, "4 min 5 s"), (12000, "3 h 20 min")],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(None, "-"), (0, "0 bytes"), (1500, "1.5 kB"), (2.5e12, "2.5 TB"), (999_960, "1.0 MB")]
+)
+def test_sizes(number: int | None, words: str) -> None:
+    assert size(number) == words
+
+
+def test_shapes_of_unlike_replicas() -> None:
+    even = {"stages": [[0, 1], [2, 3]]}
+    uneven = {"stages": [[4, 5], [6]]}
+    assert describe({"replicas": [even, uneven, even]}) == "DP3: 2x PP2 TP2, 1x PP2 TP2/1"
+    assert describe({"replicas": [uneven]}) == "DP1 PP2 TP2/1"
