@@ -6,6 +6,7 @@ this room's modules; torch only where something is told to the coordinator.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
@@ -15,38 +16,49 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
 
 from megatron_resihp.control import environment, messages
-from megatron_resihp.control.lifeline import Lifeline
+from megatron_resihp.control.lifeline import ENDED, FAILED, Lifeline
 from megatron_resihp.control.linux import die_with_parent
+from megatron_resihp.control.worker import JobEnded
 
 REPORT_TIMEOUT_S: Final = 10.0
 LONGEST_ERROR: Final = 300
 
 
-def main(command: Sequence[str]) -> int:
-    """Run the script as Python would; returns the exit code of a run that ended well.
+@dataclass(frozen=True)
+class _End:
+    """How the script ended. `error`: what is wrong; None where nothing is, or the coordinator ended it."""
 
-    A failed one does not return: hooks that wait for dead peers could keep the process, and with it its peers, waiting.
-    """
+    code: int
+    error: str | None = None
+
+
+def main(command: Sequence[str]) -> NoReturn:
+    """Run the script as Python would, and end the process."""
     lifeline = _tie_to_agent()
     try:
         _run(command)
-    except SystemExit as end:
-        code, error = _read_exit(end)
+        end = _End(0)
+    except SystemExit as problem:
+        end = _read_exit(problem)
     except BaseException as problem:
-        code, error = _read_problem(problem)
-    else:
-        code, error = 0, None
-    if code == 0:
+        end = _read_problem(problem)
+    if end.error is not None:
+        # No exit hooks: some wait for peers, which wait for this process.
+        lifeline.last_word(FAILED)
+        _tell(type="failed", error=end.error)
+    elif end.code == 0:
         _tell(type="done")
-        return 0
-    if error is not None:
-        lifeline.tell_failed()
-        _tell(type="failed", error=error)
+        _run_exit_hooks()
+    else:
+        lifeline.last_word(ENDED)
     _flush()
-    os._exit(code)
+    # Threads that sit in C++ code, as those that listen to the store do, abort the process when the interpreter is
+    # taken down under them.
+    os._exit(end.code)
 
 
 def _tie_to_agent() -> Lifeline:
@@ -88,23 +100,21 @@ def _run(command: Sequence[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _read_exit(end: SystemExit) -> tuple[int, str | None]:
-    """Exit code and, where it is a failure, what to say of it."""
-    if end.code is None or isinstance(end.code, int):
-        code = (end.code or 0) & 0xFF
-        return code, None if code in (0, messages.FENCED_EXIT) else f"exit code {code}"
-    print(end.code, file=sys.stderr)
-    return 1, _shorten(str(end.code))
+def _read_exit(problem: SystemExit) -> _End:
+    if problem.code is not None and not isinstance(problem.code, int):
+        print(problem.code, file=sys.stderr)
+        return _End(1, _shorten(str(problem.code)))
+    code = (problem.code or 0) & 0xFF
+    told_to = code == messages.FENCED_EXIT or isinstance(problem.__context__, JobEnded)
+    return _End(code, None if code == 0 or told_to else f"exit code {code}")
 
 
-def _read_problem(problem: BaseException) -> tuple[int, str | None]:
-    from megatron_resihp.control.worker import JobEnded
-
+def _read_problem(problem: BaseException) -> _End:
     if isinstance(problem, JobEnded):
         print(f"resihp: the job has ended: {problem}", file=sys.stderr)
-        return problem.code, None
+        return _End(problem.code)
     traceback.print_exception(problem)
-    return 1, _shorten(f"{type(problem).__name__}: {problem}")
+    return _End(1, _shorten(f"{type(problem).__name__}: {problem}"))
 
 
 def _shorten(error: str) -> str:
@@ -124,6 +134,12 @@ def _tell(**message: Any) -> None:
         print(f"resihp: the coordinator could not be told: {error}", file=sys.stderr)
 
 
+def _run_exit_hooks() -> None:
+    """What Python does at the end of a script."""
+    threading._shutdown()  # type: ignore[attr-defined]  # Joins what is no daemon.
+    atexit._run_exitfuncs()
+
+
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -136,4 +152,4 @@ if __name__ == "__main__":
     if not sys.flags.safe_path:
         # What -m has put there: the directory that we were started in.
         del sys.path[0]
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

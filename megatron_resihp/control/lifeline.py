@@ -6,6 +6,7 @@ May import: the standard library.
 
 from __future__ import annotations
 
+import select
 import selectors
 import socket
 import threading
@@ -16,7 +17,9 @@ from typing import Final
 
 BEAT: Final = b"."
 FAILED: Final = b"!"
-"""Sent by a worker that ends because of an error of its own, so that its agent knows whose output explains the end."""
+ENDED: Final = b"e"
+"""The last words of a worker that ends with an error of its own, and of one that was told to end: so the agent knows
+whose output explains the end of the job."""
 
 READ_BYTES: Final = 4096
 
@@ -32,15 +35,16 @@ class Lifeline:
 
     def __init__(self, sock: socket.socket, period_s: float, on_lost: Callable[[], None]) -> None:
         self._socket = sock
-        self._socket.settimeout(period_s)
+        self._socket.setblocking(False)
+        self._period_s = period_s
         self._on_lost = on_lost
         self._closed = False
         self._thread = threading.Thread(target=self._beat, name="resihp-lifeline", daemon=True)
         self._thread.start()
 
-    def tell_failed(self) -> None:
-        """Let the watcher know that this process ends because of an error of its own."""
-        self._send(FAILED)
+    def last_word(self, word: bytes) -> None:
+        """Let the watcher know why this process ends: FAILED or ENDED."""
+        self._send(word)
 
     def close(self) -> None:
         """Leave in order: `on_lost` is not called any more."""
@@ -53,23 +57,27 @@ class Lifeline:
         self._socket.close()
 
     def _beat(self) -> None:
-        alive = True
-        while alive:
+        incoming = select.poll()
+        incoming.register(self._socket, select.POLLIN)
+        while not self._is_lost():
             self._send(BEAT)
-            try:
-                alive = bool(self._socket.recv(READ_BYTES))
-            except TimeoutError:
-                pass
-            except OSError:
-                alive = False
+            incoming.poll(1000 * self._period_s)
         if not self._closed:
             self._on_lost()
 
+    def _is_lost(self) -> bool:
+        try:
+            return not self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def _send(self, signal: bytes) -> None:
         try:
-            self._socket.send(signal, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._socket.send(signal)
         except OSError:
-            # Full: the watcher is stopped, and will find beats enough. Broken: the next recv says so.
+            # Full: the watcher is stopped, and will find beats enough. Broken: reading will show it.
             pass
 
 
@@ -114,7 +122,12 @@ class Kind(Enum):
     SILENT = "silent"
     """No beat for too long: the process is stopped, or its machine is gone."""
     FAILED = "failed"
-    """The process ends because of an error of its own."""
+    """The process ends with an error of its own."""
+    ENDED = "ended"
+    """The process ends because it was told to."""
+
+
+LAST_WORDS: Final = {FAILED: Kind.FAILED, ENDED: Kind.ENDED}
 
 
 @dataclass(frozen=True)
@@ -181,4 +194,4 @@ class Watcher:
             self.cut(name)
             return [Finding(Kind.LOST, name)]
         self._beats.beat(name, now)
-        return [Finding(Kind.FAILED, name)] if FAILED in data else []
+        return [Finding(kind, name) for word, kind in LAST_WORDS.items() if word in data]

@@ -1,4 +1,4 @@
-"""What the control plane asks of Linux beyond Python's own os module. Everything else is free of system calls by number.
+"""What the control plane asks of Linux beyond what Python's own modules offer.
 
 May import: the standard library.
 """

@@ -110,6 +110,7 @@ class Membership:
     commit: Commit | None = None
     dead: dict[int, str] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
+    trained: bool = False
     stop_signal: int | None = None
     _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
     _records: dict[int, Record] = field(default_factory=dict)
@@ -192,6 +193,8 @@ class Membership:
     def _on_suspect(self, message: Message, now: float) -> list[Action]:
         if message["epoch"] != self.epoch or message["worker"] in self.dead:
             return []
+        if self.trained and self.plan is not None and message["worker"] not in self.plan.working:
+            return []  # the workers are leaving because they are done; the end is on its way to the standbys
         return self._break(f"communication error on worker {message['worker']}: {message['error']}", now)
 
     def _on_muster(self, message: Message, now: float) -> list[Action]:
@@ -202,6 +205,10 @@ class Membership:
         self._records[worker] = Record.from_dict(message["record"])
         self._held[worker] = message["held"] and Coordinate(*message["held"])
         return broken + self._decide(now)
+
+    def _on_trained(self, message: Message, now: float) -> list[Action]:
+        self.trained = True
+        return []
 
     def _on_salvaged(self, message: Message, now: float) -> list[Action]:
         self._salvage_left.discard(message["worker"])

@@ -5,6 +5,7 @@ May import: the standard library, `control.bootstrap` (inside the forked child).
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -67,7 +68,6 @@ def fork_worker(spec: WorkerSpec) -> int:
 
 
 def _become_worker(spec: WorkerSpec) -> NoReturn:
-    code = 1
     try:
         os.setsid()
         _reset_signals()
@@ -79,16 +79,17 @@ def _become_worker(spec: WorkerSpec) -> NoReturn:
         _reopen_streams()
         os.environ.clear()
         os.environ.update(spec.environment)
+        # What the forked process has registered to run at its exit is not for us.
+        atexit._clear()
         from megatron_resihp.control import bootstrap
 
-        code = bootstrap.main(spec.command)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        # The bootstrap opens the file descriptor anew, and this object must not close it.
+        spec.lifeline.detach()
+        bootstrap.main(spec.command)
     except BaseException:
         traceback.print_exc()
     finally:
-        # What the forked process has registered to run at its exit is not for us.
-        os._exit(code)
+        os._exit(1)
 
 
 def _reset_signals() -> None:
@@ -100,6 +101,6 @@ def _reset_signals() -> None:
 
 def _reopen_streams() -> None:
     """A test runner has put other objects in the place of these."""
-    sys.stdin = sys.__stdin__ = open(os.devnull)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

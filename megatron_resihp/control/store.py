@@ -227,13 +227,13 @@ def connect(host: str, port: int, timeout_s: float) -> TcpStore:
     address = Address(host, port)
     deadline = time.monotonic() + timeout_s
     # TCPStore's own retries overrun their limit by seconds and print a stack trace each.
-    _wait_until_reachable(address, deadline)
+    wait_until_reachable(address, timeout_s)
     remaining = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
     return TcpStore(_torch_store(host, port, timeout=remaining), address)
 
 
 def _torch_store(host: str, port: int, **options: Any) -> Any:
-    # Every wait that runs out, which is nothing to warn of, makes c10d print two warnings. Read once, at torch's import.
+    # Every wait that runs out, which is nothing to warn of, makes c10d print two warnings. Torch's import reads this.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import DistError, TCPStore
 
@@ -245,7 +245,9 @@ def _torch_store(host: str, port: int, **options: Any) -> Any:
     return raw
 
 
-def _wait_until_reachable(address: Address, deadline: float) -> None:
+def wait_until_reachable(address: Address, timeout_s: float) -> None:
+    """Wait for something to listen there; StoreError when nothing does in time. Needs neither torch nor threads."""
+    deadline = time.monotonic() + timeout_s
     while True:
         remaining = deadline - time.monotonic()
         try:

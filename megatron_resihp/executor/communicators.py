@@ -6,19 +6,21 @@ May import torch and `plan`. Worker ids become torch ranks here and nowhere else
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_resihp.executor import gloo_sockets
 from megatron_resihp.executor.rendezvous import InterruptibleStore
+from megatron_resihp.executor.waiting import Waiter
 
 STANDBY_TIMEOUT = timedelta(days=1)
 """Side groups wait while others evaluate or save; the control plane bounds their wait by marking the epoch as broken."""
 
 COMMUNICATOR_WORDS = (
     "gloo", "nccl", "connection closed by peer", "connection reset by peer", "connection was likely closed",
-    "broken pipe", "socket", "rendezvous", "processgroup", "tcpstore",
+    "broken pipe", "socket", "rendezvous", "processgroup", "tcpstore", "the epoch is broken", "the epoch was broken",
 )  # fmt: skip
 
 
@@ -28,7 +30,10 @@ class SideGroup:
     torch refuses a second default group, and `new_group` needs a world that standbys are not in.
     """
 
-    def __init__(self, store: dist.Store, name: str, workers: Sequence[int], me: int) -> None:
+    def __init__(
+        self, store: dist.Store, name: str, workers: Sequence[int], me: int, wait: Callable[[Any], bool]
+    ) -> None:
+        self._wait = wait
         self.workers = tuple(workers)
         self._rank_of = {worker: rank for rank, worker in enumerate(self.workers)}
         self._group = dist.ProcessGroupGloo(
@@ -37,19 +42,19 @@ class SideGroup:
 
     def sum(self, values: torch.Tensor) -> None:
         """Sum a host tensor over all workers, in place."""
-        self._group.allreduce([values]).wait()
+        self._wait(self._group.allreduce([values]))
 
     def send(self, tensor: torch.Tensor, worker: int) -> None:
         """Send a tensor of any device."""
-        self._group.send([tensor.detach().cpu().contiguous()], self._rank_of[worker], 0).wait()
+        self._wait(self._group.send([tensor.detach().cpu().contiguous()], self._rank_of[worker], 0))
 
     def receive(self, tensor: torch.Tensor, worker: int) -> None:
         """Receive into a tensor of any device."""
         if tensor.device.type == "cpu" and tensor.is_contiguous():
-            self._group.recv([tensor], self._rank_of[worker], 0).wait()
+            self._wait(self._group.recv([tensor], self._rank_of[worker], 0))
             return
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self._group.recv([host], self._rank_of[worker], 0).wait()
+        self._wait(self._group.recv([host], self._rank_of[worker], 0))
         tensor.copy_(host)
 
     def broadcast(self, tensor: torch.Tensor, worker: int) -> None:
@@ -57,7 +62,7 @@ class SideGroup:
         host = tensor.detach().cpu().contiguous()
         options = dist.BroadcastOptions()
         options.rootRank = self._rank_of[worker]
-        self._group.broadcast([host], options).wait()
+        self._wait(self._group.broadcast([host], options))
         if host.data_ptr() != tensor.data_ptr():
             tensor.copy_(host)
 
@@ -78,6 +83,9 @@ class Communicators:
         self._foreign = gloo_sockets.identities()
         self._peer_ports: set[int] | None = None
         self._side_groups: list[SideGroup] = []
+        self._left_behind: list[Any] = []
+        self._waiter = Waiter(interrupted)
+        self._waits_installed = False
         self._lock = threading.Lock()
         self._epoch_store: dist.Store | None = None
 
@@ -92,13 +100,16 @@ class Communicators:
     def join_world(self, backend: str, order: Sequence[int], timeout: timedelta) -> None:
         """Make torch's default group; `order` gives the worker id of each rank."""
         assert self._epoch_store is not None
+        if backend == "gloo" and not self._waits_installed:
+            self._waiter.install()
+            self._waits_installed = True
         dist.init_process_group(
             backend, store=self._epoch_store, rank=list(order).index(self._me), world_size=len(order), timeout=timeout
         )
 
     def side_group(self, name: str, workers: Sequence[int]) -> SideGroup:
         assert self._epoch_store is not None
-        group = SideGroup(self._epoch_store, name, workers, self._me)
+        group = SideGroup(self._epoch_store, name, workers, self._me, self._waiter.wait)
         self._side_groups.append(group)
         return group
 
@@ -122,6 +133,10 @@ class Communicators:
 
     def destroy(self) -> None:
         """Forget and free all groups of the epoch; the world of a dead rank can't be used for anything."""
+        if self._waiter.abandoned:
+            # Freeing a group waits for its threads, and one of them may wait for its group's timeout.
+            self._left_behind.append([*dist.distributed_c10d._world.pg_map, *self._side_groups])
+            self._waiter.abandoned = False
         self._side_groups.clear()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -41,11 +41,13 @@ def wrap_train(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., 
                 try:
                     if not runtime.works:
                         keep_current(runtime)
-                    return original(
+                    result = original(
                         forward_step_func, model, optimizer, opt_param_scheduler, train_data_iterator,
                         valid_data_iterator, process_non_loss_data_func, config, checkpointing_context,
                         *others, **options,
                     )  # fmt: skip
+                    runtime.control.tell("trained")
+                    return result
                 except Exception as error:
                     recover(runtime, error)
                 config = get_model_config(model[0])
@@ -112,11 +114,6 @@ def _report(runtime: Runtime) -> None:
     """Write what this iteration was to the event log: its reporter the outcome, who fed it the samples."""
     iteration, now = runtime.progress.iteration, time.time()
     outcome = runtime.progress.outcomes[iteration]
-    if runtime.config.resihp_record_samples and runtime.fed:
-        runtime.control.event(
-            "samples", iteration=iteration, replica=runtime.replica, samples=_ranges(runtime.fed),
-            micro_batches=list(runtime.micro_batches),
-        )  # fmt: skip
     if runtime.recovered_from is not None:
         seconds = now - runtime.recovered_from
         runtime.control.event(
@@ -126,22 +123,11 @@ def _report(runtime: Runtime) -> None:
     if runtime.reports:
         losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in outcome.losses.items()}
         runtime.control.event(
-            "iteration", iteration=iteration, loss=losses, grad_norm=outcome.grad_norm, skipped=False,
+            "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=losses, grad_norm=outcome.grad_norm, skipped=False,
             samples=runtime.args.global_batch_size,
             duration_s=None if runtime.last_step_at is None else now - runtime.last_step_at,
         )  # fmt: skip
     runtime.last_step_at = now
-
-
-def _ranges(numbers: list[int]) -> list[list[int]]:
-    """[3, 4, 5, 9] as [[3, 5], [9, 9]]; keeps the order."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ranges
 
 
 def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:

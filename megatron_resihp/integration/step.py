@@ -33,12 +33,33 @@ def agreed_step(runtime: Runtime) -> StepResult:
     # Only now has the host seen every gradient collective complete; an aborted one returns garbage.
     runtime.control.check()
     runtime.progress.stage = Stage.REDUCED
+    _record_samples(runtime)
     runtime.reach("norm")
     outcome = agree(runtime, local_norm_squared(runtime) if runtime.counts_norm else 0.0)
     runtime.progress.agreed(outcome)
     runtime.reach("step")
     take_step(runtime, outcome)
     return True, outcome.grad_norm, None
+
+
+def _record_samples(runtime: Runtime) -> None:
+    """Say what was fed before anybody can agree on it: a step that counts is never without its samples in the log."""
+    if runtime.config.resihp_record_samples and runtime.fed and runtime.held is not None and runtime.held.stage == 0:
+        runtime.control.event(
+            "samples", iteration=runtime.progress.iteration, replica=runtime.replica, samples=_ranges(runtime.fed),
+            micro_batches=list(runtime.micro_batches),
+        )  # fmt: skip
+
+
+def _ranges(numbers: list[int]) -> list[list[int]]:
+    """[3, 4, 5, 9] as [[3, 5], [9, 9]]; keeps the order."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ranges
 
 
 def local_norm_squared(runtime: Runtime) -> float:

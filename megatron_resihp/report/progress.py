@@ -58,7 +58,9 @@ class Progress:
         with self._lock:
             for line in self._run.feed(event):
                 self._say(line)
-            self._draw()
+            # Where lines stay, one that is older than the news above it would mislead.
+            if self._isatty or event["event"] in (names.EPOCH_STARTED, names.ITERATION):
+                self._draw()
 
     def close(self) -> None:
         """Leave the last state of the run as a line of its own."""

@@ -39,9 +39,14 @@ def render(summary: RunSummary, console: Console) -> None:
     if summary.deaths:
         _section(console, "Deaths", _deaths(summary), len(summary.deaths))
     if summary.recoveries:
-        _section(console, "Recoveries", _recoveries(summary.recoveries), len(summary.recoveries))
+        _section(
+            console,
+            "Recoveries (resumed, first step: since the death)",
+            _recoveries(summary.recoveries),
+            len(summary.recoveries),
+        )
     if any(recovery.phases for recovery in summary.recoveries):
-        title = "Time of each recovery in ms (slowest worker of each phase)"
+        title = "Time of each recovery in ms (slowest worker of each phase; agree and ready include waiting)"
         _section(console, title, _phases(summary.recoveries), len(summary.recoveries))
 
 
@@ -135,7 +140,7 @@ def _moment(death: Death, started_at: float | None) -> tuple[str, str]:
 
 def _recoveries(recoveries: Sequence[Recovery]) -> Table:
     table = _table(
-        "epoch", "lost workers", "after iteration:", "resumed ms:", "first step ms:", "moved:", "redone:", "samples/s:"
+        "epoch", "lost", "after iteration:", "resumed ms:", "first step ms:", "moved:", "redone:", "samples/s:"
     )
     for recovery in _shown(recoveries):
         before, after = recovery.samples_per_second_before, recovery.samples_per_second_after

@@ -164,7 +164,7 @@ def recovered_run() -> SyntheticRun:
     run.die(6, "node lost", 0.0, node=1)
     run.recover([5, 6], replicas=[[[0, 1], [2, 7]]], standbys=[4], seconds=0.9, bytes_moved=2_345_678)
     run.step(1, seconds=0.45)
-    run.first_step(2.15)
+    run.first_step(2.25)
     run.step(14, seconds=0.45)
     run.finish()
     return run

@@ -87,6 +87,11 @@ def test_an_event_that_makes_no_sense_is_passed_over() -> None:
     follow([{"event": "iteration", "time": 0.0, "iteration": "x"}, {"event": "unknown", "time": 0.0}], isatty=False)
 
 
+def test_a_recovery_is_told_once_however_many_workers_report_it(recovered_run: Any) -> None:
+    lines = follow(recovered_run.events, isatty=False).splitlines()
+    assert sum("after the death" in line for line in lines) == 2
+
+
 @pytest.mark.parametrize("isatty", [True, False])
 def test_a_closed_stream_does_not_end_the_run(synthetic_run: Callable[..., Any], isatty: bool) -> None:
     stream = io.StringIO()

@@ -39,7 +39,7 @@ def test_recoveries_say_what_they_took(recovered_run: Any) -> None:
     first, second = summarize(recovered_run.events).recoveries
     assert (first.from_epoch, first.to_epoch, first.resumed_iteration) == (0, 1, 10)
     assert [death.worker for death in second.dead] == [5, 6]
-    assert (first.total_s, second.total_s) == pytest.approx((0.93, 2.15))
+    assert (first.total_s, second.total_s) == pytest.approx((0.93, 2.25))
     assert first.resumed_s == pytest.approx(0.480)
     assert (second.bytes_moved, second.steps_redone) == (2_345_678, 1)
 

@@ -32,7 +32,7 @@ def test_deaths_and_recoveries_are_tables(recovered_run: Any) -> None:
     assert death.split()[-1] == "12"
     recovery = next(line for line in lines if line.startswith("1 -> 2") and "MB" in line)
     assert "5, 6" in recovery
-    assert "2,150" in recovery
+    assert "2,250" in recovery
     assert "2.3 MB" in recovery
     assert "35.8 -> 35." in recovery
     assert any("rebuild" in line and "abort" in line for line in lines)

@@ -1,0 +1,83 @@
+"""The `resihp` command: its sub-commands, and how they are wired together.
+
+May import: every room; the rooms of a sub-command only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_resihp.control import launcher
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = _parser()
+    namespace = parser.parse_args(argv)
+    if namespace.command is None:
+        parser.print_help()
+        return 2
+    try:
+        return int(namespace.run(namespace))
+    except KeyboardInterrupt:
+        print("resihp: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="resihp", description="Keeps a Megatron-LM training job running in place when workers die."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    launch = commands.add_parser("launch", help="start a training script on this node and keep the job running")
+    launcher.add_arguments(launch)
+    launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
+    _add_report(commands.add_parser("report", help="say what happened in a run, from its event log"))
+    return parser
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    from megatron_resihp.report import command
+
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run)
+
+
+class RunReport:
+    """Where a run's events go: its log, and the terminal."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from megatron_resihp.report.events import FILE_NAME, EventLog
+        from megatron_resihp.report.progress import Progress
+
+        self._log = EventLog(run_dir / FILE_NAME)
+        self._progress: Progress | None = Progress(sys.stdout)
+
+    def write(self, event: dict[str, Any]) -> None:
+        self._log.write(event)
+        try:
+            if self._progress is not None:
+                self._progress.feed(event)
+        except OSError:
+            # Whoever read our output is gone; the log goes on.
+            self._progress = None
+
+    def finish(self) -> None:
+        """Close the log and print what it says of the whole run."""
+        from megatron_resihp.report.events import read_events
+        from megatron_resihp.report.summary import summarize
+        from megatron_resihp.report.terminal import console_for, render
+
+        self._log.close()
+        if self._progress is not None:
+            self._progress.close()
+        found = read_events(self._log.path)
+        render(summarize(found.events, len(found.malformed) + found.truncated), console_for(sys.stdout))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What node 0 runs beside its own workers: the store, and the coordinator in a thread.
+
+May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from megatron_resihp.control import messages
+from megatron_resihp.control.address import Address
+from megatron_resihp.control.coordinator import Coordinator
+from megatron_resihp.control.mailbox import Ending
+from megatron_resihp.control.membership import Limits
+from megatron_resihp.control.nodes import publish
+from megatron_resihp.control.store import StoreError, TcpStore, serve
+
+FAILED_GRACE_S: Final = 5.0
+
+
+class EventSink(Protocol):
+    """Takes the run's events; `finish` is called once, when nothing more comes."""
+
+    def write(self, event: dict[str, Any]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the coordinator is told at the start."""
+
+    nodes: int
+    workers_per_node: int
+    command: list[str]
+    limits: Limits
+
+
+class Headquarters:
+    """Serves the store on `listener` and runs the coordinator until the job is over or `close` is called.
+
+    Args:
+        listener: bound to the port of `address`.
+        sink: takes the events.
+        lifelines: where agents of other nodes connect; None where there are none.
+        on_end: told, in this object's thread, if the store can't be served.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        listener: socket.socket,
+        sink: EventSink,
+        job: Job,
+        lifelines: Address | None,
+        on_end: Callable[[Ending], None],
+    ) -> None:
+        self._address = address
+        self._listener = listener
+        self._sink = sink
+        self._job = job
+        self._lifelines = lifelines
+        self._on_end = on_end
+        self._served: TcpStore | None = None
+        self._connection: TcpStore | None = None
+        self._sink_works = True
+        self._thread = threading.Thread(target=self._run, name="resihp-coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self, ending: Ending, timeout_s: float) -> None:
+        """End the coordinator, which is told nothing more, and the store."""
+        if not ending.agreed:
+            if self._connection is not None:
+                self._connection.close()
+            finished = {"event": "run_finished", "time": time.time(), "exit_code": ending.code, "reason": ending.reason}
+            self._write(finished)
+        self._thread.join(timeout_s)
+        if self._served is not None:
+            self._served.close()
+
+    def _run(self) -> None:
+        try:
+            store = self._open()
+        except StoreError as error:
+            self._on_end(Ending(2, str(error)))
+            return
+        try:
+            self._coordinator(store).run()
+        except StoreError:
+            # Closed under it: there is nobody left to coordinate.
+            pass
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"the coordinator failed: {type(error).__name__}: {error}"
+            end = {"code": 1, "reason": reason, "grace_s": FAILED_GRACE_S}
+            store.set_once(messages.END, json.dumps(end))
+
+    def _coordinator(self, store: TcpStore) -> Coordinator:
+        job = self._job
+        workers = job.nodes * job.workers_per_node
+        return Coordinator(store, self._write, workers, job.workers_per_node, job.command, job.limits)
+
+    def _open(self) -> TcpStore:
+        self._served = serve(self._address.host, self._address.port, self._listener)
+        publish(self._served, self._job.nodes, self._job.workers_per_node, self._lifelines)
+        self._connection = self._served.clone()
+        return self._connection
+
+    def _write(self, event: dict[str, Any]) -> None:
+        """A log that can't be written, on a full disk perhaps, is no reason to end a job."""
+        if not self._sink_works:
+            return
+        try:
+            self._sink.write(event)
+        except OSError as error:
+            self._sink_works = False
+            print(f"resihp: events can't be written any more ({error}); the job goes on without them", file=sys.stderr)

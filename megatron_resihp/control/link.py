@@ -1,0 +1,95 @@
+"""An agent's link to the coordinator. Its loop never waits on the network: two threads do, each on its own connection.
+
+May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from megatron_resihp.control import messages
+from megatron_resihp.control.lifeline import Lifeline
+from megatron_resihp.control.mailbox import Ending
+from megatron_resihp.control.store import Store, StoreError
+
+SLICE_S: Final = 1.0
+"""Waiting for the end looks up this often whether it is still wanted."""
+
+END_READ_S: Final = 10.0
+
+
+class Link:
+    """Posts to the coordinator and hears when the job is over.
+
+    Args:
+        connect: opens a connection to the store, waiting for it; StoreError if it does not come.
+        introduce: run first on the connection that then waits for the end; StoreError refuses the link. The lifeline
+            that it returns is held as long as the link.
+        on_end: told, in a thread of the link, how the workers are to end.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        introduce: Callable[[Store], Lifeline | None],
+        on_end: Callable[[Ending], None],
+    ) -> None:
+        self._connect = connect
+        self._introduce = introduce
+        self._on_end = on_end
+        self._letters: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._lifeline: Lifeline | None = None
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._hear, name="resihp-end", daemon=True),
+            threading.Thread(target=self._post, name="resihp-post", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Send a message to the coordinator, soon and in order."""
+        self._letters.put({"type": kind, "time": time.time(), **fields})
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is waiting and let go of the store."""
+        self._closed = True
+        self._letters.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._lifeline is not None:
+            self._lifeline.close()
+
+    def _post(self) -> None:
+        try:
+            store = self._connect()
+            while (letter := self._letters.get()) is not None:
+                store.push(messages.INBOX, json.dumps(letter))
+        except StoreError as error:
+            self._lost(error)
+
+    def _hear(self) -> None:
+        try:
+            store = self._connect()
+            self._lifeline = self._introduce(store)
+        except (StoreError, TimeoutError) as error:
+            self._on_end(Ending(2, str(error)))
+            return
+        try:
+            while not self._closed:
+                if store.wait(messages.END, SLICE_S):
+                    end = json.loads(store.get(messages.END, END_READ_S))
+                    self._on_end(Ending(end["code"], end["reason"], end["grace_s"], agreed=True))
+                    return
+        except (StoreError, TimeoutError) as error:
+            self._lost(error)
+
+    def _lost(self, error: Exception) -> None:
+        if not self._closed:
+            self._on_end(Ending(1, f"the coordinator is lost: {error}"))

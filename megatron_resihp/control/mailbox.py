@@ -1,0 +1,93 @@
+"""What threads and signal handlers have to tell the agent's loop, which selects on it.
+
+May import: the standard library.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Final
+
+HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why and how the workers of this node are to end.
+
+    Attributes:
+        code: exit code of the agent.
+        reason: for people.
+        grace_s: how long the workers have to exit by themselves.
+        agreed: the coordinator said so; False: this agent could not go on.
+    """
+
+    code: int
+    reason: str
+    grace_s: float = 0.0
+    agreed: bool = False
+
+
+class Mailbox:
+    """Endings from any thread and signals from their handlers; whatever comes makes `fileno` readable."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._endings: deque[Ending] = deque()
+        self._signals: deque[int] = deque()
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def end(self, ending: Ending) -> None:
+        """Thread-safe; the first one counts."""
+        self._endings.append(ending)
+        self._wake()
+
+    def take(self) -> list[Ending | int]:
+        """Everything that came, signals first."""
+        try:
+            self._reader.recv(4096)
+        except BlockingIOError:
+            pass
+        taken: list[Ending | int] = []
+        while self._signals:
+            taken.append(self._signals.popleft())
+        while self._endings:
+            taken.append(self._endings.popleft())
+        return taken
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Have signals delivered here. Of the main thread only."""
+        before = {number: signal.signal(number, self._handle) for number in HANDLED}
+        # Where it is ignored, as under some process managers, children vanish before anybody can ask for their end.
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._writer.send(b"\0")
+        except OSError:
+            # Full: it is awake already. Closed: it listens no more.
+            pass

@@ -1,0 +1,155 @@
+"""Lifelines between nodes: node 0 notices that another node is gone, the others that node 0 is.
+
+May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_resihp.control import messages
+from megatron_resihp.control.address import Address, parse_address
+from megatron_resihp.control.lifeline import Kind, Lifeline, Watcher
+from megatron_resihp.control.store import Store, StoreError
+
+HELLO: Final = struct.Struct(">4sI")
+"""A mark against strangers that knock at the port, and the node's rank."""
+MARK: Final = b"rshp"
+
+SHAPE_KEY: Final = "launch/shape"
+"""Nodes and workers per node as node 0 was told; the others check theirs against it."""
+ANSWER_S: Final = 30.0
+"""How long node 0's agent may take from serving the store to publishing what the others need."""
+
+
+@dataclass(frozen=True)
+class NodeLoss:
+    node: int
+    cause: str
+
+
+class NodeWatcher:
+    """Node 0's end: takes in the lifelines of nodes 1..n-1.
+
+    Args:
+        listener: bound, not yet listening.
+        nodes: how many the job has.
+        timeout_s: of heartbeats.
+        connect_by: when, in the time that `look` is given, every node must have connected.
+    """
+
+    def __init__(self, listener: socket.socket, nodes: int, timeout_s: float, connect_by: float) -> None:
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._listener.listen(nodes)
+        self._awaited = set(range(1, nodes))
+        self._connect_by = connect_by
+        self._watcher = Watcher(timeout_s)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._watcher, selectors.EVENT_READ, lambda: None)
+
+    @property
+    def connected(self) -> set[int]:
+        return self._watcher.names
+
+    def fileno(self) -> int:
+        return self._selector.fileno()  # type: ignore[attr-defined,no-any-return]  # An epoll selector has one.
+
+    def look(self, now: float) -> list[NodeLoss]:
+        """Nodes that are gone, or did not come in time; each is told once."""
+        for key, _ in self._selector.select(0):
+            key.data()
+        losses = []
+        for finding in self._watcher.look(now):
+            if finding.kind is Kind.SILENT:
+                # Should it live on, it must not go on: it hears the end of its lifeline.
+                self._watcher.cut(finding.name)
+                losses.append(NodeLoss(finding.name, f"no heartbeat for {finding.silence_s:.1f} s"))
+            elif finding.kind is Kind.LOST:
+                losses.append(NodeLoss(finding.name, "connection lost"))
+        if now > self._connect_by:
+            losses += [NodeLoss(node, "did not connect") for node in sorted(self._awaited)]
+            self._awaited.clear()
+        return losses
+
+    def close(self) -> None:
+        self._watcher.close()
+        self._selector.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        sock.setblocking(False)
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._greet(sock))
+
+    def _greet(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        try:
+            mark, node = HELLO.unpack(sock.recv(HELLO.size))
+        except (OSError, struct.error):
+            sock.close()
+            return
+        if mark != MARK or node not in self._awaited:
+            sock.close()
+            return
+        self._awaited.discard(node)
+        self._watcher.add(node, sock)
+
+
+def publish(store: Store, nodes: int, workers_per_node: int, lifelines: Address | None) -> None:
+    """Node 0's part of `join`."""
+    store.set(SHAPE_KEY, json.dumps([nodes, workers_per_node]))
+    if lifelines is not None:
+        store.set(messages.LIFELINE_ADDRESS, str(lifelines))
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What another node joins with.
+
+    Attributes:
+        timeout_s: of heartbeats.
+        period_s: between two of them.
+    """
+
+    node: int
+    nodes: int
+    workers_per_node: int
+    timeout_s: float
+    period_s: float
+
+
+def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> Lifeline:
+    """Check that this node belongs to the job, and connect its lifeline; StoreError says why not."""
+    nodes, workers_per_node = json.loads(store.get(SHAPE_KEY, ANSWER_S))
+    if (nodes, workers_per_node) != (joining.nodes, joining.workers_per_node):
+        raise StoreError(
+            f"node 0 was started with --nnodes {nodes} --nproc-per-node {workers_per_node}; "
+            f"give node {joining.node} the same"
+        )
+    if store.add(f"launch/node/{joining.node}", 1) > 1:
+        raise StoreError(f"node {joining.node} has joined already; give each node a --node-rank of its own")
+    address = parse_address(store.get(messages.LIFELINE_ADDRESS, ANSWER_S))
+    try:
+        return Lifeline(_connect(address, joining), joining.period_s, on_lost)
+    except OSError as error:
+        raise StoreError(f"no lifeline to node 0 at {address} ({error.strerror or error})") from error
+
+
+def _connect(address: Address, joining: Joining) -> socket.socket:
+    sock = socket.create_connection(address, timeout=joining.timeout_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Without it, beats to a machine that is gone are resent for a quarter of an hour.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(joining.timeout_s * 1000))
+    sock.sendall(HELLO.pack(MARK, joining.node))
+    return sock

@@ -1,0 +1,105 @@
+"""Bounded waiting for gloo's operations. May import torch.
+
+Cutting gloo's connections makes its operations fail, except one that is posted just as a connection ends: torch 2.15's
+gloo may lose it, and its wait lasts until the group's timeout (seen in about one of ten kills under load; a peer's death
+alone is enough). So no wait is handed to gloo without a way back: collectives are waited for in slices, and P2P, whose
+waits may not time out without breaking the group, on a thread that can be left behind.
+"""
+
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+SLICE = timedelta(milliseconds=50)
+NO_TIMEOUT = timedelta(0)
+P2P_OPERATIONS = (12, 13, 14)
+"""c10d's OpType values of send, recv and recv from any source."""
+SLICE_OVER = "Operation timed out"
+
+
+class WaitAbandoned(RuntimeError):
+    """The epoch broke while gloo was being waited for, and gloo did not say so."""
+
+
+class Waiter:
+    """Waits for c10d work objects until they are done or `interrupted`.
+
+    Attributes:
+        abandoned: whether an operation was left behind; its group must not be freed, freeing joins gloo's threads.
+    """
+
+    def __init__(self, interrupted: Callable[[], bool]) -> None:
+        self.abandoned = False
+        self._interrupted = interrupted
+        self._wait: Callable[..., bool] = dist.Work.wait
+        self._jobs: queue.SimpleQueue[tuple[Any, _Result]] | None = None
+
+    def install(self) -> None:
+        """Let every wait of the process go through this object."""
+        original = self._wait
+
+        @functools.wraps(original)
+        def wait(work: Any, timeout: timedelta = NO_TIMEOUT) -> bool:
+            return self.wait(work) if timeout == NO_TIMEOUT else original(work, timeout)
+
+        dist.Work.wait = wait  # type: ignore[method-assign]
+
+    def wait(self, work: Any) -> bool:
+        """Wait for one operation.
+
+        Raises:
+            WaitAbandoned, or gloo's own error.
+        """
+        return self._wait_aside(work) if work._get_op_type() in P2P_OPERATIONS else self._wait_in_slices(work)
+
+    def _wait_in_slices(self, work: Any) -> bool:
+        while True:
+            try:
+                return self._wait(work, SLICE)
+            except RuntimeError as error:
+                if SLICE_OVER not in str(error) or work.is_completed():
+                    raise
+            self._give_up_if_interrupted()
+
+    def _wait_aside(self, work: Any) -> bool:
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(self._wait, self._jobs), name="resihp-p2p-wait", daemon=True).start()
+        result = _Result()
+        self._jobs.put((work, result))
+        while not result.done.wait(SLICE.total_seconds()):
+            try:
+                self._give_up_if_interrupted()
+            except WaitAbandoned:
+                self._jobs = None  # its thread may never come back; the next wait gets another one
+                raise
+        if result.error is not None:
+            raise result.error
+        return True
+
+    def _give_up_if_interrupted(self) -> None:
+        if self._interrupted():
+            self.abandoned = True
+            raise WaitAbandoned("gloo did not answer after the epoch was broken")
+
+
+class _Result:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+
+def _serve(wait: Callable[..., bool], jobs: "queue.SimpleQueue[tuple[Any, _Result]]") -> None:
+    while True:
+        work, result = jobs.get()
+        try:
+            wait(work)
+        except RuntimeError as error:
+            result.error = error
+        result.done.set()
+        del work, result

@@ -1,0 +1,153 @@
+"""Starts launchers in forked processes and watches them from outside, for test_launcher.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+# As the launcher does where it imports torch itself.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+import torch.distributed  # noqa: F401  # Once, before anything is forked.
+
+import megatron_resihp
+from megatron_resihp.cli import RunReport
+from megatron_resihp.control import agent, launcher
+from megatron_resihp.control.address import parse_address
+from megatron_resihp.control.spawn import fork_worker
+from megatron_resihp.control.store import TcpStore, connect
+
+WAIT_S = 20.0
+TINY_WORKER = Path(__file__).with_name("tiny_worker.py")
+
+
+def eventually(what: str, test: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
+    """Wait until `test` gives something true, and return that."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := test()):
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.002)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, or could if it were continued; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class Launched:
+    """A launcher in a process of its own, whose workers are forked in place of executed.
+
+    Megatron is out of it: the plugin's enable() does nothing in the workers.
+    """
+
+    def __init__(self, run_dir: Path, script: Path = TINY_WORKER, arguments: tuple[str, ...] = (), **options: Any):
+        self.run_dir = run_dir
+        self.output_path = run_dir.with_name(f"{run_dir.name}-node{options.get('node', 0)}.out")
+        self.options = launcher.LaunchOptions(
+            command=(str(script), *arguments), run_dir=run_dir, **{"workers_per_node": 3, **options}
+        )
+        self.code: int | None = None
+        with warnings.catch_warnings():
+            # The test runner's timer is a thread.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            self._become_launcher()
+
+    def _become_launcher(self) -> NoReturn:
+        code = 99
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            output = os.open(self.output_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+            megatron_resihp.enable = lambda: None
+            agent.TERMINATE_S = 0.5  # type: ignore[misc]  # Some of these workers outlive SIGTERM on purpose.
+            code = launcher.launch(self.options, fork_worker, RunReport)
+            # Nothing but the main thread may be left.
+            eventually("threads end", lambda: len(os.listdir("/proc/self/task")) == 1, 3.0)
+            assert not children(os.getpid()), "children are left"
+        except BaseException:
+            traceback.print_exc()
+            code = 99
+        finally:
+            os._exit(code)
+
+    def ask(self, what: str) -> None:
+        """Leave a wish for the tiny workers."""
+        (self.run_dir / what).touch()
+
+    def children_of(self, worker: int) -> list[int]:
+        """Processes that a worker with the wish `breed` has started."""
+        line = next(line for line in self.log(worker).splitlines() if line.startswith("children "))
+        return [int(pid) for pid in line.split()[1:]]
+
+    def output(self) -> str:
+        return self.output_path.read_text() if self.output_path.exists() else ""
+
+    def log(self, worker: int) -> str:
+        path = self.run_dir / "logs" / f"worker_{worker}.log"
+        return path.read_text() if path.exists() else ""
+
+    def store(self) -> TcpStore:
+        """A connection to the store of this job."""
+        line = next(line for line in self.log(0).splitlines() if line.startswith("store "))
+        return connect(*parse_address(line.split()[1]), WAIT_S)
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        path = self.run_dir / "events.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        events = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [event for event in events if name in (None, event["event"])]
+
+    def await_event(self, name: str, **fields: Any) -> dict[str, Any]:
+        def find() -> dict[str, Any] | None:
+            return next((e for e in self.events(name) if fields.items() <= e.items()), None)
+
+        try:
+            return eventually(f"event {name} {fields}", find)  # type: ignore[no-any-return]
+        except AssertionError as error:
+            logs = "".join(f"--- worker {w}\n{self.log(w)}" for w in range(6))
+            raise AssertionError(f"{error}\n{self.output()}{logs}\n{self.events()}") from None
+
+    def worker_pid(self, worker: int) -> int:
+        """The process of a worker that has begun its first epoch."""
+        line = eventually(
+            f"worker {worker} begins", lambda: next((x for x in self.log(worker).splitlines() if " pid " in x), None)
+        )
+        return int(line.rpartition(" ")[2])
+
+    def end(self, timeout_s: float = WAIT_S) -> int:
+        """Wait for the launcher's end; returns its exit code."""
+
+        def gone() -> bool:
+            if self.code is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.code = os.waitstatus_to_exitcode(status) if pid else None
+            return self.code is not None
+
+        eventually(f"the launcher ends; so far it said: {self.output()}", gone, timeout_s)
+        assert self.code is not None
+        return self.code
+
+    def kill(self) -> None:
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.end()

@@ -1,0 +1,331 @@
+"""`resihp launch` with real processes, real signals and the real coordinator, but without Megatron."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import Launched, eventually, is_alive
+
+from megatron_resihp.control import messages
+from megatron_resihp.control.address import Address
+
+Launch = Callable[..., Launched]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts launchers that don't outlive the test."""
+    started: list[Launched] = []
+
+    def start(*wishes: str, **options: Any) -> Launched:
+        run_dir = tmp_path / "run"
+        run_dir.mkdir(exist_ok=True)
+        for wish in wishes:
+            (run_dir / wish).touch()
+        started.append(Launched(run_dir, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+
+
+def begun(run: Launched, workers: int = 3) -> list[int]:
+    """Wait for epoch 0; the workers' processes."""
+    run.await_event("epoch_started", epoch=0)
+    return [run.worker_pid(worker) for worker in range(workers)]
+
+
+def test_a_run_that_reaches_its_end(launch: Launch) -> None:
+    run = launch(arguments=("--iterations", "5"))
+    pids = begun(run)
+    run.ask("finish")
+    assert run.end() == 0, run.output()
+    assert "arguments ['--iterations', '5'] rank 2 of 3" in run.log(2)
+    assert [event["reason"] for event in run.events("run_finished")] == ["finished"]
+    assert "no worker dead" in run.output()
+    assert not any(map(is_alive, pids))
+
+
+def test_survivors_of_a_killed_worker_get_a_new_plan(launch: Launch) -> None:
+    run = launch()
+    pids = begun(run)
+    killed_at = time.time()
+    os.kill(pids[1], signal.SIGKILL)
+    death = run.await_event("worker_dead", dead=1)
+    noticed_after_s = death["noticed_at"] - killed_at
+    print(f"\nSIGKILL noticed by the coordinator after {1000 * noticed_after_s:.1f} ms")
+    assert death["cause"] == "exit signal 9"
+    assert noticed_after_s < 0.5
+    run.await_event("recovery", to_epoch=1)
+    eventually("worker 2 goes on", lambda: "epoch 1 members [0, 2]" in run.log(2))
+    assert is_alive(pids[0]) and is_alive(pids[2])
+    run.ask("finish")
+    assert run.end() == 0, run.output()
+
+
+def test_children_of_a_killed_worker_die_with_it(launch: Launch) -> None:
+    run = launch("breed_1")
+    pids = begun(run)
+    forked, executed = run.children_of(1)
+    memory = Path(f"/dev/shm/torch_{forked}_1_0")
+    memory.touch()
+    os.kill(pids[1], signal.SIGKILL)
+    eventually("the children die", lambda: not is_alive(forked) and not is_alive(executed), 1.0)
+    eventually("their shared memory is freed", lambda: not memory.exists(), 1.0)
+    run.await_event("recovery", to_epoch=1)
+
+
+def test_a_stopped_worker_is_given_up_cut_off_and_ends_itself(launch: Launch, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "knock_1").write_text(str(server.getsockname()[1]))
+        run = launch(heartbeat_timeout_s=1.0)
+        pids = begun(run)
+        server.settimeout(5.0)
+        peer, _ = server.accept()
+    os.kill(pids[1], signal.SIGSTOP)
+    death = run.await_event("worker_dead", dead=1)
+    assert death["cause"].startswith("no heartbeat for 1.")
+    run.await_event("recovery", to_epoch=1)
+    with peer:
+        peer.settimeout(2.0)
+        assert peer.recv(1) == b"", "peers of a stopped worker must not wait for it"
+    assert is_alive(pids[1])
+    os.kill(pids[1], signal.SIGCONT)
+    eventually("the stopped worker ends", lambda: not is_alive(pids[1]), 1.0)
+    assert len(run.events("worker_dead")) == 1
+    run.ask("finish")
+    assert run.end() == 0, run.output()
+
+
+def test_a_worker_that_stays_stopped_does_not_delay_the_end(launch: Launch) -> None:
+    run = launch(heartbeat_timeout_s=0.5)
+    pids = begun(run)
+    os.kill(pids[1], signal.SIGSTOP)
+    run.await_event("recovery", to_epoch=1)
+    run.ask("finish")
+    assert run.end(timeout_s=5.0) == 0, run.output()
+    assert not is_alive(pids[1])
+
+
+def test_an_error_ends_the_job_and_is_shown(launch: Launch) -> None:
+    run = launch("breed_0")
+    begun(run)
+    children = run.children_of(0)
+    run.ask("fail_2")
+    assert run.end() == 1
+    [failure] = run.events("worker_failed")
+    assert (failure["failed"], failure["error"]) == (2, "ValueError: the loss is no number")
+    assert not run.events("worker_dead"), "an error is no death"
+    output = run.output()
+    assert "resihp: worker 2 ended with exit code 1; its last lines:\n" in output
+    assert "    raise ValueError(" in output
+    assert "worker 0 ended" not in output and "worker 1 ended" not in output
+    assert "resihp: ended with exit code 1: worker 2 failed: ValueError: the loss is no number\n" in output
+    assert not any(map(is_alive, children))
+
+
+def test_an_exit_code_without_a_word_ends_the_job(launch: Launch) -> None:
+    run = launch()
+    begun(run)
+    run.ask("crash_0")
+    assert run.end() == 1
+    assert "worker 0 failed: exit code 3" in run.output()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_job_in_order(launch: Launch, number: signal.Signals, code: int) -> None:
+    run = launch()
+    pids = begun(run)
+    os.kill(run.pid, number)
+    assert run.end() == code
+    assert f"stopped by signal {number}" in run.output()
+    assert not any(map(is_alive, pids))
+
+
+def test_a_second_signal_kills_at_once(launch: Launch) -> None:
+    run = launch("deaf_0", "deaf_1", "hang_2", "deaf_2", "breed_0")
+    pids = begun(run)
+    pids += run.children_of(0)
+    os.kill(run.pid, signal.SIGINT)
+    time.sleep(0.1)  # Not to wait for anything: two signals at the same moment are one.
+    assert all(map(is_alive, pids)), "the first one leaves the end to the workers"
+    os.kill(run.pid, signal.SIGINT)
+    assert run.end(timeout_s=3.0) == 130
+    assert not any(map(is_alive, pids))
+    assert run.events("run_finished")[-1]["exit_code"] == 130
+    assert "killed by a second SIGINT" in run.output()
+
+
+def test_workers_that_outlive_the_end_are_killed(launch: Launch) -> None:
+    run = launch("hang_1")
+    pids = begun(run)
+    run.store().set(messages.END, '{"code": 7, "reason": "for the test", "grace_s": 0.1}')
+    assert run.end(timeout_s=5.0) == 7
+    assert not any(map(is_alive, pids))
+
+
+def test_a_killed_agent_takes_its_workers_with_it(launch: Launch) -> None:
+    run = launch("breed_1")
+    pids = begun(run)
+    pids.append(run.children_of(1)[0])
+    os.kill(run.pid, signal.SIGKILL)
+    run.end()
+    eventually("workers die", lambda: not any(map(is_alive, pids)), 1.0)
+    os.kill(run.children_of(1)[1], signal.SIGKILL)
+
+
+def test_signals_for_workers_are_passed_on(launch: Launch) -> None:
+    run = launch()
+    pids = begun(run)
+    os.kill(run.pid, signal.SIGUSR1)
+    # Nobody handles it there, so it kills.
+    eventually("workers get it", lambda: not any(map(is_alive, pids)))
+    assert run.end() == 1
+    assert "exit signal 10" in run.output()
+
+
+@pytest.mark.parametrize("mode", ["prefix", "both"])
+def test_marked_lines_on_standard_output(launch: Launch, mode: str) -> None:
+    run = launch("fail_1", logs=mode, workers_per_node=2)
+    assert run.end() == 1
+    output = run.output()
+    assert "[w0] arguments [] rank 0 of 2\n" in output
+    assert "[w1] ValueError: the loss is no number\n[w1] and more\n" in output
+    assert "its last lines:" in output and "\n  ValueError: the loss is no number\n  and more\n" in output
+    assert ("rank 1 of 2" in run.log(1)) == (mode == "both")
+
+
+def script(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("import argparse; argparse.ArgumentParser().parse_args(['--lerning-rate', '3'])", "exit code 2"),
+        ("import sys; sys.exit('no data')", "no data"),
+        ("import nothing_of_that_name", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
+        ("1 +", "SyntaxError: invalid syntax"),
+        ("import os; os.kill(os.getpid(), 9)", "worker 0 (exit signal 9) died during start-up"),
+    ],
+)
+def test_scripts_that_fail(launch: Launch, tmp_path: Path, text: str, error: str) -> None:
+    run = launch(script=script(tmp_path, text), workers_per_node=1)
+    assert run.end() == 1
+    assert error in run.events("run_finished")[-1]["reason"]
+    assert "worker 0 ended with" in run.output()
+
+
+def test_a_script_runs_as_python_would_run_it(launch: Launch, tmp_path: Path) -> None:
+    text = """
+import atexit, os, sys, threading, time
+from neighbour import NAME
+atexit.register(print, "hook")
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+print(__name__, NAME, os.path.basename(__file__), sys.argv[1:], sys.modules["__main__"].NAME)
+"""
+    (tmp_path / "neighbour.py").write_text("NAME = 'neighbour'")
+    run = launch(script=script(tmp_path, text), workers_per_node=1, arguments=("--run-dir", "x"))
+    assert run.end() == 0
+    assert run.log(0) == "__main__ neighbour script.py ['--run-dir', 'x'] neighbour\nthread\nhook\n"
+
+
+def test_the_command_with_a_fresh_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import megatron_resihp\nmegatron_resihp.enable = lambda: None\n")
+    text = "import os, sys; print(sys.argv[1:], os.getpgrp() == os.getpid(), sys.path[0]); import nothing_of_that_name"
+    path = script(tmp_path, text)
+    command = [sys.executable, "-m", "megatron_resihp.cli", "launch", "--nproc-per-node", "1", str(path), "--nnodes=3"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1, done.stderr
+    [run_dir] = (tmp_path / "resihp-runs").iterdir()
+    log = (run_dir / "logs" / "worker_0.log").read_text()
+    assert log.startswith(f"['--nnodes=3'] True {tmp_path}\n")
+    assert "resihp: ended with exit code 1: worker 0 failed: ModuleNotFoundError" in done.stderr
+    assert "FAILED (exit 1)" in done.stdout
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def two_nodes(launch: Launch, port: int, **options: Any) -> tuple[Launched, Launched]:
+    options = {"nodes": 2, "workers_per_node": 2, "coordinator": Address("127.0.0.1", port), **options}
+    return launch(node=0, **options), launch(node=1, **options)
+
+
+def test_a_lost_node_is_noticed_and_survived(launch: Launch, port: int) -> None:
+    first, second = two_nodes(launch, port)
+    pids = begun(first, 4)
+    killed_at = time.time()
+    os.kill(second.pid, signal.SIGKILL)
+    death = first.await_event("worker_dead", dead=3)
+    print(f"\nloss of a node noticed after {1000 * (death['noticed_at'] - killed_at):.1f} ms")
+    assert death["cause"] == "node lost: connection lost"
+    assert death["noticed_at"] - killed_at < 0.5
+    eventually("its workers die with it", lambda: not any(map(is_alive, pids[2:])), 1.0)
+    eventually("node 0 goes on", lambda: "epoch 1 members [0, 1]" in first.log(0))
+    first.ask("finish")
+    assert first.end() == 0, first.output()
+
+
+def test_a_silent_node_is_given_up_and_ends_itself(launch: Launch, port: int) -> None:
+    first, second = two_nodes(launch, port, heartbeat_timeout_s=1.0)
+    pids = begun(first, 4)
+    # Its workers run on, as those of a machine whose network is gone would.
+    os.kill(second.pid, signal.SIGSTOP)
+    death = first.await_event("worker_dead", dead=2)
+    assert death["cause"].startswith("node lost: no heartbeat for 1.")
+    eventually("node 0 goes on", lambda: "epoch 1 members [0, 1]" in first.log(0))
+    os.kill(second.pid, signal.SIGCONT)
+    assert second.end() == 1
+    assert not any(map(is_alive, pids[2:]))
+    first.ask("finish")
+    assert first.end() == 0
+
+
+def test_the_other_nodes_end_with_the_coordinators(launch: Launch, port: int) -> None:
+    first, second = two_nodes(launch, port)
+    pids = begun(first, 4)
+    os.kill(first.pid, signal.SIGKILL)
+    assert second.end() == 1
+    assert "resihp: ended with exit code 1: the coordinator is lost" in second.output()
+    assert not any(map(is_alive, pids))
+
+
+def test_two_nodes_end_together(launch: Launch, port: int) -> None:
+    first, second = two_nodes(launch, port)
+    begun(first, 4)
+    os.kill(second.pid, signal.SIGTERM)
+    assert (first.end(), second.end()) == (143, 143)
+
+
+def test_nodes_that_disagree_about_the_job(launch: Launch, port: int) -> None:
+    options = {"nodes": 2, "coordinator": Address("127.0.0.1", port)}
+    launch(node=0, workers_per_node=2, **options)
+    second = launch(node=1, workers_per_node=3, **options)
+    assert second.end() == 2
+    assert "node 0 was started with --nnodes 2 --nproc-per-node 2; give node 1 the same" in second.output()
+
+
+def test_a_node_that_does_not_come(launch: Launch, port: int) -> None:
+    run = launch(nodes=2, coordinator=Address("127.0.0.1", port), connect_timeout_s=1.0)
+    assert run.end() == 1
+    assert "node lost: did not connect" in run.output()

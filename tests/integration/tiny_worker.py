@@ -1,0 +1,104 @@
+"""A worker without Megatron: it talks to the coordinator as a training process does, and computes nothing.
+
+Run by test_launcher.py, which steers it with files in RUN_DIR: `finish` lets all workers reach the end, `fail_3` makes
+worker 3 raise, `crash_3` end without a word, `deaf_3` ignore an order to stop, `hang_3` outlive SIGTERM. At the start
+`breed_3` makes it start children, and `knock_3` connect to the port that the file holds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from megatron_resihp.control.address import parse_address
+from megatron_resihp.control.record import Record, Stage
+from megatron_resihp.control.store import connect
+from megatron_resihp.control.worker import EpochBroken, EpochPlan, JobEnded, SalvageOrder, WorkerControl
+from megatron_resihp.plan import ParallelPlan
+
+WORKER = int(os.environ["RESIHP_WORKER"])
+RUN_DIR = Path(os.environ["RESIHP_RUN_DIR"])
+TICK_S = 0.01
+JOB = {
+    "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "global_batch_size": 12, "micro_batches": 12,
+    "train_iters": 5, "seq_length": 8, "pipeline_last": True,
+}  # fmt: skip
+
+
+def asked(what: str) -> bool:
+    return (RUN_DIR / what).exists()
+
+
+def begin(control: WorkerControl, plan: ParallelPlan) -> None:
+    control.ready(state_digest="same", bytes_received=0, steps_redone=0, ports=[])
+    print(f"epoch {control.epoch} members {list(plan.members)} pid {os.getpid()}", flush=True)
+
+
+def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
+    record = Record(iteration=1, stage=Stage.COMPUTE, counters={0: {}, 1: {}})
+    order = control.muster(record, plan.coordinate_of(WORKER))
+    if isinstance(order, SalvageOrder):
+        control.tell("salvaged")
+        raise control.await_end()
+    assert isinstance(order, EpochPlan)
+    return order.plan
+
+
+def train(control: WorkerControl, news: threading.Event) -> None:
+    plan = control.first_plan()
+    while True:
+        try:
+            begin(control, plan)
+            while not (asked("finish") or (control.stop_signal and not asked(f"deaf_{WORKER}"))):
+                news.wait(TICK_S)
+                control.check()
+                if asked(f"fail_{WORKER}"):
+                    raise ValueError("the loss is no number\nand more")
+                if asked(f"crash_{WORKER}"):
+                    os._exit(3)
+            return
+        except EpochBroken:
+            news.clear()
+            plan = recover(control, plan)
+
+
+def breed() -> None:
+    """One child as data loaders are started, one as tools are."""
+    forked = os.fork()
+    if forked == 0:
+        while True:
+            signal.pause()
+    executed = subprocess.Popen(["sleep", "600"])
+    print(f"children {forked} {executed.pid}", flush=True)
+
+
+def main() -> None:
+    print(f"arguments {sys.argv[1:]} rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
+    print(f"store {os.environ['RESIHP_STORE']}", flush=True)
+    if asked(f"hang_{WORKER}"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if asked(f"breed_{WORKER}"):
+        breed()
+    if asked(f"knock_{WORKER}"):
+        port = int((RUN_DIR / f"knock_{WORKER}").read_text())
+        connection = socket.create_connection(("127.0.0.1", port))  # noqa: F841  # Held open.
+    store = connect(*parse_address(os.environ["RESIHP_STORE"]), 30.0)
+    news = threading.Event()
+    control = WorkerControl(store, WORKER, news.set)
+    control.tell("job", **JOB)
+    try:
+        train(control, news)
+    except JobEnded as end:
+        print(f"ended: {end}", flush=True)
+        while asked(f"hang_{WORKER}"):
+            signal.pause()
+        sys.exit(end.code)
+
+
+if __name__ == "__main__":
+    main()

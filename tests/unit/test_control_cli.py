@@ -1,0 +1,84 @@
+"""The command line: what it refuses, in one line and before anything is started."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from megatron_resihp.cli import main
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit('this must not be run')")
+    return str(path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The line that `resihp launch` says when it refuses."""
+    assert main(["launch", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("resihp: ") and captured.err.count("\n") == 1 and "; " in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nproc-per-node", "0"], "--nproc-per-node 0"),
+        (["--nnodes", "0"], "--nnodes 0"),
+        (["--node-rank", "1"], "--node-rank 1 is out of range; give 0 to 0"),
+        (["--nnodes", "2", "--coordinator", "here:1", "--node-rank", "-1"], "give 0 to 1"),
+        (["--nnodes", "2"], "the same --coordinator HOST:PORT"),
+        (["--nnodes", "2", "--coordinator", "here:29500"], "the same --run-dir"),
+        (["--coordinator", "here"], "--coordinator 'here' is not host:port"),
+        (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0"),
+        (["--muster-timeout", "nan"], "--muster-timeout nan"),
+        (["--coordinator", "no host:29500"], "the host 'no host' is unknown"),
+    ],
+)
+def test_bad_options(capsys: pytest.CaptureFixture[str], script: str, arguments: list[str], said: str) -> None:
+    assert said in refused(capsys, *arguments, script)
+
+
+def test_no_such_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "no.py does not exist; give a Python script" in refused(capsys, str(tmp_path / "no.py"))
+    assert "is no file" in refused(capsys, str(tmp_path))
+
+
+def test_a_busy_port(capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(capsys, "--coordinator", f"127.0.0.1:{port}", "--run-dir", str(tmp_path / "run"), script)
+    assert f"cannot serve the store on port {port}" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_coordinator_that_does_not_answer(capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    said = refused(
+        capsys, "--nnodes", "2", "--node-rank", "1", "--coordinator", f"127.0.0.1:{port}", "--run-dir",
+        str(tmp_path / "run"), "--connect-timeout", "0.2", script,
+    )  # fmt: skip
+    assert f"nothing answers at 127.0.0.1:{port} (Connection refused)" in said
+
+
+def test_an_unwritable_run_directory(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    said = refused(capsys, "--run-dir", f"{script}/run", script)
+    assert "cannot be written (Not a directory); give another --run-dir" in said
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    output = capsys.readouterr().out
+    assert "launch" in output and "report" in output
+
+
+def test_report_is_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    assert "is no directory" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""What the store promises, on a real TCPStore."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+# As the store does where it is first to import torch.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from megatron_resihp.control.store import (
+    MAX_VALUE_BYTES,
+    StoreError,
+    TcpStore,
+    connect,
+    reserve,
+    serve,
+    wait_until_reachable,
+)
+
+SHORT_S = 0.05
+LONG_S = 10.0
+
+
+@pytest.fixture
+def store() -> Iterator[TcpStore]:
+    store = serve("127.0.0.1")
+    yield store
+    store.close()
+
+
+def test_values_are_seen_by_other_connections(store: TcpStore) -> None:
+    other = store.clone()
+    store.set("key", "Größe")
+    assert other.get("key", SHORT_S) == "Größe"
+    assert other.check("key") and not other.check("other")
+    assert other.delete("key") and not store.check("key") and not store.delete("key")
+
+
+def test_what_does_not_come_in_time(store: TcpStore) -> None:
+    started = time.monotonic()
+    assert not store.wait("key", SHORT_S)
+    assert store.pop("queue", SHORT_S) is None
+    with pytest.raises(TimeoutError, match="no 'key' after"):
+        store.get("key", SHORT_S)
+    assert time.monotonic() - started < 2.0
+
+
+def test_a_wait_ends_when_the_key_comes(store: TcpStore) -> None:
+    other = store.clone()
+    threading.Timer(SHORT_S, lambda: other.set("key", "value")).start()
+    started = time.monotonic()
+    assert store.get("key", LONG_S) == "value"
+    assert time.monotonic() - started < 2.0
+
+
+def test_the_first_writer_wins(store: TcpStore) -> None:
+    assert store.set_once("key", "first") == "first"
+    assert store.clone().set_once("key", "second") == "first"
+    with pytest.raises(ValueError, match="empty"):
+        store.set_once("other", "")
+
+
+def test_compare_and_set(store: TcpStore) -> None:
+    assert store.compare_set("key", "expected", "new") is None
+    assert not store.check("key")
+    assert store.compare_set("key", "", "first") == "first"
+    assert store.compare_set("key", "wrong", "second") == "first"
+    assert store.compare_set("key", "first", "second") == "second"
+
+
+def test_a_counter_counts_for_all(store: TcpStore) -> None:
+    assert [store.add("count", 1), store.clone().add("count", 2), store.add("count", -3)] == [1, 3, 0]
+
+
+def test_a_queue_keeps_the_order(store: TcpStore) -> None:
+    for number in range(5):
+        store.push("queue", str(number))
+    assert [store.pop("queue", 0.0) for _ in range(6)] == ["0", "1", "2", "3", "4", None]
+
+
+def test_each_item_of_a_queue_has_one_taker(store: TcpStore) -> None:
+    taken: list[str] = []
+
+    def take(connection: TcpStore) -> None:
+        while (item := connection.pop("queue", 0.5)) is not None:
+            taken.append(item)
+
+    threads = [threading.Thread(target=take, args=(store.clone(),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(100):
+        store.push("queue", str(number))
+    for thread in threads:
+        thread.join(LONG_S)
+    assert sorted(map(int, taken)) == list(range(100))
+
+
+def test_values_that_the_server_would_not_take(store: TcpStore) -> None:
+    store.set("key", "x" * MAX_VALUE_BYTES)
+    for write in (store.set, store.push, store.set_once):
+        with pytest.raises(ValueError, match="takes values up to"):
+            write("other", "ä" * (MAX_VALUE_BYTES // 2 + 1))
+    assert len(store.get("key", SHORT_S)) == MAX_VALUE_BYTES
+
+
+def test_a_server_that_is_gone(store: TcpStore) -> None:
+    other = store.clone()
+    store.close()
+    for call in (lambda: other.set("key", "value"), lambda: other.push("queue", "value"), lambda: other.check("key")):
+        with pytest.raises(StoreError, match=r"127\.0\.0\.1:\d+ is lost") as loss:
+            call()
+        assert "\n" not in str(loss.value)
+
+
+def test_waiting_ends_with_the_server(store: TcpStore) -> None:
+    other = store.clone()
+    threading.Timer(SHORT_S, store.close).start()
+    started = time.monotonic()
+    with pytest.raises(StoreError):
+        other.wait("key", LONG_S)
+    assert time.monotonic() - started < 5.0
+
+
+def test_a_closed_connection_says_so(store: TcpStore) -> None:
+    other = store.clone()
+    other.close()
+    with pytest.raises(StoreError, match="is closed"):
+        other.check("key")
+
+
+def test_a_reserved_port_is_served_later() -> None:
+    listener = reserve("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    served: list[TcpStore] = []
+    threading.Timer(SHORT_S, lambda: served.append(serve("127.0.0.1", listener=listener))).start()
+    connect("127.0.0.1", port, LONG_S).set("key", "value")
+    assert served[0].get("key", SHORT_S) == "value"
+    served[0].close()
+
+
+def test_a_port_is_free_again_when_the_store_is_closed(store: TcpStore) -> None:
+    store.clone().set("key", "value")
+    store.close()
+    reserve("127.0.0.1", store.address.port).close()
+
+
+def test_what_cannot_be_served_or_reached_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(StoreError, match=r"cannot serve the store on port \d+ \(Address already in use\)$"):
+            reserve("127.0.0.1", taken.getsockname()[1])
+        free = taken.getsockname()[1]
+    for attempt in (connect, lambda host, port, s: wait_until_reachable((host, port), s)):  # type: ignore[arg-type]
+        started = time.monotonic()
+        with pytest.raises(StoreError, match=r"nothing answers at .*127\.0\.0\.1.* \(Connection refused\)$"):
+            attempt("127.0.0.1", free, 0.2)
+        assert time.monotonic() - started < 1.0
+    with pytest.raises(StoreError, match="the host 'no host' is unknown"):
+        reserve("no host", 0)
