@@ -62,8 +62,10 @@ class Waiter:
             try:
                 return self._wait(work, SLICE)
             except RuntimeError as error:
-                if SLICE_OVER not in str(error) or work.is_completed():
+                if SLICE_OVER not in str(error):
                     raise
+            if work.is_completed():
+                return self._wait(work)  # done just after the slice; this returns at once, or raises what went wrong
             self._give_up_if_interrupted()
 
     def _wait_aside(self, work: Any) -> bool:
