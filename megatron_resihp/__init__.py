@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 
 def enable() -> None:
-    """Make Megatron know the --resihp* flags; they do nothing unless --resihp is given. Calling it again changes nothing.
+    """Make Megatron know the --resihp* flags; without --resihp they do nothing. Calling it again changes nothing.
 
     Where no CUDA device is found and --resihp or RESIHP_CPU=1 is given, the CPU stand-in is put in place first.
 

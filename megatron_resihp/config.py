@@ -36,7 +36,8 @@ class Drill:
         """
         match = cls.PATTERN.fullmatch(text)
         if not match:
-            raise ConfigError(f"--resihp-drill {text!r} is not ACTION:WORKER@ITERATION[:POINT], e.g. kill:3@10:backward")
+            form = "ACTION:WORKER@ITERATION[:POINT], e.g. kill:3@10:backward"
+            raise ConfigError(f"--resihp-drill {text!r} is not {form}")
         action, worker, iteration, point = match.groups()
         if point is not None and point not in DRILL_POINTS:
             raise ConfigError(f"--resihp-drill {text!r}: no point {point!r}; choose from {', '.join(DRILL_POINTS)}")

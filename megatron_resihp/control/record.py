@@ -1,7 +1,7 @@
-"""Each worker's record of how far an iteration got, and what the survivors make of their records. Pure; imports nothing.
+"""Each worker's record of how far an iteration got, and what the survivors make of their records. Pure.
 
-Iteration n is the n-th optimizer step of the job (1-based). A worker goes COMPUTE -> REDUCED -> AGREED -> STEPPED within
-it; it is done with it when its record names iteration n + 1.
+Iteration n is the n-th optimizer step of the job (1-based). A worker goes COMPUTE -> REDUCED -> AGREED -> STEPPED
+within it; it is done with it when its record names iteration n + 1. Imports the standard library only.
 """
 
 from collections.abc import Iterable, Mapping
@@ -100,7 +100,7 @@ class Commit:
     Attributes:
         iteration: j, the last iteration that counts as applied. Who is REDUCED at j takes the step with `outcome`.
         outcome: what was agreed for j; None if nobody had agreed on anything yet.
-        replay: what Megatron does after step j (logging, evaluation, checkpoint) was not finished by all and is repeated.
+        replay: what Megatron does after step j (logging, evaluation, checkpoint) was not finished by all: repeat it.
         counters: Megatron's counters at the start of the iteration at which the loop is entered again.
     """
 

@@ -141,8 +141,8 @@ class WorkerControl:
         if self.worker not in plan.members:
             raise JobEnded(messages.FENCED_EXIT, "this worker was given up for dead and is fenced")
         self.epoch = epoch
-        held = {int(worker): shard and Coordinate(*shard) for worker, shard in data["held"].items()}
-        return EpochPlan(epoch, plan, commit, held)
+        all_held = {int(worker): shard and Coordinate(*shard) for worker, shard in data["held"].items()}
+        return EpochPlan(epoch, plan, commit, all_held)
 
     def first_plan(self) -> ParallelPlan:
         """Wait for the plan of epoch 0."""

@@ -1,1 +1,1 @@
-"""Process groups of an epoch, the reduction that all agree by, state digests and transfers. May import torch and `plan`."""
+"""Process groups of an epoch, the reduction that all agree by, state digests, transfers. May import torch, `plan`."""

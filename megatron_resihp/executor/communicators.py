@@ -16,7 +16,7 @@ from megatron_resihp.executor.rendezvous import InterruptibleStore
 from megatron_resihp.executor.waiting import Waiter
 
 STANDBY_TIMEOUT = timedelta(days=1)
-"""Side groups wait while others evaluate or save; the control plane bounds their wait by marking the epoch as broken."""
+"""Side groups wait while others evaluate or save; the control plane bounds that by marking the epoch as broken."""
 
 COMMUNICATOR_WORDS = (
     "gloo", "nccl", "connection closed by peer", "connection reset by peer", "connection was likely closed",

@@ -2,7 +2,7 @@
 
 torch 2.15's gloo has no abort: a collective that waits for a stopped or hung peer waits until its timeout. A peer that
 dies, though, is noticed at once because its connections end. So we end our own: shutting a socket down makes gloo fail
-every operation on it. Gloo's sockets are told from others by their ports: one end is always a listener that gloo opened.
+every operation on it. Gloo's sockets are told from others by their ports: one end is always a listener of gloo's.
 """
 
 import os

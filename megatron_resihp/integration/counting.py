@@ -42,7 +42,7 @@ def count_as_one_replica(runtime: Runtime) -> None:
 
 
 def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
-    """Everything that the loop advances besides the state of the shard; the same on all workers. Cheap: no device sync."""
+    """Everything that the loop advances besides the shard's state; the same on all workers. Cheap: no device sync."""
     args = runtime.args
     assert runtime.trained is not None
     return {

@@ -87,6 +87,8 @@ class Feed:
     def rewind(self) -> None:
         """Start from Megatron's cursor with the current plan's share; batches read ahead are dropped."""
         consumed = getattr(self._runtime.args, self._consumed_name) if self._consumed_name else 0
+        if self._runtime.replay is not None and not self._is_eval:
+            consumed += self._runtime.args.global_batch_size  # the step to come is applied already and reads nothing
         if self._is_eval:
             counts = even_counts(self.sampler.micro_batches, len(self._runtime.current_plan.replicas))
             share = deal(counts)[self._runtime.replica]
@@ -125,7 +127,7 @@ def make_loader_builder(runtime: Runtime) -> Callable[[Any, int], Feed | None]:
 
 
 def build_on_every_worker(original: Callable[..., None]) -> Callable[..., None]:
-    """BlendedMegatronDatasetBuilder.__init__ with data sets built on all ranks: any worker may have to read them later."""
+    """BlendedMegatronDatasetBuilder.__init__ with data sets built on all ranks: any worker may read them later."""
 
     def init(self: Any, cls: Any, sizes: Any, is_built_on_rank: Any, config: Any, **kwargs: Any) -> None:
         original(self, cls, sizes, lambda: True, config, **kwargs)

@@ -1,4 +1,4 @@
-"""Hooks for the points of a drill inside forward, backward, P2P and gradient sync; installed only when a drill needs them.
+"""Hooks for the points of a drill inside forward, backward, P2P and gradient sync; installed only for who needs them.
 
 May import megatron and this room.
 """

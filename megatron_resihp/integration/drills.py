@@ -27,7 +27,7 @@ class Drills:
         return {drill.point for drill in self._waiting}
 
     def reach(self, point: str, iteration: int) -> None:
-        """Called where a failure may strike; a drill strikes at most once, at the first visit not before its iteration."""
+        """Called where a failure may strike; a drill strikes once, at the first visit not before its iteration."""
         for drill in list(self._waiting):
             if drill.point == point and iteration >= drill.iteration:
                 self._waiting.remove(drill)

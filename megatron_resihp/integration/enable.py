@@ -47,7 +47,8 @@ def _version_problem() -> str | None:
     if (MAJOR, MINOR) == SUPPORTED:
         return None
     supported = f"{SUPPORTED[0]}.{SUPPORTED[1]}"
-    return f"megatron-core {__version__} is not supported; install megatron-core>={supported},<{SUPPORTED[0]}.{SUPPORTED[1] + 1}"
+    too_new = f"{SUPPORTED[0]}.{SUPPORTED[1] + 1}"
+    return f"megatron-core {__version__} is not supported; install megatron-core>={supported},<{too_new}"
 
 
 def _mismatch(error: PatchError) -> str:
@@ -57,7 +58,7 @@ def _mismatch(error: PatchError) -> str:
 
 
 def _switch_on(config: ResihpConfig) -> None:
-    """Called by Megatron's argument validation: connect to the control plane when start-up reaches initialize_megatron."""
+    """Called by Megatron's argument validation: the plugin connects when start-up reaches initialize_megatron."""
     from megatron_resihp.integration.flags import fail
 
     if "RESIHP_STORE" not in os.environ:

@@ -54,9 +54,8 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
     try:
         for drill in config.drills():
             if drill.worker >= args.world_size:
-                raise ConfigError(
-                    f"--resihp-drill names worker {drill.worker}, but there are {args.world_size}: 0..{args.world_size - 1}"
-                )
+                there = f"{args.world_size}: 0..{args.world_size - 1}"
+                raise ConfigError(f"--resihp-drill names worker {drill.worker}, but there are {there}")
     except ConfigError as error:
         fail(str(error))
     assert _parser is not None
@@ -71,11 +70,13 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
 def _check_batches(args: argparse.Namespace) -> None:
     replicas = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
     if args.virtual_pipeline_model_parallel_size is not None:
-        fail("interleaved pipelines are not known to work with --resihp; leave --num-layers-per-virtual-pipeline-stage out")
+        mend = "leave --num-layers-per-virtual-pipeline-stage out"
+        fail(f"interleaved pipelines are not known to work with --resihp; {mend}")
     for name in ("global_batch_size", "eval_global_batch_size"):
         size = getattr(args, name)
         if size // args.micro_batch_size < replicas:
-            fail(f"--{name.replace('_', '-')} {size} gives {replicas} replicas less than one micro-batch each; raise it")
+            flag = f"--{name.replace('_', '-')} {size}"
+            fail(f"{flag} gives {replicas} replicas less than one micro-batch each; raise it")
 
 
 def fail(text: str) -> NoReturn:

@@ -117,14 +117,15 @@ def _report(runtime: Runtime) -> None:
     if runtime.recovered_from is not None:
         seconds = now - runtime.recovered_from
         runtime.control.event(
-            "first_step", to_epoch=runtime.epoch, iteration=iteration, seconds_since_death=seconds, redone_compute_s=None
-        )
+            "first_step", to_epoch=runtime.epoch, iteration=iteration, seconds_since_death=seconds,
+            redone_compute_s=None,
+        )  # fmt: skip
         runtime.recovered_from = None
     if runtime.reports:
         losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in outcome.losses.items()}
         runtime.control.event(
-            "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=losses, grad_norm=outcome.grad_norm, skipped=False,
-            samples=runtime.args.global_batch_size,
+            "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=losses, grad_norm=outcome.grad_norm,
+            skipped=False, samples=runtime.args.global_batch_size,
             duration_s=None if runtime.last_step_at is None else now - runtime.last_step_at,
         )  # fmt: skip
     runtime.last_step_at = now

@@ -3,7 +3,6 @@
 The seams write here how far the iteration got; recovery reads it.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.record import Outcome, Record, Stage
-from megatron_resihp.control.worker import EpochPlan, WorkerControl
+from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.executor.communicators import Communicators, SideGroup
 from megatron_resihp.integration.drills import Drills
 from megatron_resihp.plan import Coordinate, ParallelPlan
@@ -137,7 +136,8 @@ class Runtime:
     @property
     def reports(self) -> bool:
         """Whether this worker writes the events of each iteration: replica 0, last stage, TP rank 0."""
-        return self.works and self.replica == 0 and self.is_last_stage and self.held is not None and not self.held.tp_rank
+        first_of_stage = self.held is not None and self.held.tp_rank == 0
+        return self.works and self.replica == 0 and self.is_last_stage and first_of_stage
 
     @property
     def counts_norm(self) -> bool:

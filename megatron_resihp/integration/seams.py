@@ -53,7 +53,7 @@ def training_patches(runtime: Runtime) -> list[Patch]:
                 "valid_data_iterator", "process_non_loss_data_func", "config", "checkpointing_context",
             ),
             "is entered again after a recovery",
-        ),  # fmt: skip
+        ),
         Patch(
             f"{TRAINING}:train_step",
             partial(loop.wrap_train_step, runtime),
@@ -68,7 +68,7 @@ def training_patches(runtime: Runtime) -> list[Patch]:
                 "checkpointing_context", "train_data_iterator",
             ),
             "ends the job in order",
-        ),  # fmt: skip
+        ),
         Patch(
             f"{TRAINING}:save_checkpoint_and_time",
             partial(loop.wrap_save_checkpoint_and_time, runtime),

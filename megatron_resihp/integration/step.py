@@ -112,7 +112,7 @@ def _add_losses(runtime: Runtime, values: torch.Tensor) -> None:
 
 
 def _note_counters(runtime: Runtime, values: torch.Tensor) -> None:
-    """A standby does not run Megatron's loop; it learns the counters from who does, to take over if all of those die."""
+    """A standby does not run Megatron's loop; it learns the counters from who does, to take over if all those die."""
     shared = {name: int(value) for name, value in zip(SHARED_COUNTERS, values[2:LOSSES_FROM].tolist(), strict=True)}
     runtime.progress.counters[runtime.progress.iteration] = {**shared, "flops": 0.0, "totals": {}}
 

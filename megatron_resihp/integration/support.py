@@ -1,7 +1,7 @@
 """What of Megatron is known to work with --resihp: an allow-list, held by tests. Imports nothing.
 
-A flag that differs from Megatron's default and is not listed is refused at start-up by name: it may change state, groups
-or the schedule in a way that recovery does not know.
+A flag that differs from Megatron's default and is not listed is refused at start-up by name: it may change state,
+groups or the schedule in a way that recovery does not know.
 """
 
 from collections.abc import Callable, Mapping

@@ -51,7 +51,8 @@ def initial_plan(shape: JobShape, workers: int, pipeline_last: bool = True) -> P
     if rest or not replicas:
         raise NoPlanError(f"{workers} workers are not a multiple of TP x PP = {shape.replica_size}")
     if shape.micro_batches % replicas:
-        raise NoPlanError(f"{shape.micro_batches} micro-batches cannot be shared evenly by {replicas} replicas at the start")
+        batches = f"{shape.micro_batches} micro-batches"
+        raise NoPlanError(f"{batches} cannot be shared evenly by {replicas} replicas at the start")
 
     def worker(replica: int, stage: int, tp_rank: int) -> int:
         slot = replica + replicas * stage if pipeline_last else stage + shape.pipeline_parallel * replica
