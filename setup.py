@@ -28,6 +28,7 @@ setup(
         "megatron-core>=0.19,<0.20",
         "matplotlib",
         "numpy",
+        "psutil",  # Megatron saves its torch_dist checkpoints with it, and does not ask for it
         "rich",
         "torch",
     ],

@@ -18,14 +18,17 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Drill:
-    """A failure to stage: `worker` gets `action` when it reaches `point` in `iteration` (1-based)."""
+    """A failure to stage when `worker` reaches `point` in `iteration` (1-based).
+
+    Actions: kill (SIGKILL), stop (SIGSTOP), rebuild (the worker reports a communication error, nobody is lost).
+    """
 
     action: str
     worker: int
     iteration: int
     point: str = "forward"
 
-    PATTERN = re.compile(r"(kill|stop):(\d+)@(\d+)(?::([a-z0-9-]+))?")
+    PATTERN = re.compile(r"(kill|stop|rebuild):(\d+)@([1-9]\d*)(?::([a-z0-9-]+))?")
 
     @classmethod
     def parse(cls, text: str) -> "Drill":
@@ -54,15 +57,14 @@ class ResihpConfig:
 
     resihp: bool = _flag(False, "Keep the job running in place when workers die. Start it with `resihp launch`.")
     resihp_drill: Sequence[str] = _flag(
-        (), "Fire drills: ACTION:WORKER@ITERATION[:POINT] with ACTION kill or stop and POINT one of "
+        (), "Fire drills: ACTION:WORKER@ITERATION[:POINT] with ACTION kill, stop or rebuild and POINT one of "
         + ", ".join(DRILL_POINTS) + " (default forward).", nargs="+", metavar="DRILL",
     )  # fmt: skip
     resihp_record_samples: bool = _flag(
         False, "Write the indices of the samples really fed to the model to the event log, iteration by iteration."
     )
     resihp_record_digests: bool = _flag(
-        False, "Write a digest of every worker's parameters and optimizer state to the event log after each recovery "
-        "and at the end."
+        False, "Write a digest of every worker's parameters and optimizer state to the event log at the end."
     )
     resihp_answer_timeout: float = _flag(
         60.0, "Seconds that a worker with a communication error waits for the coordinator before it gives up.",

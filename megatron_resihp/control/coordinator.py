@@ -73,8 +73,7 @@ class Coordinator:
                     return code
 
     def _react(self, message: dict[str, Any]) -> list[Action]:
-        if message["type"] == "event":
-            self._write_event(message["event"])
+        if self._took_events(message):
             return []
         return self._membership.handle(message, time.time())
 
@@ -110,9 +109,18 @@ class Coordinator:
 
     def _drain_events(self) -> None:
         while (text := self._store.pop(messages.INBOX, 0.0)) is not None:
-            message = json.loads(text)
-            if message["type"] == "event":
-                self._write_event(message["event"])
+            self._took_events(json.loads(text))
+
+    def _took_events(self, message: dict[str, Any]) -> bool:
+        """Write the events that a message carries, if that is what it is for."""
+        if message["type"] == "event":
+            self._write_event(message["event"])
+        elif message["type"] == "events":
+            for event in message["events"]:
+                self._write_event(event)
+        else:
+            return False
+        return True
 
     def _log(self, event: dict[str, Any]) -> None:
         self._write_event({"time": time.time(), "epoch": self._membership.epoch, "worker": None, **event})

@@ -182,10 +182,14 @@ class Membership:
             return []
         self._ready[message["worker"]] = dict(message)
         if self.plan is None or set(self.plan.members) - set(self._ready):
-            return []
+            return self._end_if_stranded()
         differing = self._differing_digests(self.plan)
         if differing:
-            return self._salvage(f"state differs between holders of {differing}", now)
+            cause = f"state differs between holders of {differing}"
+            if self.phase is Phase.STARTING:
+                return self._end(1, f"{cause} before the first iteration")
+            # Members wait for Go; what each of them held when it mustered it still holds.
+            return [*self._broken(cause), *self._salvage(cause, now)]
         self.phase, self._deadline = Phase.RUNNING, None
         ports = tuple(sorted({port for ready in self._ready.values() for port in ready["ports"]}))
         return [Go(self.epoch, ports), Log(self._started_event(now)), *self._recovery_log(now)]
@@ -207,7 +211,7 @@ class Membership:
         return broken + self._decide(now)
 
     def _on_trained(self, message: Message, now: float) -> list[Action]:
-        self.trained = True
+        self.trained = self.trained or message["worker"] not in self.dead
         return []
 
     def _on_salvaged(self, message: Message, now: float) -> list[Action]:
@@ -217,12 +221,18 @@ class Membership:
         return []
 
     def _on_done(self, message: Message, now: float) -> list[Action]:
-        self.done.add(message["worker"])
+        worker = message["worker"]
+        if worker in self.dead:
+            return []
+        self.done.add(worker)
+        self._records.pop(worker, None)
         working = set(self.plan.working) if self.plan else self.living
         if self.done >= working - set(self.dead):
             code = 128 + self.stop_signal if self.stop_signal else 0
             return self._end(code, f"stopped by signal {self.stop_signal}" if self.stop_signal else "finished")
-        return []
+        # Nobody may wait for it any more: neither those that build an epoch with it nor those that mustered.
+        broken = self._break(f"worker {worker} finished", now) if self.phase is Phase.BUILDING else []
+        return broken + self._decide(now) + self._end_if_stranded()
 
     def _on_failed(self, message: Message, now: float) -> list[Action]:
         worker, error = message["worker"], message["error"]
@@ -239,8 +249,10 @@ class Membership:
         worker, code = message["worker"], message["code"]
         if code == 0:
             return self._on_done(message, now)
-        if worker in self.dead or code == FENCED_EXIT:
+        if worker in self.dead:
             return []
+        if code == FENCED_EXIT:
+            return self._die({worker: "fenced itself"}, message["time"], now)
         if code > 0:
             return self._on_failed({"worker": worker, "error": f"exit code {code}"}, now)
         return self._die({worker: f"exit signal {-code}"}, message["time"], now)
@@ -271,8 +283,8 @@ class Membership:
         self.dead.update(fresh)
         actions: list[Action] = [
             Log({
-                "event": "worker_dead", "dead": worker, "node": worker // self.workers_per_node, "cause": cause,
-                "died_at": died_at, "noticed_at": now,
+                "event": "worker_dead", "epoch": self.epoch, "dead": worker, "node": worker // self.workers_per_node,
+                "cause": cause, "died_at": died_at, "noticed_at": now,
             })
             for worker, cause in fresh.items()
         ]  # fmt: skip
@@ -297,8 +309,11 @@ class Membership:
         self.phase = Phase.MUSTERING
         self._records, self._held = {}, {}
         self._deadline = now + self.limits.muster_s
+        return self._broken(cause)
+
+    def _broken(self, cause: str) -> list[Action]:
         return [
-            Log({"event": "epoch_broken", "broken_epoch": self.epoch, "cause": cause}),
+            Log({"event": "epoch_broken", "epoch": self.epoch, "broken_epoch": self.epoch, "cause": cause}),
             Notify({"kind": "broken", "epoch": self.epoch, "cause": cause}),
         ]
 
@@ -314,6 +329,9 @@ class Membership:
             commit = resolve(self._records.values(), self.commit)
         except NoCommitError as error:
             return self._end(1, str(error))
+        if self.trained:
+            self.commit = commit
+            return self._salvage("a worker died after the last iteration, in the final evaluation or save", now)
         same = self.commit is not None and self.commit.iteration == commit.iteration
         self._recoveries_here = self._recoveries_here + 1 if same else 1
         self.commit = commit
@@ -334,16 +352,23 @@ class Membership:
         return [*agreed, PublishPlan(self.epoch, plan, commit, held)]
 
     def _salvage(self, reason: str, now: float, missing: tuple[Coordinate, ...] = ()) -> list[Action]:
-        held = self._held or {w: self.plan.coordinate_of(w) for w in self.living if self.plan}
         writers: dict[int, Coordinate] = {}
         for worker in sorted(self.living):
-            coordinate = held.get(worker)
+            coordinate = self._held.get(worker)
             if coordinate is not None and coordinate not in writers.values():
                 writers[worker] = coordinate
         self.epoch += 1
         self.phase, self._deadline = Phase.SALVAGING, now + self.limits.salvage_s
         self._salvage_left, self._salvage_reason = set(writers), f"no plan fits the survivors: {reason}"
-        return [OrderSalvage(self.epoch, reason, self.commit, writers, missing)]
+        order = OrderSalvage(self.epoch, reason, self.commit, writers, missing)
+        return [order] if writers else [order, *self._end(1, self._salvage_reason)]
+
+    def _end_if_stranded(self) -> list[Action]:
+        """Who is ready at the start waits for all; those that finished without having been ready never come."""
+        if self.phase is not Phase.STARTING or not self._ready or self.living - set(self._ready):
+            return []
+        gone = ", ".join(f"worker {w}" for w in sorted(self.done - set(self._ready)))
+        return self._end(1, f"{gone} finished during start-up, and the others wait for them")
 
     def _end(self, code: int, reason: str) -> list[Action]:
         self.phase = Phase.ENDED

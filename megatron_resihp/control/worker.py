@@ -43,12 +43,17 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class SalvageOrder:
-    """No plan fits. `shard` is what this worker writes down (None: nothing), `missing` what nobody holds."""
+    """No plan fits. `shard` is what this worker writes down (None: nothing), `missing` what nobody holds.
+
+    Attributes:
+        writers: how many workers write a shard.
+    """
 
     epoch: int
     reason: str
     commit: Commit | None
     shard: Coordinate | None
+    writers: int
     missing: tuple[Coordinate, ...]
 
 
@@ -86,6 +91,11 @@ class WorkerControl:
         """Write an event to the run's log."""
         event = {"event": name, "time": time.time(), "epoch": self.epoch, "worker": self.worker, **fields}
         self.tell("event", event=event)
+
+    def events(self, events: list[dict[str, Any]]) -> None:
+        """Write several events at once; each needs at least `event`."""
+        common = {"time": time.time(), "epoch": self.epoch, "worker": self.worker}
+        self.tell("events", events=[{**common, **event} for event in events])
 
     def broken(self) -> bool:
         """Whether the current epoch is marked as broken or the job has ended."""
@@ -136,7 +146,9 @@ class WorkerControl:
             shard = data["writers"].get(str(self.worker))
             missing = tuple(Coordinate(*item) for item in data["missing"])
             self.epoch = epoch
-            return SalvageOrder(epoch, data["impossible"], commit, shard and Coordinate(*shard), missing)
+            return SalvageOrder(
+                epoch, data["impossible"], commit, shard and Coordinate(*shard), len(data["writers"]), missing
+            )
         plan = ParallelPlan.from_dict(data["plan"])
         if self.worker not in plan.members:
             raise JobEnded(messages.FENCED_EXIT, "this worker was given up for dead and is fenced")
@@ -147,6 +159,11 @@ class WorkerControl:
     def first_plan(self) -> ParallelPlan:
         """Wait for the plan of epoch 0."""
         return ParallelPlan.from_dict(json.loads(self._await(messages.plan_key(0)))["plan"])
+
+    def count(self, name: str) -> int:
+        """Add one to a counter that all workers share and return its new value."""
+        with self._lock:
+            return self._store.add(name, 1)
 
     def ready(self, state_digest: str, bytes_received: int, steps_redone: int, ports: list[int]) -> None:
         """Report that this worker is ready for the epoch and wait until all are; then `peer_ports` is known.

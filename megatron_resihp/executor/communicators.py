@@ -4,6 +4,7 @@ May import torch and `plan`. Worker ids become torch ranks here and nowhere else
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -83,7 +84,9 @@ class Communicators:
         self._foreign = gloo_sockets.identities()
         self._peer_ports: set[int] | None = None
         self._side_groups: list[SideGroup] = []
-        self._left_behind: list[Any] = []
+        self._retired: list[Any] = []
+        self._left_behind: list[tuple[float, list[Any]]] = []
+        self._timeout = timedelta(0)
         self._waiter = Waiter(interrupted)
         self._waits_installed = False
         self._lock = threading.Lock()
@@ -103,6 +106,7 @@ class Communicators:
         if backend == "gloo" and not self._waits_installed:
             self._waiter.install()
             self._waits_installed = True
+        self._timeout = timeout
         dist.init_process_group(
             backend, store=self._epoch_store, rank=list(order).index(self._me), world_size=len(order), timeout=timeout
         )
@@ -132,15 +136,24 @@ class Communicators:
             gloo_sockets.shut_down(self._foreign, self._peer_ports)
 
     def destroy(self) -> None:
-        """Forget and free all groups of the epoch; the world of a dead rank can't be used for anything."""
+        """Forget all groups of the epoch; the world of a dead rank can't be used for anything. `release` frees them."""
+        groups = [*dist.distributed_c10d._world.pg_map]
         if self._waiter.abandoned:
             # Freeing a group waits for its threads, and one of them may wait for its group's timeout.
-            self._left_behind.append([*dist.distributed_c10d._world.pg_map, *self._side_groups])
+            self._left_behind.append((time.monotonic() + self._timeout.total_seconds(), groups))
+            self._left_behind.append((time.monotonic() + STANDBY_TIMEOUT.total_seconds(), [*self._side_groups]))
             self._waiter.abandoned = False
+        else:
+            self._retired += [*groups, *self._side_groups]
         self._side_groups.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._epoch_store = None
+
+    def release(self) -> None:
+        """Free the groups of earlier epochs. Takes a while, since each group joins its threads, so do it after the step."""
+        self._retired.clear()
+        self._left_behind = [(end, groups) for end, groups in self._left_behind if time.monotonic() < end]
 
 
 def is_communicator_error(error: BaseException) -> bool:

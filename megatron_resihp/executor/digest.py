@@ -8,7 +8,9 @@ import torch
 CHUNK = 1 << 22
 """Words hashed at a time; bounds the extra memory."""
 
-_MODULUS = (1 << 61) - 1
+_MODULUS = 1 << 64
+_POSITION, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
+"""Large odd numbers; multiplying by one loses nothing."""
 
 
 def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -21,7 +23,10 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _hash(tensor: torch.Tensor) -> int:
-    """A position-dependent sum over the words of a tensor, computed where the tensor lives."""
+    """A sum over the words of a tensor, each scrambled with its position, computed where the tensor lives.
+
+    Unscrambled words would not do: replicas that drift apart differ by ones in many words, and such ones cancel.
+    """
     flat = tensor.detach().contiguous().view(-1)
     if not flat.numel():
         return 0
@@ -29,8 +34,12 @@ def _hash(tensor: torch.Tensor) -> int:
     words = flat.view(width)
     value = 0
     for start in range(0, words.numel(), CHUNK):
-        chunk = words[start : start + CHUNK].to(torch.int64)
-        # Odd multipliers: no single changed bit can vanish, and swapped words show.
-        weights = torch.arange(1, 2 * chunk.numel() + 1, 2, device=chunk.device)
-        value = (value * 1_000_003 + int((chunk * weights).sum())) % _MODULUS
+        chunk = words[start : start + CHUNK].to(torch.int64, copy=True)
+        # Each step is one-to-one and wraps around: no single changed bit can vanish, and swapped words show.
+        chunk ^= torch.arange(chunk.numel(), device=chunk.device) * _POSITION
+        chunk *= _FIRST
+        chunk ^= chunk >> 32 & 0xFFFFFFFF
+        chunk *= _SECOND
+        chunk ^= chunk >> 29 & 0x7FFFFFFFF
+        value = (value * 1_000_003 + int(chunk.sum())) % _MODULUS
     return value

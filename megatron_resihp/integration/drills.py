@@ -9,6 +9,10 @@ from megatron_resihp.config import Drill
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
+class StagedError(RuntimeError):
+    """What a rebuild drill raises; recovery takes it for a communicator's."""
+
+
 class Drills:
     """The drills of one worker.
 
@@ -32,4 +36,6 @@ class Drills:
             if drill.point == point and iteration >= drill.iteration:
                 self._waiting.remove(drill)
                 self._announce(drill)
+                if drill.action == "rebuild":
+                    raise StagedError("a drill broke the epoch")
                 os.kill(os.getpid(), SIGNALS[drill.action])

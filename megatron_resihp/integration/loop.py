@@ -4,10 +4,13 @@ Replaces training.train, training.train_step, training.checkpoint_and_decide_exi
 """
 
 import functools
+import os
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
@@ -41,13 +44,12 @@ def wrap_train(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., 
                 try:
                     if not runtime.works:
                         keep_current(runtime)
-                    result = original(
-                        forward_step_func, model, optimizer, opt_param_scheduler, train_data_iterator,
-                        valid_data_iterator, process_non_loss_data_func, config, checkpointing_context,
-                        *others, **options,
-                    )  # fmt: skip
-                    runtime.control.tell("trained")
-                    return result
+                    with _finishing(runtime):
+                        return original(
+                            forward_step_func, model, optimizer, opt_param_scheduler, train_data_iterator,
+                            valid_data_iterator, process_non_loss_data_func, config, checkpointing_context,
+                            *others, **options,
+                        )  # fmt: skip
                 except Exception as error:
                     recover(runtime, error)
                 config = get_model_config(model[0])
@@ -57,10 +59,55 @@ def wrap_train(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., 
                 checkpointing_context.pop("save_strategy", None)
                 checkpointing_context.pop("load_strategy", None)
         except JobEnded as end:
-            print(f"resihp: worker {runtime.worker} ends: {end}", file=sys.stderr, flush=True)
-            sys.exit(end.code)
+            _leave(runtime, end)
 
     return train
+
+
+@contextmanager
+def _finishing(runtime: Runtime) -> Iterator[None]:
+    """Say that training is over when train() returns or exits; standbys then wait for the end and nothing else."""
+    try:
+        yield
+    except SystemExit:
+        _finish(runtime)
+        raise
+    _finish(runtime)
+
+
+def _finish(runtime: Runtime) -> None:
+    runtime.finished = True
+    runtime.control.tell("trained")
+    _record_digest(runtime)
+
+
+def _leave(runtime: Runtime, end: JobEnded) -> NoReturn:
+    print(f"resihp: worker {runtime.worker} ends: {end}", file=sys.stderr, flush=True)
+    sys.exit(end.code)
+
+
+def _record_digest(runtime: Runtime) -> None:
+    if runtime.config.resihp_record_digests and runtime.trained is not None:
+        digest = digest_tensors(shard_tensors(runtime.trained))
+        runtime.control.event("digest", shard=runtime.held, iteration=runtime.progress.iteration, digest=digest)
+
+
+def wrap_final(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """evaluate_and_print_results and the like: after train() there is no loop to recover into, only state to save."""
+
+    @functools.wraps(original)
+    def final(*positional: Any, **options: Any) -> Any:
+        try:
+            return original(*positional, **options)
+        except Exception as error:
+            if not runtime.finished:
+                raise
+            try:
+                recover(runtime, error)
+            except JobEnded as end:
+                _leave(runtime, end)
+
+    return final
 
 
 def _first_epoch(runtime: Runtime) -> None:
@@ -115,11 +162,7 @@ def _report(runtime: Runtime) -> None:
     iteration, now = runtime.progress.iteration, time.time()
     outcome = runtime.progress.outcomes[iteration]
     if runtime.recovered_from is not None:
-        seconds = now - runtime.recovered_from
-        runtime.control.event(
-            "first_step", to_epoch=runtime.epoch, iteration=iteration, seconds_since_death=seconds,
-            redone_compute_s=None,
-        )  # fmt: skip
+        _report_recovery(runtime, now - runtime.recovered_from)
         runtime.recovered_from = None
     if runtime.reports:
         losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in outcome.losses.items()}
@@ -129,6 +172,33 @@ def _report(runtime: Runtime) -> None:
             duration_s=None if runtime.last_step_at is None else now - runtime.last_step_at,
         )  # fmt: skip
     runtime.last_step_at = now
+
+
+def _report_recovery(runtime: Runtime, seconds: float) -> None:
+    """What the recovery cost this worker; written after its first step, not on the way there."""
+    to_epoch = runtime.epoch
+    events: list[dict[str, Any]] = [
+        {"event": "phase", "phase": name, "seconds": spent, "to_epoch": to_epoch}
+        for name, spent in runtime.phases.items()
+    ]
+    events.append({
+        "event": "first_step", "to_epoch": to_epoch, "iteration": runtime.progress.iteration,
+        "seconds_since_death": seconds, "redone_compute_s": None,
+    })  # fmt: skip
+    runtime.communicators.release()
+    events.append({"event": "resources", "to_epoch": to_epoch, **resources()})
+    runtime.control.events(events)
+
+
+def resources() -> dict[str, int]:
+    """What a leak would show in: threads, file descriptors, process groups, resident memory in bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
+        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
 
 
 def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:

@@ -66,8 +66,14 @@ def apply_all(patches: list[Patch]) -> None:
     """Check every patch first, then apply them in order: all or none."""
     for patch in patches:
         patch.check()
-    for patch in patches:
-        patch.apply()
+    applied: list[Patch] = []
+    try:
+        for patch in patches:
+            patch.apply()
+            applied.append(patch)
+    except BaseException:
+        undo_all(applied)
+        raise
 
 
 def undo_all(patches: list[Patch]) -> None:

@@ -5,6 +5,7 @@ failure at any point leads back to the old state or on to a newer plan, never to
 """
 
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,12 @@ import torch
 from megatron.core.rerun_state_machine import RerunMode
 
 from megatron_resihp.control.record import Commit, Stage
-from megatron_resihp.control.worker import EpochBroken, EpochPlan, SalvageOrder
+from megatron_resihp.control.worker import EpochBroken, EpochPlan, JobEnded, SalvageOrder
 from megatron_resihp.executor.communicators import is_communicator_error
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
 from megatron_resihp.integration.counting import restore_counters
+from megatron_resihp.integration.drills import StagedError
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.salvage import salvage
 from megatron_resihp.integration.shard import fill_shard, group_steps, shard_tensors
@@ -48,7 +50,7 @@ def is_ours(runtime: Runtime, error: BaseException) -> bool:
     """Whether an error starts a recovery: a communicator's, or any while the epoch is marked as broken."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return False
-    return isinstance(error, EpochBroken) or is_communicator_error(error) or runtime.control.broken()
+    return isinstance(error, EpochBroken | StagedError) or is_communicator_error(error) or runtime.control.broken()
 
 
 def recover(runtime: Runtime, error: Exception) -> None:
@@ -63,19 +65,27 @@ def recover(runtime: Runtime, error: Exception) -> None:
     while True:
         if not is_ours(runtime, error):
             raise error
+        _let_go_of_frames(error)
         with phases.phase("notice"):
             runtime.control.suspect(error, runtime.config.resihp_answer_timeout)
         if runtime.recovered_from is None:
             runtime.recovered_from = runtime.control.broken_at()
         try:
             _enter_next_epoch(runtime, phases)
+        except JobEnded:
+            raise  # a fenced worker's epoch stays broken for ever: trying again would never end
         except Exception as next_error:
-            next_error.__traceback__ = None  # it would keep the failed epoch's groups alive
             error = next_error
             continue
-        for name, seconds in phases.seconds.items():
-            runtime.control.event("phase", phase=name, seconds=seconds, to_epoch=runtime.epoch)
+        runtime.phases = phases.seconds
         return
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """The frames of the broken iteration hold its activations and groups; their memory is needed for the new ones."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _enter_next_epoch(runtime: Runtime, phases: Phases) -> None:
@@ -93,13 +103,18 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases) -> None:
     with phases.phase("rebuild"):
         runtime.reach("recovery-rebuild")
         trained = _rebuild(runtime, order)
-    with phases.phase("migrate"):
-        moved = _migrate(runtime, order, trained)
-        digest = digest_tensors(shard_tensors(trained))
-    with phases.phase("ready"):
-        runtime.reach("recovery-ready")
-        runtime.control.ready(digest, moved, redone, runtime.communicators.ports())
-        runtime.communicators.narrow(runtime.control.peer_ports)
+    try:
+        with phases.phase("migrate"):
+            moved = _migrate(runtime, order, trained)
+            digest = digest_tensors(shard_tensors(trained))
+        with phases.phase("ready"):
+            runtime.reach("recovery-ready")
+            runtime.control.ready(digest, moved, redone, runtime.communicators.ports())
+            runtime.communicators.narrow(runtime.control.peer_ports)
+    except Exception:
+        if trained is not runtime.trained:
+            _take_apart(trained.model)
+        raise
     with phases.phase("data"):
         _adopt(runtime, order, trained)
 
@@ -156,11 +171,13 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained) -> None:
     live, commit = runtime.trained, order.commit
     assert live is not None and commit is not None
     if trained is not live:
+        old_model = list(live.model)
         live.model[:] = trained.model
         _become(live.optimizer, trained.optimizer)
         _become(live.scheduler, trained.scheduler)
         live.scheduler.optimizer = live.optimizer
         install_step(runtime)
+        _take_apart(old_model)
     runtime.held = order.plan.coordinate_of(runtime.worker)
     runtime.in_loop = runtime.works
     restore_counters(runtime, commit.counters)
@@ -178,6 +195,13 @@ def _stand_by(runtime: Runtime, commit: Commit) -> None:
     runtime.progress.iteration, runtime.progress.stage = commit.iteration, Stage.STEPPED
     if commit.replay:
         runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
+
+
+def _take_apart(model: list[torch.nn.Module]) -> None:
+    """Empty the modules of a model that is out of use: its reference cycles would keep buffers and groups until some
+    later garbage collection."""
+    for module in [module for chunk in model for module in chunk.modules()]:
+        module.__dict__.clear()
 
 
 def _become(old: Any, new: Any) -> None:

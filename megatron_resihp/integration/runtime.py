@@ -73,6 +73,8 @@ class Runtime:
         losses: what the schedule returned in this iteration (only the last stage has any).
         replay: the outcome of a step that is applied already; train_step returns it instead of computing.
         in_loop: whether this worker runs Megatron's train() (False: a standby, or not there yet).
+        finished: whether train() has returned; what is left is pretrain's final save and evaluation.
+        phases: seconds of each phase of the last recovery, until they are in the event log.
         recovered_from: when the death was noticed that the current epoch recovered from, until its first step.
         fed: sample indices that this worker's loader handed to the model in this iteration.
     """
@@ -100,6 +102,8 @@ class Runtime:
         self.fed: list[int] = []
         self.replay: Outcome | None = None
         self.in_loop = False
+        self.finished = False
+        self.phases: dict[str, float] = {}
         self.recovered_from: float | None = None
         self.last_step_at: float | None = None
         self.drills = Drills(config.drills(), self.worker, self._announce_drill)

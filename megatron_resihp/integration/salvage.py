@@ -39,7 +39,8 @@ def salvage(runtime: Runtime, order: SalvageOrder) -> None:
     args.ckpt_format = save_format
     state["num_floating_point_operations_so_far"] = runtime.flops
     torch.save(state, path)
-    if not order.missing:
+    if runtime.control.count("salvaged") == order.writers and not order.missing:
+        # Only when all shards are there may a later start find them.
         Path(get_checkpoint_tracker_filename(str(directory))).write_text(str(iteration))
     print(f"resihp: worker {runtime.worker} saved {path}", file=sys.stderr, flush=True)
     runtime.control.event(

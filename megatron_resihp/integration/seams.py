@@ -71,9 +71,15 @@ def training_patches(runtime: Runtime) -> list[Patch]:
         ),
         Patch(
             f"{TRAINING}:save_checkpoint_and_time",
-            partial(loop.wrap_save_checkpoint_and_time, runtime),
+            lambda original: loop.wrap_final(runtime, loop.wrap_save_checkpoint_and_time(runtime, original)),
             ("iteration", "model", "optimizer", "opt_param_scheduler", "num_floating_point_operations_so_far"),
             "records the true data-parallel size in checkpoints",
+        ),
+        Patch(
+            f"{TRAINING}:evaluate_and_print_results",
+            partial(loop.wrap_final, runtime),
+            ("prefix", "forward_step_func", "data_iterator", "model", "iteration"),
+            "saves what is held when a worker dies after the last iteration",
         ),
         Patch(
             f"{TRAINING}:training_log",

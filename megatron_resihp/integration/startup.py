@@ -34,7 +34,12 @@ def create_runtime(config: ResihpConfig) -> Runtime:
     worker = int(os.environ["RESIHP_WORKER"])
     # The notice thread starts before there is anything to abort.
     communicators: list[Communicators] = []
-    control = WorkerControl(store, worker, lambda: [each.abort() for each in communicators] and None)
+
+    def abort() -> None:
+        for each in communicators:
+            each.abort()
+
+    control = WorkerControl(store, worker, abort)
     communicators.append(Communicators(store.clone().torch_store, worker, control.broken))
     return Runtime(config, control, communicators[0], get_args())
 

@@ -80,7 +80,7 @@ def plan_rectangular(
     """
     coordinates = shape.coordinates()
     holders: dict[Coordinate, list[int]] = {c: [] for c in coordinates}
-    for worker in sorted(held, key=lambda w: _preference(w, previous)):
+    for worker in sorted(held, key=lambda w: _preference(w, held, previous)):
         coordinate = held[worker]
         if coordinate is not None:
             holders[coordinate].append(worker)
@@ -98,10 +98,18 @@ def plan_rectangular(
     return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys)
 
 
-def _preference(worker: int, previous: ParallelPlan) -> tuple[int, int]:
-    """Workers that worked before come first (no warm-up), lower replicas before higher."""
-    replica = previous.replica_of(worker)
-    return (len(previous.replicas) if replica is None else replica, worker)
+def _preference(worker: int, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> tuple[int, ...]:
+    """Workers that worked before come first (no warm-up), and of those the ones that lost the fewest mates.
+
+    A TP group that stays together needs no new links, and TP peers of different replicas may be on different nodes.
+    """
+    index, coordinate = previous.replica_of(worker), previous.coordinate_of(worker)
+    if index is None or coordinate is None:
+        return (1, worker)
+    replica = previous.replicas[index]
+    lost_peers = sum(peer not in held for peer in replica.stages[coordinate.stage])
+    lost_mates = sum(mate not in held for mate, _ in replica.workers())
+    return (0, lost_peers, lost_mates, index, worker)
 
 
 def _fill(chosen: dict[Coordinate, list[int]], replicas: int, free: list[int], shape: JobShape) -> set[int]:

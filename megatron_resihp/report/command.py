@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from megatron_resihp.report.check import LARGEST_DIFFERENCE, faults
 from megatron_resihp.report.events import FILE_NAME, read_events
 from megatron_resihp.report.summary import RunSummary, summarize, with_reference
 
@@ -26,19 +27,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference", type=Path, metavar="RUN_DIR", help="a run without failures to compare the loss with"
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="exit with 1 unless the run reached its last iteration, each sample was recorded once and in its place and, with "
+        f"--reference, each iteration has the same loss up to a relative difference of {LARGEST_DIFFERENCE:g}",
+    )
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask; the exit code is 0, or 2 for bad input."""
+    """Do what the parsed arguments ask; the exit code is 0, 1 if --check found faults, or 2 for bad input."""
     try:
-        _report(namespace)
+        summary = _report(namespace)
     except _BadInput as error:
         print(f"resihp: {error}", file=sys.stderr)
         return 2
-    return 0
+    found = faults(summary) if namespace.check else []
+    if found:
+        print(f"resihp: check failed: {'; '.join(found)}", file=sys.stderr)
+    return 1 if found else 0
 
 
-def _report(namespace: argparse.Namespace) -> None:
+def _report(namespace: argparse.Namespace) -> RunSummary:
     summary = _load(namespace.run_dir)
     reference = _load(namespace.reference) if namespace.reference else None
     if reference is not None:
@@ -49,6 +59,7 @@ def _report(namespace: argparse.Namespace) -> None:
         print(json.dumps(summary.to_json(), indent=2, allow_nan=False))
     else:
         _render(summary)
+    return summary
 
 
 def _load(run_dir: Path) -> RunSummary:

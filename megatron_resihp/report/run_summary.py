@@ -99,8 +99,9 @@ class RunSummary:
     failures: tuple[Failure, ...] = ()
     salvages: tuple[Salvage, ...] = ()
     last_checkpoint: str | None = None
+    loss_reference: Mapping[int, float] | None = None
+    """The loss of the reference run, where one was given."""
     loss_max_relative_difference: float | None = None
-    """From the reference run's loss, where one was given."""
     compared_iterations: int | None = None
     """Iterations that this run and the reference have in common."""
     unreadable_lines: int = 0
@@ -156,5 +157,6 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "drills": _each(lambda value: Drill(**value)),
     "failures": _each(lambda value: Failure(**value)),
     "salvages": _each(_salvage),
+    "loss_reference": _by_iteration,
     "loss_max_relative_difference": number,
 }

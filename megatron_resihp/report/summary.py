@@ -74,6 +74,7 @@ def with_reference(summary: RunSummary, reference: RunSummary) -> RunSummary:
     """`summary` with its loss compared to the loss of an uninterrupted run."""
     return replace(
         summary,
+        loss_reference=reference.loss,
         loss_max_relative_difference=compare(summary.loss, reference.loss),
         compared_iterations=len(summary.loss.keys() & reference.loss.keys()),
     )

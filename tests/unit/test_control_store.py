@@ -138,8 +138,10 @@ def test_a_reserved_port_is_served_later() -> None:
     listener = reserve("127.0.0.1", 0)
     port = listener.getsockname()[1]
     served: list[TcpStore] = []
-    threading.Timer(SHORT_S, lambda: served.append(serve("127.0.0.1", listener=listener))).start()
+    server = threading.Timer(SHORT_S, lambda: served.append(serve("127.0.0.1", listener=listener)))
+    server.start()
     connect("127.0.0.1", port, LONG_S).set("key", "value")
+    server.join(LONG_S)
     assert served[0].get("key", SHORT_S) == "value"
     served[0].close()
 

@@ -1,0 +1,35 @@
+"""What the tests on real Megatron share: one nursery, one data set and the reference runs of a session."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from jobs import REPOSITORY, Jobs, Nursery
+
+SCRIPT = REPOSITORY / "scripts" / "make_dataset.py"
+MAKE_S = 60.0
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    directory = tmp_path_factory.mktemp("jobs")
+    nursery = Nursery()
+    yield Jobs(nursery, directory)
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def documents(jobs: Jobs) -> Path:
+    """Prefix of an indexed data set of documents that are mostly shorter than a sample."""
+    texts, prefix = jobs.directory / "documents.jsonl", jobs.directory / "documents"
+    random = Random(0)
+    lengths = [random.choice((3, 7, 12, 20, 50)) for _ in range(600)]
+    texts.write_text("".join(json.dumps({"text": "abcdefghijklmnopqrstuvwxy"[-n:] * 2}) + "\n" for n in lengths))
+    subprocess.run([sys.executable, SCRIPT, prefix, texts], check=True, timeout=MAKE_S)
+    return prefix

@@ -1,0 +1,453 @@
+"""Real Megatron jobs for the tests: launched for real, but forked from one process that has imported everything once.
+
+The test runner starts that process, the nursery, by executing this file, and asks it for jobs line by line; so the runner
+itself stays free of torch's threads and Megatron's state. Each job is a launcher in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import pytest
+
+from megatron_resihp.report.events import FILE_NAME, read_events
+from megatron_resihp.report.summary import RunSummary, compare, summarize
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PRETRAIN = REPOSITORY / "scripts" / "pretrain_gpt.py"
+WISHING = Path(__file__).with_name("wishing_gpt.py")
+WARM_UP_S = 120.0
+JOB_S = 90.0
+"""Longer than any job of these tests takes on two cores that others use too."""
+DUMP_S = 3.0
+TAIL_LINES = 40
+
+
+def eventually(what: str, test: Callable[[], Any], timeout_s: float) -> Any:
+    """Wait until `test` gives something true, and return that."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := test()):
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.01)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, or could if it were continued; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# ---- what the tests use
+
+
+@dataclass
+class Job:
+    """A launched job, running or over.
+
+    Attributes:
+        code: the launcher's exit code, once it is over.
+        seconds: from the request to the launcher's end.
+    """
+
+    nursery: Nursery
+    run_dir: Path
+    workers: int
+    started_at: float
+    pid: int | None = None
+    code: int | None = None
+    seconds: float = 0.0
+
+    def wait(self, timeout_s: float = JOB_S) -> Job:
+        """Wait for the launcher's end and check that nothing of the job is left running."""
+        if not self.nursery.serve_until(lambda: self.code is not None, self.started_at + timeout_s):
+            running = [worker for worker, pid in self.worker_pids().items() if is_alive(pid)]
+            self._ask_where_they_hang()
+            self.kill()
+            pytest.fail(f"the job did not end within {timeout_s:g} s; workers {running} still ran\n{self.tails()}")
+        left = [worker for worker, pid in self.worker_pids().items() if is_alive(pid)]
+        assert not left, f"workers {left} outlived the launcher"
+        return self
+
+    def await_event(self, name: str, timeout_s: float = JOB_S, **fields: Any) -> dict[str, Any]:
+        """Wait for an event with these fields."""
+
+        def find() -> dict[str, Any] | None:
+            return next((event for event in self.events(name) if fields.items() <= event.items()), None)
+
+        def over() -> Any:
+            return find() or self.code is not None
+
+        found = self.nursery.serve_until(over, time.monotonic() + timeout_s) and find()
+        if not found:
+            if self.code is None:
+                self._ask_where_they_hang()
+            self.kill()
+            pytest.fail(f"no event {name} {fields}; exit code {self.code}\n{self.tails()}")
+        return found
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        path = self.run_dir / FILE_NAME
+        if not path.exists():
+            return []
+        return [event for event in read_events(path).events if name in (None, event["event"])]
+
+    @cached_property
+    def summary(self) -> RunSummary:
+        """What the report says of it; only asked for once it is over."""
+        return summarize(self.events())
+
+    def output(self) -> str:
+        return _read(self._output_path)
+
+    def log(self, worker: int) -> str:
+        return _read(self.run_dir / "logs" / f"worker_{worker}.log")
+
+    def exits(self) -> dict[int, int]:
+        """Exit codes of the workers that have ended, negative for a signal."""
+        lines = [line.split() for line in _read(self.run_dir / "exits").splitlines()]
+        return {int(worker): int(code) for worker, code in lines}
+
+    def worker_pids(self) -> dict[int, int]:
+        lines = [line.split() for line in _read(self.run_dir / "pids").splitlines()]
+        return {int(worker): int(pid) for worker, pid in lines}
+
+    def wish(self, what: str) -> None:
+        """For jobs of wishing_gpt.py."""
+        (self.run_dir / "wishes").mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "wishes" / what).touch()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the launcher."""
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once; workers die with their launcher, stopped ones too."""
+        if self.code is None and self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.nursery.serve_until(lambda: self.code is not None, time.monotonic() + 10.0)
+
+    def tails(self) -> str:
+        """The ends of everything that the job has written."""
+        parts = {"launcher": self.output(), **{f"worker {w}": self.log(w) for w in range(self.workers)}}
+        return "\n".join(
+            f"---- {name} of {self.run_dir}\n" + "\n".join(text.splitlines()[-TAIL_LINES:])
+            for name, text in parts.items()
+        )
+
+    @property
+    def _output_path(self) -> Path:
+        return self.run_dir.with_name(f"{self.run_dir.name}.out")
+
+    def _ask_where_they_hang(self) -> None:
+        """Let every worker write the stacks of its threads to its log."""
+        self.signal(signal.SIGUSR1)
+        deadline = time.monotonic() + DUMP_S
+        while time.monotonic() < deadline:
+            running = [worker for worker, pid in self.worker_pids().items() if is_alive(pid)]
+            if all("Current thread" in self.log(worker) for worker in running):
+                break
+            time.sleep(0.05)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+class Nursery:
+    """The warmed-up process, seen from the test runner."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | NURSERY_ENVIRONMENT,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests: IO[bytes] = self._process.stdin
+        self._answers = self._process.stdout.fileno()
+        self._unread = b""
+        self._ready = False
+        self._jobs: dict[str, Job] = {}
+        assert self.serve_until(lambda: self._ready, time.monotonic() + WARM_UP_S), "the nursery does not get ready"
+
+    def start(
+        self, run_dir: Path, arguments: Sequence[str], *, workers: int, script: Path = PRETRAIN, **options: Any
+    ) -> Job:
+        """Launch a job; `options` are those of LaunchOptions."""
+        job = Job(self, run_dir, workers, time.monotonic())
+        self._jobs[str(run_dir)] = job
+        request = {"run_dir": str(run_dir), "command": [str(script), *arguments], "workers_per_node": workers, **options}
+        self._requests.write(json.dumps(request).encode() + b"\n")
+        self._requests.flush()
+        assert self.serve_until(lambda: job.pid is not None, time.monotonic() + 10.0), "the nursery does not answer"
+        return job
+
+    def serve_until(self, test: Callable[[], Any], deadline: float) -> bool:
+        """Take in what the nursery says until `test` holds; False if it does not before the deadline."""
+        while not test():
+            if time.monotonic() > deadline:
+                return False
+            if select.select([self._answers], [], [], 0.02)[0]:
+                data = os.read(self._answers, 65536)
+                assert data, f"the nursery has ended with {self._process.poll()}"
+                *lines, self._unread = (self._unread + data).split(b"\n")
+                for line in lines:
+                    self._hear(json.loads(line))
+        return True
+
+    def close(self) -> None:
+        for job in self._jobs.values():
+            job.kill()
+        self._requests.close()
+        try:
+            self._process.wait(10.0)
+        finally:
+            self._process.kill()
+
+    def _hear(self, answer: dict[str, Any]) -> None:
+        if "run_dir" not in answer:
+            self._ready = True
+            return
+        job = self._jobs[answer["run_dir"]]
+        job.pid = answer["pid"]
+        if "code" in answer:
+            job.code, job.seconds = answer["code"], time.monotonic() - job.started_at
+
+
+NURSERY_ENVIRONMENT = {
+    "RESIHP_CPU": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(":"),
+}
+
+
+@dataclass
+class Jobs:
+    """Starts jobs in the session's directory and remembers runs that several tests compare with."""
+
+    nursery: Nursery
+    directory: Path
+    _references: dict[tuple[Any, ...], Job] = field(default_factory=dict)
+    _count: Iterator[int] = field(default_factory=lambda: iter(range(10_000)))
+
+    def start(self, arguments: Sequence[str], *, workers: int, wishes: Sequence[str] = (), **options: Any) -> Job:
+        run_dir = self.directory / f"run{next(self._count)}"
+        (run_dir / "wishes").mkdir(parents=True)
+        for wish in wishes:
+            (run_dir / "wishes" / wish).touch()
+        return self.nursery.start(run_dir, arguments, workers=workers, **options)
+
+    def run(self, arguments: Sequence[str], *, workers: int, **options: Any) -> Job:
+        return self.start(arguments, workers=workers, **options).wait()
+
+    def reference(self, arguments: Sequence[str], *, workers: int) -> Job:
+        """The same job, uninterrupted; run once a session."""
+        key = (*arguments, workers)
+        if key not in self._references:
+            job = self.run(arguments, workers=workers)
+            assert job.code == 0, job.tails()
+            assert not job.summary.deaths and not job.summary.recoveries
+            self._references[key] = job
+        return self._references[key]
+
+
+def flags(**values: Any) -> list[str]:
+    """tensor_parallel=2, swiglu=True as --tensor-parallel 2 --swiglu; None and False leave a flag out."""
+    words: list[str] = []
+    for name, value in values.items():
+        if value is None or value is False:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words += [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+    return words
+
+
+TINY: Mapping[str, Any] = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
+    "micro_batch_size": 1, "global_batch_size": 4, "train_iters": 6, "lr": "1e-3", "min_lr": "1e-4",
+    "lr_decay_style": "cosine", "lr_warmup_iters": 2, "tokenizer_type": "NullTokenizer", "vocab_size": 64,
+    "mock_data": True, "split": "98,1,1", "num_workers": 0, "log_interval": 1, "eval_interval": 100, "eval_iters": 0,
+    "transformer_impl": "local", "position_embedding_type": "rope", "no_rope_fusion": True,
+    "attention_backend": "unfused", "no_gradient_accumulation_fusion": True, "no_persist_layer_norm": True,
+    "attention_dropout": 0, "hidden_dropout": 0, "no_masked_softmax_fusion": True, "no_bias_gelu_fusion": True,
+    "no_bias_dropout_fusion": True, "distributed_backend": "gloo", "resihp": True, "resihp_record_samples": True,
+    "resihp_record_digests": True,
+}  # fmt: skip
+"""A model and a job that are as small as they can be."""
+
+
+def tiny(**changes: Any) -> list[str]:
+    """The command line of a tiny job with some flags changed."""
+    return flags(**TINY | changes)
+
+
+# ---- what the tests check
+
+
+def check_training(job: Job, reference: Job, tolerance: float = 1e-5) -> None:
+    """It ended well and has trained what the reference has: every iteration, every sample, once and in its place."""
+    assert job.code == 0, job.tails()
+    summary, expected = job.summary, reference.summary
+    assert summary.completed
+    assert sorted(summary.loss) == sorted(expected.loss) == list(range(1, summary.job.train_iters + 1)), job.tails()
+    difference = compare(summary.loss, expected.loss)
+    assert difference is not None and difference <= tolerance, difference_table(summary, expected)
+    assert (summary.samples_lost, summary.samples_applied_twice, summary.samples_out_of_place) == (0, 0, 0)
+    assert summary.samples_consumed == summary.job.train_iters * summary.job.global_batch_size
+    norms = compare(summary.grad_norm, expected.grad_norm)
+    assert norms is not None and norms <= 100 * tolerance, difference_table(summary, expected)
+    assert not summary.ignored_events, summary.ignored_events
+    check_digests(job)
+
+
+def check_digests(job: Job) -> None:
+    """All holders of a shard ended with the same bits, and every shard has one."""
+    found: dict[tuple[int, int], dict[int, str]] = {}
+    last = max(event["iteration"] for event in job.events("digest"))
+    for event in job.events("digest"):
+        if event["iteration"] == last:
+            found.setdefault(tuple(event["shard"]), {})[event["worker"]] = event["digest"]
+    plan = job.events("epoch_started")[-1]["plan"]
+    degrees = len(plan["replicas"][0]["stages"]), len(plan["replicas"][0]["stages"][0])
+    assert sorted(found) == [(stage, rank) for stage in range(degrees[0]) for rank in range(degrees[1])]
+    for shard, digests in found.items():
+        assert len(set(digests.values())) == 1, f"holders of {shard} differ: {digests}"
+
+
+def difference_table(summary: RunSummary, expected: RunSummary) -> str:
+    lines = ["iteration  loss  reference  |  gradient norm  reference"]
+    for iteration in sorted(summary.loss.keys() | expected.loss.keys()):
+        values = (summary.loss, expected.loss, summary.grad_norm, expected.grad_norm)
+        lines.append(f"{iteration}  " + "  ".join(repr(value.get(iteration)) for value in values))
+    return "\n".join(lines)
+
+
+# ---- the nursery
+
+
+def _nursery() -> NoReturn:
+    """Fork a launcher per request line, say how each ended; killed with all of them when the requests end."""
+    import selectors
+
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    _warm_up()
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    selector = selectors.DefaultSelector()
+    selector.register(0, selectors.EVENT_READ, None)
+    running: dict[int, str] = {}
+    unread = b""
+    while True:
+        for key, _ in selector.select():
+            if key.data is not None:
+                _, status = os.waitpid(key.data, 0)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                answer = {"run_dir": running.pop(key.data), "pid": key.data, "code": os.waitstatus_to_exitcode(status)}
+                print(json.dumps(answer), file=answers, flush=True)
+                continue
+            data = os.read(0, 65536)
+            if not data:
+                for pid in running:
+                    os.kill(pid, signal.SIGKILL)
+                os._exit(0)
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    answers.close()
+                    _become_launcher(request)
+                running[pid] = request["run_dir"]
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+                print(json.dumps({"run_dir": request["run_dir"], "pid": pid}), file=answers, flush=True)
+
+
+def _warm_up() -> None:
+    import runpy
+
+    import megatron_resihp
+
+    megatron_resihp.enable()
+    import torch._dynamo  # noqa: F401
+
+    runpy.run_path(str(PRETRAIN), run_name="warm_up")
+    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+
+
+def _become_launcher(request: dict[str, Any]) -> NoReturn:
+    code = 99
+    try:
+        from megatron_resihp.cli import RunReport
+        from megatron_resihp.control import launcher, linux
+        from megatron_resihp.control.spawn import fork_worker
+
+        linux.die_with_parent()
+        os.setsid()
+        run_dir = Path(request.pop("run_dir"))
+        output = os.open(run_dir.with_name(f"{run_dir.name}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        # The nursery's requests and its other descriptors are not for the job.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        _take_notes(run_dir)
+        options = launcher.LaunchOptions(**{**request, "command": tuple(request["command"])}, run_dir=run_dir, stand_in=True)
+        code = launcher.launch(options, fork_worker, RunReport)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _take_notes(run_dir: Path) -> None:
+    """Write down each worker's process and exit code, and let workers say where they hang when SIGUSR1 comes."""
+    import faulthandler
+
+    from megatron_resihp.control import bootstrap
+    from megatron_resihp.control.agent import Agent
+
+    def append(name: str, *words: Any) -> None:
+        with open(run_dir / name, "a") as notes:
+            notes.write(" ".join(map(str, words)) + "\n")
+
+    bury, main = Agent._bury, bootstrap.main
+
+    def noted_bury(agent: Agent, worker: Any) -> None:
+        bury(agent, worker)
+        append("exits", worker.number, worker.code)
+
+    def noted_main(command: Sequence[str]) -> NoReturn:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        append("pids", os.environ["RESIHP_WORKER"], os.getpid())
+        main(command)
+
+    Agent._bury = noted_bury  # type: ignore[method-assign]
+    bootstrap.main = noted_main
+
+
+if __name__ == "__main__":
+    _nursery()

@@ -1,0 +1,43 @@
+"""scripts/pretrain_gpt.py with a forward step that does what files in RUN_DIR/wishes ask for: ACTION-WORKER-ITERATION.
+
+Actions: `oom` and `error` raise, `nan` spoils the output, `hold` waits for the file `go_on`.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+import pretrain_gpt
+import torch
+from megatron.training import get_args
+
+WISHES = Path(os.environ["RESIHP_RUN_DIR"]) / "wishes"
+HOLD_S = 60.0
+
+plain_forward_step = pretrain_gpt.forward_step
+
+
+def wished(action: str) -> bool:
+    return (WISHES / f"{action}-{os.environ['RESIHP_WORKER']}-{get_args().curr_iteration + 1}").exists()
+
+
+def forward_step(*positional: Any) -> Any:
+    if wished("oom"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+    if wished("error"):
+        raise ValueError("the user's code has a bug")
+    deadline = time.monotonic() + HOLD_S
+    while wished("hold") and not (WISHES / "go_on").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    output, loss_function = plain_forward_step(*positional)
+    return (output * float("nan") if wished("nan") else output), loss_function
+
+
+if __name__ == "__main__":
+    pretrain_gpt.forward_step = forward_step
+    pretrain_gpt.main()
