@@ -305,7 +305,10 @@ def _introduce(options: LaunchOptions, store: Store, mailbox: Mailbox) -> Lifeli
         timeout_s=options.heartbeat_timeout_s,
         period_s=options.heartbeat_s,
     )
-    return join(store, joining, lambda: mailbox.end(Ending(1, "the coordinator is lost: node 0 closed the lifeline")))
+    lost = Ending(1, "the coordinator is lost: node 0 closed the lifeline")
+    lifeline = join(store, joining, lambda: mailbox.end(lost))
+    print(f"resihp: node {options.node} has joined the job", flush=True)
+    return lifeline
 
 
 def _announce(options: LaunchOptions, seat: _Seat) -> None:

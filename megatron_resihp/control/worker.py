@@ -4,6 +4,7 @@ May import `plan`, `control.messages`, `control.record` and `control.store`.
 """
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -222,4 +223,7 @@ class WorkerControl:
                 self._broken[notice["epoch"]] = (notice["cause"], time.time())
             self._news.notify_all()
         if self.broken():
-            self._on_broken()
+            try:
+                self._on_broken()
+            except Exception as error:  # the thread must live on: it is the only one that hears of the end
+                print(f"resihp: worker {self.worker} could not abort its groups: {error}", file=sys.stderr, flush=True)

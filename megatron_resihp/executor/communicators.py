@@ -151,7 +151,7 @@ class Communicators:
         self._epoch_store = None
 
     def release(self) -> None:
-        """Free the groups of earlier epochs. Takes a while, since each group joins its threads, so do it after the step."""
+        """Free the groups of earlier epochs. Each joins its threads, which takes a while: do it after the step."""
         self._retired.clear()
         self._left_behind = [(end, groups) for end, groups in self._left_behind if time.monotonic() < end]
 

@@ -116,6 +116,9 @@ def _first_epoch(runtime: Runtime) -> None:
     runtime.flops = runtime.args.num_floating_point_operations_so_far
     runtime.in_loop = True
     assert runtime.trained is not None
+    # From Go on a death is recovered from, also before train() begins its first step.
+    runtime.args.curr_iteration = runtime.args.iteration
+    runtime.progress.begin(runtime.args.iteration + 1, snapshot_counters(runtime))
     runtime.control.ready(digest_tensors(shard_tensors(runtime.trained)), 0, 0, runtime.communicators.ports())
     runtime.communicators.narrow(runtime.control.peer_ports)
 

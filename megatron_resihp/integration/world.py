@@ -20,7 +20,7 @@ def build_world(runtime: Runtime) -> None:
     """Make the current plan's process groups; standbys get side groups only."""
     args, plan = runtime.args, runtime.current_plan
     runtime.communicators.begin(runtime.epoch, plan.digest)
-    runtime.everybody = runtime.communicators.side_group("everybody", [w for w in plan.members if _keeps(runtime, w)])
+    runtime.everybody = runtime.communicators.side_group("everybody", plan.members)
     if runtime.works:
         order = plan.rank_order(pipeline_last=not args.use_tp_pp_dp_mapping)
         args.rank, args.world_size = order.index(runtime.worker), len(order)
@@ -29,10 +29,6 @@ def build_world(runtime: Runtime) -> None:
     coordinate = plan.coordinate_of(runtime.worker)
     if coordinate is not None:
         runtime.keepers = join_keepers(plan, coordinate, runtime.worker, runtime.communicators)
-
-
-def _keeps(runtime: Runtime, worker: int) -> bool:
-    return runtime.current_plan.coordinate_of(worker) is not None
 
 
 def build_model_parallel(runtime: Runtime) -> None:

@@ -99,6 +99,13 @@ class Job:
             pytest.fail(f"no event {name} {fields}; exit code {self.code}\n{self.tails()}")
         return found
 
+    def await_exit(self, worker: int, timeout_s: float = 10.0) -> None:
+        """Wait until a worker of a running job has ended."""
+        if not self.nursery.serve_until(lambda: worker in self.exits(), time.monotonic() + timeout_s):
+            self._ask_where_they_hang()
+            self.kill()
+            pytest.fail(f"worker {worker} did not end within {timeout_s:g} s\n{self.tails()}")
+
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         path = self.run_dir / FILE_NAME
         if not path.exists():

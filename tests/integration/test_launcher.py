@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Launched, eventually, is_alive
+from launched import WAIT_S, Launched, eventually, is_alive
 
 from megatron_resihp.control import messages
 from megatron_resihp.control.address import Address
@@ -45,6 +46,17 @@ def begun(run: Launched, workers: int = 3) -> list[int]:
     return [run.worker_pid(worker) for worker in range(workers)]
 
 
+def kill(pid: int) -> float:
+    """SIGKILL; returns when the kernel had the process dead, which may take it a while on a busy machine."""
+    watched = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    readable, _, _ = select.select([watched], [], [], WAIT_S)
+    dead_at = time.time()
+    os.close(watched)
+    assert readable
+    return dead_at
+
+
 def test_a_run_that_reaches_its_end(launch: Launch) -> None:
     run = launch(arguments=("--iterations", "5"))
     pids = begun(run)
@@ -59,11 +71,10 @@ def test_a_run_that_reaches_its_end(launch: Launch) -> None:
 def test_survivors_of_a_killed_worker_get_a_new_plan(launch: Launch) -> None:
     run = launch()
     pids = begun(run)
-    killed_at = time.time()
-    os.kill(pids[1], signal.SIGKILL)
+    dead_at = kill(pids[1])
     death = run.await_event("worker_dead", dead=1)
-    noticed_after_s = death["noticed_at"] - killed_at
-    print(f"\nSIGKILL noticed by the coordinator after {1000 * noticed_after_s:.1f} ms")
+    noticed_after_s = death["noticed_at"] - dead_at
+    print(f"\ndeath of a worker known to the coordinator after {1000 * noticed_after_s:.1f} ms")
     assert death["cause"] == "exit signal 9"
     assert noticed_after_s < 0.5
     run.await_event("recovery", to_epoch=1)
@@ -80,8 +91,8 @@ def test_children_of_a_killed_worker_die_with_it(launch: Launch) -> None:
     memory = Path(f"/dev/shm/torch_{forked}_1_0")
     memory.touch()
     os.kill(pids[1], signal.SIGKILL)
-    eventually("the children die", lambda: not is_alive(forked) and not is_alive(executed), 1.0)
-    eventually("their shared memory is freed", lambda: not memory.exists(), 1.0)
+    eventually("the children die", lambda: not is_alive(forked) and not is_alive(executed), 5.0)
+    eventually("their shared memory is freed", lambda: not memory.exists())
     run.await_event("recovery", to_epoch=1)
 
 
@@ -102,7 +113,7 @@ def test_a_stopped_worker_is_given_up_cut_off_and_ends_itself(launch: Launch, tm
         assert peer.recv(1) == b"", "peers of a stopped worker must not wait for it"
     assert is_alive(pids[1])
     os.kill(pids[1], signal.SIGCONT)
-    eventually("the stopped worker ends", lambda: not is_alive(pids[1]), 1.0)
+    eventually("the stopped worker ends", lambda: not is_alive(pids[1]), 5.0)
     assert len(run.events("worker_dead")) == 1
     run.ask("finish")
     assert run.end() == 0, run.output()
@@ -114,7 +125,8 @@ def test_a_worker_that_stays_stopped_does_not_delay_the_end(launch: Launch) -> N
     os.kill(pids[1], signal.SIGSTOP)
     run.await_event("recovery", to_epoch=1)
     run.ask("finish")
-    assert run.end(timeout_s=5.0) == 0, run.output()
+    # Survivors would have 10 s to exit by themselves.
+    assert run.end(timeout_s=9.0) == 0, run.output()
     assert not is_alive(pids[1])
 
 
@@ -161,7 +173,7 @@ def test_a_second_signal_kills_at_once(launch: Launch) -> None:
     time.sleep(0.1)  # Not to wait for anything: two signals at the same moment are one.
     assert all(map(is_alive, pids)), "the first one leaves the end to the workers"
     os.kill(run.pid, signal.SIGINT)
-    assert run.end(timeout_s=3.0) == 130
+    assert run.end(timeout_s=9.0) == 130
     assert not any(map(is_alive, pids))
     assert run.events("run_finished")[-1]["exit_code"] == 130
     assert "killed by a second SIGINT" in run.output()
@@ -171,7 +183,7 @@ def test_workers_that_outlive_the_end_are_killed(launch: Launch) -> None:
     run = launch("hang_1")
     pids = begun(run)
     run.store().set(messages.END, '{"code": 7, "reason": "for the test", "grace_s": 0.1}')
-    assert run.end(timeout_s=5.0) == 7
+    assert run.end(timeout_s=9.0) == 7
     assert not any(map(is_alive, pids))
 
 
@@ -181,7 +193,7 @@ def test_a_killed_agent_takes_its_workers_with_it(launch: Launch) -> None:
     pids.append(run.children_of(1)[0])
     os.kill(run.pid, signal.SIGKILL)
     run.end()
-    eventually("workers die", lambda: not any(map(is_alive, pids)), 1.0)
+    eventually("workers die", lambda: not any(map(is_alive, pids)), 5.0)
     os.kill(run.children_of(1)[1], signal.SIGKILL)
 
 
@@ -268,19 +280,21 @@ def port() -> int:
 
 def two_nodes(launch: Launch, port: int, **options: Any) -> tuple[Launched, Launched]:
     options = {"nodes": 2, "workers_per_node": 2, "coordinator": Address("127.0.0.1", port), **options}
-    return launch(node=0, **options), launch(node=1, **options)
+    first, second = launch(node=0, **options), launch(node=1, **options)
+    eventually("node 1 joins", lambda: "node 1 has joined" in second.output())
+    return first, second
 
 
 def test_a_lost_node_is_noticed_and_survived(launch: Launch, port: int) -> None:
     first, second = two_nodes(launch, port)
     pids = begun(first, 4)
-    killed_at = time.time()
-    os.kill(second.pid, signal.SIGKILL)
+    dead_at = kill(second.pid)
     death = first.await_event("worker_dead", dead=3)
-    print(f"\nloss of a node noticed after {1000 * (death['noticed_at'] - killed_at):.1f} ms")
+    noticed_after_s = death["noticed_at"] - dead_at
+    print(f"\nloss of a node known to the coordinator after {1000 * noticed_after_s:.1f} ms")
     assert death["cause"] == "node lost: connection lost"
-    assert death["noticed_at"] - killed_at < 0.5
-    eventually("its workers die with it", lambda: not any(map(is_alive, pids[2:])), 1.0)
+    assert noticed_after_s < 0.5
+    eventually("its workers die with it", lambda: not any(map(is_alive, pids[2:])), 5.0)
     eventually("node 0 goes on", lambda: "epoch 1 members [0, 1]" in first.log(0))
     first.ask("finish")
     assert first.end() == 0, first.output()

@@ -8,6 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# Several jobs may share the cores that the tests run on: no example is wrong for being slow.
+settings.register_profile("resihp", deadline=None, max_examples=60)
+settings.load_profile("resihp")
 
 Event = dict[str, Any]
 

@@ -53,10 +53,12 @@ def test_what_does_not_come_in_time(store: TcpStore) -> None:
 
 def test_a_wait_ends_when_the_key_comes(store: TcpStore) -> None:
     other = store.clone()
-    threading.Timer(SHORT_S, lambda: other.set("key", "value")).start()
+    writer = threading.Timer(SHORT_S, lambda: other.set("key", "value"))
+    writer.start()
     started = time.monotonic()
     assert store.get("key", LONG_S) == "value"
     assert time.monotonic() - started < 2.0
+    writer.join(LONG_S)
 
 
 def test_the_first_writer_wins(store: TcpStore) -> None:

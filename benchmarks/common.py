@@ -1,0 +1,173 @@
+"""What the benchmarks share: the small job that they run, its processes seen from outside, and how results are printed.
+
+May import the standard library and `megatron_resihp.report`; no torch, no megatron, so that measuring costs the job
+nothing.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_resihp.report.events import FILE_NAME, Event, read_events
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
+POLL_S = 0.005
+END_S = 30.0
+"""How long a job may take to end after it was asked to."""
+
+
+@dataclass(frozen=True)
+class SmallJob:
+    """Megatron's flags of a tiny GPT in fp32 on invented data, with Megatron's default number of data loaders."""
+
+    tensor_parallel: int = 2
+    pipeline_parallel: int = 2
+    replicas: int = 2
+    layers: int = 4
+    hidden: int = 64
+    sequence: int = 128
+    batch: int = 8
+
+    @property
+    def workers(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel * self.replicas
+
+    def flags(self, iterations: int) -> list[str]:
+        sizes = {
+            "tensor-model-parallel-size": self.tensor_parallel, "pipeline-model-parallel-size": self.pipeline_parallel,
+            "num-layers": self.layers, "hidden-size": self.hidden, "num-attention-heads": 4,
+            "seq-length": self.sequence, "max-position-embeddings": self.sequence,
+            "micro-batch-size": 1, "global-batch-size": self.batch, "train-iters": iterations,
+            "vocab-size": 127, "lr": 1e-3, "split": "98,1,1", "eval-iters": 0, "eval-interval": iterations,
+            "log-interval": 1, "hidden-dropout": 0, "attention-dropout": 0,
+            "transformer-impl": "local", "tokenizer-type": "NullTokenizer", "distributed-backend": "gloo",
+        }  # fmt: skip
+        flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+        return [*flags, "--mock-data", "--no-gradient-accumulation-fusion"]
+
+    def under_resihp(self, iterations: int, run_dir: Path) -> list[str]:
+        """The command that starts the job with the plugin, on CPUs."""
+        launch = [sys.executable, "-m", "megatron_resihp.cli", "launch", "--stand-in"]
+        seats = ["--nproc-per-node", str(self.workers), "--run-dir", str(run_dir)]
+        return [*launch, *seats, str(SCRIPT), "--resihp", *self.flags(iterations)]
+
+    def under_torchrun(self, iterations: int, restarts: int = 0) -> list[str]:
+        """The command that starts the same job without the plugin, on CPUs."""
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts)]
+        seats = ["--nproc-per-node", str(self.workers), "-m", "megatron_resihp.cpu"]
+        return [*launch, *seats, str(SCRIPT), *self.flags(iterations)]
+
+
+@contextmanager
+def running(command: Sequence[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A job in a session of its own with its output in a file; whatever is left of it at the end is ended."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    with output.open("wb") as file:
+        job = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield job
+    finally:
+        _end(job)
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    if job.poll() is not None:
+        return
+    workers = worker_processes(job.pid)
+    job.send_signal(signal.SIGTERM)
+    try:
+        job.wait(END_S)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()
+        for pid in workers.values():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+def worker_processes(launcher: int) -> dict[int, int]:
+    """Process ids of a launcher's workers by their number, as their environments say it."""
+    found: dict[int, int] = {}
+    for children in Path(f"/proc/{launcher}/task").glob("*/children"):
+        for pid in map(int, children.read_text().split()):
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue  # it has just ended
+            found.update({int(item[5:]): pid for item in environment if item.startswith(b"RANK=")})
+    return found
+
+
+def wait_for[T](what: str, look: Callable[[], T | None], job: subprocess.Popen[bytes], timeout_s: float) -> T:
+    """The first thing that `look` finds.
+
+    Raises:
+        RuntimeError: the job ended, or the time is over.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        ended = job.poll() is not None
+        found = look()
+        if found is not None:
+            return found
+        if ended or time.monotonic() > deadline:
+            raise RuntimeError(f"{what}: {'the job has ended' if ended else f'not within {timeout_s:g} s'}")
+        time.sleep(POLL_S)
+
+
+class EventTail:
+    """The events of a run as they are written."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / FILE_NAME
+        self._offset = 0
+        self.events: list[Event] = []
+
+    def look(self) -> list[Event]:
+        """All events so far."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return self.events
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        self.events += [json.loads(line) for line in whole.splitlines() if line.strip()]
+        return self.events
+
+
+def all_events(run_dir: Path) -> list[Event]:
+    return read_events(run_dir / FILE_NAME).events
+
+
+def load_average() -> float:
+    """Of the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def rounded(value: Any, digits: int = 3) -> Any:
+    """Numbers in nested dicts and lists cut to what can be measured."""
+    if isinstance(value, float):
+        return round(value, digits)
+    if isinstance(value, dict):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    return [rounded(item, digits) for item in value] if isinstance(value, list) else value
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """The result as JSON in the last line of standard output."""
+    print(json.dumps(rounded(result)), flush=True)

@@ -1,0 +1,280 @@
+#!/usr/bin/env python3
+"""How long a killed worker stops training: in place, and with torchrun restarting from checkpoints.
+
+    python benchmarks/recovery.py [--kills N] [--quick] [--plot FILE]
+
+Eight CPU workers (TP 2, PP 2, DP 2) train a tiny GPT in fp32. One is killed with SIGKILL from outside, at a random
+point of an iteration; victims take turns in an order drawn from --seed. Clock: Unix time.
+
+In place, one job for each kill, so that it always strikes eight workers:
+- t0 is read just before os.kill; the end is the time of the last `first_step` event, which a worker writes when it has
+  completed the first iteration after the recovery. `in_place_with_redo_s` is the time between.
+- If the iteration that broke had to be computed again (`steps_redone` of the `recovery` event is 1), the time of a
+  normal iteration in the new layout is subtracted: the median `duration_s` of the `iteration` events of the new epoch,
+  the first one of that epoch left out. That gives `in_place_s`. If the step had been agreed on before the kill and was
+  only completed, nothing is subtracted, although `first_step` then ends a whole new iteration.
+- `phases` add up to `in_place_s` of their kill: a phase lasts from when the last worker ended the phase before until
+  the last worker ended this one. `notice` ends when the first worker has noticed, and what the others take longer is
+  part of `abort`; `rest` is from the end of `data` to `first_step`, less the same normal iteration. `longest` has for
+  each phase the worker that took longest, with all its waiting for others.
+
+The incumbent is torchrun with a checkpoint after each iteration: from t0 to when the log shows an iteration that was
+completed after the restart. It redoes one iteration at most, and is compared with `in_place_with_redo_s`.
+
+All numbers are medians over the kills, in seconds. The last line of standard output is one JSON object.
+"""
+
+import argparse
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common import EventTail, SmallJob, all_events, load_average, print_result, running, wait_for, worker_processes
+
+from megatron_resihp.report import events as names
+from megatron_resihp.report.events import Event
+
+GOAL_S = 0.6
+PHASES = ("notice", "abort", "agree", "rebuild", "migrate", "ready", "data", "rest")
+WARM_UP = 12
+"""Iterations before a kill."""
+AFTER = 10
+"""Iterations after it, from which the time of a normal one is taken."""
+START_S = 180.0
+RESTART_S = 240.0
+ITERATION_LINE = re.compile(rb"iteration +(\d+)/")
+TRAINING_STARTS = b"[before the start of training step]"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One measured recovery; times in seconds, as the module says."""
+
+    victim: int
+    in_place_s: float
+    in_place_with_redo_s: float
+    redone: bool
+    iteration_s: float
+    phases: dict[str, float]
+    longest: dict[str, float]
+    load_average: float
+
+
+# ---- in place
+
+
+def kill_in_place(job: SmallJob, victim: int, fraction: float, directory: Path) -> Kill:
+    """Run one job, kill one worker `fraction` of an iteration after one has ended, and let the job finish.
+
+    Raises:
+        RuntimeError: the job did not recover and reach its end.
+    """
+    run_dir = directory / "run"
+    tail = EventTail(run_dir)
+    with running(job.under_resihp(WARM_UP + AFTER, run_dir), directory / "output") as launcher:
+        before = wait_for("warm-up", lambda: _iterations(tail.look(), WARM_UP), launcher, START_S)
+        pid = worker_processes(launcher.pid)[victim]
+        load = load_average()
+        time.sleep(fraction * statistics.median(event["duration_s"] for event in before[2:]))
+        killed_at = time.time()
+        os.kill(pid, signal.SIGKILL)
+        if launcher.wait(START_S) != 0:
+            raise RuntimeError(f"the job ended with exit code {launcher.returncode} after worker {victim} was killed")
+    return measure(all_events(run_dir), victim, killed_at, load)
+
+
+def _iterations(events: Sequence[Event], number: int) -> list[Event] | None:
+    found = [event for event in events if event["event"] == names.ITERATION]
+    return found if found and found[-1]["iteration"] >= number else None
+
+
+def measure(events: Sequence[Event], victim: int, killed_at: float, load: float) -> Kill:
+    """What the event log says of the kill at `killed_at`."""
+    (recovery,) = (event for event in events if event["event"] == names.RECOVERY)
+    first_steps = [event for event in events if event["event"] == names.FIRST_STEP]
+    iterations = [e for e in events if e["event"] == names.ITERATION and e["epoch"] == recovery["to_epoch"]]
+    iteration_s = statistics.median(event["duration_s"] for event in iterations[1:])
+    total_s = max(event["time"] for event in first_steps) - killed_at
+    redo_s = iteration_s if recovery["steps_redone"] else 0.0
+    noticed_at = min(event["time"] - event["seconds_since_death"] for event in first_steps)
+    workers = _phases_by_worker(events)
+    ends = {"notice": noticed_at - killed_at}
+    for name in PHASES[1:-1]:
+        ends[name] = max(_end_of(name, phases, resumed_at) for phases, resumed_at in workers) - killed_at
+    ends["rest"] = total_s - redo_s
+    starts = [0.0, *ends.values()]
+    return Kill(
+        victim=victim,
+        in_place_s=total_s - redo_s,
+        in_place_with_redo_s=total_s,
+        redone=bool(recovery["steps_redone"]),
+        iteration_s=iteration_s,
+        phases={name: end - start for (name, end), start in zip(ends.items(), starts, strict=False)},
+        longest={name: max(phases[name] for phases, _ in workers) for name in PHASES[1:-1]},
+        load_average=load,
+    )
+
+
+def _phases_by_worker(events: Sequence[Event]) -> list[tuple[dict[str, float], float]]:
+    """Of each worker, how long its phases were and when the last of them ended; it reports them right then."""
+    found: dict[int, tuple[dict[str, float], float]] = {}
+    for event in events:
+        if event["event"] == names.PHASE:
+            phases, _ = found.setdefault(event["worker"], ({}, event["time"]))
+            phases[event["phase"]] = event["seconds"]
+    return list(found.values())
+
+
+def _end_of(name: str, phases: dict[str, float], resumed_at: float) -> float:
+    later = PHASES[PHASES.index(name) + 1 : -1]
+    return resumed_at - sum(phases[phase] for phase in later)
+
+
+# ---- the incumbent
+
+
+def kill_under_torchrun(
+    job: SmallJob, victims: Sequence[int], fractions: Sequence[float], directory: Path, say: Callable[[str], None]
+) -> list[float]:
+    """Kill workers of one job, one after another, each time well after torchrun has restarted it; the times it took.
+
+    Raises:
+        RuntimeError: the job was not restarted, or not from its last checkpoint.
+    """
+    output, checkpoints = directory / "output", directory / "checkpoints"
+    saving = ["--save", str(checkpoints), "--load", str(checkpoints), "--save-interval", "1", "--ckpt-format", "torch"]
+    command = [*job.under_torchrun(1000, len(victims)), *saving]
+    took_s = []
+    with running(command, output) as launcher:
+        seen = 0
+        for victim, fraction in zip(victims, fractions, strict=True):
+            reached = wait_for("warm-up", lambda: _logged(output, seen, 6), launcher, RESTART_S)  # noqa: B023
+            pid = worker_processes(launcher.pid)[victim]
+            time.sleep(fraction * _iteration_time(output))
+            seen = output.stat().st_size
+            killed_at = time.time()
+            os.kill(pid, signal.SIGKILL)
+            resumed = wait_for("restart", lambda: _logged(output, seen, 1), launcher, RESTART_S)  # noqa: B023
+            took_s.append(time.time() - killed_at)
+            say(f"torchrun: worker {victim} killed, iteration {resumed[-1]} done {took_s[-1]:.1f} s after it")
+            if resumed[-1] < reached[-1]:
+                raise RuntimeError(f"torchrun went back to iteration {resumed[-1]} from {reached[-1]}")
+    return took_s
+
+
+def _logged(output: Path, offset: int, count: int) -> list[int] | None:
+    """Numbers of the iterations logged since training last began, once there are `count` after `offset`."""
+    with output.open("rb") as file:
+        file.seek(offset)
+        _, started, log = file.read().rpartition(TRAINING_STARTS)
+    iterations = [int(number) for number in ITERATION_LINE.findall(log)] if started else []
+    return iterations if len(iterations) >= count else None
+
+
+def _iteration_time(output: Path) -> float:
+    times = re.findall(rb"elapsed time per iteration \(ms\): ([0-9.]+)", output.read_bytes())
+    return statistics.median(float(each) for each in times) / 1000
+
+
+# ---- the result
+
+
+def summarize(kills: Sequence[Kill], incumbent: Sequence[float]) -> dict[str, object]:
+    """The medians, and what they come from."""
+    phases = {name: statistics.median(kill.phases[name] for kill in kills) for name in PHASES}
+    with_redo_s = statistics.median(kill.in_place_with_redo_s for kill in kills)
+    incumbent_s = statistics.median(incumbent) if incumbent else None
+    return {
+        "in_place_s": statistics.median(kill.in_place_s for kill in kills),
+        "in_place_with_redo_s": with_redo_s,
+        "incumbent_s": incumbent_s,
+        "ratio": incumbent_s / with_redo_s if incumbent_s is not None else None,
+        "phases": phases,
+        "longest": {name: statistics.median(kill.longest[name] for kill in kills) for name in PHASES[1:-1]},
+        "kills": len(kills),
+        "incumbent_kills": len(incumbent),
+        "iteration_s": statistics.median(kill.iteration_s for kill in kills),
+        "load_average": statistics.median(kill.load_average for kill in kills),
+        "slowest_phase": max(phases, key=phases.__getitem__),
+        "cores": len(os.sched_getaffinity(0)),
+        "each": [asdict(kill) for kill in kills],
+        "incumbent_each_s": list(incumbent),
+    }
+
+
+def draw(result: dict, path: Path) -> None:
+    """The phases of the recovery, stacked, and the incumbent above them on the same axis; the phases once more alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (both, alone) = pyplot.subplots(2, 1, figsize=(9, 4.2), layout="constrained")
+    phases = {**result["phases"], "redone iteration": result["in_place_with_redo_s"] - result["in_place_s"]}
+    colours = pyplot.get_cmap("tab10").colors
+    for axes in (both, alone):
+        left = 0.0
+        for (name, seconds), colour in zip(phases.items(), colours, strict=False):
+            axes.barh("in place", max(seconds, 0.0), left=left, color=colour, label=name)
+            left += max(seconds, 0.0)
+        axes.spines[["top", "right"]].set_visible(False)
+    if result["incumbent_s"] is not None:
+        both.barh("torchrun", result["incumbent_s"], color="0.6")
+    alone.axvline(GOAL_S, color="black", linestyle=":")
+    alone.set_xlabel("seconds from SIGKILL to the end of the first iteration after it")
+    alone.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.4), frameon=False)
+    both.set_title(f"A killed worker of 8 on {result['cores']} cores, median of {result['kills']} kills")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=5, help="kills in place (default 5)")
+    parser.add_argument("--incumbent-kills", type=int, default=5, help="kills under torchrun (default 5)")
+    parser.add_argument("--quick", action="store_true", help="one kill, no incumbent")
+    parser.add_argument("--seed", type=int, default=1, help="of victims and moments (default 1)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result")
+    options = parser.parse_args()
+    if options.quick:
+        options.kills, options.incumbent_kills = 1, 0
+    job, chance = SmallJob(), random.Random(options.seed)
+    victims = [v for _ in range(options.kills + options.incumbent_kills) for v in chance.sample(range(8), 8)]
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    kills, incumbent = [], []
+    with tempfile.TemporaryDirectory(prefix="recovery-") as scratch:
+        for number in range(options.kills):
+            directory = Path(scratch, str(number))
+            directory.mkdir()
+            kill = kill_in_place(job, victims[number], chance.random(), directory)
+            say(f"in place: worker {kill.victim} killed, {kill.in_place_s:.3f} s, "
+                f"{kill.in_place_with_redo_s:.3f} s with the iteration{' redone' if kill.redone else ''}, "
+                f"load {kill.load_average}")  # fmt: skip
+            kills.append(kill)
+        if options.incumbent_kills:
+            fractions = [chance.random() for _ in range(options.incumbent_kills)]
+            directory = Path(scratch, "torchrun")
+            directory.mkdir()
+            incumbent = kill_under_torchrun(job, victims[-options.incumbent_kills :], fractions, directory, say)
+    result = summarize(kills, incumbent)
+    if options.plot:
+        draw(result, options.plot)
+    if result["in_place_s"] > GOAL_S:
+        slowest = result["slowest_phase"]
+        say(f"slower than {GOAL_S} s: {slowest} took {result['phases'][slowest]:.3f} s")
+    print_result(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

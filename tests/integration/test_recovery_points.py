@@ -1,0 +1,145 @@
+"""Workers die at every point of an iteration and of a recovery; the job goes on and trains what it would have trained."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from jobs import PRETRAIN, WISHING, Job, Jobs, check_training, is_alive, tiny
+
+from megatron_resihp.control.messages import FENCED_EXIT
+
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+"""Two replicas of two stages: workers 0 and 1 are the first stage of replica 0 and 1, 2 and 3 the second."""
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
+"""Two replicas of two tensor-parallel ranks: workers 0 and 1, 2 and 3."""
+EVALUATION: dict[str, Any] = {"eval_interval": 2, "eval_iters": 1}
+
+ITERATION_POINTS = ("forward", "backward", "grad-sync", "norm", "step", "between")
+RECOVERY_POINTS = ("recovery-muster", "recovery-rebuild", "recovery-ready")
+
+
+def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], extra: dict[str, Any] | None = None, **options: Any) -> Job:
+    """Run a job of four workers through the drills and compare it with the undisturbed one."""
+    reference = jobs.reference(tiny(**layout), workers=4)
+    job = jobs.run(tiny(**layout, **(extra or {}), resihp_drill=drills), workers=4, **options)
+    check_training(job, reference)
+    struck = {(drill.target, drill.point) for drill in job.summary.drills}
+    wanted = [drill.partition(":")[2] for drill in drills]
+    assert struck == {(int(text.partition("@")[0]), text.partition(":")[2]) for text in wanted}
+    assert {death.worker for death in job.summary.deaths} == {worker for worker, _ in struck}
+    return job
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("point", [*ITERATION_POINTS, "p2p"])
+def test_a_death_in_a_pipeline(jobs: Jobs, point: str, victim: int) -> None:
+    survive(jobs, f"kill:{victim}@3:{point}", layout=PIPELINE)
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("point", ITERATION_POINTS)
+def test_a_death_in_a_tensor_parallel_group(jobs: Jobs, point: str, victim: int) -> None:
+    survive(jobs, f"kill:{victim}@3:{point}", layout=TENSOR)
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_death_in_the_first_iteration(jobs: Jobs, victim: int) -> None:
+    survive(jobs, f"kill:{victim}@1:backward", layout=PIPELINE)
+
+
+def test_a_death_in_the_last_iteration(jobs: Jobs) -> None:
+    survive(jobs, "kill:2@6:step", layout=PIPELINE)
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_death_while_evaluating(jobs: Jobs, victim: int) -> None:
+    reference = jobs.reference(tiny(**PIPELINE, **EVALUATION), workers=4)
+    job = survive(jobs, f"kill:{victim}@4:evaluate", layout={**PIPELINE, **EVALUATION})
+    assert evaluations(job) == evaluations(reference)
+
+
+def evaluations(job: Job) -> dict[int, float]:
+    """Validation loss by iteration, as everybody reads it: from Megatron's log, of whoever wrote it first."""
+    found: dict[int, float] = {}
+    for worker in range(job.workers):
+        for line in job.log(worker).splitlines():
+            if "validation loss at iteration" in line:
+                iteration = int(line.split("at iteration ")[1].split()[0])
+                found.setdefault(iteration, round(float(line.split("lm loss value: ")[1].split()[0]), 5))
+    return found
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_death_while_saving(jobs: Jobs, victim: int) -> None:
+    directory = jobs.directory / f"checkpoint{victim}"
+    survive(jobs, f"kill:{victim}@4:save", layout=PIPELINE, extra={"save": directory, "save_interval": 2})
+    assert (directory / "latest_checkpointed_iteration.txt").read_text() == "6"
+
+
+@pytest.mark.parametrize("second", [0, 1])
+@pytest.mark.parametrize("point", RECOVERY_POINTS)
+def test_a_death_in_a_recovery(jobs: Jobs, point: str, second: int) -> None:
+    """Worker 0 works before and after the first death; worker 1 is put on standby by it."""
+    survive(jobs, "kill:3@3:backward", f"kill:{second}@3:{point}", layout=PIPELINE)
+
+
+@pytest.mark.parametrize("point", ["backward", "step"])
+def test_a_whole_replica_dies_at_once(jobs: Jobs, point: str) -> None:
+    job = survive(jobs, f"kill:1@3:{point}", f"kill:3@3:{point}", layout=PIPELINE)
+    assert job.summary.workers_at_end.standbys == 0
+
+
+@pytest.mark.parametrize("point", ["backward", "step"])
+def test_the_last_replica_is_put_together_from_what_two_have_left(jobs: Jobs, point: str) -> None:
+    """Worker 3 is a standby after the first death, and holds the only copy of its stage after the second."""
+    job = survive(jobs, f"kill:1@2:{point}", f"kill:2@4:{point}", layout=PIPELINE)
+    assert len(job.summary.recoveries) == 2
+    [replica] = job.events("epoch_started")[-1]["plan"]["replicas"]
+    assert replica["stages"] == [[0], [3]]
+
+
+def test_the_last_replica_is_put_together_from_tensor_parallel_ranks(jobs: Jobs) -> None:
+    job = survive(jobs, "kill:3@2:backward", "kill:0@4:norm", layout=TENSOR)
+    [replica] = job.events("epoch_started")[-1]["plan"]["replicas"]
+    assert replica["stages"] == [[2, 1]]
+
+
+def test_one_after_another_at_the_same_iteration(jobs: Jobs) -> None:
+    """The step of the first is redone, and broken again in another way."""
+    job = survive(jobs, "kill:3@3:norm", "kill:0@3:grad-sync", layout=PIPELINE)
+    assert {death.worker for death in job.summary.deaths} == {0, 3}
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_data_loaders_of_a_dead_worker_die_with_it(jobs: Jobs, victim: int) -> None:
+    job = survive(jobs, f"kill:{victim}@3:forward", layout=PIPELINE, extra={"num_workers": 2})
+    [recovery] = job.events("recovery")
+    assert recovery["resumed_at"] - recovery["broken_at"] < 4.0, "peers waited for sockets that loaders held open"
+
+
+@pytest.mark.parametrize(("layout", "point"), [(PIPELINE, "forward"), (TENSOR, "norm")], ids=["pipeline", "tensor"])
+def test_a_stopped_worker_is_given_up_and_ends_itself(jobs: Jobs, layout: dict[str, Any], point: str) -> None:
+    reference = jobs.reference(tiny(**layout), workers=4)
+    holds = [f"hold-{worker}-5" for worker in range(4)]
+    job = jobs.start(
+        tiny(**layout, resihp_drill=f"stop:1@3:{point}"),
+        workers=4, script=WISHING, heartbeat_timeout_s=3.0, wishes=holds,
+    )  # fmt: skip
+    death = job.await_event("worker_dead", dead=1)
+    assert death["cause"].startswith("no heartbeat for 3.")
+    job.await_event("recovery", to_epoch=1)
+    stopped = job.worker_pids()[1]
+    assert is_alive(stopped)
+    os.kill(stopped, signal.SIGCONT)
+    job.await_exit(1)
+    assert job.exits()[1] == FENCED_EXIT, job.tails()
+    job.wish("go_on")
+    check_training(job.wait(), reference)
+    assert [death.worker for death in job.summary.deaths] == [1]
+
+
+def test_the_script_of_this_project_is_what_ran(jobs: Jobs) -> None:
+    assert jobs.reference(tiny(**PIPELINE), workers=4).events("run_started")[0]["command"][0] == str(PRETRAIN)

@@ -1,0 +1,177 @@
+"""Plans: what a valid one is, how micro-batches are dealt, and that ranks come out as Megatron lays them out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_resihp.plan import Coordinate, ParallelPlan, PlanError, Replica, deal, even_counts
+
+COUNTS = st.lists(st.integers(min_value=0, max_value=9), min_size=1, max_size=6)
+DEGREE = st.integers(min_value=1, max_value=4)
+
+
+def rectangle(tensor_parallel: int, pipeline_parallel: int, replicas: int, micro_batches: int) -> ParallelPlan:
+    """Worker ids that tell where they are: 100 * replica + 10 * stage + TP rank."""
+    shares = deal(even_counts(micro_batches, replicas))
+    return ParallelPlan(
+        tuple(
+            Replica(
+                tuple(
+                    tuple(100 * replica + 10 * stage + tp_rank for tp_rank in range(tensor_parallel))
+                    for stage in range(pipeline_parallel)
+                ),
+                share,
+            )
+            for replica, share in enumerate(shares)
+        )
+    )
+
+
+class TestDealing:
+    @given(replicas=DEGREE, each=st.integers(min_value=1, max_value=8))
+    def test_equal_counts_are_megatrons_round_robin(self, replicas: int, each: int) -> None:
+        hands = deal([each] * replicas)
+        assert hands == tuple(tuple(range(replica, replicas * each, replicas)) for replica in range(replicas))
+
+    @given(counts=COUNTS)
+    def test_every_micro_batch_goes_to_one_replica(self, counts: list[int]) -> None:
+        hands = deal(counts)
+        assert [len(hand) for hand in hands] == counts
+        assert sorted(index for hand in hands for index in hand) == list(range(sum(counts)))
+        assert all(list(hand) == sorted(hand) for hand in hands)
+
+    @given(replicas=DEGREE, micro_batches=st.integers(min_value=1, max_value=40))
+    def test_even_counts_differ_by_at_most_one(self, replicas: int, micro_batches: int) -> None:
+        if micro_batches < replicas:
+            with pytest.raises(ValueError, match=f"{micro_batches} micro-batches .* {replicas} replicas"):
+                even_counts(micro_batches, replicas)
+            return
+        counts = even_counts(micro_batches, replicas)
+        assert len(counts) == replicas and sum(counts) == micro_batches
+        assert max(counts) - min(counts) <= 1 and min(counts) >= 1
+
+    def test_an_uneven_share(self) -> None:
+        assert even_counts(8, 3) == (3, 3, 2)
+        assert deal((3, 3, 2)) == ((0, 3, 6), (1, 4, 7), (2, 5))
+
+    def test_no_replica_to_share_between(self) -> None:
+        with pytest.raises(ValueError, match="0 replicas"):
+            even_counts(4, 0)
+
+
+class TestValidation:
+    @pytest.mark.parametrize(
+        ("make", "rule"),
+        [
+            (lambda: ParallelPlan(()), "at least one replica"),
+            (lambda: ParallelPlan((Replica(((0, 1),), (0,)), Replica(((2,), (3,)), (1,)))), "same stages"),
+            (lambda: ParallelPlan((Replica(((0, 1), (2,)), (0,)),)), "same stages and tensor-parallel degree"),
+            (lambda: ParallelPlan((Replica(((0,),), (0,)), Replica(((0,),), (1,)))), "worker 0 appears twice"),
+            (lambda: ParallelPlan((Replica(((0, 0),), (0,)),)), "worker 0 appears twice"),
+            (lambda: ParallelPlan((Replica(((5,),), (0,)),), {5: None}), "worker 5 appears twice"),
+            (lambda: ParallelPlan((Replica(((0,),), (0, 2)),)), r"each in one replica, got \[0, 2\]"),
+            (lambda: ParallelPlan((Replica(((0,),), (0,)), Replica(((1,),), (0,)))), r"got \[0, 0\]"),
+            (lambda: ParallelPlan((Replica(((0,),), (0, 1)), Replica(((1,),), ()))), "at least one micro-batch"),
+        ],
+    )
+    def test_broken_rules_are_named(self, make: Callable[[], ParallelPlan], rule: str) -> None:
+        with pytest.raises(PlanError, match=rule):
+            make()
+
+    def test_a_valid_plan(self) -> None:
+        rectangle(2, 2, 2, 4)
+
+
+class TestQuestions:
+    plan = ParallelPlan(
+        (Replica(((7, 3), (5, 1)), (0, 2, 4)), Replica(((0, 2), (4, 6)), (1, 3))),
+        {9: Coordinate(1, 0), 8: Coordinate(1, 0), 10: None},
+    )
+
+    def test_sizes(self) -> None:
+        assert (self.plan.pipeline_parallel, self.plan.tensor_parallel, self.plan.micro_batch_count) == (2, 2, 5)
+        assert self.plan.working == (7, 3, 5, 1, 0, 2, 4, 6)
+        assert self.plan.members == tuple(range(11))
+
+    def test_where_a_worker_is(self) -> None:
+        assert self.plan.coordinate_of(1) == Coordinate(stage=1, tp_rank=1)
+        assert self.plan.coordinate_of(8) == Coordinate(1, 0)
+        assert self.plan.coordinate_of(10) is None and self.plan.coordinate_of(99) is None
+        assert [self.plan.replica_of(worker) for worker in (7, 6, 8, 99)] == [0, 1, None, None]
+
+    def test_who_holds_a_shard(self) -> None:
+        assert self.plan.workers_at(Coordinate(1, 0)) == (5, 4)
+        assert self.plan.standbys_at(Coordinate(1, 0)) == (8, 9)
+        assert self.plan.holders_of(Coordinate(1, 0)) == (5, 4, 8, 9)
+        assert self.plan.standbys_at(Coordinate(0, 0)) == ()
+
+    def test_every_shard_is_listed_once(self) -> None:
+        assert list(self.plan.coordinates()) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+class TestRankOrder:
+    @given(tp=DEGREE, pp=DEGREE, dp=DEGREE, pipeline_last=st.booleans())
+    def test_ranks_have_megatrons_coordinates(self, tp: int, pp: int, dp: int, pipeline_last: bool) -> None:
+        plan = rectangle(tp, pp, dp, micro_batches=dp)
+        order = plan.rank_order(pipeline_last=pipeline_last)
+        assert sorted(order) == sorted(plan.working)
+        for replica in range(dp):
+            for stage in range(pp):
+                for tp_rank in range(tp):
+                    # megatron.core.parallel_state: order 'tp-cp-ep-dp-pp', or 'tp-cp-ep-pp-dp' with the other flag.
+                    slot = replica + dp * stage if pipeline_last else stage + pp * replica
+                    assert order[tp_rank + tp * slot] == 100 * replica + 10 * stage + tp_rank
+
+    def test_the_default_is_megatrons(self) -> None:
+        plan = rectangle(1, 2, 2, 2)
+        assert plan.rank_order() == (0, 100, 10, 110)
+        assert plan.rank_order(pipeline_last=False) == (0, 10, 100, 110)
+
+    def test_standbys_have_no_rank(self) -> None:
+        plan = ParallelPlan((Replica(((4,),), (0,)),), {0: Coordinate(0, 0)})
+        assert plan.rank_order() == (4,)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ParallelPlan:
+    tp, pp, dp = draw(DEGREE), draw(DEGREE), draw(st.integers(1, 3))
+    shares = deal(even_counts(draw(st.integers(dp, 12)), dp))
+    workers = draw(st.permutations(range(tp * pp * dp + 3)))
+    rows = [workers[tp * number : tp * (number + 1)] for number in range(pp * dp)]
+    replicas = tuple(
+        Replica(tuple(tuple(row) for row in rows[pp * replica : pp * (replica + 1)]), share)
+        for replica, share in enumerate(shares)
+    )
+    shards = st.none() | st.builds(Coordinate, st.integers(0, pp - 1), st.integers(0, tp - 1))
+    return ParallelPlan(replicas, {worker: draw(shards) for worker in workers[tp * pp * dp :]})
+
+
+class TestOnTheWire:
+    @given(plan=plans())
+    def test_json_and_back(self, plan: ParallelPlan) -> None:
+        again = ParallelPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
+        assert again == plan
+        assert again.digest == plan.digest
+
+    @given(plan=plans(), other=plans())
+    def test_digests_tell_plans_apart(self, plan: ParallelPlan, other: ParallelPlan) -> None:
+        assert (plan.digest == other.digest) == (plan == other)
+
+    def test_every_part_counts_in_the_digest(self) -> None:
+        base = ParallelPlan((Replica(((0, 1),), (0, 2)), Replica(((2, 3),), (1, 3))), {4: Coordinate(0, 0)})
+        others = [
+            ParallelPlan((Replica(((1, 0),), (0, 2)), Replica(((2, 3),), (1, 3))), {4: Coordinate(0, 0)}),
+            ParallelPlan((Replica(((0, 1),), (0, 1)), Replica(((2, 3),), (2, 3))), {4: Coordinate(0, 0)}),
+            ParallelPlan((Replica(((2, 3),), (1, 3)), Replica(((0, 1),), (0, 2))), {4: Coordinate(0, 0)}),
+            ParallelPlan((Replica(((0, 1),), (0, 2)), Replica(((2, 3),), (1, 3))), {4: Coordinate(0, 1)}),
+            ParallelPlan((Replica(((0, 1),), (0, 2)), Replica(((2, 3),), (1, 3))), {4: None}),
+            ParallelPlan((Replica(((0, 1),), (0, 2)), Replica(((2, 3),), (1, 3)))),
+        ]
+        digests = [plan.digest for plan in [base, *others]]
+        assert len(set(digests)) == len(digests)
+        assert all(len(digest) == 16 and int(digest, 16) >= 0 for digest in digests)

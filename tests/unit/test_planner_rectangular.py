@@ -1,0 +1,201 @@
+"""The next plan from whatever survives: as many replicas as can be, nobody lost, nobody moved without need."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_resihp.plan import Coordinate, ParallelPlan
+from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_rectangular
+
+Held = dict[int, Coordinate | None]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[JobShape, ParallelPlan]:
+    """A job and its first plan."""
+    replicas = draw(st.integers(1, 4))
+    tp, pp = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    micro_batches = replicas * draw(st.integers(1, 3))
+    shape = JobShape(tp, pp, micro_batches, workers_per_node=draw(st.integers(1, 4)))
+    return shape, initial_plan(shape, replicas * shape.replica_size, draw(st.booleans()))
+
+
+@st.composite
+def disasters(draw: st.DrawFn) -> tuple[JobShape, ParallelPlan, Held]:
+    """A job, its plan, and survivors that hold anything: their own shard, another's, or nothing."""
+    shape, plan = draw(shapes())
+    survivors = draw(st.sets(st.sampled_from(plan.members)))
+    others = st.one_of(st.none(), st.sampled_from(shape.coordinates()))
+    odd = draw(st.dictionaries(st.sampled_from(plan.members), others, max_size=4))
+    return shape, plan, {worker: odd.get(worker, plan.coordinate_of(worker)) for worker in survivors}
+
+
+@st.composite
+def deaths(draw: st.DrawFn) -> tuple[JobShape, ParallelPlan, Held]:
+    """A job in its first plan of which some workers died; the others hold what they work on."""
+    shape, plan = draw(shapes())
+    survivors = draw(st.sets(st.sampled_from(plan.members), min_size=len(plan.members) // 2))
+    return shape, plan, {worker: plan.coordinate_of(worker) for worker in survivors}
+
+
+def holders(shape: JobShape, held: Held) -> Counter[Coordinate]:
+    return Counter({c: sum(shard == c for shard in held.values()) for c in shape.coordinates()})
+
+
+def movers(plan: ParallelPlan, held: Held) -> list[int]:
+    return [worker for worker in plan.working if plan.coordinate_of(worker) != held[worker]]
+
+
+class TestFirstPlan:
+    @given(tp=st.integers(1, 4), pp=st.integers(1, 4), dp=st.integers(1, 4), pipeline_last=st.booleans())
+    def test_workers_are_megatrons_ranks(self, tp: int, pp: int, dp: int, pipeline_last: bool) -> None:
+        plan = initial_plan(JobShape(tp, pp, micro_batches=dp), tp * pp * dp, pipeline_last)
+        assert plan.rank_order(pipeline_last) == tuple(range(tp * pp * dp))
+        assert (plan.tensor_parallel, plan.pipeline_parallel, len(plan.replicas)) == (tp, pp, dp)
+
+    def test_sizes_that_do_not_divide(self) -> None:
+        with pytest.raises(NoPlanError, match="6 workers are not a multiple of TP x PP = 4"):
+            initial_plan(JobShape(2, 2, 8), 6)
+        with pytest.raises(NoPlanError, match="2 workers are not a multiple"):
+            initial_plan(JobShape(2, 2, 8), 2)
+        with pytest.raises(NoPlanError, match="8 micro-batches cannot be shared evenly by 3 replicas"):
+            initial_plan(JobShape(1, 1, 8), 3)
+
+
+class TestAnySurvivors:
+    @given(disaster=disasters())
+    def test_as_many_replicas_as_fit_or_the_missing_shards_by_name(
+        self, disaster: tuple[JobShape, ParallelPlan, Held]
+    ) -> None:
+        shape, before, held = disaster
+        missing = tuple(c for c, count in holders(shape, held).items() if not count)
+        if missing:
+            with pytest.raises(NoPlanError) as caught:
+                plan_rectangular(shape, held, before)
+            assert caught.value.missing == missing
+            assert all(f"stage {c.stage} TP rank {c.tp_rank}" in str(caught.value) for c in missing)
+            return
+        plan = plan_rectangular(shape, held, before)
+        assert len(plan.replicas) == min(len(held) // shape.replica_size, shape.micro_batches)
+        assert (plan.tensor_parallel, plan.pipeline_parallel) == (shape.tensor_parallel, shape.pipeline_parallel)
+        assert plan.micro_batch_count == shape.micro_batches
+        assert plan.members == tuple(sorted(held))
+        sizes = [len(replica.micro_batches) for replica in plan.replicas]
+        assert max(sizes) - min(sizes) <= 1
+
+    @given(disaster=disasters())
+    def test_only_surplus_moves_and_no_more_than_is_lacking(
+        self, disaster: tuple[JobShape, ParallelPlan, Held]
+    ) -> None:
+        shape, before, held = disaster
+        there = holders(shape, held)
+        if not all(there.values()):
+            return
+        plan = plan_rectangular(shape, held, before)
+        replicas = len(plan.replicas)
+        moved = movers(plan, held)
+        assert len(moved) == sum(max(0, replicas - count) for count in there.values())
+        for worker in moved:
+            shard = held[worker]
+            assert shard is None or there[shard] > replicas
+            wanted = plan.coordinate_of(worker)
+            assert wanted is not None and there[wanted] < replicas
+        for coordinate in shape.coordinates():
+            # Whoever has to fetch a shard finds somebody that works on it and holds it.
+            assert any(held[worker] == coordinate for worker in plan.workers_at(coordinate))
+
+    @given(disaster=disasters())
+    def test_standbys_keep_what_they_hold(self, disaster: tuple[JobShape, ParallelPlan, Held]) -> None:
+        shape, before, held = disaster
+        if not all(holders(shape, held).values()):
+            return
+        plan = plan_rectangular(shape, held, before)
+        assert dict(plan.standbys) == {worker: held[worker] for worker in held if worker not in plan.working}
+
+    @given(disaster=disasters())
+    def test_the_same_survivors_give_the_same_plan(self, disaster: tuple[JobShape, ParallelPlan, Held]) -> None:
+        shape, before, held = disaster
+        if not all(holders(shape, held).values()):
+            return
+        shuffled = dict(reversed(list(held.items())))
+        assert plan_rectangular(shape, held, before).digest == plan_rectangular(shape, shuffled, before).digest
+
+
+class TestAfterDeaths:
+    @given(disaster=deaths())
+    def test_who_still_works_stays_in_its_replica(self, disaster: tuple[JobShape, ParallelPlan, Held]) -> None:
+        shape, before, held = disaster
+        if not all(holders(shape, held).values()):
+            return
+        plan = plan_rectangular(shape, held, before)
+        for worker in set(plan.working) - set(movers(plan, held)):
+            replica = before.replica_of(worker)
+            if replica is not None and replica < len(plan.replicas):
+                assert plan.replica_of(worker) == replica
+
+    @given(disaster=deaths())
+    def test_who_works_goes_on_before_who_stands_by(self, disaster: tuple[JobShape, ParallelPlan, Held]) -> None:
+        """A communication error without a loss: the plan stays as it is."""
+        shape, before, held = disaster
+        if not all(holders(shape, held).values()):
+            return
+        plan = plan_rectangular(shape, held, before)
+        current: Held = {worker: plan.coordinate_of(worker) for worker in plan.members}
+        assert plan_rectangular(shape, current, plan) == plan
+
+    @given(job=shapes())
+    def test_without_a_death_nothing_changes(self, job: tuple[JobShape, ParallelPlan]) -> None:
+        shape, plan = job
+        assert plan_rectangular(shape, {w: plan.coordinate_of(w) for w in plan.members}, plan) == plan
+
+    def test_one_of_two_replicas_loses_a_worker(self) -> None:
+        """TP 2 x PP 2 x DP 2: the whole replica goes on with all micro-batches, three workers keep their shard."""
+        shape = JobShape(2, 2, micro_batches=8, workers_per_node=4)
+        before = initial_plan(shape, 8)
+        held = {worker: before.coordinate_of(worker) for worker in range(8) if worker != 3}
+        plan = plan_rectangular(shape, held, before)
+        assert len(plan.replicas) == 1 and plan.replicas[0].micro_batches == tuple(range(8))
+        assert plan.replicas[0].stages == ((0, 1), (4, 5))
+        assert plan.standbys == {2: Coordinate(0, 0), 6: Coordinate(1, 0), 7: Coordinate(1, 1)}
+
+    def test_tp_groups_stay_whole(self) -> None:
+        """The survivor of a torn TP group stands by, though its replica comes first: its peers are on one node."""
+        shape = JobShape(2, 1, micro_batches=4, workers_per_node=2)
+        before = initial_plan(shape, 4)
+        plan = plan_rectangular(shape, {w: before.coordinate_of(w) for w in (1, 2, 3)}, before)
+        assert plan.replicas[0].stages == ((2, 3),)
+        assert plan.standbys == {1: Coordinate(0, 1)}
+
+    def test_survivors_of_unlike_replicas_form_one(self) -> None:
+        shape = JobShape(1, 2, micro_batches=4)
+        before = initial_plan(shape, 4)
+        plan = plan_rectangular(shape, {1: Coordinate(0, 0), 2: Coordinate(1, 0)}, before)
+        assert plan.replicas[0].stages == ((1,), (2,)) and not plan.standbys
+
+    def test_a_surplus_worker_moves_where_holders_lack(self) -> None:
+        """DP 3 x PP 2: two stage-1 workers die, so a third stage-0 worker moves and two replicas go on."""
+        shape = JobShape(1, 2, micro_batches=6)
+        before = initial_plan(shape, 6)
+        held = {worker: before.coordinate_of(worker) for worker in (0, 1, 2, 3)}
+        plan = plan_rectangular(shape, held, before)
+        assert len(plan.replicas) == 2 and not plan.standbys
+        assert plan.replicas[0].stages == ((0,), (3,))
+        assert movers(plan, held) == [2] and plan.coordinate_of(2) == Coordinate(1, 0)
+
+    def test_a_mover_is_taken_from_the_node_of_its_new_tp_peers(self) -> None:
+        shape = JobShape(2, 1, micro_batches=4, workers_per_node=2)
+        before = initial_plan(shape, 8)
+        held = {0: None, 4: Coordinate(0, 0), 5: None, 6: Coordinate(0, 0), 7: Coordinate(0, 1)}
+        plan = plan_rectangular(shape, held, before)
+        assert {replica.stages for replica in plan.replicas} == {((4, 5),), ((6, 7),)}
+        assert plan.standbys == {0: None}
+
+    def test_more_survivors_than_micro_batches(self) -> None:
+        shape = JobShape(1, 1, micro_batches=2)
+        before = initial_plan(shape, 2)
+        plan = plan_rectangular(shape, {worker: Coordinate(0, 0) for worker in range(4)}, before)
+        assert len(plan.replicas) == 2 and set(plan.standbys) == {2, 3}
