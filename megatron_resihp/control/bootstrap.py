@@ -24,7 +24,8 @@ from megatron_resihp.control.lifeline import ENDED, FAILED, Lifeline
 from megatron_resihp.control.linux import die_with_parent
 from megatron_resihp.control.worker import JobEnded
 
-REPORT_TIMEOUT_S: Final = 10.0
+REPORT_TIMEOUT_S: Final = 60.0
+"""A script may fail before the agent, which imports torch meanwhile, serves the store."""
 LONGEST_ERROR: Final = 300
 
 

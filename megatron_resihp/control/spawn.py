@@ -17,7 +17,7 @@ from typing import NoReturn
 
 BOOTSTRAP = "megatron_resihp.control.bootstrap"
 
-DEFAULT_AGAIN = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGPIPE)
+DEFAULT_AGAIN = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ def _become_worker(spec: WorkerSpec) -> NoReturn:
 def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As in any Python: a write to a peer that has died is an error and not this process's end.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     for number in DEFAULT_AGAIN:
         signal.signal(number, signal.SIG_DFL)
 

@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from megatron_resihp.config import ResihpConfig
+from megatron_resihp.control.address import parse_address
 from megatron_resihp.control.store import connect
 from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.executor.communicators import Communicators
@@ -21,7 +22,7 @@ from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.step import install_step
 from megatron_resihp.integration.world import build_world
 
-CONNECT_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 300.0
 CONFIG_HOOKS = (
     "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func", "timers",
 )  # fmt: skip
@@ -29,8 +30,7 @@ CONFIG_HOOKS = (
 
 def create_runtime(config: ResihpConfig) -> Runtime:
     """Connect this worker to the control plane."""
-    host, _, port = os.environ["RESIHP_STORE"].rpartition(":")
-    store = connect(host, int(port), CONNECT_TIMEOUT_S)
+    store = connect(*parse_address(os.environ["RESIHP_STORE"]), CONNECT_TIMEOUT_S)
     worker = int(os.environ["RESIHP_WORKER"])
     # The notice thread starts before there is anything to abort.
     communicators: list[Communicators] = []

@@ -30,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="exit with 1 unless the run reached its last iteration, each sample was recorded once and in its place and, with "
-        f"--reference, each iteration has the same loss up to a relative difference of {LARGEST_DIFFERENCE:g}",
+        help="exit with 1 unless the run reached its last iteration, each sample was recorded once and in its place "
+        "and, with --reference, each iteration's loss is the same but for a relative difference of "
+        f"{LARGEST_DIFFERENCE:g}",
     )
 
 

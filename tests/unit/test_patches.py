@@ -47,7 +47,8 @@ def test_one_line_is_added_before_megatron_is_imported(script: Path, repository:
     assert after[after.index(LINE) + 1] == "import torch"
     after.remove(LINE)
     assert after == before
-    assert modules_imported(script) == ["time", "json", "os", "megatron_resihp", "torch", "gpt_builders", "megatron.core"]
+    order = ["time", "json", "os", "megatron_resihp", "torch", "gpt_builders", "megatron.core"]
+    assert modules_imported(script) == order
 
 
 def test_the_patch_can_be_undone(script: Path, repository: Path) -> None:

@@ -55,6 +55,23 @@ def test_json_is_all_of_stdout(run_dir: Path, reference_dir: Path, capsys: pytes
     assert 0 <= summary["loss_max_relative_difference"] < 0.1
 
 
+def test_the_check_passes_where_all_is_well(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(run_dir, "--check", "--reference", run_dir) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_check_fails_with_one_line_and_exit_code_1(
+    run_dir: Path, tmp_path: Path, synthetic_run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = synthetic_run(seed=1)
+    other.step(40)
+    assert call(run_dir, "--check", "--json", "--reference", _written(tmp_path / "other", other.events)) == 1
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["loss_reference"]) == 40
+    assert err.startswith("resihp: check failed: loss against the reference run: relative difference at most ")
+    assert err.count("\n") == 1
+
+
 def test_a_picture_is_drawn(run_dir: Path, reference_dir: Path, tmp_path: Path) -> None:
     assert call(run_dir, "--plot", tmp_path / "run.png", "--reference", reference_dir) == 0
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

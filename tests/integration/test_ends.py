@@ -1,0 +1,137 @@
+"""How jobs end when they can't or mustn't go on: at once, on all workers, with a reason, and leaving nothing running."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import WISHING, Job, Jobs, tiny
+
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
+FAILED_S = 8.0
+"""From the error on one worker to the end of all, on two busy cores."""
+
+
+def seconds_from(job: Job, name: str) -> float:
+    """From an event to the end of the run."""
+    end = job.events("run_finished")[-1]["time"]
+    return float(end - job.events(name)[0]["time"])
+
+
+@pytest.mark.parametrize(
+    ("wish", "text"),
+    [("oom-2-3", "CUDA out of memory"), ("error-1-3", "ValueError: the user's code has a bug"), ("nan-2-3", "NaN")],
+    ids=["out of memory", "exception", "NaN"],
+)
+@pytest.mark.parametrize("layout", [PIPELINE, TENSOR], ids=["pipeline", "tensor"])
+def test_an_error_of_the_training_itself_is_no_failure_to_recover_from(
+    jobs: Jobs, layout: dict[str, Any], wish: str, text: str
+) -> None:
+    job = jobs.run(tiny(**layout), workers=4, script=WISHING, wishes=[wish])
+    assert job.code != 0
+    worker = int(wish.split("-")[1])
+    assert [event["failed"] for event in job.events("worker_failed")] == [worker], job.tails()
+    assert not job.events("recovery") and not job.events("worker_dead")
+    assert text in job.log(worker)
+    assert f"worker {worker} failed" in job.output()
+    assert all(code > 0 for code in job.exits().values()), job.exits()
+    assert seconds_from(job, "worker_failed") < FAILED_S
+
+
+@pytest.mark.parametrize("save", [True, False], ids=["saved", "not saved"])
+def test_a_termination_ends_after_the_iteration(jobs: Jobs, save: bool) -> None:
+    directory = jobs.directory / "terminated"
+    arguments = tiny(**PIPELINE, train_iters=2000, save=directory if save else None)
+    job = jobs.start(arguments, workers=4)
+    job.await_event("iteration", iteration=3)
+    job.signal(signal.SIGTERM)
+    job.wait()
+    assert job.code == 143, job.tails()
+    assert 3 <= job.summary.iterations < 2000
+    assert set(job.exits().values()) <= {0, 143}, job.tails()
+    tracker = directory / "latest_checkpointed_iteration.txt"
+    if save:
+        assert int(tracker.read_text()) == job.summary.iterations
+        assert job.summary.last_checkpoint == str(directory)
+
+
+def test_too_few_survivors_save_what_they_hold(jobs: Jobs) -> None:
+    """Both holders of the second stage die."""
+    job = jobs.run(tiny(**PIPELINE, resihp_drill=["kill:2@3:backward", "kill:3@3:backward"]), workers=4)
+    assert job.code == 1, job.tails()
+    [salvage] = job.summary.salvages
+    assert salvage.missing == ((1, 0),) and not salvage.complete
+    assert Path(salvage.path).is_file()
+    assert "the state of stage 1 TP rank 0 is held by no survivor" in job.output()
+
+
+def test_one_survivor_of_each_shard_is_too_few_once_another_is_lost(jobs: Jobs) -> None:
+    drills = ["kill:1@2:forward", "kill:2@3:forward", "kill:0@5:step"]
+    job = jobs.run(tiny(**PIPELINE, resihp_drill=drills), workers=4)
+    assert job.code == 1, job.tails()
+    assert len(job.summary.recoveries) == 2
+    assert "the state of stage 0 TP rank 0 is held by no survivor" in job.output()
+    assert job.summary.salvages[0].iteration == 5
+
+
+def test_recoveries_without_a_step_are_bounded(jobs: Jobs) -> None:
+    """A worker whose communication fails again and again, with nobody dead."""
+    drills = [f"rebuild:0@3:{point}" for point in ["backward"] * 12]
+    job = jobs.run(tiny(**PIPELINE, resihp_drill=drills), workers=4)
+    assert job.code == 1, job.tails()
+    assert "8 recoveries without a step after iteration 2" in job.output()
+    assert len(job.events("recovery")) == 8
+    assert {Path(salvage.path).is_file() for salvage in job.summary.salvages} == {True}
+    assert all(salvage.complete for salvage in job.summary.salvages)
+
+
+def test_a_salvaged_state_can_be_gone_on_from(jobs: Jobs) -> None:
+    reference = jobs.reference(tiny(**PIPELINE), workers=4)
+    drills = [f"rebuild:0@3:{point}" for point in ["backward"] * 12]
+    first = jobs.run(tiny(**PIPELINE, resihp_drill=drills), workers=4)
+    second = jobs.run(tiny(**PIPELINE, load=first.run_dir / "salvage", ckpt_format="torch"), workers=4)
+    assert second.code == 0, second.tails()
+    whole = {n: loss for n, loss in reference.summary.loss.items() if n > 2}
+    assert second.summary.loss == pytest.approx(whole, rel=1e-5)
+
+
+def refused(job: Job, *texts: str) -> None:
+    """It has not begun, and the launcher says why in one line."""
+    assert job.code not in (0, None)
+    assert not job.events("iteration")
+    lines = [line for line in job.output().splitlines() if all(text in line for text in texts)]
+    assert lines, job.tails()
+
+
+def test_an_unknown_flag(jobs: Jobs) -> None:
+    refused(jobs.run(tiny(**PIPELINE, lerning_rate=3), workers=2), "--lerning-rate")
+
+
+def test_a_flag_that_is_refused(jobs: Jobs) -> None:
+    job = jobs.run(tiny(**PIPELINE, use_distributed_optimizer=True), workers=2)
+    refused(job, "--use-distributed-optimizer", "not supported with --resihp", "leave it out")
+
+
+def test_a_drill_that_is_none(jobs: Jobs) -> None:
+    refused(jobs.run(tiny(**PIPELINE, resihp_drill="kill:7@3"), workers=2), "--resihp-drill", "worker 7")
+
+
+def test_a_world_that_does_not_divide(jobs: Jobs) -> None:
+    refused(jobs.run(tiny(**PIPELINE), workers=3), "world size (3)", "2")
+
+
+def test_micro_batches_that_cannot_be_shared_evenly(jobs: Jobs) -> None:
+    refused(jobs.run(tiny(global_batch_size=4), workers=3), "4", "3")
+
+
+def test_a_data_set_that_is_missing(jobs: Jobs) -> None:
+    missing = jobs.directory / "nowhere" / "corpus"
+    refused(jobs.run(tiny(**PIPELINE, mock_data=False, data_path=missing), workers=2), str(missing))
+
+
+def test_a_script_that_is_missing(jobs: Jobs) -> None:
+    job = jobs.run(tiny(**PIPELINE), workers=2, script=Path("no_such_script.py"))
+    refused(job, "no_such_script.py does not exist")

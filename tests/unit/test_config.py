@@ -1,0 +1,101 @@
+"""The --resihp* flags: how drills are written, and that flags, help and dataclass are one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_resihp.config import DRILL_POINTS, ConfigError, Drill, ResihpConfig, add_arguments
+from megatron_resihp.integration import drills
+from megatron_resihp.integration.drills import Drills
+
+
+def parse(*command: str) -> ResihpConfig:
+    return ResihpConfig.from_namespace(add_arguments(argparse.ArgumentParser()).parse_args(command))
+
+
+class TestDrill:
+    @given(
+        action=st.sampled_from(["kill", "stop", "rebuild"]),
+        worker=st.integers(0, 4096),
+        iteration=st.integers(1, 10**6),
+        point=st.none() | st.sampled_from(DRILL_POINTS),
+    )
+    def test_what_is_written_is_what_is_meant(self, action: str, worker: int, iteration: int, point: str | None) -> None:
+        text = f"{action}:{worker}@{iteration}" + (f":{point}" if point else "")
+        assert Drill.parse(text) == Drill(action, worker, iteration, point or "forward")
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "kill", "kill:3", "kill:@3", "kill:a@3", "maim:3@10", "kill:3@10:", "kill:3@10 ", "kill:-1@3", "kill:3@0"],
+    )
+    def test_another_form_is_refused_with_an_example(self, text: str) -> None:
+        with pytest.raises(ConfigError, match=r"ACTION:WORKER@ITERATION\[:POINT\], e\.g\. kill:3@10:backward") as caught:
+            Drill.parse(text)
+        assert repr(text) in str(caught.value) and "\n" not in str(caught.value)
+
+    def test_an_unknown_point_is_answered_with_the_known(self) -> None:
+        with pytest.raises(ConfigError, match="no point 'lunch'; choose from forward, backward, p2p"):
+            Drill.parse("kill:3@10:lunch")
+
+
+class TestFlags:
+    def test_nothing_given(self) -> None:
+        assert parse() == ResihpConfig()
+        assert not parse().resihp and parse().drills() == ()
+
+    def test_all_given(self) -> None:
+        config = parse(
+            "--resihp", "--resihp-drill", "kill:3@10", "stop:0@2:norm", "--resihp-record-samples",
+            "--resihp-record-digests", "--resihp-answer-timeout", "2.5",
+        )  # fmt: skip
+        assert config == ResihpConfig(True, ["kill:3@10", "stop:0@2:norm"], True, True, 2.5)
+        assert config.drills() == (Drill("kill", 3, 10), Drill("stop", 0, 2, "norm"))
+
+    def test_every_field_is_a_flag_with_its_help(self) -> None:
+        text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
+        for field in fields(ResihpConfig):
+            assert f"--{field.name.replace('_', '-')}" in text
+            assert field.metadata["help"].split(".")[0] in text
+        assert all(point in text for point in DRILL_POINTS)
+
+    def test_a_bad_drill_is_found_when_drills_are_asked_for(self) -> None:
+        with pytest.raises(ConfigError):
+            parse("--resihp-drill", "kill").drills()
+
+
+class TestStriking:
+    """Which drill strikes where; nobody is hurt, signals are only noted."""
+
+    @pytest.fixture(autouse=True)
+    def signals(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        sent: list[str] = []
+        monkeypatch.setattr(drills.os, "kill", lambda pid, number: sent.append(number.name if pid == os.getpid() else ""))
+        return sent
+
+    def test_at_the_first_visit_from_its_iteration_on_and_once(self, signals: list[str]) -> None:
+        told: list[Drill] = []
+        mine = Drills((Drill("kill", 3, 10, "norm"), Drill("stop", 2, 1, "norm")), 3, told.append)
+        mine.reach("norm", 9)
+        mine.reach("forward", 10)
+        assert not signals and not told
+        mine.reach("norm", 12)
+        mine.reach("norm", 12)
+        assert signals == ["SIGKILL"] and told == [Drill("kill", 3, 10, "norm")]
+
+    def test_points_that_nobody_waits_for_need_no_hook(self, signals: list[str]) -> None:
+        all_drills = (Drill("stop", 1, 2, "p2p"), Drill("kill", 1, 3), Drill("kill", 0, 1, "norm"))
+        mine = Drills(all_drills, 1, lambda drill: None)
+        assert mine.points() == {"p2p", "forward"}
+        mine.reach("p2p", 2)
+        assert signals == ["SIGSTOP"] and mine.points() == {"forward"}
+
+    def test_a_rebuild_hurts_nobody(self, signals: list[str]) -> None:
+        with pytest.raises(drills.StagedError):
+            Drills((Drill("rebuild", 0, 1),), 0, lambda drill: None).reach("forward", 1)
+        assert not signals

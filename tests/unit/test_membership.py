@@ -1,0 +1,669 @@
+"""The coordinator's decisions: messages of workers and agents in, plans and ends out. No processes, no clock."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_resihp.control.membership import (
+    Action,
+    End,
+    Go,
+    Limits,
+    Log,
+    Membership,
+    Notify,
+    OrderSalvage,
+    Phase,
+    PublishPlan,
+)
+from megatron_resihp.control.messages import FENCED_EXIT
+from megatron_resihp.control.record import Outcome, Record, Stage
+from megatron_resihp.plan import Coordinate
+
+LIMITS = Limits(muster_s=10.0, build_s=100.0, salvage_s=50.0, recoveries_per_iteration=3)
+
+
+class Job:
+    """A job's coordinator, and workers that do what they are told. All of them run PP 2 x DP 2 unless said otherwise.
+
+    Attributes:
+        at: the iteration and stage that workers report; who is not in it is computing `iteration`.
+        actions: what the coordinator has done, all of it.
+    """
+
+    def __init__(self, workers: int = 4, pipeline: int = 2, tensor: int = 1, micro_batches: int = 4) -> None:
+        self.membership = Membership(workers, workers_per_node=2, limits=LIMITS)
+        self.sizes = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "micro_batches": micro_batches}
+        self.now = 0.0
+        self.iteration = 5
+        self.at: dict[int, tuple[int, Stage]] = {}
+        self.held: dict[int, Coordinate | None] = {}
+        self.actions: list[Action] = []
+
+    def tell(self, kind: str, worker: int | None = None, **fields: Any) -> list[Action]:
+        message = {"type": kind, **({} if worker is None else {"worker": worker}), **fields}
+        return self._take(self.membership.handle(message, self.now))
+
+    def wait(self, seconds: float) -> list[Action]:
+        self.now += seconds
+        return self._take(self.membership.tick(self.now))
+
+    def _take(self, actions: list[Action]) -> list[Action]:
+        self.actions += actions
+        for action in actions:
+            if isinstance(action, Go):
+                assert self.membership.plan is not None
+                # Only now do workers let go of what they held.
+                self.held = {w: self.membership.plan.coordinate_of(w) for w in self.membership.plan.members}
+        return actions
+
+    # What workers do
+
+    def describe(self, worker: int, **changed: Any) -> list[Action]:
+        return self.tell("job", worker, **{**self.sizes, "pipeline_last": True, **changed})
+
+    def ready(self, *workers: int, state: str = "same", **fields: Any) -> list[Action]:
+        return [
+            action
+            for worker in workers
+            for action in self.tell(
+                "ready", worker, **{"epoch": self.membership.epoch, "state": state, "ports": [9000 + worker],
+                "bytes_received": 0, "steps_redone": 1, **fields},
+            )
+        ]  # fmt: skip
+
+    def muster(self, *workers: int, **fields: Any) -> list[Action]:
+        return [
+            action
+            for worker in workers
+            for action in self.tell(
+                "muster", worker, **{"epoch": self.membership.epoch, "record": self.record(worker).to_dict(),
+                "held": self.held[worker], **fields},
+            )
+        ]  # fmt: skip
+
+    def record(self, worker: int) -> Record:
+        iteration, stage = self.at.get(worker, (self.iteration, Stage.COMPUTE))
+        known = [n for n in (iteration - 1, iteration) if n < iteration or stage >= Stage.AGREED]
+        plan = self.membership.plan
+        return Record(
+            iteration, stage, plan is None or plan.replica_of(worker) is not None,
+            {n: Outcome(0, 1.5, {"lm loss": (8.0, 4.0)}) for n in known},
+            {n: {"iteration": n - 1} for n in (iteration - 1, iteration)},
+        )  # fmt: skip
+
+    def kill(self, worker: int, number: int = signal.SIGKILL) -> list[Action]:
+        return self.tell("exited", worker, code=-number, time=self.now)
+
+    # Ways to a state
+
+    def start(self) -> Job:
+        self.describe(0)
+        self.ready(*range(self.membership.world_size))
+        assert self.membership.phase is Phase.RUNNING
+        return self
+
+    def recover(self, died: Iterable[int]) -> Job:
+        for worker in died:
+            self.kill(worker)
+        self.muster(*sorted(self.membership.living))
+        self.ready(*self.members)
+        assert self.membership.phase is Phase.RUNNING
+        return self
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        assert self.membership.plan is not None
+        return self.membership.plan.members
+
+
+def only(kind: type, actions: list[Action]) -> Any:
+    """The one action of a kind."""
+    found = [action for action in actions if isinstance(action, kind)]
+    assert len(found) == 1, f"{len(found)} x {kind.__name__} in {actions}"
+    return found[0]
+
+
+def events(actions: list[Action], name: str) -> list[dict[str, Any]]:
+    return [action.event for action in actions if isinstance(action, Log) and action.event["event"] == name]
+
+
+def notices(actions: list[Action]) -> list[str]:
+    return [action.notice["kind"] for action in actions if isinstance(action, Notify)]
+
+
+class TestStartUp:
+    def test_from_the_first_worker_to_go(self) -> None:
+        job = Job()
+        published = only(PublishPlan, job.describe(2))
+        assert (published.epoch, published.commit) == (0, None)
+        assert published.plan.rank_order() == (0, 1, 2, 3)
+        assert not job.describe(0), "told twice"
+        assert not job.ready(0, 1, 2)
+        actions = job.ready(3)
+        assert only(Go, actions).ports == (9000, 9001, 9002, 9003)
+        assert events(actions, "epoch_started")[0]["epoch"] == 0
+        assert not events(actions, "recovery")
+
+    @pytest.mark.parametrize("described", [False, True])
+    def test_a_death_ends_the_job(self, described: bool) -> None:
+        job = Job()
+        if described:
+            job.describe(0)
+            job.ready(0, 1)
+        end = only(End, job.kill(3))
+        assert end.code == 1
+        assert "worker 3 (exit signal 9) died during start-up" in end.reason
+
+    def test_sizes_that_do_not_fit(self) -> None:
+        end = only(End, Job(workers=5).describe(0))
+        assert end.code == 2 and "5 workers are not a multiple" in end.reason
+
+    def test_workers_with_different_sizes(self) -> None:
+        job = Job()
+        job.describe(0)
+        end = only(End, job.describe(1, micro_batches=8))
+        assert end.code == 1 and "different sizes" in end.reason
+
+    def test_holders_that_start_with_different_state(self) -> None:
+        job = Job()
+        job.describe(0)
+        job.ready(0, 1, 2)
+        end = only(End, job.ready(3, state="other"))
+        assert end.code == 1 and "state differs between holders of stage 1 TP rank 0" in end.reason
+
+    def test_a_stop_signal(self) -> None:
+        job = Job()
+        job.describe(0)
+        assert only(End, job.tell("stop", signal=signal.SIGTERM)).code == 143
+
+    def test_a_script_that_does_not_train(self) -> None:
+        """No worker ever tells sizes: all just exit with 0."""
+        job = Job(workers=2)
+        assert not job.tell("exited", 0, code=0, time=0.0)
+        assert only(End, job.tell("exited", 1, code=0, time=0.0)).code == 0
+
+    @pytest.mark.parametrize("ready_first", [False, True])
+    def test_who_leaves_before_it_was_ready_strands_nobody(self, ready_first: bool) -> None:
+        job = Job()
+        job.describe(0)
+        if not ready_first:
+            job.tell("done", 1)
+        actions = job.ready(0, 2, 3)
+        if ready_first:
+            actions = job.tell("done", 1)
+        end = only(End, actions)
+        assert end.code == 1 and "worker 1 finished during start-up" in end.reason
+
+    def test_unknown_messages_are_for_others(self) -> None:
+        assert not Job().tell("weather", 0, sunny=True)
+
+
+class TestRecovery:
+    def test_from_a_death_to_go(self) -> None:
+        job = Job().start()
+        job.now = 100.0
+        actions = job.kill(0)
+        assert notices(actions) == ["broken"]
+        dead = events(actions, "worker_dead")[0]
+        assert (dead["dead"], dead["node"], dead["cause"], dead["noticed_at"]) == (0, 0, "exit signal 9", 100.0)
+        assert events(actions, "epoch_broken")[0]["broken_epoch"] == 0
+        assert not job.muster(1, 2)
+        published = only(PublishPlan, job.muster(3))
+        assert published.epoch == 1
+        assert published.plan.working == (1, 3) and set(published.plan.standbys) == {2}
+        assert published.plan.replicas[0].micro_batches == (0, 1, 2, 3)
+        assert published.commit.iteration == 4
+        assert published.held == {1: (0, 0), 2: (1, 0), 3: (1, 0)}
+        job.now = 101.5
+        assert not job.ready(1, 2)
+        actions = job.ready(3, bytes_received=7)
+        assert only(Go, actions).epoch == 1
+        recovery = events(actions, "recovery")[0]
+        assert (recovery["from_epoch"], recovery["to_epoch"], recovery["dead"]) == (0, 1, [0])
+        assert (recovery["resumed_iteration"], recovery["steps_redone"], recovery["bytes_moved"]) == (4, 1, 7)
+        assert (recovery["broken_at"], recovery["resumed_at"]) == (100.0, 101.5)
+
+    def test_a_step_that_somebody_agreed_on_is_everybodys(self) -> None:
+        job = Job().start()
+        job.at = {1: (5, Stage.AGREED), 2: (5, Stage.REDUCED), 3: (5, Stage.REDUCED)}
+        job.kill(0)
+        actions = job.muster(1, 2, 3)
+        published = only(PublishPlan, actions)
+        assert (published.commit.iteration, published.commit.replay) == (5, True)
+        agreed = events(actions, "agreed")[0]
+        assert (agreed["iteration"], agreed["epoch"], agreed["loss"]) == (5, 0, {"lm loss": 2.0})
+
+    def test_a_worker_that_musters_breaks_the_epoch(self) -> None:
+        """Its agent's message about the death may come later."""
+        job = Job().start()
+        assert notices(job.muster(1)) == ["broken"]
+        assert not notices(job.kill(0)), "told already"
+        only(PublishPlan, job.muster(2, 3))
+
+    def test_a_death_during_building(self) -> None:
+        job = Job().start()
+        job.kill(0)
+        job.muster(1, 2, 3)
+        job.ready(2)
+        assert notices(job.kill(3)) == ["broken"]
+        job.ready(1, epoch=1)
+        assert job.membership.phase is Phase.MUSTERING, "ready for an epoch that broke is worth nothing"
+        published = only(PublishPlan, job.muster(1, 2))
+        assert (published.epoch, published.plan.working, published.commit.iteration) == (2, (1, 2), 4)
+        assert only(Go, job.ready(1, 2)).epoch == 2
+
+    def test_a_death_while_others_muster(self) -> None:
+        job = Job().start()
+        job.kill(0)
+        job.muster(1, 2)
+        published = only(PublishPlan, job.kill(3))
+        assert published.plan.members == (1, 2)
+
+    def test_who_died_after_it_mustered_is_not_planned_with(self) -> None:
+        job = Job().start()
+        job.kill(0)
+        job.muster(3, 2)
+        job.kill(3)
+        published = only(PublishPlan, job.muster(1))
+        assert published.plan.members == (1, 2) and 3 not in published.held
+
+    def test_time_of_the_break_is_that_of_the_first(self) -> None:
+        job = Job().start()
+        job.now = 10.0
+        job.kill(0)
+        job.muster(1, 2, 3)
+        job.now = 20.0
+        job.kill(3)
+        job.muster(1, 2)
+        assert events(job.ready(1, 2), "recovery")[0]["broken_at"] == 10.0
+
+    def test_a_suspicion_without_a_death(self) -> None:
+        """A connection that failed costs a rebuild, and nobody's work."""
+        job = Job().start()
+        before = job.membership.plan
+        assert notices(job.tell("suspect", 2, epoch=0, error="connection reset")) == ["broken"]
+        assert not job.tell("suspect", 3, epoch=0, error="me too")
+        published = only(PublishPlan, job.muster(0, 1, 2, 3))
+        assert published.epoch == 1 and published.plan == before
+        only(Go, job.ready(0, 1, 2, 3))
+
+    def test_a_suspicion_of_an_older_epoch(self) -> None:
+        job = Job().start().recover([0])
+        assert not job.tell("suspect", 1, epoch=0, error="late")
+        assert job.membership.phase is Phase.RUNNING
+
+    def test_the_second_loss_finds_a_second_holder(self) -> None:
+        job = Job().start().recover([0]).recover([3])
+        assert job.membership.plan is not None
+        assert job.membership.plan.working == (1, 2) and job.membership.epoch == 2
+
+    def test_counting_recoveries_without_a_step(self) -> None:
+        job = Job().start()
+        for _ in range(LIMITS.recoveries_per_iteration):
+            job.tell("suspect", 1, epoch=job.membership.epoch, error="flaky")
+            job.muster(0, 1, 2, 3)
+            job.ready(0, 1, 2, 3)
+        job.tell("suspect", 1, epoch=job.membership.epoch, error="flaky")
+        order = only(OrderSalvage, job.muster(0, 1, 2, 3))
+        assert "3 recoveries without a step after iteration 4" in order.reason
+
+    def test_a_step_starts_the_count_anew(self) -> None:
+        job = Job().start()
+        for _ in range(3 * LIMITS.recoveries_per_iteration):
+            job.tell("suspect", 1, epoch=job.membership.epoch, error="flaky")
+            job.muster(0, 1, 2, 3)
+            only(Go, job.ready(0, 1, 2, 3))
+            job.iteration += 1
+
+
+class TestGivenUp:
+    def test_who_does_not_muster(self) -> None:
+        job = Job().start()
+        job.kill(0)
+        job.muster(1, 2)
+        assert not job.wait(9.9)
+        actions = job.wait(0.2)
+        assert events(actions, "worker_dead")[0]["cause"] == "did not report within 10 s"
+        assert only(PublishPlan, actions).plan.members == (1, 2)
+
+    def test_who_does_not_become_ready(self) -> None:
+        job = Job().start()
+        job.kill(0)
+        job.muster(1, 2, 3)
+        job.ready(1, 2)
+        assert not job.wait(99.0)
+        actions = job.wait(2.0)
+        assert events(actions, "worker_dead")[0]["cause"] == "was not ready within 100 s"
+        assert notices(actions) == ["broken"]
+        assert only(PublishPlan, job.muster(1, 2)).plan.members == (1, 2)
+
+    def test_nothing_is_late_while_training(self) -> None:
+        assert not Job().start().recover([0]).wait(1e9)
+
+    def test_a_silent_worker_is_fenced(self) -> None:
+        """What it says when it wakes up is heard by nobody, and the plan has no place for it."""
+        job = Job().start()
+        actions = job.tell("silent", 3, silence_s=30.04, time=0.0)
+        assert events(actions, "worker_dead")[0]["cause"] == "no heartbeat for 30.0 s"
+        published = only(PublishPlan, job.muster(0, 1, 2))
+        assert 3 not in published.plan.members
+        job.ready(0, 1, 2)
+        for late in (
+            {"kind": "muster", "epoch": 0, "record": job.record(3).to_dict(), "held": [1, 0]},
+            {"kind": "muster", "epoch": 1, "record": job.record(3).to_dict(), "held": [1, 0]},
+            {"kind": "suspect", "epoch": 1, "error": "everybody is gone"},
+            {"kind": "ready", "epoch": 1, "state": "old", "ports": [], "bytes_received": 0, "steps_redone": 0},
+            {"kind": "failed", "error": "RuntimeError: gloo"},
+            {"kind": "trained"},
+            {"kind": "done"},
+            {"kind": "exited", "code": FENCED_EXIT, "time": 1.0},
+            {"kind": "exited", "code": 0, "time": 1.0},
+            {"kind": "exited", "code": 1, "time": 1.0},
+            {"kind": "lost", "time": 1.0},
+        ):
+            assert job.tell(worker=3, **late) == []
+            assert job.membership.phase is Phase.RUNNING
+        # Also not later: the next death is recovered from as if it had not spoken.
+        job.kill(1)
+        assert only(PublishPlan, job.muster(0, 2)).plan.working == (0, 2)
+
+    def test_a_node_is_lost(self) -> None:
+        job = Job().start()
+        actions = job.tell("node_lost", node=1, cause="connection lost", time=0.0)
+        assert [event["dead"] for event in events(actions, "worker_dead")] == [2, 3]
+        assert "node lost: connection lost" in events(actions, "epoch_broken")[0]["cause"]
+        order = only(OrderSalvage, job.muster(0, 1))
+        assert order.missing == (Coordinate(1, 0),)
+
+    def test_a_node_with_a_copy_of_everything_is_lost(self) -> None:
+        job = Job(pipeline=1, tensor=2).start()
+        job.tell("node_lost", node=0, cause="no heartbeat", time=0.0)
+        assert only(PublishPlan, job.muster(2, 3)).plan.working == (2, 3)
+
+    def test_connection_lost(self) -> None:
+        actions = Job().start().tell("lost", 2, time=0.0)
+        assert events(actions, "worker_dead")[0]["cause"] == "connection lost" and notices(actions) == ["broken"]
+
+    def test_a_living_worker_that_fences_itself(self) -> None:
+        job = Job().start()
+        actions = job.tell("exited", 2, code=FENCED_EXIT, time=0.0)
+        assert events(actions, "worker_dead")[0]["cause"] == "fenced itself"
+
+    def test_one_death_is_told_once(self) -> None:
+        job = Job().start()
+        job.kill(0)
+        for kind in ("lost", "silent"):
+            assert job.tell(kind, 0, time=0.0) == []
+        assert job.tell("node_lost", node=0, cause="gone", time=0.0) != [], "worker 1 was there too"
+
+
+class TestEnd:
+    def test_all_are_done(self) -> None:
+        job = Job().start()
+        for worker in (0, 1, 2):
+            job.tell("trained", worker)
+            assert not job.tell("done", worker)
+        actions = job.tell("done", 3)
+        assert only(End, actions) == End(0, "finished")
+        assert notices(actions) == ["end"] and events(actions, "run_finished")[0]["exit_code"] == 0
+
+    def test_standbys_and_dead_are_not_waited_for(self) -> None:
+        job = Job().start().recover([0])
+        assert job.membership.plan is not None
+        first, second = job.membership.plan.working
+        job.tell("done", first)
+        assert only(End, job.tell("exited", second, code=0, time=0.0)).code == 0
+
+    def test_standbys_suspect_those_who_leave(self) -> None:
+        job = Job().start().recover([0])
+        assert job.membership.plan is not None
+        (standby,) = job.membership.plan.standbys
+        job.tell("trained", job.membership.plan.working[0])
+        assert not job.tell("suspect", standby, epoch=1, error="connection closed by peer")
+        assert job.membership.phase is Phase.RUNNING
+
+    def test_a_worker_fails(self) -> None:
+        """A user's bug is raised as in stock Megatron: no recovery."""
+        actions = Job().start().tell("failed", 2, error="ValueError: x")
+        end = only(End, actions)
+        assert end.code == 1 and end.reason == "worker 2 failed: ValueError: x"
+        assert events(actions, "worker_failed")[0]["failed"] == 2
+        assert "broken" not in notices(actions)
+
+    def test_a_bad_exit_code(self) -> None:
+        end = only(End, Job().start().tell("exited", 2, code=3, time=0.0))
+        assert end.code == 1 and "exit code 3" in end.reason
+
+    def test_a_stop_signal(self) -> None:
+        job = Job().start()
+        assert notices(job.tell("stop", signal=signal.SIGTERM)) == ["stop"]
+        for worker in (0, 1, 2):
+            assert not job.tell("done", worker)
+        end = only(End, job.tell("done", 3))
+        assert (end.code, end.reason) == (143, "stopped by signal 15")
+
+    def test_a_stop_signal_outlives_a_recovery(self) -> None:
+        job = Job().start()
+        job.tell("stop", signal=signal.SIGINT)
+        job.recover([0])
+        job.tell("done", 1)
+        assert only(End, job.tell("done", 3)).code == 130
+
+    def test_nobody_survives(self) -> None:
+        job = Job(workers=2).start()
+        job.kill(0)
+        end = only(End, job.kill(1))
+        assert end.code == 1 and "no worker survived" in end.reason
+
+    def test_nothing_happens_after_the_end(self) -> None:
+        job = Job().start()
+        job.tell("failed", 2, error="x")
+        assert job.kill(1) == [] and job.muster(0) == [] and job.wait(1e9) == []
+
+    def test_nobody_waits_for_who_finished_while_others_muster(self) -> None:
+        """Worker 1 has left the loop and exits with 0 just as worker 0 dies."""
+        job = Job().start()
+        job.kill(0)
+        job.muster(2, 3)
+        actions = job.tell("done", 1)
+        assert job.membership.phase is not Phase.MUSTERING
+        assert only(OrderSalvage, actions).missing == (Coordinate(0, 0),)
+
+    def test_who_finished_is_not_planned_with(self) -> None:
+        job = Job().start()
+        job.kill(3)
+        job.muster(0)
+        job.tell("done", 0)
+        published = only(PublishPlan, job.muster(1, 2))
+        assert published.plan.members == (1, 2)
+
+    def test_nobody_waits_for_who_finished_while_an_epoch_is_built(self) -> None:
+        job = Job().start()
+        job.kill(0)
+        job.muster(1, 2, 3)
+        job.ready(1, 2)
+        assert notices(job.tell("exited", 3, code=0, time=0.0)) == ["broken"]
+        assert only(PublishPlan, job.muster(1, 2)).plan.members == (1, 2)
+
+
+class TestNoPlan:
+    def lose_a_shard(self) -> tuple[Job, OrderSalvage]:
+        job = Job().start()
+        job.kill(2)
+        job.kill(3)
+        return job, only(OrderSalvage, job.muster(0, 1))
+
+    def test_survivors_write_what_they_hold(self) -> None:
+        job, order = self.lose_a_shard()
+        assert order.epoch == 1 and order.commit is not None and order.commit.iteration == 4
+        assert order.writers == {0: Coordinate(0, 0)}, "one writer per shard"
+        assert order.missing == (Coordinate(1, 0),)
+        assert "stage 1 TP rank 0 is held by no survivor" in order.reason
+        end = only(End, job.tell("salvaged", 0))
+        assert end.code == 1
+        assert "no plan fits the survivors: the state of stage 1 TP rank 0 is held by no survivor" in end.reason
+
+    def test_who_does_not_finish_writing_is_not_waited_for_forever(self) -> None:
+        job, _ = self.lose_a_shard()
+        assert not job.wait(49.0)
+        assert only(End, job.wait(2.0)).code == 1
+
+    def test_a_writer_dies(self) -> None:
+        job, _ = self.lose_a_shard()
+        assert only(End, job.kill(0)).code == 1
+
+    def test_another_death_while_writing(self) -> None:
+        job, _ = self.lose_a_shard()
+        actions = job.kill(1)
+        assert not [action for action in actions if isinstance(action, End | Notify)]
+        assert only(End, job.tell("salvaged", 0)).code == 1
+
+    def test_nobody_holds_anything(self) -> None:
+        job = Job(workers=2, pipeline=1).start()
+        job.held[1] = None
+        job.kill(0)
+        actions = job.muster(1)
+        assert only(OrderSalvage, actions).writers == {}
+        assert only(End, actions).code == 1, "there is nothing to wait for"
+
+    def test_state_that_differs_between_holders(self) -> None:
+        """Training another model silently is worse than ending."""
+        job = Job().start()
+        job.kill(0)
+        job.muster(1, 2, 3)
+        job.ready(1, 2)
+        actions = job.ready(3, state="other")
+        order = only(OrderSalvage, actions)
+        assert "state differs between holders of stage 1 TP rank 0" in order.reason
+        assert not [action for action in actions if isinstance(action, Go)]
+        assert notices(actions) == ["broken"], "members wait for Go and would not hear of the order"
+        assert order.epoch == 2 and order.writers == {1: Coordinate(0, 0), 2: Coordinate(1, 0)}
+        assert not job.tell("salvaged", 1)
+        assert only(End, job.tell("salvaged", 2)).code == 1
+
+    def test_who_is_on_the_move_writes_what_it_still_holds(self) -> None:
+        """Its plan says stage 1, but until Go its state is that of stage 0."""
+        job = Job(workers=6, micro_batches=6).start()
+        job.kill(4)
+        job.kill(5)
+        plan = only(PublishPlan, job.muster(0, 1, 2, 3)).plan
+        (mover,) = (w for w in plan.working if plan.coordinate_of(w) != job.held[w])
+        assert job.held[mover] == Coordinate(0, 0)
+        job.held.update({0: Coordinate(0, 0), 1: Coordinate(0, 0)})
+        others = [worker for worker in plan.members if worker != mover]
+        job.ready(*others)
+        order = only(OrderSalvage, job.ready(mover, state="garbled on the way"))
+        for worker, shard in order.writers.items():
+            assert shard == job.held[worker]
+
+    def test_a_death_after_training(self) -> None:
+        """There is no loop left to recover into; what is held is written down, and the job does not end with 0."""
+        job = Job().start()
+        job.tell("trained", 1)
+        job.kill(0)
+        order = only(OrderSalvage, job.muster(1, 2, 3))
+        assert "after the last iteration" in order.reason and set(order.writers) == {1, 2}
+
+    def test_nobody_knows_where_to_go_on(self) -> None:
+        job = Job().start()
+        job.kill(0)
+        empty = Record(5, Stage.COMPUTE).to_dict()
+        end = only(End, job.muster(1, 2, 3, record=empty))
+        assert end.code == 1 and "no survivor knows" in end.reason
+
+
+class TestWhateverHappens:
+    """Any sequence of deaths, errors, reports and delays ends in training or in an end that is said."""
+
+    @given(data=st.data())
+    def test_it_ends_well_or_loudly(self, data: st.DataObject) -> None:
+        replicas = data.draw(st.integers(1, 3))
+        pipeline, tensor = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
+        workers = replicas * pipeline * tensor
+        job = Job(workers, pipeline, tensor, micro_batches=2 * replicas).start()
+        for _ in range(data.draw(st.integers(1, 25))):
+            self._something_happens(job, data)
+            self._check(job)
+        for _ in range(100):
+            if job.membership.phase in (Phase.RUNNING, Phase.ENDED):
+                break
+            self._do_what_is_told(job)
+            self._check(job)
+        assert job.membership.phase in (Phase.RUNNING, Phase.ENDED)
+        if job.membership.phase is Phase.RUNNING:
+            assert job.membership.plan is not None and not set(job.members) & set(job.membership.dead)
+
+    def _something_happens(self, job: Job, data: st.DataObject) -> None:
+        if job.membership.phase is Phase.RUNNING and data.draw(st.booleans()):
+            job.iteration += 1
+        worker = data.draw(st.integers(0, job.membership.world_size - 1))
+        epoch = max(0, job.membership.epoch - data.draw(st.integers(0, 1)))
+        match data.draw(st.sampled_from(["muster"] * 5 + ["ready"] * 5 + ["suspect", "kill", "silent", "node", "wait"])):
+            case "muster":
+                agreed = data.draw(st.sampled_from([Stage.REDUCED, Stage.AGREED]))
+                if job.membership.phase is Phase.RUNNING:
+                    job.at = {each: (job.iteration, Stage.REDUCED) for each in job.members}
+                    job.at[worker] = (job.iteration, agreed)
+                if worker in job.held:
+                    job.muster(worker, epoch=epoch)
+            case "ready":
+                state = data.draw(st.sampled_from(["same"] * 9 + ["other"]))
+                job.ready(worker, epoch=epoch, state=state)
+            case "suspect":
+                job.tell("suspect", worker, epoch=epoch, error="connection reset by peer")
+            case "kill":
+                job.kill(worker)
+            case "silent":
+                job.tell("silent", worker, time=job.now)
+            case "node":
+                job.tell("node_lost", node=worker // 2, cause="gone", time=job.now)
+            case "wait":
+                job.wait(data.draw(st.sampled_from([1.0, 200.0])))
+
+    def _do_what_is_told(self, job: Job) -> None:
+        membership = job.membership
+        match membership.phase:
+            case Phase.MUSTERING:
+                job.muster(*sorted(membership.living))
+            case Phase.BUILDING:
+                job.ready(*job.members)
+            case Phase.SALVAGING:
+                order = next(action for action in job.actions if isinstance(action, OrderSalvage))
+                for worker in order.writers:
+                    job.tell("salvaged", worker)
+
+    def _check(self, job: Job) -> None:
+        plans = [action for action in job.actions if isinstance(action, PublishPlan | OrderSalvage)]
+        assert [action.epoch for action in plans] == list(range(len(plans))), "one plan or order for each epoch"
+        commits = [action.commit.iteration for action in plans if action.commit is not None]
+        assert commits == sorted(commits), "what was applied stays applied"
+        went = [action.epoch for action in job.actions if isinstance(action, Go)]
+        assert went == sorted(set(went))
+        ends = [index for index, action in enumerate(job.actions) if isinstance(action, End)]
+        assert ends in ([], [len(job.actions) - 1]), "the end is one, and the last"
+        assert not any(isinstance(action, Go | PublishPlan) for action in self._after_order(job.actions))
+
+    def _after_order(self, actions: list[Action]) -> list[Action]:
+        order = next((n for n, action in enumerate(actions) if isinstance(action, OrderSalvage)), len(actions))
+        return actions[order:]
+
+    @given(data=st.data())
+    def test_go_only_when_every_member_is_ready(self, data: st.DataObject) -> None:
+        job = Job().start()
+        job.kill(0)
+        job.muster(1, 2, 3)
+        told: set[int] = set()
+        for worker in data.draw(st.lists(st.sampled_from([1, 2, 3]), max_size=8)):
+            epoch = data.draw(st.sampled_from([0, 1, 2]))
+            before = job.membership.phase
+            went = [action for action in job.ready(worker, epoch=epoch) if isinstance(action, Go)]
+            if epoch == 1 and before is Phase.BUILDING:
+                told.add(worker)
+            assert bool(went) == (told == {1, 2, 3} and before is Phase.BUILDING)

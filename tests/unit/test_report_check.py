@@ -1,0 +1,69 @@
+"""What `resihp report --check` finds wrong with a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_resihp.report.check import LARGEST_DIFFERENCE, faults
+from megatron_resihp.report.run_summary import Failure, RunSummary
+from megatron_resihp.report.summary import summarize, with_reference
+
+COMPARED = "loss against the reference run: relative difference"
+
+
+@pytest.fixture
+def good(recovered_run: Any) -> RunSummary:
+    """A run that was compared with its own twin."""
+    summary = summarize(recovered_run.events)
+    return with_reference(summary, summary)
+
+
+def test_a_good_run_has_no_faults(good: RunSummary) -> None:
+    assert faults(good) == []
+
+
+def test_a_reference_is_not_needed(recovered_run: Any) -> None:
+    assert faults(summarize(recovered_run.events)) == []
+
+
+def test_floating_point_reassociation_is_no_fault(good: RunSummary) -> None:
+    nearly = {iteration: loss * (1 + LARGEST_DIFFERENCE / 2) for iteration, loss in good.loss.items()}
+    assert faults(with_reference(good, replace(good, loss=nearly))) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"completed": False, "exit_code": None}, "the run has not ended"),
+        ({"completed": False, "exit_code": 1}, "the run ended with exit code 1"),
+        ({"iterations": 39}, "the run ended at iteration 39 of 40"),
+        ({"failures": (Failure(2, "ValueError: no"),)}, "worker 2 raised an error"),
+        ({"samples_consumed": None}, "samples not recorded (run with --resihp-record-samples)"),
+        ({"samples_lost": 3}, "samples: 3 LOST"),
+        ({"samples_applied_twice": 3}, "samples: 3 REPEATED"),
+        ({"samples_out_of_place": 3}, "samples: 3 OUT OF PLACE"),
+        ({"loss_max_relative_difference": 2e-5}, f"{COMPARED} at most 2.0e-05"),
+        ({"loss_max_relative_difference": math.inf}, f"{COMPARED} at most inf"),
+        ({"loss_max_relative_difference": None}, "no iteration in common with the reference run"),
+    ],
+)
+def test_each_broken_promise_is_named(good: RunSummary, changes: dict[str, Any], fault: str) -> None:
+    assert faults(replace(good, **changes)) == [fault]
+
+
+def test_an_iteration_without_a_loss_is_named(good: RunSummary) -> None:
+    without = {iteration: loss for iteration, loss in good.loss.items() if iteration != 7}
+    fault = "iteration 7 has a loss in one of the two runs only"
+    assert faults(replace(good, loss=without)) == [fault]
+    assert faults(with_reference(good, replace(good, loss=without))) == [fault]
+
+
+def test_an_empty_log_is_a_fault() -> None:
+    assert faults(summarize([])) == [
+        "the run has not ended",
+        "samples not recorded (run with --resihp-record-samples)",
+    ]
