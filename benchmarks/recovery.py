@@ -14,9 +14,10 @@ In place, one job for each kill, so that it always strikes eight workers:
   the first one of that epoch left out. That gives `in_place_s`. If the step had been agreed on before the kill and was
   only completed, nothing is subtracted, although `first_step` then ends a whole new iteration.
 - `phases` add up to `in_place_s` of their kill: a phase lasts from when the last worker ended the phase before until
-  the last worker ended this one. `notice` ends when the first worker has noticed, and what the others take longer is
-  part of `abort`; `rest` is from the end of `data` to `first_step`, less the same normal iteration. `longest` has for
-  each phase the worker that took longest, with all its waiting for others.
+  the last worker ended this one. `notice` ends when the epoch is marked as broken, and what the workers take longer to
+  hear of it is part of `abort`; `ready` ends when the coordinator lets all go on; `rest` is from the end of `data` to
+  `first_step`, less the same normal iteration. `longest` has for each phase the worker that took longest, with all its
+  waiting for others.
 
 The incumbent is torchrun with a checkpoint after each iteration: from t0 to when the log shows an iteration that was
 completed after the restart. It redoes one iteration at most, and is compared with `in_place_with_redo_s`.
@@ -36,6 +37,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from common import EventTail, SmallJob, all_events, load_average, print_result, running, wait_for, worker_processes
 
@@ -104,11 +106,10 @@ def measure(events: Sequence[Event], victim: int, killed_at: float, load: float)
     iteration_s = statistics.median(event["duration_s"] for event in iterations[1:])
     total_s = max(event["time"] for event in first_steps) - killed_at
     redo_s = iteration_s if recovery["steps_redone"] else 0.0
-    noticed_at = min(event["time"] - event["seconds_since_death"] for event in first_steps)
     workers = _phases_by_worker(events)
-    ends = {"notice": noticed_at - killed_at}
+    ends = {"notice": recovery["broken_at"] - killed_at}
     for name in PHASES[1:-1]:
-        ends[name] = max(_end_of(name, phases, resumed_at) for phases, resumed_at in workers) - killed_at
+        ends[name] = recovery["resumed_at"] - killed_at + max(_after_go(name, phases) for phases in workers)
     ends["rest"] = total_s - redo_s
     starts = [0.0, *ends.values()]
     return Kill(
@@ -118,24 +119,24 @@ def measure(events: Sequence[Event], victim: int, killed_at: float, load: float)
         redone=bool(recovery["steps_redone"]),
         iteration_s=iteration_s,
         phases={name: end - start for (name, end), start in zip(ends.items(), starts, strict=False)},
-        longest={name: max(phases[name] for phases, _ in workers) for name in PHASES[1:-1]},
+        longest={name: max(phases[name] for phases in workers) for name in PHASES[1:-1]},
         load_average=load,
     )
 
 
-def _phases_by_worker(events: Sequence[Event]) -> list[tuple[dict[str, float], float]]:
-    """Of each worker, how long its phases were and when the last of them ended; it reports them right then."""
-    found: dict[int, tuple[dict[str, float], float]] = {}
+def _phases_by_worker(events: Sequence[Event]) -> list[dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
     for event in events:
         if event["event"] == names.PHASE:
-            phases, _ = found.setdefault(event["worker"], ({}, event["time"]))
-            phases[event["phase"]] = event["seconds"]
+            found.setdefault(event["worker"], {})[event["phase"]] = event["seconds"]
     return list(found.values())
 
 
-def _end_of(name: str, phases: dict[str, float], resumed_at: float) -> float:
-    later = PHASES[PHASES.index(name) + 1 : -1]
-    return resumed_at - sum(phases[phase] for phase in later)
+def _after_go(name: str, phases: dict[str, float]) -> float:
+    """When a worker ended a phase, counted from when all were let go on, which ends `ready` on every worker."""
+    if name == "data":
+        return phases["data"]
+    return -sum(phases[phase] for phase in PHASES[PHASES.index(name) + 1 : PHASES.index("data")])
 
 
 # ---- the incumbent
@@ -187,7 +188,7 @@ def _iteration_time(output: Path) -> float:
 # ---- the result
 
 
-def summarize(kills: Sequence[Kill], incumbent: Sequence[float]) -> dict[str, object]:
+def summarize(kills: Sequence[Kill], incumbent: Sequence[float]) -> dict[str, Any]:
     """The medians, and what they come from."""
     phases = {name: statistics.median(kill.phases[name] for kill in kills) for name in PHASES}
     with_redo_s = statistics.median(kill.in_place_with_redo_s for kill in kills)
@@ -210,8 +211,8 @@ def summarize(kills: Sequence[Kill], incumbent: Sequence[float]) -> dict[str, ob
     }
 
 
-def draw(result: dict, path: Path) -> None:
-    """The phases of the recovery, stacked, and the incumbent above them on the same axis; the phases once more alone."""
+def draw(result: dict[str, Any], path: Path) -> None:
+    """The phases of the recovery, stacked, with the incumbent on the same axis; below, the phases alone."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -219,7 +220,7 @@ def draw(result: dict, path: Path) -> None:
 
     figure, (both, alone) = pyplot.subplots(2, 1, figsize=(9, 4.2), layout="constrained")
     phases = {**result["phases"], "redone iteration": result["in_place_with_redo_s"] - result["in_place_s"]}
-    colours = pyplot.get_cmap("tab10").colors
+    colours = [pyplot.get_cmap("tab10")(number) for number in range(len(phases))]
     for axes in (both, alone):
         left = 0.0
         for (name, seconds), colour in zip(phases.items(), colours, strict=False):

@@ -42,7 +42,8 @@ def _samples(summary: RunSummary) -> Iterator[str]:
 def _loss(summary: RunSummary) -> Iterator[str]:
     if summary.loss_reference is None:
         return
-    alone = sorted(summary.loss.keys() ^ summary.loss_reference.keys())
+    start = summary.job.first_iteration if summary.job else 0
+    alone = sorted(i for i in summary.loss.keys() ^ summary.loss_reference.keys() if i > start)
     difference = summary.loss_max_relative_difference
     if difference is None:
         yield "no iteration in common with the reference run"

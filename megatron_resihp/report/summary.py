@@ -29,6 +29,7 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0) -> RunSummary:
     run = _last_run(usable)
     job = _job(run)
     steps = applied_steps(run, job.global_batch_size if job else None)
+    job = _with_start(job, run, steps)
     deaths, recoveries = find_deaths(run, steps)
     finish = _last(run, names.RUN_FINISHED) or {}
     loss_name = next((name for step in steps for name in step.loss), None)
@@ -119,6 +120,14 @@ def _job(events: Sequence[Event]) -> Job | None:
         return None
     known = {name: event[name] for name in (f.name for f in fields(Job)) if event.get(name) is not None}
     return Job(**known)
+
+
+def _with_start(job: Job | None, events: Sequence[Event], steps: Sequence[Step]) -> Job | None:
+    """`job` with the iteration that it began after: Megatron loads checkpoints only after the job event is written."""
+    told = next((event.get("first_iteration") for event in _all(events, names.JOB)), None)
+    if job is None or told is not None or not steps:
+        return job
+    return replace(job, first_iteration=steps[0].iteration - 1)
 
 
 def _last_iteration(job: Job | None, steps: Sequence[Step]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,13 @@ def test_an_iteration_without_a_loss_is_named(good: RunSummary) -> None:
     fault = "iteration 7 has a loss in one of the two runs only"
     assert faults(replace(good, loss=without)) == [fault]
     assert faults(with_reference(good, replace(good, loss=without))) == [fault]
+
+
+def test_a_run_from_a_checkpoint_is_compared_from_there_on(good: RunSummary, synthetic_run: Callable[..., Any]) -> None:
+    later = synthetic_run(first_iteration=39)
+    later.step(1, loss={"lm loss": good.loss[40]})
+    later.finish()
+    assert faults(with_reference(summarize(later.events), good)) == []
 
 
 def test_an_empty_log_is_a_fault() -> None:

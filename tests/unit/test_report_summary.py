@@ -173,6 +173,16 @@ def test_of_several_runs_in_one_log_the_last_counts(recovered_run: Any, syntheti
     assert (summary.samples_consumed, summary.samples_lost) == (32, 0)
 
 
+def test_a_run_that_goes_on_from_a_checkpoint_lost_nothing(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run(first_iteration=10)
+    run.step(5)
+    for event in run.events:
+        event.pop("first_iteration", None)
+    summary = summarize(run.events)
+    assert summary.job is not None
+    assert (summary.job.first_iteration, summary.samples_consumed, summary.samples_lost) == (10, 80, 0)
+
+
 def test_events_that_cannot_be_used_are_counted_by_what_is_wrong(synthetic_run: Callable[..., Any]) -> None:
     run = synthetic_run()
     run.step(2)

@@ -1,0 +1,31 @@
+"""Fifty recoveries in one job leave nothing behind: groups, threads, file descriptors and memory stay as they were."""
+
+from __future__ import annotations
+
+from jobs import Jobs, check_training, tiny
+
+RECOVERIES = 50
+FIRST = 2
+"""Iteration of the first recovery."""
+SETTLED = 10
+"""Recoveries after which caches are warm; later ones may not add anything."""
+MEMORY_TOLERANCE = 1.05
+
+
+def test_fifty_recoveries_leave_nothing_behind(jobs: Jobs) -> None:
+    """Groups are rebuilt without a loss: a drill lets one worker after another report a communication error."""
+    iterations = FIRST + RECOVERIES + 1
+    arguments = tiny(train_iters=iterations, pipeline_model_parallel_size=2)
+    drills = [f"rebuild:{step % 4}@{FIRST + step}" for step in range(RECOVERIES)]
+    reference = jobs.reference(arguments, workers=4)
+    job = jobs.start([*arguments, "--resihp-drill", *drills], workers=4).wait(180.0)
+
+    assert len(job.events("recovery")) == RECOVERIES
+    check_training(job, reference)
+    for worker in range(4):
+        seen = [event for event in job.events("resources") if event["worker"] == worker]
+        settled, last = seen[SETTLED], seen[-1]
+        for name in ("groups", "threads", "descriptors"):
+            assert last[name] <= settled[name], f"{name} of worker {worker}: {[event[name] for event in seen]}"
+        grown = [round(event["resident_bytes"] / 2**20) for event in seen]
+        assert last["resident_bytes"] <= MEMORY_TOLERANCE * settled["resident_bytes"], f"MiB of worker {worker}: {grown}"

@@ -1,0 +1,135 @@
+"""Who reads which samples: Megatron's own order for equal shares, and every sample once for any others."""
+
+from __future__ import annotations
+
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
+
+from megatron_resihp.control.record import Outcome
+from megatron_resihp.integration.data import Feed, NumberedDataset, PlanSampler
+from megatron_resihp.plan import ParallelPlan, Replica, deal
+
+
+def batches(total: int, size: int, global_batch: int, consumed: int, share: tuple[int, ...]) -> list[list[int]]:
+    sampler = PlanSampler(total, size, global_batch)
+    sampler.move(consumed, share)
+    return list(sampler)
+
+
+class TestSampler:
+    @given(
+        replicas=st.integers(1, 4), each=st.integers(1, 4), size=st.integers(1, 4), iterations=st.integers(1, 5),
+        done=st.integers(0, 4), odd=st.integers(0, 3),
+    )  # fmt: skip
+    def test_equal_shares_are_megatrons(
+        self, replicas: int, each: int, size: int, iterations: int, done: int, odd: int
+    ) -> None:
+        global_batch = replicas * each * size
+        consumed = min(done, iterations - 1) * global_batch
+        total = iterations * global_batch + min(odd, global_batch - 1)
+        shares = deal([each] * replicas)
+        for rank in range(replicas):
+            theirs = list(MegatronPretrainingSampler(total, consumed, size, rank, replicas))
+            ours = batches(total, size, global_batch, consumed, shares[rank])
+            # At the end of the data Megatron gives what is less than a global batch; nobody trains on that.
+            assert ours == theirs[: len(ours)]
+            assert len(ours) == each * ((total - consumed) // global_batch)
+
+    @given(micro_batches=st.integers(1, 12), size=st.integers(1, 3), data=st.data())
+    def test_an_iteration_is_its_global_batch_whatever_the_shares(
+        self, micro_batches: int, size: int, data: st.DataObject
+    ) -> None:
+        """The topology changes between iterations: each reads exactly the samples that it would have read anyway."""
+        global_batch = micro_batches * size
+        iterations = 4
+        for iteration in range(iterations):
+            fed: list[int] = []
+            for share in deal(data.draw(shares_of(micro_batches))):
+                sampler = PlanSampler(iterations * global_batch, size, global_batch)
+                sampler.move(iteration * global_batch, share)
+                for index, batch in zip(share, sampler, strict=False):
+                    first = iteration * global_batch + index * size
+                    assert batch == list(range(first, first + size)), "micro-batch m is always the same samples"
+                    fed += batch
+            assert sorted(fed) == list(range(iteration * global_batch, (iteration + 1) * global_batch))
+
+    def test_moving_the_cursor(self) -> None:
+        sampler = PlanSampler(100, 2, 8)
+        sampler.move(0, (0, 2))
+        assert list(islice(sampler, 3)) == [[0, 1], [4, 5], [8, 9]]
+        sampler.move(8, (0, 1, 2, 3))
+        assert list(islice(sampler, 5)) == [[8, 9], [10, 11], [12, 13], [14, 15], [16, 17]]
+
+    def test_the_end_of_the_data(self) -> None:
+        assert batches(20, 2, 8, 8, (3,)) == [[14, 15]]
+        assert batches(20, 2, 8, 16, (0,)) == []
+        assert len(PlanSampler(20, 2, 8)) == 20
+
+
+@st.composite
+def shares_of(draw: st.DrawFn, micro_batches: int) -> list[int]:
+    """A way to share out micro-batches, at least one each."""
+    cuts = draw(st.sets(st.integers(1, micro_batches - 1))) if micro_batches > 1 else set()
+    edges = [0, *sorted(cuts), micro_batches]
+    return [end - start for start, end in zip(edges, edges[1:], strict=False)]
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+class TestFeed:
+    """One split's loader on worker 1, which is the second of two replicas."""
+
+    @pytest.fixture
+    def runtime(self) -> Any:
+        plan = ParallelPlan((Replica(((0,),), (0, 2)), Replica(((1,),), (1, 3))))
+        return SimpleNamespace(
+            args=SimpleNamespace(
+                num_workers=0, micro_batch_size=2, global_batch_size=8, eval_micro_batch_size=1,
+                eval_global_batch_size=3, consumed_train_samples=8, consumed_valid_samples=3,
+            ),
+            current_plan=plan, replica=1, micro_batches=(1, 3), replay=None, fed=[],
+        )  # fmt: skip
+
+    @pytest.fixture
+    def dataset(self) -> list[dict[str, int]]:
+        return [{"tokens": 100 + index} for index in range(40)]
+
+    def take(self, feed: Feed, count: int) -> list[list[int]]:
+        return [next(feed)["tokens"].tolist() for _ in range(count)]
+
+    def test_training_goes_on_after_what_was_consumed(self, runtime: Any, dataset: Any) -> None:
+        feed = Feed(runtime, dataset, False, "consumed_train_samples")
+        feed.rewind()
+        assert self.take(feed, 3) == [[110, 111], [114, 115], [118, 119]]
+        assert runtime.fed == [10, 11, 14, 15, 18, 19], "what was fed is recorded by number"
+
+    def test_a_new_plan_moves_the_share_and_drops_what_was_read_ahead(self, runtime: Any, dataset: Any) -> None:
+        feed = Feed(runtime, dataset, False, "consumed_train_samples")
+        feed.rewind()
+        self.take(feed, 1)
+        runtime.micro_batches = (0, 1, 2, 3)
+        feed.rewind()
+        assert self.take(feed, 4) == [[108, 109], [110, 111], [112, 113], [114, 115]]
+
+    def test_a_step_that_is_applied_already_reads_nothing(self, runtime: Any, dataset: Any) -> None:
+        runtime.replay = Outcome(0, 1.0)
+        feed = Feed(runtime, dataset, False, "consumed_train_samples")
+        feed.rewind()
+        assert self.take(feed, 1) == [[118, 119]]
+
+    def test_evaluation_is_shared_evenly_and_not_recorded(self, runtime: Any, dataset: Any) -> None:
+        runtime.replay = Outcome(0, 1.0)
+        feed = Feed(runtime, dataset, True, "consumed_valid_samples")
+        feed.rewind()
+        assert self.take(feed, 2) == [[104], [107]]
+        assert runtime.fed == []
+
+    def test_samples_keep_their_fields(self, dataset: Any) -> None:
+        numbered = NumberedDataset(dataset)
+        assert len(numbered) == 40 and numbered[7] == {"tokens": 107, "resihp_sample": 7}
+        assert dataset[7] == {"tokens": 107}, "the user's sample is left alone"
