@@ -70,7 +70,12 @@ class SmallJob:
 @contextmanager
 def running(command: Sequence[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A job in a session of its own with its output in a file; whatever is left of it at the end is ended."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore",
+        # torchrun shares one store between its attempts, and torch 2.15's gloo then meets the addresses of the dead
+        # attempt ("connectFullMesh failed: Connection refused"): without a new store no restart ever works.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }  # fmt: skip
     with output.open("wb") as file:
         job = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

@@ -37,14 +37,19 @@ def fill_shard(trained: Trained, tensors: dict[str, torch.Tensor], steps: list[A
     Raises:
         KeyError: if a parameter has no tensor; the two were built for different coordinates.
     """
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, rest = key.partition("/")
+        if kind == "state":
+            name, _, item = rest.rpartition("/")
+            states.setdefault(name, {})[item] = tensor
     with torch.no_grad():
         for name, parameter, state in _parameters(trained):
             parameter.data.copy_(tensors[f"param/{name}"])
             master = getattr(parameter, "main_param", None)
             if master is not None:
                 master.data.copy_(tensors[f"master/{name}"])
-            prefix = f"state/{name}/"
-            state.update({k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)})
+            state.update(states.get(name, {}))
         for chunk, model in enumerate(trained.model):
             for name, buffer in model.named_buffers():
                 buffer.copy_(tensors[f"buffer/{chunk}/{name}"])

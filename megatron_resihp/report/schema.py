@@ -110,7 +110,8 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("seq_length", INTEGER, "tokens in a sample", required=False),
             Field("train_iters", INTEGER, "iterations to reach"),
             Field(
-                "first_iteration", INTEGER, "iteration already done at the start; missing: the one before the first that is done", required=False
+                "first_iteration", INTEGER, "iteration already done at the start; missing: as the first step shows",
+                required=False,
             ),
         ),
     ),

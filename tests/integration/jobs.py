@@ -1,7 +1,7 @@
 """Real Megatron jobs for the tests: launched for real, but forked from one process that has imported everything once.
 
-The test runner starts that process, the nursery, by executing this file, and asks it for jobs line by line; so the runner
-itself stays free of torch's threads and Megatron's state. Each job is a launcher in a process of its own.
+The test runner starts that process, the nursery, by executing this file, and asks it for jobs line by line; so the
+runner itself stays free of torch's threads and Megatron's state. Each job is a launcher in a process of its own.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ class Nursery:
         """Launch a job; `options` are those of LaunchOptions."""
         job = Job(self, run_dir, workers, time.monotonic())
         self._jobs[str(run_dir)] = job
-        request = {"run_dir": str(run_dir), "command": [str(script), *arguments], "workers_per_node": workers, **options}
+        command = [str(script), *arguments]
+        request = {"run_dir": str(run_dir), "command": command, "workers_per_node": workers, **options}
         self._requests.write(json.dumps(request).encode() + b"\n")
         self._requests.flush()
         assert self.serve_until(lambda: job.pid is not None, time.monotonic() + 10.0), "the nursery does not answer"
@@ -420,7 +421,8 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         _take_notes(run_dir)
-        options = launcher.LaunchOptions(**{**request, "command": tuple(request["command"])}, run_dir=run_dir, stand_in=True)
+        command = tuple(request.pop("command"))
+        options = launcher.LaunchOptions(command=command, run_dir=run_dir, stand_in=True, **request)
         code = launcher.launch(options, fork_worker, RunReport)
     except BaseException:
         import traceback

@@ -1,4 +1,4 @@
-"""State that moves, and shares that become uneven: every kind of model and loss trains on as if nothing had happened."""
+"""State that moves, and shares that become uneven: models and losses of all kinds train on undisturbed."""
 
 from __future__ import annotations
 

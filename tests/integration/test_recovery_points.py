@@ -1,4 +1,4 @@
-"""Workers die at every point of an iteration and of a recovery; the job goes on and trains what it would have trained."""
+"""Workers die at every point of an iteration and of a recovery; the job trains what it would have trained."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ITERATION_POINTS = ("forward", "backward", "grad-sync", "norm", "step", "between
 RECOVERY_POINTS = ("recovery-muster", "recovery-rebuild", "recovery-ready")
 
 
-def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], extra: dict[str, Any] | None = None, **options: Any) -> Job:
+def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], extra: dict[str, Any] | None = None) -> Job:
     """Run a job of four workers through the drills and compare it with the undisturbed one."""
     reference = jobs.reference(tiny(**layout), workers=4)
-    job = jobs.run(tiny(**layout, **(extra or {}), resihp_drill=drills), workers=4, **options)
+    job = jobs.run(tiny(**layout, **(extra or {}), resihp_drill=drills), workers=4)
     check_training(job, reference)
     struck = {(drill.target, drill.point) for drill in job.summary.drills}
     wanted = [drill.partition(":")[2] for drill in drills]

@@ -12,9 +12,9 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import pretrain_gpt
-import torch
-from megatron.training import get_args
+import pretrain_gpt  # noqa: E402
+import torch  # noqa: E402
+from megatron.training import get_args  # noqa: E402
 
 WISHES = Path(os.environ["RESIHP_RUN_DIR"]) / "wishes"
 HOLD_S = 60.0
