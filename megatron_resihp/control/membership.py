@@ -228,6 +228,8 @@ class Membership:
         self._records.pop(worker, None)
         working = set(self.plan.working) if self.plan else self.living
         if self.done >= working - set(self.dead):
+            if self.phase is Phase.STARTING and self.shape is not None:
+                return self._end(1, "the workers ended before the first iteration; see their logs")
             code = 128 + self.stop_signal if self.stop_signal else 0
             return self._end(code, f"stopped by signal {self.stop_signal}" if self.stop_signal else "finished")
         # Nobody may wait for it any more: neither those that build an epoch with it nor those that mustered.

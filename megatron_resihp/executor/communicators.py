@@ -32,9 +32,9 @@ class SideGroup:
     """
 
     def __init__(
-        self, store: dist.Store, name: str, workers: Sequence[int], me: int, wait: Callable[[Any], bool]
+        self, store: dist.Store, name: str, workers: Sequence[int], me: int, waiter: Waiter
     ) -> None:
-        self._wait = wait
+        self._waiter = waiter
         self.workers = tuple(workers)
         self._rank_of = {worker: rank for rank, worker in enumerate(self.workers)}
         self._group = dist.ProcessGroupGloo(
@@ -43,27 +43,31 @@ class SideGroup:
 
     def sum(self, values: torch.Tensor) -> None:
         """Sum a host tensor over all workers, in place."""
-        self._wait(self._group.allreduce([values]))
+        self._waiter.wait(self._group.allreduce([values]))
 
     def send(self, tensor: torch.Tensor, worker: int) -> None:
         """Send a tensor of any device."""
-        self._wait(self._group.send([tensor.detach().cpu().contiguous()], self._rank_of[worker], 0))
+        host = tensor.detach().cpu().contiguous()
+        self._peer_to_peer(lambda: self._group.send([host], self._rank_of[worker], 0))
 
     def receive(self, tensor: torch.Tensor, worker: int) -> None:
         """Receive into a tensor of any device."""
         if tensor.device.type == "cpu" and tensor.is_contiguous():
-            self._wait(self._group.recv([tensor], self._rank_of[worker], 0))
+            self._peer_to_peer(lambda: self._group.recv([tensor], self._rank_of[worker], 0))
             return
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self._wait(self._group.recv([host], self._rank_of[worker], 0))
+        self._peer_to_peer(lambda: self._group.recv([host], self._rank_of[worker], 0))
         tensor.copy_(host)
+
+    def _peer_to_peer(self, post: Callable[[], Any]) -> None:
+        self._waiter.wait(self._waiter.aside(post))
 
     def broadcast(self, tensor: torch.Tensor, worker: int) -> None:
         """Broadcast a tensor of any device from `worker` to all."""
         host = tensor.detach().cpu().contiguous()
         options = dist.BroadcastOptions()
         options.rootRank = self._rank_of[worker]
-        self._wait(self._group.broadcast([host], options))
+        self._waiter.wait(self._group.broadcast([host], options))
         if host.data_ptr() != tensor.data_ptr():
             tensor.copy_(host)
 
@@ -113,7 +117,7 @@ class Communicators:
 
     def side_group(self, name: str, workers: Sequence[int]) -> SideGroup:
         assert self._epoch_store is not None
-        group = SideGroup(self._epoch_store, name, workers, self._me, self._waiter.wait)
+        group = SideGroup(self._epoch_store, name, workers, self._me, self._waiter)
         self._side_groups.append(group)
         return group
 

@@ -37,7 +37,7 @@ class Waiter:
         self.abandoned = False
         self._interrupted = interrupted
         self._wait: Callable[..., bool] = dist.Work.wait
-        self._jobs: queue.SimpleQueue[tuple[Any, _Result]] | None = None
+        self._calls: queue.SimpleQueue[_Call] | None = None
 
     def install(self) -> None:
         """Let every wait of the process go through this object."""
@@ -48,6 +48,20 @@ class Waiter:
             return self.wait(work) if timeout == NO_TIMEOUT else original(work, timeout)
 
         dist.Work.wait = wait  # type: ignore[method-assign]
+        for name in ("isend", "irecv"):
+            posted = self._posting(getattr(dist, name))
+            # batch_isend_irecv compares with the names of both modules.
+            setattr(dist, name, posted)
+            setattr(dist.distributed_c10d, name, posted)
+
+    def _posting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """isend or irecv, posted aside: gloo's first operation of a pair waits for the peer to connect."""
+
+        @functools.wraps(original)
+        def post(*positional: Any, **options: Any) -> Any:
+            return self.aside(functools.partial(original, *positional, **options))
+
+        return post
 
     def wait(self, work: Any) -> bool:
         """Wait for one operation.
@@ -55,7 +69,9 @@ class Waiter:
         Raises:
             WaitAbandoned, or gloo's own error.
         """
-        return self._wait_aside(work) if work._get_op_type() in P2P_OPERATIONS else self._wait_in_slices(work)
+        if work._get_op_type() in P2P_OPERATIONS:
+            return self.aside(functools.partial(self._wait, work))
+        return self._wait_in_slices(work)
 
     def _wait_in_slices(self, work: Any) -> bool:
         while True:
@@ -68,21 +84,26 @@ class Waiter:
                 return self._wait(work)  # done just after the slice; this returns at once, or raises what went wrong
             self._give_up_if_interrupted()
 
-    def _wait_aside(self, work: Any) -> bool:
-        if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self._wait, self._jobs), name="resihp-p2p-wait", daemon=True).start()
+    def aside(self, call: Callable[[], Any]) -> Any:
+        """Make a call that may block in gloo on another thread and wait for its result.
+
+        Raises:
+            WaitAbandoned, or what the call raised.
+        """
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(self._calls,), name="resihp-aside", daemon=True).start()
         result = _Result()
-        self._jobs.put((work, result))
+        self._calls.put((call, result))
         while not result.done.wait(SLICE.total_seconds()):
             try:
                 self._give_up_if_interrupted()
             except WaitAbandoned:
-                self._jobs = None  # its thread may never come back; the next wait gets another one
+                self._calls = None  # its thread may never come back; the next call gets another one
                 raise
         if result.error is not None:
             raise result.error
-        return True
+        return result.value
 
     def _give_up_if_interrupted(self) -> None:
         if self._interrupted():
@@ -93,15 +114,19 @@ class Waiter:
 class _Result:
     def __init__(self) -> None:
         self.done = threading.Event()
+        self.value: Any = None
         self.error: BaseException | None = None
 
 
-def _serve(wait: Callable[..., bool], jobs: "queue.SimpleQueue[tuple[Any, _Result]]") -> None:
+_Call = tuple[Callable[[], Any], _Result]
+
+
+def _serve(calls: queue.SimpleQueue[_Call]) -> None:
     while True:
-        work, result = jobs.get()
+        call, result = calls.get()
         try:
-            wait(work)
-        except RuntimeError as error:
+            result.value = call()
+        except Exception as error:
             result.error = error
         result.done.set()
-        del work, result
+        del call, result

@@ -79,6 +79,9 @@ def wrap_training_log(runtime: Runtime, original: Callable[..., Any]) -> Callabl
                 # Lists are what tensors became on their way through the coordinator.
                 total_loss_dict[name] = torch.tensor(value, device="cuda") if isinstance(value, list) else value
             runtime.carried_totals = None
+        if runtime.epoch > 0:
+            # The job's first line leaves the totals as they are; the first one after a recovery is not that.
+            kwargs["is_first_iteration"] = False
         result = original(loss_dict, total_loss_dict, *args, **kwargs)
         runtime.totals = dict(total_loss_dict)
         return result

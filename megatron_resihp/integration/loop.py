@@ -23,7 +23,7 @@ from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.integration.counting import count_as_one_replica, snapshot_counters
 from megatron_resihp.integration.recovery import recover
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.shard import shard_tensors
+from megatron_resihp.integration.shard import record_digest, shard_tensors
 from megatron_resihp.integration.standby import keep_current
 
 StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None, Any]
@@ -78,18 +78,12 @@ def _finishing(runtime: Runtime) -> Iterator[None]:
 def _finish(runtime: Runtime) -> None:
     runtime.finished = True
     runtime.control.tell("trained")
-    _record_digest(runtime)
+    record_digest(runtime)
 
 
 def _leave(runtime: Runtime, end: JobEnded) -> NoReturn:
     print(f"resihp: worker {runtime.worker} ends: {end}", file=sys.stderr, flush=True)
     sys.exit(end.code)
-
-
-def _record_digest(runtime: Runtime) -> None:
-    if runtime.config.resihp_record_digests and runtime.trained is not None:
-        digest = digest_tensors(shard_tensors(runtime.trained))
-        runtime.control.event("digest", shard=runtime.held, iteration=runtime.progress.iteration, digest=digest)
 
 
 def wrap_final(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,7 +135,8 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
             outcome, runtime.replay = runtime.replay, None
             return _applied_step(runtime, outcome)
         result = original(*positional, iteration=iteration, **options)
-        _report(runtime)
+        if runtime.progress.stage is Stage.STEPPED:  # Megatron may end the job before the step
+            _report(runtime)
         return result
 
     return train_step
@@ -214,7 +209,8 @@ def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bo
         runtime.reach("between")
         if original(model, optimizer, scheduler, iteration, flops, context, iterator):
             return True
-        if not runtime.progress.outcomes[runtime.progress.iteration].stop:
+        outcome = runtime.progress.outcomes.get(runtime.progress.iteration)
+        if outcome is None or not outcome.stop:
             return False
         args = runtime.args
         if args.save and not (args.save_interval and iteration % args.save_interval == 0):

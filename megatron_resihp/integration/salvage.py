@@ -5,10 +5,14 @@ shards are written, `--load RUN_DIR/salvage --ckpt-format torch` goes on from th
 """
 
 import os
+import random
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing import generate_state_dict, get_checkpoint_name, get_checkpoint_tracker_filename
 
@@ -34,8 +38,9 @@ def salvage(runtime: Runtime, order: SalvageOrder) -> None:
     _count_after_step(runtime, order)
     save_format, args.ckpt_format = args.ckpt_format, "torch"
     state = generate_state_dict(
-        args, unwrap_model(runtime.trained.model), runtime.trained.optimizer, runtime.trained.scheduler, None, iteration
-    )
+        args, unwrap_model(runtime.trained.model), runtime.trained.optimizer, runtime.trained.scheduler,
+        [_random_states()], iteration,
+    )  # fmt: skip
     args.ckpt_format = save_format
     state["num_floating_point_operations_so_far"] = runtime.flops
     torch.save(state, path)
@@ -47,6 +52,17 @@ def salvage(runtime: Runtime, order: SalvageOrder) -> None:
         "salvage", iteration=iteration, path=str(path), complete=not order.missing, missing=order.missing
     )
     runtime.control.tell("salvaged")
+
+
+def _random_states() -> dict[str, Any]:
+    """What Megatron's get_rng_state collects, which needs process groups."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
+    }
 
 
 def _count_after_step(runtime: Runtime, order: SalvageOrder) -> None:

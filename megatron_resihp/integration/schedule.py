@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.standby import share_gradients
 from megatron_resihp.plan import deal, even_counts
 
 Schedule = Callable[..., list[dict[str, Any]]]
@@ -37,7 +36,6 @@ def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, 
     if factor != 1.0 and not runtime.args.calculate_per_token_loss:
         kwargs["forward_step_func"] = _scaled(kwargs["forward_step_func"], factor)
     runtime.losses = schedule(**{**kwargs, "num_microbatches": len(share)})
-    share_gradients(runtime)
     return runtime.losses
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_resihp.integration.runtime import Trained
+from megatron_resihp.executor.digest import digest_tensors
+from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.step import parts
 
 
@@ -24,6 +25,13 @@ def shard_tensors(trained: Trained) -> dict[str, torch.Tensor]:
     for chunk, model in enumerate(trained.model):
         tensors.update({f"buffer/{chunk}/{name}": buffer for name, buffer in model.named_buffers()})
     return tensors
+
+
+def record_digest(runtime: Runtime) -> None:
+    """Write a digest of the state that this worker holds to the event log, if that is asked for."""
+    if runtime.config.resihp_record_digests and runtime.trained is not None:
+        digest = digest_tensors(shard_tensors(runtime.trained))
+        runtime.control.event("digest", shard=runtime.held, iteration=runtime.progress.iteration, digest=digest)
 
 
 def group_steps(trained: Trained) -> list[Any]:

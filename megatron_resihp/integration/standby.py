@@ -1,41 +1,13 @@
-"""Standbys keep their shard current: they receive each final gradient, take part in the agreement, and step.
+"""The loop of a standby, in place of Megatron's train(): receive each final gradient, take part in the agreement, step.
 
-Redundancy outlives replicas: a live worker that holds a shard stays a holder even when its replica has no work
-(DESIGN section 8). A standby runs this loop instead of Megatron's train().
+May import this room's other modules.
 """
 
-from collections.abc import Iterator
-
-import torch
-from megatron.core.distributed import DistributedDataParallel
-
 from megatron_resihp.control.record import Stage
-from megatron_resihp.executor.communicators import Communicators, SideGroup
+from megatron_resihp.integration.keepers import share_gradients
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.shard import record_digest
 from megatron_resihp.integration.step import agree, take_step
-from megatron_resihp.plan import Coordinate, ParallelPlan
-
-
-def keepers_of(plan: ParallelPlan, coordinate: Coordinate) -> tuple[int, ...]:
-    """The active worker that sends a shard's gradients, and the standbys that receive them; empty without standbys."""
-    standbys = plan.standbys_at(coordinate)
-    return (plan.workers_at(coordinate)[0], *standbys) if standbys else ()
-
-
-def join_keepers(plan: ParallelPlan, coordinate: Coordinate, me: int, communicators: Communicators) -> SideGroup | None:
-    """Make the group over which this shard's gradients reach its standbys, if this worker is in it."""
-    workers = keepers_of(plan, coordinate)
-    if me not in workers:
-        return None
-    return communicators.side_group(f"keepers/{coordinate.stage}/{coordinate.tp_rank}", workers)
-
-
-def share_gradients(runtime: Runtime) -> None:
-    """Broadcast this shard's final gradients from its sender to its standbys; both sides call it."""
-    if runtime.keepers is None:
-        return
-    for gradients in _gradient_buffers(runtime):
-        runtime.keepers.broadcast(gradients, runtime.keepers.workers[0])
 
 
 def keep_current(runtime: Runtime) -> None:
@@ -50,11 +22,5 @@ def keep_current(runtime: Runtime) -> None:
         runtime.progress.agreed(outcome)
         take_step(runtime, outcome)
         runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
-
-
-def _gradient_buffers(runtime: Runtime) -> Iterator[torch.Tensor]:
-    assert runtime.trained is not None
-    for chunk in runtime.trained.model:
-        assert isinstance(chunk, DistributedDataParallel), "only Megatron's own DDP is supported"
-        for buffer in chunk.buffers:
-            yield buffer.grad_data
+        # Nobody can tell a standby which step is the last one in time for it to say what it holds then.
+        record_digest(runtime)

@@ -10,6 +10,7 @@ import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_resihp.control.record import Outcome, Stage
+from megatron_resihp.integration.keepers import share_gradients
 from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime
 
 SHARED_COUNTERS = (
@@ -29,6 +30,7 @@ def install_step(runtime: Runtime) -> None:
 def agreed_step(runtime: Runtime) -> StepResult:
     """What replaces MegatronOptimizer.step; returns (successful, gradient norm, zeros in gradients)."""
     assert runtime.trained is not None
+    share_gradients(runtime)
     torch.cuda.synchronize()
     # Only now has the host seen every gradient collective complete; an aborted one returns garbage.
     runtime.control.check()

@@ -10,8 +10,8 @@ from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_s
 from megatron.training import get_timers, training
 from megatron.training.initialize import _set_random_seed
 
+from megatron_resihp.integration.keepers import join_keepers
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.standby import join_keepers
 
 SEED_STRIDE = 1_000_003
 
