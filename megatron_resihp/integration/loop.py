@@ -156,12 +156,9 @@ def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
 
 
 def _report(runtime: Runtime) -> None:
-    """Write what this iteration was to the event log: its reporter the outcome, who fed it the samples."""
+    """Write what this iteration was to the event log, and what the recovery before it cost."""
     iteration, now = runtime.progress.iteration, time.time()
     outcome = runtime.progress.outcomes[iteration]
-    if runtime.recovered_from is not None:
-        _report_recovery(runtime, now - runtime.recovered_from)
-        runtime.recovered_from = None
     if runtime.reports:
         losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in outcome.losses.items()}
         runtime.control.event(
@@ -170,18 +167,22 @@ def _report(runtime: Runtime) -> None:
             duration_s=None if runtime.last_step_at is None else now - runtime.last_step_at,
         )  # fmt: skip
     runtime.last_step_at = now
+    if runtime.recovered_from is not None:
+        _report_recovery(runtime, now)
+        runtime.recovered_from = None
 
 
-def _report_recovery(runtime: Runtime, seconds: float) -> None:
-    """What the recovery cost this worker; written after its first step, not on the way there."""
+def _report_recovery(runtime: Runtime, now: float) -> None:
+    """What the recovery cost this worker; written after its first step, which ended at `now`, not on the way there."""
+    assert runtime.recovered_from is not None
     to_epoch = runtime.epoch
     events: list[dict[str, Any]] = [
         {"event": "phase", "phase": name, "seconds": spent, "to_epoch": to_epoch}
         for name, spent in runtime.phases.items()
     ]
     events.append({
-        "event": "first_step", "to_epoch": to_epoch, "iteration": runtime.progress.iteration,
-        "seconds_since_death": seconds, "redone_compute_s": None,
+        "event": "first_step", "time": now, "to_epoch": to_epoch, "iteration": runtime.progress.iteration,
+        "seconds_since_death": now - runtime.recovered_from, "redone_compute_s": None,
     })  # fmt: skip
     runtime.communicators.release()
     events.append({"event": "resources", "to_epoch": to_epoch, **resources()})

@@ -189,6 +189,14 @@ class TestStartUp:
         assert not job.tell("exited", 0, code=0, time=0.0)
         assert only(End, job.tell("exited", 1, code=0, time=0.0)).code == 0
 
+    def test_workers_that_end_before_they_train(self) -> None:
+        """Nothing was trained, so nobody may take it for a success."""
+        job = Job(workers=2)
+        job.describe(0)
+        job.tell("done", 0)
+        end = only(End, job.tell("done", 1))
+        assert end.code == 1 and "ended before the first iteration" in end.reason
+
     @pytest.mark.parametrize("ready_first", [False, True])
     def test_who_leaves_before_it_was_ready_strands_nobody(self, ready_first: bool) -> None:
         job = Job()
@@ -297,6 +305,12 @@ class TestRecovery:
     def test_a_suspicion_of_an_older_epoch(self) -> None:
         job = Job().start().recover([0])
         assert not job.tell("suspect", 1, epoch=0, error="late")
+        assert job.membership.phase is Phase.RUNNING
+
+    def test_a_report_from_an_older_epoch(self) -> None:
+        """A worker that is late with an epoch that nobody waits for breaks no newer one."""
+        job = Job().start().recover([0])
+        assert not job.muster(1, epoch=0)
         assert job.membership.phase is Phase.RUNNING
 
     def test_the_second_loss_finds_a_second_holder(self) -> None:
@@ -420,6 +434,14 @@ class TestEnd:
         first, second = job.membership.plan.working
         job.tell("done", first)
         assert only(End, job.tell("exited", second, code=0, time=0.0)).code == 0
+
+    def test_a_worker_dies_on_its_way_out(self) -> None:
+        """All others have saved and left with 0; nothing that was wanted of the dead one is missing."""
+        job = Job().start()
+        job.kill(2)
+        job.tell("done", 0)
+        job.tell("done", 1)
+        assert only(End, job.tell("done", 3)).code == 0
 
     def test_standbys_suspect_those_who_leave(self) -> None:
         job = Job().start().recover([0])

@@ -1,0 +1,99 @@
+"""Which errors start a recovery, and which end the worker as they would in stock Megatron."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_resihp.control.worker import EpochBroken, JobEnded
+from megatron_resihp.executor.communicators import is_communicator_error
+from megatron_resihp.executor.rendezvous import RendezvousBroken
+from megatron_resihp.executor.waiting import WaitAbandoned
+from megatron_resihp.integration import recovery
+
+# As torch 2.15 raises them.
+OF_COMMUNICATORS = [
+    torch.distributed.DistBackendError("NCCL error in: ..., remote process exited or there was a network error"),
+    RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:2"),
+    RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 50ms for recv"),
+    RuntimeError("Rank 1 successfully reached monitoredBarrier, but received errors: Connection reset by peer"),
+    RendezvousBroken("the epoch is broken"),
+    WaitAbandoned("gloo did not answer after the epoch was broken"),
+]
+OF_THE_USER = [
+    ValueError("connection closed by peer"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+    RuntimeError("found NaN in local grad norm for bucket #0 in backward pass"),
+    AssertionError("Gloo"),
+    KeyError("text"),
+]
+OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory, NCCL"), MemoryError()]
+
+
+def runtime(broken: bool) -> Any:
+    return SimpleNamespace(
+        control=SimpleNamespace(
+            broken=lambda: broken, broken_at=lambda: 1.0, suspect=lambda error, timeout_s: None
+        ),
+        config=SimpleNamespace(resihp_answer_timeout=1.0), recovered_from=None, last_step_at=None, phases={},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [*OF_COMMUNICATORS, EpochBroken("worker 3: exit signal 9")], ids=repr)
+def test_a_lost_peer_starts_a_recovery(error: Exception) -> None:
+    assert recovery.is_ours(runtime(broken=False), error)
+
+
+@pytest.mark.parametrize("error", OF_THE_USER, ids=repr)
+def test_a_users_bug_is_raised_as_ever(error: Exception) -> None:
+    assert not is_communicator_error(error)
+    with pytest.raises(type(error)) as caught:
+        recovery.recover(runtime(broken=False), error)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", OF_THE_USER[1:], ids=repr)
+def test_what_a_broken_epoch_leads_to_is_no_bug(error: Exception) -> None:
+    """An aborted collective may return garbage, which the model then stumbles over."""
+    assert recovery.is_ours(runtime(broken=True), error)
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
+def test_too_little_memory_is_never_recovered_from(error: Exception) -> None:
+    assert not recovery.is_ours(runtime(broken=True), error)
+
+
+def test_a_fenced_worker_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its epoch stays broken for ever: trying again would never end."""
+    tried: list[int] = []
+
+    def enter(runtime: Any, phases: Any) -> None:
+        tried.append(len(tried))
+        if len(tried) > 1:
+            pytest.fail("tried again")
+        raise JobEnded(75, "this worker was given up for dead and is fenced")
+
+    monkeypatch.setattr(recovery, "_enter_next_epoch", enter)
+    with pytest.raises(JobEnded):
+        recovery.recover(runtime(broken=True), EpochBroken("worker 3"))
+    assert tried == [0]
+
+
+def test_a_failure_during_recovery_starts_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[Exception | None] = [OF_COMMUNICATORS[1], EpochBroken("worker 4"), None]
+    suspected: list[BaseException] = []
+
+    def enter(runtime: Any, phases: Any) -> None:
+        outcome = outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+
+    monkeypatch.setattr(recovery, "_enter_next_epoch", enter)
+    worker = runtime(broken=False)
+    worker.control.suspect = lambda error, timeout_s: suspected.append(error)
+    recovery.recover(worker, EpochBroken("worker 3"))
+    assert [str(error)[:8] for error in suspected] == ["worker 3", "[/pytorc", "worker 4"] and not outcomes
+    assert worker.recovered_from == 1.0, "the time of the first death stays"
