@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Shows what this project is for, in a few minutes and without a GPU: a GPT is trained twice by 8 workers (TP 2 x PP 2 x DP 2),
-# once undisturbed and once with two of them killed. The second kill takes the only complete replica apart, so that the job
-# goes on with a replica put together from what is left of both. Exits non-zero unless all 40 iterations were reached, no
+# Shows what this project is for, in two minutes and without a GPU: 8 workers (TP 2 x PP 2 x DP 2) train a GPT twice, once
+# undisturbed and once with two of them killed. The second kill takes the only complete replica apart, so that the job goes
+# on with one that is put together from what is left of both. Exits non-zero unless all 40 iterations were reached, no
 # sample was lost or repeated, and each iteration's loss agrees with the undisturbed run's.
 #
 #   scripts/demo.sh [OUT]     leaves OUT/summary.json, OUT/run.png and the logs of both runs (OUT is ./out by default)
@@ -10,6 +10,7 @@ out=$(realpath -m "${1:-out}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh
+export CUDA_VISIBLE_DEVICES= # the same everywhere: the stand-in steps back where it finds GPUs
 resihp=.venv/bin/resihp
 corpus=$out/data/python
 mkdir -p "$out"

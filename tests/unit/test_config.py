@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from dataclasses import fields
 
 import pytest
@@ -26,7 +27,7 @@ class TestDrill:
         iteration=st.integers(1, 10**6),
         point=st.none() | st.sampled_from(DRILL_POINTS),
     )
-    def test_what_is_written_is_what_is_meant(self, action: str, worker: int, iteration: int, point: str | None) -> None:
+    def test_what_is_written_is_meant(self, action: str, worker: int, iteration: int, point: str | None) -> None:
         text = f"{action}:{worker}@{iteration}" + (f":{point}" if point else "")
         assert Drill.parse(text) == Drill(action, worker, iteration, point or "forward")
 
@@ -35,9 +36,9 @@ class TestDrill:
         ["", "kill", "kill:3", "kill:@3", "kill:a@3", "maim:3@10", "kill:3@10:", "kill:3@10 ", "kill:-1@3", "kill:3@0"],
     )
     def test_another_form_is_refused_with_an_example(self, text: str) -> None:
-        with pytest.raises(ConfigError, match=r"ACTION:WORKER@ITERATION\[:POINT\], e\.g\. kill:3@10:backward") as caught:
+        with pytest.raises(ConfigError, match=r"ACTION:WORKER@ITERATION\[:POINT\], e\.g\. kill:3@10:backward") as error:
             Drill.parse(text)
-        assert repr(text) in str(caught.value) and "\n" not in str(caught.value)
+        assert repr(text) in str(error.value) and "\n" not in str(error.value)
 
     def test_an_unknown_point_is_answered_with_the_known(self) -> None:
         with pytest.raises(ConfigError, match="no point 'lunch'; choose from forward, backward, p2p"):
@@ -75,7 +76,12 @@ class TestStriking:
     @pytest.fixture(autouse=True)
     def signals(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         sent: list[str] = []
-        monkeypatch.setattr(drills.os, "kill", lambda pid, number: sent.append(number.name if pid == os.getpid() else ""))
+
+        def note(pid: int, number: signal.Signals) -> None:
+            assert pid == os.getpid()
+            sent.append(number.name)
+
+        monkeypatch.setattr(drills.os, "kill", note)
         return sent
 
     def test_at_the_first_visit_from_its_iteration_on_and_once(self, signals: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,7 +77,7 @@ def shares_of(draw: st.DrawFn, micro_batches: int) -> list[int]:
     """A way to share out micro-batches, at least one each."""
     cuts = draw(st.sets(st.integers(1, micro_batches - 1))) if micro_batches > 1 else set()
     edges = [0, *sorted(cuts), micro_batches]
-    return [end - start for start, end in zip(edges, edges[1:], strict=False)]
+    return [end - start for start, end in pairwise(edges)]
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_resihp.control.membership import (
@@ -604,6 +604,7 @@ class TestNoPlan:
 class TestWhateverHappens:
     """Any sequence of deaths, errors, reports and delays ends in training or in an end that is said."""
 
+    @settings(max_examples=200)
     @given(data=st.data())
     def test_it_ends_well_or_loudly(self, data: st.DataObject) -> None:
         replicas = data.draw(st.integers(1, 3))
@@ -627,7 +628,7 @@ class TestWhateverHappens:
             job.iteration += 1
         worker = data.draw(st.integers(0, job.membership.world_size - 1))
         epoch = max(0, job.membership.epoch - data.draw(st.integers(0, 1)))
-        match data.draw(st.sampled_from(["muster"] * 5 + ["ready"] * 5 + ["suspect", "kill", "silent", "node", "wait"])):
+        match data.draw(st.sampled_from(["muster", "ready"] * 5 + ["suspect", "kill", "silent", "node", "wait"])):
             case "muster":
                 agreed = data.draw(st.sampled_from([Stage.REDUCED, Stage.AGREED]))
                 if job.membership.phase is Phase.RUNNING:

@@ -87,8 +87,9 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--use-torch-fsdp2", "--mtp-num-layers 1", "--fp8-format hybrid", "--enable-cuda-graph",
         "--cuda-graph-impl local", "--rampup-batch-size 4 4 100", "--async-save", "--use-distributed-optimizer",
         "--dataloader-type cyclic", "--dataloader-type external", "--fp16", "--inprocess-restart",
-        "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor", "--num-layers-per-virtual-pipeline-stage 1", "--overlap-param-gather",
-        "--multi-latent-attention", "--hierarchical-context-parallel-sizes 2 2",
+        "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor", "--overlap-param-gather",
+        "--num-layers-per-virtual-pipeline-stage 1", "--multi-latent-attention",
+        "--hierarchical-context-parallel-sizes 2 2",
     ],
 )  # fmt: skip
 def test_what_is_not_known_to_work_is_refused_by_name(
