@@ -55,6 +55,7 @@ class Coordinator:
         self._command = command
         self._grace_s = grace_s
         self._notices = 0
+        self._struck: dict[int, float] = {}
 
     def run(self) -> int:
         """Serve until the job is over; returns the exit code of the job."""
@@ -114,6 +115,7 @@ class Coordinator:
     def _took_events(self, message: dict[str, Any]) -> bool:
         """Write the events that a message carries, if that is what it is for."""
         if message["type"] == "event":
+            self._note_drill(message["event"])
             self._write_event(message["event"])
         elif message["type"] == "events":
             for event in message["events"]:
@@ -122,5 +124,12 @@ class Coordinator:
             return False
         return True
 
+    def _note_drill(self, event: dict[str, Any]) -> None:
+        if event["event"] == "drill":
+            self._struck[event["target"]] = event["time"]
+
     def _log(self, event: dict[str, Any]) -> None:
+        if event["event"] == "worker_dead" and event["dead"] in self._struck:
+            # The victim of a drill says when it strikes; its agent sees it only after the kernel has taken it down.
+            event = {**event, "died_at": min(event["died_at"], self._struck[event["dead"]])}
         self._write_event({"time": time.time(), "epoch": self._membership.epoch, "worker": None, **event})
