@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 def enable() -> None:
     """Make Megatron know the --resihp* flags; without --resihp they do nothing. Calling it again changes nothing.
 
-    Where no CUDA device is found and --resihp or RESIHP_CPU=1 is given, the CPU stand-in is put in place first.
+    With RESIHP_CPU=1, and with --resihp where no CUDA device is found, the CPU stand-in is put in place first.
 
     Raises:
         SystemExit: if Megatron is not of a supported version.

@@ -185,11 +185,13 @@ class Membership:
             return self._end_if_stranded()
         differing = self._differing_digests(self.plan)
         if differing:
-            cause = f"state differs between holders of {differing}"
+            shards = ", ".join(f"stage {c.stage} TP rank {c.tp_rank}" for c in differing)
+            cause = f"state differs between holders of {shards}"
             if self.phase is Phase.STARTING:
                 return self._end(1, f"{cause} before the first iteration")
             # Members wait for Go; what each of them held when it mustered it still holds.
-            return [*self._broken(cause), *self._salvage(cause, now)]
+            # A shard that nobody vouches for counts as missing.
+            return [*self._broken(cause), *self._salvage(cause, now, differing)]
         self.phase, self._deadline = Phase.RUNNING, None
         ports = tuple(sorted({port for ready in self._ready.values() for port in ready["ports"]}))
         return [Go(self.epoch, ports), Log(self._started_event(now)), *self._recovery_log(now)]
@@ -198,7 +200,8 @@ class Membership:
         if message["epoch"] != self.epoch or message["worker"] in self.dead:
             return []
         if self.trained and self.plan is not None and message["worker"] not in self.plan.working:
-            return []  # the workers are leaving because they are done; the end is on its way to the standbys
+            # The workers are leaving because they are done, perhaps with a long save: the standby waits for the end.
+            return [Notify({"kind": "finishing"})]
         return self._break(f"communication error on worker {message['worker']}: {message['error']}", now)
 
     def _on_muster(self, message: Message, now: float) -> list[Action]:
@@ -380,13 +383,13 @@ class Membership:
             End(code, reason),
         ]
 
-    def _differing_digests(self, plan: ParallelPlan) -> str:
-        differing = []
-        for coordinate in plan.coordinates():
-            digests = {self._ready[worker].get("state") for worker in plan.holders_of(coordinate)}
-            if len(digests) > 1:
-                differing.append(f"stage {coordinate.stage} TP rank {coordinate.tp_rank}")
-        return ", ".join(differing)
+    def _differing_digests(self, plan: ParallelPlan) -> tuple[Coordinate, ...]:
+        """The shards whose holders report unlike states."""
+        return tuple(
+            coordinate
+            for coordinate in plan.coordinates()
+            if len({self._ready[worker].get("state") for worker in plan.holders_of(coordinate)}) > 1
+        )
 
     def _started_event(self, now: float) -> dict[str, Any]:
         assert self.plan is not None

@@ -30,5 +30,5 @@ def go_key(epoch: int) -> str:
 
 
 def notice_key(number: int) -> str:
-    """Key of the notice with this number: {"kind": "broken" | "stop" | "end", ...}."""
+    """Key of the notice with this number: {"kind": "broken" | "stop" | "finishing" | "end", ...}."""
     return f"notice/{number}"

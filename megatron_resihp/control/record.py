@@ -145,12 +145,18 @@ def resolve(records: Iterable[Record], bound: Commit | None = None) -> Commit:
     in_loop = [record for record in survivors if record.works]
     replay = not in_loop or any(record.iteration <= iteration for record in in_loop)
     entry = iteration if replay else iteration + 1
-    counters = next((r.counters[entry] for r in survivors if entry in r.counters), None)
+    counters = _counters_of(entry, survivors)
     if counters is None and bound is not None and bound.iteration == iteration:
         return bound
     if counters is None:
         raise NoCommitError(f"no survivor knows the state of the run at the start of iteration {entry}")
     return Commit(iteration, _outcome_of(iteration, survivors, bound), replay, counters)
+
+
+def _counters_of(entry: int, survivors: list[Record]) -> dict[str, Any] | None:
+    """The counters at the start of an iteration, by somebody who follows the loss totals if there is one."""
+    known = [record.counters[entry] for record in survivors if entry in record.counters]
+    return max(known, key=lambda counters: len(counters.get("totals", ())), default=None)
 
 
 def _outcome_of(iteration: int, survivors: list[Record], bound: Commit | None) -> Outcome | None:

@@ -77,6 +77,7 @@ class WorkerControl:
         self._lock = threading.Lock()
         self._on_broken = on_broken
         self._broken: dict[int, tuple[str, float]] = {}
+        self._finishing = False
         self._end: JobEnded | None = None
         self._news = threading.Condition()
         self._notice_store = store.clone()
@@ -128,8 +129,10 @@ class WorkerControl:
         if not self.broken():
             self.tell("suspect", epoch=self.epoch, error=first_line)
         with self._news:
-            if not self._news.wait_for(self.broken, timeout_s):
+            if not self._news.wait_for(lambda: self._finishing or self.broken(), timeout_s):
                 raise TimeoutError(f"the coordinator did not answer within {timeout_s:g} s")
+        if self._finishing and not self.broken():
+            raise self.await_end()
         if self._end is not None:
             raise self._end
 
@@ -217,7 +220,9 @@ class WorkerControl:
             self.stop_signal = notice["signal"]
             return
         with self._news:
-            if notice["kind"] == "end":
+            if notice["kind"] == "finishing":
+                self._finishing = True
+            elif notice["kind"] == "end":
                 self._end = self._end or JobEnded(notice["code"], notice["reason"])
             else:
                 self._broken[notice["epoch"]] = (notice["cause"], time.time())

@@ -42,9 +42,17 @@ def count_as_one_replica(runtime: Runtime) -> None:
 
 
 def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
-    """Everything that the loop advances besides the shard's state; the same on all workers. Cheap: no device sync."""
+    """Everything that the loop advances besides the shard's state. Cheap: no device sync.
+
+    The same on all workers, but that losses are totalled in the last stage only.
+    """
     args = runtime.args
     assert runtime.trained is not None
+    totals = {
+        name: value
+        for name, value in runtime.totals.items()
+        if runtime.is_last_stage or not isinstance(value, torch.Tensor)
+    }
     return {
         "iteration": args.curr_iteration,
         "consumed_train_samples": args.consumed_train_samples,
@@ -52,7 +60,7 @@ def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
         "consumed_valid_samples": args.consumed_valid_samples,
         "scheduler_steps": runtime.trained.scheduler.num_steps,
         "flops": runtime.flops,
-        "totals": dict(runtime.totals),
+        "totals": totals,
     }
 
 

@@ -23,8 +23,9 @@ def enable() -> None:
     if _enabled:
         return
     _enabled = True
-    if "--resihp" in sys.argv or os.environ.get("RESIHP_CPU") == "1":
-        cpu.install()
+    asked_for = os.environ.get("RESIHP_CPU") == "1"
+    if asked_for or "--resihp" in sys.argv:
+        cpu.install(force=asked_for)
     from megatron_resihp.integration.flags import fail, make_wrap_validate_args, wrap_add_megatron_arguments
 
     problem = _version_problem()

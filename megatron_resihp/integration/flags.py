@@ -25,9 +25,21 @@ def wrap_add_megatron_arguments(
         global _parser
         _parser = argparse.ArgumentParser(add_help=False)
         original(_parser)
-        return add_arguments(original(parser))
+        _mend_help(original(parser))
+        return add_arguments(parser)
 
     return add_megatron_arguments
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Some of Megatron 0.19's help texts hold a bare '%', on which argparse's --help ends with an error."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            if action.help:
+                formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
 
 
 def make_wrap_validate_args(switch_on: Callable[[ResihpConfig], None]) -> Callable[[Any], Any]:

@@ -4,12 +4,10 @@ Replaces training.train, training.train_step, training.checkpoint_and_decide_exi
 """
 
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +23,7 @@ from megatron_resihp.integration.recovery import recover
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.shard import record_digest, shard_tensors
 from megatron_resihp.integration.standby import keep_current
+from megatron_resihp.integration.telemetry import report_iteration
 
 StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None, Any]
 
@@ -136,7 +135,7 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
             return _applied_step(runtime, outcome)
         result = original(*positional, iteration=iteration, **options)
         if runtime.progress.stage is Stage.STEPPED:  # Megatron may end the job before the step
-            _report(runtime)
+            report_iteration(runtime)
         return result
 
     return train_step
@@ -153,51 +152,6 @@ def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
         for name, (total, tokens) in outcome.losses.items()
     }
     return losses if runtime.is_last_stage else {}, 0, False, False, 0, outcome.grad_norm, None, 0
-
-
-def _report(runtime: Runtime) -> None:
-    """Write what this iteration was to the event log, and what the recovery before it cost."""
-    iteration, now = runtime.progress.iteration, time.time()
-    outcome = runtime.progress.outcomes[iteration]
-    if runtime.reports:
-        losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in outcome.losses.items()}
-        runtime.control.event(
-            "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=losses, grad_norm=outcome.grad_norm,
-            skipped=False, samples=runtime.args.global_batch_size,
-            duration_s=None if runtime.last_step_at is None else now - runtime.last_step_at,
-        )  # fmt: skip
-    runtime.last_step_at = now
-    if runtime.recovered_from is not None:
-        _report_recovery(runtime, now)
-        runtime.recovered_from = None
-
-
-def _report_recovery(runtime: Runtime, now: float) -> None:
-    """What the recovery cost this worker; written after its first step, which ended at `now`, not on the way there."""
-    assert runtime.recovered_from is not None
-    to_epoch = runtime.epoch
-    events: list[dict[str, Any]] = [
-        {"event": "phase", "phase": name, "seconds": spent, "to_epoch": to_epoch}
-        for name, spent in runtime.phases.items()
-    ]
-    events.append({
-        "event": "first_step", "time": now, "to_epoch": to_epoch, "iteration": runtime.progress.iteration,
-        "seconds_since_death": now - runtime.recovered_from, "redone_compute_s": None,
-    })  # fmt: skip
-    runtime.communicators.release()
-    events.append({"event": "resources", "to_epoch": to_epoch, **resources()})
-    runtime.control.events(events)
-
-
-def resources() -> dict[str, int]:
-    """What a leak would show in: threads, file descriptors, process groups, resident memory in bytes."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
-        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
-    }
 
 
 def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:

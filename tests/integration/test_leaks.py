@@ -27,5 +27,5 @@ def test_fifty_recoveries_leave_nothing_behind(jobs: Jobs) -> None:
         settled, last = seen[SETTLED], seen[-1]
         for name in ("groups", "threads", "descriptors"):
             assert last[name] <= settled[name], f"{name} of worker {worker}: {[event[name] for event in seen]}"
-        grown = [round(event["resident_bytes"] / 2**20) for event in seen]
-        assert last["resident_bytes"] <= MEMORY_TOLERANCE * settled["resident_bytes"], f"MiB of worker {worker}: {grown}"
+        memory = [round(event["resident_bytes"] / 2**20) for event in seen]
+        assert memory[-1] <= MEMORY_TOLERANCE * memory[SETTLED], f"MiB of worker {worker}: {memory}"

@@ -448,7 +448,7 @@ class TestEnd:
         assert job.membership.plan is not None
         (standby,) = job.membership.plan.standbys
         job.tell("trained", job.membership.plan.working[0])
-        assert not job.tell("suspect", standby, epoch=1, error="connection closed by peer")
+        assert job.tell("suspect", standby, epoch=1, error="connection closed by peer") == [Notify({"kind": "finishing"})]
         assert job.membership.phase is Phase.RUNNING
 
     def test_a_worker_fails(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given
@@ -107,6 +108,13 @@ class TestWhereToGoOn:
         assert commit.outcome == outcome(5, named=True)
         commit = resolve([record(5, Stage.STEPPED), record(5, Stage.AGREED, works=False)])
         assert commit.outcome == outcome(5, named=True)
+
+    def test_counters_with_loss_totals_are_preferred(self) -> None:
+        """First stages total no losses, standbys nothing at all; the log's averages need both sum and count."""
+        totals: list[dict[str, object]] = [{}, {"advanced iterations": 3}, {"advanced iterations": 3, "lm loss": [9.5]}]
+        records = [replace(record(5, Stage.COMPUTE), counters={5: {**counters(5), "totals": each}}) for each in totals]
+        for order in permutations(records):
+            assert resolve(order).counters["totals"] == totals[-1]
 
     def test_only_standbys_are_left(self) -> None:
         """Nobody can tell whether the last iteration was logged and saved: it is repeated, not its step."""

@@ -1,0 +1,56 @@
+"""What a worker writes to the event log about its iterations and recoveries. May import torch and `runtime`."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_resihp.integration.runtime import Runtime
+
+
+def report_iteration(runtime: Runtime) -> None:
+    """Write what this iteration was to the event log, and what the recovery before it cost."""
+    iteration, now = runtime.progress.iteration, time.time()
+    outcome = runtime.progress.outcomes[iteration]
+    if runtime.reports:
+        losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in outcome.losses.items()}
+        runtime.control.event(
+            "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=losses, grad_norm=outcome.grad_norm,
+            skipped=False, samples=runtime.args.global_batch_size,
+            duration_s=None if runtime.last_step_at is None else now - runtime.last_step_at,
+        )  # fmt: skip
+    runtime.last_step_at = now
+    report_recovery(runtime, now)
+
+
+def report_recovery(runtime: Runtime, now: float) -> None:
+    """What the last recovery cost this worker, once. Written after its first step, which ended at `now`."""
+    if runtime.recovered_from is None:
+        return
+    to_epoch = runtime.epoch
+    events: list[dict[str, Any]] = [
+        {"event": "phase", "phase": name, "seconds": spent, "to_epoch": to_epoch}
+        for name, spent in runtime.phases.items()
+    ]
+    if runtime.works:
+        events.append({
+            "event": "first_step", "time": now, "to_epoch": to_epoch, "iteration": runtime.progress.iteration,
+            "seconds_since_death": now - runtime.recovered_from, "redone_compute_s": None,
+        })  # fmt: skip
+    runtime.recovered_from = None
+    runtime.communicators.release()
+    events.append({"event": "resources", "to_epoch": to_epoch, **resources()})
+    runtime.control.events(events)
+
+
+def resources() -> dict[str, int]:
+    """What a leak would show in: threads, file descriptors, process groups, resident memory in bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
+        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
