@@ -43,8 +43,12 @@ def test_an_error_of_the_training_itself_is_no_failure_to_recover_from(
 
 @pytest.mark.parametrize("layout", [PIPELINE, TENSOR], ids=["pipeline", "tensor"])
 def test_a_loss_that_is_no_number_ends_the_job_as_megatron_does(jobs: Jobs, layout: dict[str, Any]) -> None:
-    """With an exit code of its rerun machinery: 16, run the iteration again elsewhere, or 17, the result is wrong."""
-    job = jobs.run(tiny(**layout), workers=4, script=WISHING, wishes=["nan-2-3"])
+    """With an exit code of its rerun machinery: 16, run the iteration again elsewhere, or 17, the result is wrong.
+
+    It saves on the way, and in stock Megatron too it ends with a TypeError where there is no --save.
+    """
+    save = {"save": str(jobs.directory / "not-a-number"), "save_interval": 100, "ckpt_format": "torch"}
+    job = jobs.run(tiny(**layout, **save), workers=4, script=WISHING, wishes=["nan-2-3"])
     assert job.code != 0
     assert not job.events("recovery") and not job.events("worker_dead")
     assert job.summary.iterations == 2, "a step with a loss that is no number was taken"

@@ -448,7 +448,8 @@ class TestEnd:
         assert job.membership.plan is not None
         (standby,) = job.membership.plan.standbys
         job.tell("trained", job.membership.plan.working[0])
-        assert job.tell("suspect", standby, epoch=1, error="connection closed by peer") == [Notify({"kind": "finishing"})]
+        answer = job.tell("suspect", standby, epoch=1, error="connection closed by peer")
+        assert answer == [Notify({"kind": "finishing"})]
         assert job.membership.phase is Phase.RUNNING
 
     def test_a_worker_fails(self) -> None:
