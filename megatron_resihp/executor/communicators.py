@@ -90,7 +90,6 @@ class Communicators:
         self._side_groups: list[SideGroup] = []
         self._retired: list[Any] = []
         self._left_behind: list[tuple[float, list[Any]]] = []
-        self._timeout = timedelta(0)
         self._waiter = Waiter(interrupted)
         self._waits_installed = False
         self._lock = threading.Lock()
@@ -110,7 +109,6 @@ class Communicators:
         if backend == "gloo" and not self._waits_installed:
             self._waiter.install()
             self._waits_installed = True
-        self._timeout = timeout
         dist.init_process_group(
             backend, store=self._epoch_store, rank=list(order).index(self._me), world_size=len(order), timeout=timeout
         )
@@ -144,8 +142,8 @@ class Communicators:
         groups = [*dist.distributed_c10d._world.pg_map]
         if self._waiter.abandoned:
             # Freeing a group waits for its threads, and one of them may wait for its group's timeout.
-            self._left_behind.append((time.monotonic() + self._timeout.total_seconds(), groups))
-            self._left_behind.append((time.monotonic() + STANDBY_TIMEOUT.total_seconds(), [*self._side_groups]))
+            end = time.monotonic() + STANDBY_TIMEOUT.total_seconds()
+            self._left_behind.append((end, [*groups, *self._side_groups]))
             self._waiter.abandoned = False
         else:
             self._retired += [*groups, *self._side_groups]
@@ -153,6 +151,11 @@ class Communicators:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._epoch_store = None
+
+    @property
+    def left_behind(self) -> int:
+        """Epochs whose groups could not be freed yet, because gloo lost an operation of theirs."""
+        return len(self._left_behind)
 
     def release(self) -> None:
         """Free the groups of earlier epochs, all at once and after the step: each joins its threads."""

@@ -41,7 +41,8 @@ def report_recovery(runtime: Runtime, now: float) -> None:
         })  # fmt: skip
     runtime.recovered_from = None
     runtime.communicators.release()
-    events.append({"event": "resources", "to_epoch": to_epoch, **resources()})
+    left_behind = runtime.communicators.left_behind
+    events.append({"event": "resources", "to_epoch": to_epoch, "left_behind": left_behind, **resources()})
     runtime.control.events(events)
 
 
