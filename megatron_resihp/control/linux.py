@@ -88,6 +88,8 @@ def _shut_down_if_tcp(pidfd: int, number: int) -> bool:
         if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
             return False
         try:
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return False  # gloo aborts the process when it is continued and its listener is shut down
             sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             return False
