@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import pytest
+from launched import is_alive
 
 from megatron_resihp.report.events import FILE_NAME, read_events
 from megatron_resihp.report.summary import RunSummary, compare, summarize
@@ -32,23 +33,6 @@ JOB_S = 90.0
 """Longer than any job of these tests takes on two cores that others use too."""
 DUMP_S = 3.0
 TAIL_LINES = 40
-
-
-def eventually(what: str, test: Callable[[], Any], timeout_s: float) -> Any:
-    """Wait until `test` gives something true, and return that."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := test()):
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.01)
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs, or could if it were continued; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # ---- what the tests use
