@@ -7,6 +7,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
@@ -76,7 +77,42 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
     lines = refusals(vars(args), defaults, flags)
     if lines:
         fail("; ".join(lines))
+    _check_sizes(args)
+    _check_data(args)
     return config
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """Sizes that no plan fits, said before Megatron's own assertion says it on every worker."""
+    size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if args.world_size % size:
+        fail(
+            f"{args.world_size} workers are not a multiple of TP x PP = {size}, so no plan exists; "
+            f"start {max(args.world_size // size, 1) * size} or change the parallel sizes"
+        )
+    per_step = args.micro_batch_size * (args.world_size // size) if args.micro_batch_size else None
+    if per_step and args.global_batch_size and args.global_batch_size % per_step:
+        fail(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of micro-batch size x replicas = "
+            f"{per_step}, so no plan exists at the start; change one of them"
+        )
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    """Data sets that are not there; a data path may hold weights between the prefixes."""
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        for prefix in getattr(args, name) or ():
+            if not _is_number(prefix) and "://" not in prefix and not Path(f"{prefix}.idx").is_file():
+                flag = "--" + name.replace("_", "-")
+                fail(f"{flag} {prefix}: {prefix}.idx does not exist; make the data set with scripts/make_dataset.py")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_batches(args: argparse.Namespace) -> None:

@@ -138,7 +138,7 @@ def test_a_drill_that_is_none(jobs: Jobs) -> None:
 
 
 def test_a_world_that_does_not_divide(jobs: Jobs) -> None:
-    refused(jobs.run(tiny(**PIPELINE), workers=3), "world size (3)", "2")
+    refused(jobs.run(tiny(**PIPELINE), workers=3), "3 workers are not a multiple", "start 2")
 
 
 def test_micro_batches_that_cannot_be_shared_evenly(jobs: Jobs) -> None:
@@ -147,7 +147,7 @@ def test_micro_batches_that_cannot_be_shared_evenly(jobs: Jobs) -> None:
 
 def test_a_data_set_that_is_missing(jobs: Jobs) -> None:
     missing = jobs.directory / "nowhere" / "corpus"
-    refused(jobs.run(tiny(**PIPELINE, mock_data=False, data_path=missing), workers=2), str(missing))
+    refused(jobs.run(tiny(**PIPELINE, mock_data=False, data_path=missing), workers=2), str(missing), "make_dataset.py")
 
 
 def test_a_script_that_is_missing(jobs: Jobs) -> None:
