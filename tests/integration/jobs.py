@@ -391,6 +391,7 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
     try:
         from megatron_resihp.cli import RunReport
         from megatron_resihp.control import launcher, linux
+        from megatron_resihp.control.address import Address
         from megatron_resihp.control.spawn import fork_worker
 
         linux.die_with_parent()
@@ -406,6 +407,8 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         _take_notes(run_dir)
         command = tuple(request.pop("command"))
+        if "coordinator" in request:
+            request["coordinator"] = Address(*request["coordinator"])
         options = launcher.LaunchOptions(command=command, run_dir=run_dir, stand_in=True, **request)
         code = launcher.launch(options, fork_worker, RunReport)
     except BaseException:
