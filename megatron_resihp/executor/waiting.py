@@ -3,7 +3,8 @@
 Cutting gloo's connections makes its operations fail, except one that is posted just as a connection ends: torch 2.15's
 gloo may lose it, and its wait lasts until the group's timeout (seen in about one of ten kills under load; a peer's
 death alone is enough). So no wait is handed to gloo without a way back: collectives are waited for in slices, and P2P,
-whose waits may not time out without breaking the group, on a thread that can be left behind.
+whose posting waits for the peer to connect and whose waits may not time out without breaking the group, on a thread
+that can be left behind.
 """
 
 import functools

@@ -83,7 +83,6 @@ def _first_initialize(config: ResihpConfig, original):  # type: ignore[no-untype
     def initialize_megatron(*positional, **options):  # type: ignore[no-untyped-def]
         from megatron_resihp.integration.drill_points import drill_patches
         from megatron_resihp.integration.flags import fail
-        from megatron_resihp.integration.runtime import set_runtime
         from megatron_resihp.integration.seams import training_patches
         from megatron_resihp.integration.startup import create_runtime, wrap_initialize_megatron
 
@@ -92,7 +91,6 @@ def _first_initialize(config: ResihpConfig, original):  # type: ignore[no-untype
             apply_all(training_patches(runtime) + drill_patches(runtime))
         except PatchError as error:
             fail(_mismatch(error))
-        set_runtime(runtime)
         return wrap_initialize_megatron(runtime, original)(*positional, **options)
 
     return initialize_megatron

@@ -54,6 +54,7 @@ def make_wrap_validate_args(switch_on: Callable[[ResihpConfig], None]) -> Callab
             config = _checked(args)
             result = original(args, defaults)
             _check_batches(args)
+            _check_data(args)
             switch_on(config)
             return result
 
@@ -78,7 +79,6 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
     if lines:
         fail("; ".join(lines))
     _check_sizes(args)
-    _check_data(args)
     return config
 
 
@@ -91,7 +91,8 @@ def _check_sizes(args: argparse.Namespace) -> None:
             f"start {max(args.world_size // size, 1) * size} or change the parallel sizes"
         )
     per_step = args.micro_batch_size * (args.world_size // size) if args.micro_batch_size else None
-    if per_step and args.global_batch_size and args.global_batch_size % per_step:
+    uneven = per_step and args.global_batch_size and args.global_batch_size % per_step
+    if uneven and args.global_batch_size > per_step:
         fail(
             f"--global-batch-size {args.global_batch_size} is not a multiple of micro-batch size x replicas = "
             f"{per_step}, so no plan exists at the start; change one of them"

@@ -155,22 +155,3 @@ class Runtime:
         self.control.event(
             "drill", action=drill.action, target=drill.worker, iteration=self.progress.iteration, point=drill.point
         )
-
-
-_runtime: Runtime | None = None
-
-
-def get_runtime() -> Runtime:
-    """The runtime of this process.
-
-    Raises:
-        RuntimeError: if --resihp is not on.
-    """
-    if _runtime is None:
-        raise RuntimeError("resihp is not enabled in this process")
-    return _runtime
-
-
-def set_runtime(runtime: Runtime) -> None:
-    global _runtime
-    _runtime = runtime

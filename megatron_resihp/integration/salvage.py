@@ -1,7 +1,7 @@
 """When no plan fits: each chosen holder writes its shard, in Megatron's per-rank checkpoint format.
 
 That format has one file per (TP rank, stage), which is just what a survivor holds, and needs no collective. When all
-shards are written, `--load RUN_DIR/salvage --ckpt-format torch` goes on from the last step (DESIGN contract 6).
+shards are written, `--load RUN_DIR/salvage --ckpt-format torch --no-load-rng` goes on from the last step (contract 6).
 """
 
 import os

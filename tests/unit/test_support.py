@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +39,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 @pytest.fixture
-def check(parser: argparse.ArgumentParser) -> Check:
+def check(parser: argparse.ArgumentParser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Parses a command line and validates it for 8 workers; what Megatron would validate itself is left out."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "code.idx").touch()
+    monkeypatch.chdir(tmp_path)
 
     def run(*command: str, megatron: Callable[..., Any] = lambda args, defaults: args) -> argparse.Namespace:
         args = parser.parse_args(command)
