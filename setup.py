@@ -9,6 +9,7 @@ TEST_REQUIREMENTS = [
     "hypothesis>=6.100",
     "import-linter>=2.1",
     "mypy>=1.11",
+    "pyarrow",  # recorded jobs of others come as parquet
     "pytest>=8",
     "pytest-timeout>=2.3",
     "ruff>=0.6",
@@ -27,9 +28,11 @@ setup(
         # Patched seams are checked against these versions only: see megatron_resihp/integration.
         "megatron-core>=0.19,<0.20",
         "matplotlib",
+        "numba",
         "numpy",
         "psutil",  # Megatron saves its torch_dist checkpoints with it, and does not ask for it
         "rich",
+        "scipy",
         "torch",
     ],
     extras_require={

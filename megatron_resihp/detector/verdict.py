@@ -1,0 +1,51 @@
+"""What the detector says: which worker or link is slow, since when, how sure, and why.
+
+Imports only the standard library.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What is slow."""
+
+    COMPUTE = "compute"
+    LINK = "link"
+
+
+class Change(StrEnum):
+    """What happened to it."""
+
+    ONSET = "onset"
+    SEVERITY = "severity"
+    RECOVERY = "recovery"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One finding.
+
+    Attributes:
+        kind: compute or link.
+        change: it became slow, its speed changed while slow, or it is healthy again.
+        workers: the worker's id, or the two ends of the link.
+        speed: p in (0, 1], relative to its own healthy speed; 1.0 for a recovery.
+        speed_low, speed_high: 95 % confidence interval of p.
+        since: estimated first iteration of the change.
+        iteration: iteration whose records decided.
+        epoch: the epoch of that iteration.
+        evidence: numbers behind it, by name, for the event log.
+    """
+
+    kind: Kind
+    change: Change
+    workers: tuple[int, ...]
+    speed: float
+    speed_low: float
+    speed_high: float
+    since: int
+    iteration: int
+    epoch: int
+    evidence: Mapping[str, float] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""What would have happened: synthetic jobs with faults, on which detectors and planners are compared."""
