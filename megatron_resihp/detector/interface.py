@@ -1,0 +1,44 @@
+"""What every detector of this project offers, the published ones written here as baselines included.
+
+A detector is constructed for one epoch's layout and then sees each iteration once. All detectors of a comparison get
+the same observations; their settings are fixed beforehand. Imports numpy.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.verdict import Verdict
+
+
+class Detector(Protocol):
+    """Judges one job, online."""
+
+    def observe(self, observations: IterationObservations) -> list[Verdict]:
+        """What is new after this iteration; iterations come in growing order.
+
+        A verdict whose `workers` is empty says that the job is slow and that nobody was found to blame: a false alarm
+        where nobody is slow.
+        """
+        ...
+
+
+class DetectorFactory(Protocol):
+    """Makes a detector for a job."""
+
+    def __call__(self, layout: Layout, false_alarms_per_job: float, expected_iterations: int) -> Detector:
+        """A detector that knows nothing yet of the job.
+
+        Args:
+            layout: the workers and links in the order of the observations' arrays.
+            false_alarms_per_job: how many false alarms the user accepts in a whole job, on average.
+            expected_iterations: how many iterations the job is expected to have.
+        """
+        ...
+
+
+def iteration_seconds(observations: IterationObservations) -> float:
+    """The job's iteration time: that of its slowest worker. NaN if no worker reported one."""
+    known = observations.seconds[observations.reported & np.isfinite(observations.seconds)]
+    return float(known.max()) if known.size else float("nan")
