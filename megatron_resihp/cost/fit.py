@@ -1,0 +1,246 @@
+"""Robust fits of T = αN + βΣl² + γ with α, β, γ ≥ 0, for many groups of measurements at once. Imports numpy and scipy.
+
+Times are fitted in relative error, because the noise of a device is a share of the op's duration, by iteratively
+reweighted least squares: Huber weights first (convex, so that the start does not matter), Tukey's bisquare at last, so
+that stalls count nothing (Huber and Ronchetti, Robust Statistics, chapter 7). With three coefficients the constrained
+optimum is found exactly: it is the least-squares solution of one of the seven subsets of columns.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+FEWEST_SAMPLES: Final = 8
+"""Below this many measurements a group gets its median and nothing else."""
+SMALLEST_SPREAD: Final = 0.01
+"""A feature that varies by a smaller share than this cannot be told from a constant at realistic noise."""
+SIGNIFICANCE: Final = 1e-3
+"""The workload must explain more of the times than chance would at this level (F test)."""
+
+_HUBER, _BISQUARE = 1.345, 4.685  # 95 % efficiency for Gaussian noise
+_HUBER_ROUNDS, _BISQUARE_ROUNDS = 8, 4
+_SMALLEST_NOISE = 1e-9
+_SMALLEST = 1e-3
+"""Least predicted time as a share of the usual one: relative errors need something to be relative to."""
+_SUBSETS = [subset for size in (1, 2, 3) for subset in combinations(range(3), size)]
+"""Of α, β, γ. The first of equally good ones is taken: where N is constant, α stands for γ too."""
+
+
+class Finding(IntEnum):
+    """What a fit found out. Only FITTED and COLLINEAR predict more than a level."""
+
+    FITTED = 0
+    COLLINEAR = 1
+    TOO_FEW = 2
+    ALIKE = 3
+    UNRELATED = 4
+
+    def __str__(self) -> str:
+        return _WORDS[self]
+
+
+_WORDS = {
+    Finding.FITTED: "fitted",
+    Finding.COLLINEAR: "Σl² follows from N in these documents, so that α stands for β too",
+    Finding.TOO_FEW: f"fewer than {FEWEST_SAMPLES} measurements",
+    Finding.ALIKE: "all micro-batches are alike, so that nothing can be said about other ones",
+    Finding.UNRELATED: "the times do not follow the workload",
+}
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Fits of groups; all arrays have the groups' shape.
+
+    Attributes:
+        alpha, beta, gamma: seconds per token, seconds per token², seconds. Where `informative` is false only gamma is
+            not 0: the usual duration. NaN without any measurement.
+        informative: whether the duration of another workload can be predicted.
+        finding: a Finding each: why it is not informative.
+        noise: robust standard deviation of the relative residuals.
+        mape: mean of |measured − predicted| / measured over all measurements, stalls too.
+        samples: number of measurements used.
+        information: mean of x xᵀ / T² over the measurements, x = (N, Σl², 1) and T their predicted duration,
+            [..., 3, 3]: noise² / samples times its inverse is the coefficients' covariance.
+    """
+
+    alpha: NDArray[np.float64]
+    beta: NDArray[np.float64]
+    gamma: NDArray[np.float64]
+    informative: NDArray[np.bool_]
+    finding: NDArray[np.int64]
+    noise: NDArray[np.float64]
+    mape: NDArray[np.float64]
+    samples: NDArray[np.int64]
+    information: NDArray[np.float64]
+
+    def predict(self, tokens: ArrayLike, squares: ArrayLike) -> NDArray[np.float64]:
+        """Seconds, for features of the groups' shape plus one axis of micro-batches (or what broadcasts to it)."""
+        alpha, beta, gamma = (each[..., None] for each in (self.alpha, self.beta, self.gamma))
+        return alpha * np.asarray(tokens) + beta * np.asarray(squares) + gamma
+
+
+def fit(tokens: ArrayLike, squares: ArrayLike, seconds: ArrayLike) -> Fits:
+    """Fit each group's measurements.
+
+    Args:
+        tokens, squares: N and Σ l², shape [..., measurements]; what broadcasts to `seconds`.
+        seconds: durations, shape [..., measurements]. Measurements that are not finite, or not positive, are left out.
+    """
+    seconds = np.asarray(seconds, dtype=np.float64)
+    groups, count = seconds.shape[:-1], seconds.shape[-1]
+    y = seconds.reshape(math.prod(groups), count)
+    features = [np.broadcast_to(np.asarray(each, np.float64), seconds.shape).reshape(y.shape)
+                for each in (tokens, squares)]  # fmt: skip
+    valid = np.isfinite(y) & (y > 0) & np.isfinite(features[0]) & np.isfinite(features[1])
+    scales = [_scale(each, valid) for each in (*features, y)]
+    columns = [np.where(valid, each / scale[:, None], 0.0) for each, scale in zip(features, scales[:2], strict=True)]
+    x = np.stack([*columns, valid.astype(np.float64)], axis=-1)
+    y = np.where(valid, y / scales[2][:, None], 0.0)
+    coefficients, finding = _fit_scaled(x, y, valid)
+    predicted = np.maximum(np.einsum("gmi,gi->gm", x, coefficients), _SMALLEST)
+    residuals = np.where(valid, y / predicted - 1.0, 0.0)
+    samples = valid.sum(axis=1)
+    information = moments(x, y, np.where(valid, predicted**-2, 0.0) / np.maximum(samples, 1)[:, None])[0]
+    unit = np.stack([*scales[:2], np.ones_like(scales[0])], axis=-1) / scales[2][:, None]
+    alpha, beta, gamma = ((coefficients / unit)[:, column].reshape(groups) for column in range(3))
+    with np.errstate(invalid="ignore"):
+        mape = np.abs(np.where(valid, 1 - predicted / np.where(valid, y, 1.0), 0.0)).sum(axis=1) / samples
+    return Fits(
+        alpha=alpha,
+        beta=beta,
+        gamma=gamma,
+        informative=(finding <= Finding.COLLINEAR).reshape(groups),
+        finding=finding.reshape(groups),
+        noise=(1.4826 * masked_median(np.abs(residuals), valid)).reshape(groups),
+        mape=mape.reshape(groups),
+        samples=samples.reshape(groups),
+        information=(information * unit[:, :, None] * unit[:, None, :]).reshape(*groups, 3, 3),
+    )
+
+
+def _fit_scaled(
+    x: NDArray[np.float64], y: NDArray[np.float64], valid: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Coefficients [groups, 3] and findings [groups] of columns and times near 1."""
+    allowed, alike, collinear = identifiable(moments(x, y, valid.astype(np.float64))[0])
+    coefficients, weights = _reweighted(x, y, valid, allowed)
+    level = np.zeros_like(coefficients)
+    level[:, 2] = masked_median(y, valid)
+    related = _explains(x, y, weights, coefficients, level)
+    finding = np.select(
+        [valid.sum(axis=1) < FEWEST_SAMPLES, alike, ~related, collinear],
+        [Finding.TOO_FEW, Finding.ALIKE, Finding.UNRELATED, Finding.COLLINEAR],
+        Finding.FITTED,
+    )
+    return np.where((finding <= Finding.COLLINEAR)[:, None], coefficients, level), finding
+
+
+def _reweighted(
+    x: NDArray[np.float64], y: NDArray[np.float64], valid: NDArray[np.bool_], allowed: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Coefficients [groups, 3] and the final weights [groups, measurements]."""
+    weights = valid.astype(np.float64)
+    coefficients = nonnegative_least_squares(*moments(x, y, weights), allowed)
+    for number in range(_HUBER_ROUNDS + _BISQUARE_ROUNDS):
+        predicted = np.maximum(np.einsum("gmi,gi->gm", x, coefficients), _SMALLEST)
+        residuals = np.where(valid, y / predicted - 1.0, 0.0)
+        noise = np.maximum(1.4826 * masked_median(np.abs(residuals), valid), _SMALLEST_NOISE)
+        units = np.abs(residuals) / noise[:, None]
+        if number < _HUBER_ROUNDS:
+            robust = np.minimum(1.0, _HUBER / np.maximum(units, _HUBER))
+        else:
+            robust = np.maximum(0.0, 1.0 - (units / _BISQUARE) ** 2) ** 2
+        weights = np.where(valid, robust / predicted**2, 0.0)
+        coefficients = nonnegative_least_squares(*moments(x, y, weights), allowed)
+    return coefficients, weights
+
+
+def moments(
+    x: NDArray[np.float64], y: NDArray[np.float64], weights: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Σ w x xᵀ [groups, 3, 3] and Σ w x y [groups, 3] of columns x [groups, measurements, 3]."""
+    weighted = (x * weights[..., None]).swapaxes(-1, -2)
+    return weighted @ x, (weighted @ y[..., None])[..., 0]
+
+
+def nonnegative_least_squares(
+    matrix: NDArray[np.float64], vector: NDArray[np.float64], allowed: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """argmin of cᵀ matrix c − 2 vectorᵀ c over c ≥ 0, c = 0 where not `allowed`; all with leading axis of groups.
+
+    The optimum is the unconstrained solution on its own support, hence the best of the feasible subsets' solutions.
+    """
+    best, gain = np.zeros_like(vector), np.zeros(len(vector))
+    size = np.sqrt(np.diagonal(matrix, axis1=1, axis2=2))
+    unit = np.where(size > 0, size, 1.0)
+    matrix, vector = matrix / (unit[:, :, None] * unit[:, None, :]), vector / unit
+    for subset in map(list, _SUBSETS):
+        # Where columns are collinear any solution will do; the ridge is far below the noise of the times.
+        part = matrix[:, subset][:, :, subset] + 1e-12 * np.eye(len(subset))
+        found = np.linalg.solve(part, vector[:, subset, None])[..., 0]
+        explained = (found * vector[:, subset]).sum(axis=1)
+        better = allowed[:, subset].all(axis=1) & (found >= 0).all(axis=1) & (explained > gain * (1 + 1e-9))
+        candidate = np.zeros_like(vector)
+        candidate[:, subset] = found
+        best = np.where(better[:, None], candidate, best)
+        gain = np.where(better, explained, gain)
+    return best / unit
+
+
+def identifiable(matrix: NDArray[np.float64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+    """What moments Σ w x xᵀ of x = (N, Σl², 1) can tell, [groups, 3, 3] of any scale.
+
+    Returns:
+        Which of α, β, γ can be told apart, [groups, 3]; whether micro-batches are alike; whether Σl² follows from N.
+    """
+    size = np.sqrt(np.diagonal(matrix, axis1=1, axis2=2))
+    unit = np.where(size > 0, size, 1.0)
+    scaled = matrix / (unit[:, :, None] * unit[:, None, :])
+    # Variances and covariance around the mean, as shares of the mean square.
+    variance = 1.0 - scaled[:, :2, 2] ** 2
+    covariance = scaled[:, 0, 1] - scaled[:, 0, 2] * scaled[:, 1, 2]
+    n_varies = variance[:, 0] > SMALLEST_SPREAD**2
+    of_its_own = variance[:, 1] - np.where(n_varies, covariance**2 / np.where(n_varies, variance[:, 0], 1.0), 0.0)
+    s_varies = (size[:, 1] > 0) & (of_its_own > SMALLEST_SPREAD**2)
+    allowed = np.stack([np.ones_like(n_varies), s_varies, n_varies], axis=-1)
+    return allowed, ~n_varies & ~s_varies, n_varies & ~s_varies
+
+
+def _explains(
+    x: NDArray[np.float64],
+    y: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    coefficients: NDArray[np.float64],
+    level: NDArray[np.float64],
+) -> NDArray[np.bool_]:
+    """F test of the fit against a level, with the fit's weights."""
+    left, before = ((weights * (y - np.einsum("gmi,gi->gm", x, each)) ** 2).sum(axis=1)
+                    for each in (coefficients, level))  # fmt: skip
+    freedom = np.maximum((weights > 0).sum(axis=1) - 3, 1)
+    threshold = stats.f.isf(SIGNIFICANCE, 2, freedom)
+    return (before - left) / 2 > threshold * left / freedom
+
+
+def _scale(values: NDArray[np.float64], valid: NDArray[np.bool_]) -> NDArray[np.float64]:
+    typical = masked_median(np.abs(values), valid)
+    return np.where(typical > 0, typical, 1.0)
+
+
+def masked_median(values: NDArray[np.float64], valid: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Median of each row of [groups, measurements] over what is valid; NaN where nothing is."""
+    count = valid.sum(axis=1)
+    if values.shape[1] == 0:
+        return np.full(len(values), np.nan)
+    ordered = np.sort(np.where(valid, values, np.inf), axis=1)
+    rows = np.arange(len(values))
+    low = ordered[rows, np.maximum(count - 1, 0) // 2]
+    high = ordered[rows, np.minimum(count // 2, values.shape[1] - 1)]
+    with np.errstate(invalid="ignore"):
+        return np.where(count > 0, (low + high) / 2, np.nan)
