@@ -10,13 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-
-class OpKind(IntEnum):
-    """F: forward. B: backward, or its input-gradient half where the program splits it. W: the weight-gradient half."""
-
-    F = 0
-    B = 1
-    W = 2
+from megatron_resihp.pipeline.op import OpKind as OpKind  # the kinds of OP and TRANSFER
 
 
 class SpanKind(IntEnum):

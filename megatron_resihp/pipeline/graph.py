@@ -1,0 +1,98 @@
+"""A program as flat arrays: ops in an order in which they can be run, and what each waits for. Imports numpy and numba.
+
+Besides the op before it on its device, an op waits for at most one other: F for the F of the stage before, B for the B
+of the stage after. B's own F and W's own B are on the same device and stand earlier there.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from megatron_resihp.pipeline.op import OpKind
+
+NONE: Final = -1
+_F, _B = int(OpKind.F), int(OpKind.B)
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """One element per op, in topological order. "Cell" is an op's index in an array [3, stages, micro-batches].
+
+    Attributes:
+        cell: the op.
+        device: where it runs.
+        source: cell of the op whose result it needs from another stage; NONE if it needs none.
+        transfer: index of the transfer that brings this result, in an array [2 (F, B), stages − 1, micro-batches]; NONE
+            where source and op are on the same device.
+        stuck: index of an op (device after device) that can never start, NONE if all can; the other arrays end there.
+    """
+
+    cell: NDArray[np.int32]
+    device: NDArray[np.int32]
+    source: NDArray[np.int32]
+    transfer: NDArray[np.int32]
+    stuck: int
+
+
+def build_graph(
+    flat: NDArray[np.int64], offsets: NDArray[np.int64], device_of_stage: tuple[int, ...], micro_batches: int
+) -> OpGraph:
+    """The graph of ops that are valid one by one.
+
+    Args:
+        flat: rows (kind, stage, micro-batch), device after device.
+        offsets: where each device's rows begin, and the end.
+        device_of_stage: device of each stage.
+        micro_batches: how many there are.
+    """
+    home = np.asarray(device_of_stage, np.int64)
+    stages = len(home)
+    kind, stage, micro_batch = flat.T
+    cell = (kind * stages + stage) * micro_batches + micro_batch
+    forward = (kind == _F) & (stage > 0)
+    backward = (kind == _B) & (stage < stages - 1)
+    step = np.where(forward, -1, 1)
+    source = np.where(forward | backward, cell + step * micro_batches, NONE)
+    boundary = np.where(forward, stage - 1, stage)
+    crosses = (source != NONE) & (home[np.clip(stage + step, 0, stages - 1)] != home[stage])
+    index = (np.where(forward, 0, stages - 1) + boundary) * micro_batches + micro_batch
+    transfer = np.where(crosses, index, NONE)
+    order, stuck = _topological_order(cell, source, offsets, 3 * stages * micro_batches)
+    return OpGraph(
+        cell=cell[order].astype(np.int32),
+        device=home[stage[order]].astype(np.int32),
+        source=source[order].astype(np.int32),
+        transfer=transfer[order].astype(np.int32),
+        stuck=int(stuck),
+    )
+
+
+@njit(cache=True)
+def _topological_order(
+    cell: NDArray[np.int64], source: NDArray[np.int64], offsets: NDArray[np.int64], cells: int
+) -> tuple[NDArray[np.int64], int]:
+    """Indices of the ops in an order in which they can be run, and one that can't be run (NONE: all can)."""
+    devices = len(offsets) - 1
+    following = offsets[:-1].copy()
+    done = np.zeros(cells, np.bool_)
+    order = np.empty(len(cell), np.int64)
+    count = 0
+    moved = True
+    while moved:
+        moved = False
+        for device in range(devices):
+            i = following[device]
+            while i < offsets[device + 1] and (source[i] == NONE or done[source[i]]):
+                done[cell[i]] = True
+                order[count] = i
+                count += 1
+                i += 1
+                moved = True
+            following[device] = i
+    for device in range(devices):
+        if following[device] < offsets[device + 1]:
+            return order[:count], following[device]
+    return order, NONE

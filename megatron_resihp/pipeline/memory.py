@@ -1,0 +1,42 @@
+"""How many activations a program keeps alive. Imports numpy.
+
+A device runs its ops one after another, so what is alive depends on their order and not on their durations.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.pipeline.program import Program
+
+
+def peak_live_activations(
+    program: Program, size: ArrayLike = 1.0, kept_until_w: ArrayLike = 1.0
+) -> NDArray[np.float64]:
+    """The most that each device holds at any time, [devices].
+
+    F allocates a stage's activations of one micro-batch. Where the program does not split the backward, B frees them.
+    Where it does, B frees the share that only the input gradient needs, and W the rest.
+
+    Args:
+        program: what is run.
+        size: of the activations of one stage for one micro-batch (bytes, say), broadcastable to
+            [stages, micro-batches]. With the default of 1 the result counts pairs of stage and micro-batch.
+        kept_until_w: the share of `size`, 0 to 1, that is kept from B to W, the same shape; 1 frees everything at W
+            only, 0 everything at B.
+
+    Raises:
+        ValueError: a size is negative, or a share is outside of 0 to 1.
+    """
+    shape = (program.stages, program.micro_batches)
+    sizes = np.broadcast_to(np.asarray(size, np.float64), shape)
+    kept = np.broadcast_to(np.asarray(kept_until_w, np.float64), shape)
+    if not (np.all(sizes >= 0) and np.all((kept >= 0) & (kept <= 1))):
+        raise ValueError("sizes must not be negative, and shares kept until W must be between 0 and 1")
+    if not program.splits_backward:
+        kept = np.zeros(shape)
+    change = np.zeros((len(OpKind), *shape))
+    change[OpKind.F], change[OpKind.B], change[OpKind.W] = sizes, -sizes * (1 - kept), -sizes * kept
+    live = change[tuple(program.flat.T)]
+    pairs = zip(program.offsets, program.offsets[1:], strict=False)
+    return np.array([live[first:last].cumsum().max(initial=0.0) for first, last in pairs])

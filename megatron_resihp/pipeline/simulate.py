@@ -1,0 +1,205 @@
+"""When each op of a program starts and ends. Imports numpy and numba.
+
+t_start(v) = max over what v waits for, u, of t_end(u) + T_edge(u, v), with T_edge the P2P time where a result comes
+from another device and 0 where u is only the op before on the same device (ResiHP, arXiv 2605.06374, prediction of the
+healthy iteration time). A transfer occupies neither its sender nor its receiver.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numba import njit
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_resihp.pipeline.graph import NONE
+from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.pipeline.program import Program
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A program with times, in seconds from the start of the iteration.
+
+    Attributes:
+        program: what was run.
+        start, end: of each op, [3 (F, B, W), stages, micro-batches]; NaN for ops that the program does not have.
+        makespan: when the last op ends.
+    """
+
+    program: Program
+    start: Array
+    end: Array
+    makespan: float
+
+    @cached_property
+    def busy(self) -> Array:
+        """[devices] seconds spent in ops."""
+        per_stage = np.nansum(self.end - self.start, axis=(0, 2))
+        return np.bincount(self.program.device_of_stage, per_stage, self.program.devices)
+
+    @property
+    def bubble(self) -> Array:
+        """[devices] seconds without an op, from the start of the iteration to the makespan."""
+        return self.makespan - self.busy
+
+    @property
+    def bubble_share(self) -> float:
+        """Mean share of the makespan that devices idle; 0 for an empty makespan."""
+        return float(self.bubble.mean() / self.makespan) if self.makespan else 0.0
+
+
+@dataclass(frozen=True)
+class Timelines:
+    """The same program run with many sets of durations.
+
+    Attributes:
+        program: what was run.
+        start, end: [runs, 3, stages, micro-batches], as in Timeline.
+        makespan: [runs].
+    """
+
+    program: Program
+    start: Array
+    end: Array
+    makespan: Array
+
+    def __len__(self) -> int:
+        return len(self.makespan)
+
+    def __getitem__(self, run: int) -> Timeline:
+        return Timeline(self.program, self.start[run], self.end[run], float(self.makespan[run]))
+
+
+def simulate(program: Program, durations: ArrayLike, transfers: ArrayLike = 0.0) -> Timeline:
+    """Run a program once.
+
+    Args:
+        program: what is run.
+        durations: seconds of each op, broadcastable to [3 (F, B, W), stages, micro-batches]. Where the program does not
+            split the backward, B is the whole of it and W is not looked at.
+        transfers: seconds that a result takes to the next device, broadcastable to [2 (activations, their gradients),
+            stages − 1 (boundary after each stage), micro-batches]. Not looked at between stages on the same device.
+
+    Raises:
+        ValueError: shapes don't fit, or a time that is needed is negative, infinite or NaN.
+    """
+    cells = np.broadcast_to(np.asarray(durations, np.float64), (len(OpKind), program.stages, program.micro_batches))
+    return simulate_many(program, cells[np.newaxis], transfers)[0]
+
+
+def simulate_many(program: Program, durations: ArrayLike, transfers: ArrayLike = 0.0) -> Timelines:
+    """Run a program with each of many sets of durations.
+
+    Args:
+        program: what is run.
+        durations: as in `simulate`, with an axis of runs in front.
+        transfers: as in `simulate`, the same for all runs; or with an axis of runs in front.
+
+    Raises:
+        ValueError: as in `simulate`.
+    """
+    ops, edges = _checked(program, durations, transfers)
+    times = np.empty((2, *ops.shape))
+    makespan = _run_many(*_arrays(program), ops, edges, *times)
+    start, end = times.reshape(2, len(ops), len(OpKind), program.stages, program.micro_batches)
+    start[:, len(program.kinds) :] = end[:, len(program.kinds) :] = np.nan
+    return Timelines(program, start, end, makespan)
+
+
+def makespans(program: Program, durations: ArrayLike, transfers: ArrayLike = 0.0) -> Array:
+    """Only the makespans, [runs], of `simulate_many`."""
+    return _makespans(*_arrays(program), *_checked(program, durations, transfers))
+
+
+def _arrays(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], int]:
+    graph = program.graph
+    return graph.cell, graph.device, graph.source, graph.transfer, program.devices
+
+
+def _checked(program: Program, durations: ArrayLike, transfers: ArrayLike) -> tuple[Array, Array]:
+    """Durations as [runs, cells] and transfers as [runs or 1, 2 · boundaries · micro-batches].
+
+    Raises:
+        ValueError: shapes don't fit, or a time is negative, infinite or NaN.
+    """
+    given, edges = np.asarray(durations, np.float64), np.asarray(transfers, np.float64)
+    runs = len(given) if given.ndim else 0
+    cells = np.broadcast_to(given, (runs, len(OpKind), program.stages, program.micro_batches))
+    edge_runs = len(edges) if edges.ndim == 4 else 1
+    if edge_runs not in (1, runs):
+        raise ValueError(f"transfers of {edge_runs} runs do not fit durations of {runs}")
+    edges = np.broadcast_to(edges, (edge_runs, 2, program.stages - 1, program.micro_batches))
+    for name, times in (("durations", cells[:, : len(program.kinds)]), ("transfers", edges)):
+        if times.size and not (times.min() >= 0.0 and times.max() < np.inf):
+            raise ValueError(f"{name} must be finite and not negative")
+    return np.ascontiguousarray(cells).reshape(runs, -1), np.ascontiguousarray(edges).reshape(edge_runs, -1)
+
+
+@njit(cache=True)
+def _run(
+    cell: NDArray[np.int32],
+    device: NDArray[np.int32],
+    source: NDArray[np.int32],
+    transfer: NDArray[np.int32],
+    durations: Array,
+    transfers: Array,
+    free: Array,
+    start: Array,
+    end: Array,
+) -> float:
+    """Fill `start` and `end`, by cell, and return the makespan; `free` is scratch, [devices]."""
+    free[:] = 0.0
+    for i in range(len(cell)):
+        here = cell[i]
+        begin = free[device[i]]
+        if source[i] != NONE:
+            arrival = end[source[i]]
+            if transfer[i] != NONE:
+                arrival += transfers[transfer[i]]
+            begin = max(begin, arrival)
+        start[here] = begin
+        end[here] = begin + durations[here]
+        free[device[i]] = end[here]
+    return free.max()
+
+
+@njit(cache=True)
+def _run_many(
+    cell: NDArray[np.int32],
+    device: NDArray[np.int32],
+    source: NDArray[np.int32],
+    transfer: NDArray[np.int32],
+    devices: int,
+    durations: Array,
+    transfers: Array,
+    start: Array,
+    end: Array,
+) -> Array:
+    makespan = np.empty(len(durations))
+    free = np.empty(devices)
+    for run in range(len(durations)):
+        edges = transfers[run % len(transfers)]
+        makespan[run] = _run(cell, device, source, transfer, durations[run], edges, free, start[run], end[run])
+    return makespan
+
+
+@njit(cache=True)
+def _makespans(
+    cell: NDArray[np.int32],
+    device: NDArray[np.int32],
+    source: NDArray[np.int32],
+    transfer: NDArray[np.int32],
+    devices: int,
+    durations: Array,
+    transfers: Array,
+) -> Array:
+    makespan = np.empty(len(durations))
+    free = np.empty(devices)
+    start, end = np.empty(durations.shape[1]), np.empty(durations.shape[1])
+    for run in range(len(durations)):
+        edges = transfers[run % len(transfers)]
+        makespan[run] = _run(cell, device, source, transfer, durations[run], edges, free, start, end)
+    return makespan
