@@ -107,6 +107,7 @@ class Feed:
         numbers = batch.pop(SAMPLE_KEY)
         if not self._is_eval:
             self._runtime.fed.extend(numbers.tolist())
+            self._runtime.probes.batch_came()
         return batch
 
 

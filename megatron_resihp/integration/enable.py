@@ -83,12 +83,13 @@ def _first_initialize(config: ResihpConfig, original):  # type: ignore[no-untype
     def initialize_megatron(*positional, **options):  # type: ignore[no-untyped-def]
         from megatron_resihp.integration.drill_points import drill_patches
         from megatron_resihp.integration.flags import fail
+        from megatron_resihp.integration.probe_seams import probe_patches
         from megatron_resihp.integration.seams import training_patches
         from megatron_resihp.integration.startup import create_runtime, wrap_initialize_megatron
 
         runtime = create_runtime(config)
         try:
-            apply_all(training_patches(runtime) + drill_patches(runtime))
+            apply_all(training_patches(runtime) + probe_patches(runtime) + drill_patches(runtime))
         except PatchError as error:
             fail(_mismatch(error))
         return wrap_initialize_megatron(runtime, original)(*positional, **options)

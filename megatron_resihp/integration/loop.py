@@ -17,8 +17,10 @@ from megatron.training import training
 
 from megatron_resihp.control.record import Outcome, Stage
 from megatron_resihp.control.worker import JobEnded
+from megatron_resihp.detector.records import SpanKind
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.integration.counting import count_as_one_replica, snapshot_counters
+from megatron_resihp.integration.probe_seams import begin_iteration
 from megatron_resihp.integration.recovery import recover
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.shard import record_digest, shard_tensors
@@ -76,6 +78,8 @@ def _finishing(runtime: Runtime) -> Iterator[None]:
 
 def _finish(runtime: Runtime) -> None:
     runtime.finished = True
+    torch.cuda.synchronize()
+    runtime.probes.flush()
     runtime.control.tell("trained")
     record_digest(runtime)
 
@@ -83,6 +87,17 @@ def _finish(runtime: Runtime) -> None:
 def _leave(runtime: Runtime, end: JobEnded) -> NoReturn:
     print(f"resihp: worker {runtime.worker} ends: {end}", file=sys.stderr, flush=True)
     sys.exit(end.code)
+
+
+def wrap_evaluation(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """evaluate_and_print_results whose time is noted."""
+
+    @functools.wraps(original)
+    def evaluate_and_print_results(*positional: Any, **options: Any) -> Any:
+        with runtime.probes.span(SpanKind.EVALUATION):
+            return original(*positional, **options)
+
+    return evaluate_and_print_results
 
 
 def wrap_final(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,8 +148,10 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
         if runtime.replay is not None:
             outcome, runtime.replay = runtime.replay, None
             return _applied_step(runtime, outcome)
+        begin_iteration(runtime)
         result = original(*positional, iteration=iteration, **options)
         if runtime.progress.stage is Stage.STEPPED:  # Megatron may end the job before the step
+            runtime.probes.finish()
             report_iteration(runtime)
         return result
 
@@ -186,7 +203,8 @@ def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]
         runtime.reach("save")
         args.data_parallel_size = len(runtime.current_plan.replicas)
         try:
-            result = original(iteration, *positional, **options)
+            with runtime.probes.span(SpanKind.SAVE):
+                result = original(iteration, *positional, **options)
         finally:
             args.data_parallel_size = 1
         if runtime.reports:

@@ -14,6 +14,8 @@ from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.executor.communicators import Communicators, SideGroup
 from megatron_resihp.integration.drills import Drills
+from megatron_resihp.integration.probe_clock import make_clock
+from megatron_resihp.integration.probes import PadOp, PadTransfer, Probes
 from megatron_resihp.plan import Coordinate, ParallelPlan
 
 LOSS_SLOTS = 4
@@ -77,6 +79,8 @@ class Runtime:
         phases: seconds of each phase of the last recovery, until they are in the event log.
         recovered_from: when the death was noticed that the current epoch recovered from, until its first step.
         fed: sample indices that this worker's loader handed to the model in this iteration.
+        probes: what measures this worker's iterations.
+        pad_op, pad_transfer: what makes ops and transfers last as long as on an emulated device; None: nothing does.
     """
 
     def __init__(self, config: ResihpConfig, control: WorkerControl, communicators: Communicators, args: Any) -> None:
@@ -106,6 +110,9 @@ class Runtime:
         self.phases: dict[str, float] = {}
         self.recovered_from: float | None = None
         self.last_step_at: float | None = None
+        self.probes = Probes(self.worker, make_clock, lambda record: None)
+        self.pad_op: PadOp | None = None
+        self.pad_transfer: PadTransfer | None = None
         self.drills = Drills(config.drills(), self.worker, self._announce_drill)
 
     @property

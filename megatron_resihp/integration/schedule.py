@@ -31,6 +31,7 @@ def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, 
         share = deal(even_counts(total, replicas))[runtime.replica]
         runtime.reach("evaluate")
         return schedule(**{**kwargs, "num_microbatches": len(share)})
+    runtime.probes.begin_schedule()
     share = runtime.micro_batches
     factor = len(share) * replicas / total
     if factor != 1.0 and not runtime.args.calculate_per_token_loss:

@@ -77,7 +77,7 @@ def training_patches(runtime: Runtime) -> list[Patch]:
         ),
         Patch(
             f"{TRAINING}:evaluate_and_print_results",
-            partial(loop.wrap_final, runtime),
+            lambda original: loop.wrap_final(runtime, loop.wrap_evaluation(runtime, original)),
             ("prefix", "forward_step_func", "data_iterator", "model", "iteration"),
             "saves what is held when a worker dies after the last iteration",
         ),

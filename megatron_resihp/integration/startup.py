@@ -41,7 +41,9 @@ def create_runtime(config: ResihpConfig) -> Runtime:
 
     control = WorkerControl(store, worker, abort)
     communicators.append(Communicators(store.clone().torch_store, worker, control.broken))
-    return Runtime(config, control, communicators[0], get_args())
+    runtime = Runtime(config, control, communicators[0], get_args())
+    runtime.probes.watch_garbage_collection()
+    return runtime
 
 
 def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:

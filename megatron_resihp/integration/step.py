@@ -10,6 +10,7 @@ import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_resihp.control.record import Outcome, Stage
+from megatron_resihp.detector.records import SpanKind
 from megatron_resihp.integration.keepers import share_gradients
 from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime
 
@@ -32,15 +33,19 @@ def agreed_step(runtime: Runtime) -> StepResult:
     assert runtime.trained is not None
     share_gradients(runtime)
     torch.cuda.synchronize()
+    runtime.probes.synchronized()
     # Only now has the host seen every gradient collective complete; an aborted one returns garbage.
     runtime.control.check()
     runtime.progress.stage = Stage.REDUCED
     _record_samples(runtime)
     runtime.reach("norm")
-    outcome = agree(runtime, local_norm_squared(runtime) if runtime.counts_norm else 0.0)
+    norm_squared = local_norm_squared(runtime) if runtime.counts_norm else 0.0
+    with runtime.probes.span(SpanKind.AGREEMENT):
+        outcome = agree(runtime, norm_squared)
     runtime.progress.agreed(outcome)
     runtime.reach("step")
-    take_step(runtime, outcome)
+    with runtime.probes.marked_span(SpanKind.OPTIMIZER):
+        take_step(runtime, outcome)
     return True, outcome.grad_norm, None
 
 

@@ -93,6 +93,7 @@ class TestFeed:
                 eval_global_batch_size=3, consumed_train_samples=8, consumed_valid_samples=3,
             ),
             current_plan=plan, replica=1, micro_batches=(1, 3), replay=None, fed=[],
+            probes=SimpleNamespace(batch_came=lambda: None),
         )  # fmt: skip
 
     @pytest.fixture

@@ -10,19 +10,23 @@ import pytest
 from megatron_resihp.config import DRILL_POINTS
 from megatron_resihp.integration import enable
 from megatron_resihp.integration.drill_points import TARGETS, drill_patches
+from megatron_resihp.integration.probe_seams import probe_patches
 from megatron_resihp.integration.seams import training_patches
 
 RUNTIME: Any = SimpleNamespace(drills=SimpleNamespace(points=lambda: set(DRILL_POINTS)))
 
 
-@pytest.mark.parametrize("patch", training_patches(RUNTIME) + drill_patches(RUNTIME), ids=lambda patch: patch.target)
+PATCHES = training_patches(RUNTIME) + probe_patches(RUNTIME) + drill_patches(RUNTIME)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
 def test_a_target_is_as_the_patch_expects(patch: Any) -> None:
     patch.check()
     assert patch.why
 
 
 def test_every_target_is_named_once() -> None:
-    targets = [patch.target for patch in training_patches(RUNTIME)]
+    targets = [patch.target for patch in training_patches(RUNTIME) + probe_patches(RUNTIME)]
     assert len(set(targets)) == len(targets)
 
 

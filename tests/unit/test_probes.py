@@ -1,0 +1,220 @@
+"""What the probes note: ops with their waiting, whose transfers, and that a record holds one iteration and no other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_resihp.detector.records import IterationRecord, OpKind, SpanKind
+from megatron_resihp.integration.probe_clock import HostClock
+from megatron_resihp.integration.probes import SAMPLE, Probes
+
+GROUP = object()
+WORKERS = (10, 11, 12, 13)
+
+
+class FakeClock:
+    """A device's clock that a test moves; a mark is the index of a time, readable only once it has passed."""
+
+    immediate = False
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.now = 0.0
+        self.anchored = False
+
+    def mark(self) -> float:
+        self.now += 1.0
+        self.times.append(self.now)
+        return float(len(self.times) - 1)
+
+    def anchor(self) -> None:
+        self.anchored = True
+
+    def resolve(self, marks: Any) -> Any:
+        assert self.anchored, "the device was not waited for"
+        return np.array([self.times[int(mark)] if mark == mark else math.nan for mark in marks])
+
+    def reset(self) -> None:
+        self.times.clear()
+
+
+def make(make_clock: Any = HostClock) -> tuple[Probes, list[IterationRecord]]:
+    sent: list[IterationRecord] = []
+    probes = Probes(3, make_clock, sent.append)
+    probes.tp_group = GROUP
+    return probes, sent
+
+
+def run_micro_batch(probes: Probes, index: int, pad: Any = None) -> None:
+    """Forward with one collective, then backward, of a stage in the middle."""
+    received, output, gradient, to_send = [torch.empty(4) for _ in range(4)]
+    came = probes.post(received, 0, OpKind.F, True, probes.mark())
+    probes.done([came], None)
+    probes.open_forward(0, index, [received])
+    assert probes.times_collective(GROUP) or not probes.immediate
+    if probes.times_collective(GROUP):
+        probes.note_wait(probes.mark())
+    outputs = [output]
+    probes.close_forward(outputs, outputs, (32.0, 1024.0), pad)
+    probes.done([probes.post(output, 2, OpKind.F, False, probes.mark())], None)
+    probes.done([probes.post(gradient, 2, OpKind.B, True, probes.mark())], None)
+    probes.open_backward(outputs, [gradient])
+    probes.close_backward([to_send], pad)
+    probes.done([probes.post(to_send, 0, OpKind.B, False, probes.mark())], None)
+
+
+def test_a_record_names_micro_batches_by_their_index_in_the_global_batch() -> None:
+    probes, sent = make()
+    probes.begin(2, 7, (1, 3, 5), WORKERS)
+    for index in range(3):
+        run_micro_batch(probes, index)
+    probes.finish()
+    (record,) = sent
+    assert (record.epoch, record.iteration, record.worker) == (2, 7, 3)
+    assert record.ops["micro_batch"].tolist() == [1, 1, 3, 3, 5, 5]
+    assert record.ops["kind"].tolist() == [OpKind.F, OpKind.B] * 3
+    assert (record.ops["end"] >= record.ops["start"]).all() and (record.ops["waited"] >= 0).all()
+    assert record.workload["micro_batch"].tolist() == [1, 3, 5]
+    assert record.workload["squares"].tolist() == [1024.0] * 3
+
+
+def test_transfers_belong_to_the_op_that_makes_or_takes_the_tensor() -> None:
+    probes, sent = make()
+    probes.begin(0, 1, (1, 3), WORKERS)
+    for index in range(2):
+        run_micro_batch(probes, index)
+    probes.finish()
+    transfers = sent[0].transfers
+    assert transfers["micro_batch"].tolist() == [1, 1, 1, 1, 3, 3, 3, 3]
+    assert transfers["kind"].tolist() == [OpKind.F, OpKind.F, OpKind.B, OpKind.B] * 2
+    assert transfers["received"].tolist() == [1, 0, 1, 0] * 2
+    assert transfers["peer"].tolist() == [10, 12, 12, 10] * 2
+    assert (transfers["bytes"] == 16).all() and (transfers["done"] >= transfers["posted"]).all()
+
+
+def test_waiting_is_told_apart_and_no_other_group_counts() -> None:
+    probes, sent = make()
+    probes.begin(0, 1, (0,), WORKERS)
+    probes.open_forward(0, 0, [])
+    assert not probes.times_collective(object())
+    probes.note_wait(probes.mark() - 0.5)
+    probes.note_wait(probes.mark() - 0.25)
+    probes.close_forward(object(), [], None, None)
+    assert not probes.times_collective(GROUP), "outside of ops nothing is waited for"
+    probes.finish()
+    assert sent[0].ops["waited"][0] == pytest.approx(0.75, abs=0.05)
+
+
+def test_an_op_begins_when_its_micro_batch_is_there() -> None:
+    probes, sent = make()
+    probes.begin(0, 1, (0,), WORKERS)
+    probes.open_forward(0, 0, [])
+    probes.note_wait(probes.mark() - 9.0)
+    probes.batch_came()
+    probes.close_forward(object(), [], None, None)
+    probes.finish()
+    op, span = sent[0].ops[0], sent[0].spans[0]
+    assert op["waited"] == 0
+    assert span["kind"] == SpanKind.DATA and span["end"] <= op["start"]
+
+
+def test_an_op_is_padded_before_it_ends() -> None:
+    probes, sent = make()
+    padded: list[tuple[Any, ...]] = []
+    probes.begin(0, 1, (0,), WORKERS)
+    run_micro_batch(probes, 0, lambda *values: padded.append((*values, probes.mark())))
+    probes.finish()
+    assert [values[:4] for values in padded] == [(OpKind.F, 0, 32.0, 1024.0), (OpKind.B, 0, 32.0, 1024.0)]
+    for op, values in zip(sent[0].ops, padded, strict=True):
+        assert op["start"] == values[4] and values[6] <= op["end"]
+
+
+def test_a_received_transfer_is_padded_and_a_sent_one_is_not() -> None:
+    probes, _ = make()
+    padded: list[tuple[int, float, float]] = []
+    probes.begin(0, 1, (0,), WORKERS)
+    tensor = torch.empty(4)
+    for received in (True, False):
+        row = probes.post(tensor, 1, OpKind.F, received, 5.0)
+        probes.done([row], lambda *values: padded.append(values))
+    assert padded == [(11, 5.0, 16.0)]
+
+
+def test_a_broken_iteration_leaves_nothing_in_the_next_record() -> None:
+    probes, sent = make()
+    probes.begin(0, 4, (0, 1), WORKERS)
+    run_micro_batch(probes, 0)
+    probes.open_forward(0, 1, [])
+    probes.begin(1, 4, (0, 1), WORKERS)
+    run_micro_batch(probes, 1)
+    probes.finish()
+    (record,) = sent
+    assert record.epoch == 1 and record.ops["micro_batch"].tolist() == [1, 1]
+    assert len(record.transfers) == 4
+
+
+def test_spans_between_iterations_go_to_the_next_record() -> None:
+    probes, sent = make()
+    for iteration in (1, 2):
+        probes.begin(0, iteration, (0,), WORKERS)
+        probes.finish()
+        with probes.span(SpanKind.SAVE):
+            pass
+    assert [record.spans["kind"].tolist() for record in sent] == [[], [SpanKind.SAVE]]
+
+
+def test_marks_of_a_device_are_read_only_after_the_host_has_waited_for_it() -> None:
+    probes, sent = make(FakeClock)
+    for iteration in (1, 2):
+        probes.begin(0, iteration, (0, 1), WORKERS)
+        for index in range(2):
+            run_micro_batch(probes, index)
+        probes.synchronized()
+        assert len(sent) == iteration - 1
+        probes.finish()
+    (record,) = sent
+    assert record.iteration == 1
+    assert (record.ops["end"] > record.ops["start"]).all() and np.isfinite(record.transfers["done"]).all()
+
+
+def test_on_a_device_waiting_is_timed_on_a_sample_of_micro_batches() -> None:
+    probes, sent = make(FakeClock)
+    micro_batches = tuple(range(2 * SAMPLE))
+    for iteration in range(1, SAMPLE + 2):
+        probes.begin(0, iteration, micro_batches, WORKERS)
+        for index in micro_batches:
+            run_micro_batch(probes, index)
+        probes.synchronized()
+        probes.finish()
+    timed = [set(r.ops["micro_batch"][(r.ops["kind"] == OpKind.F) & (r.ops["waited"] > 0)].tolist()) for r in sent]
+    assert all(len(found) == 2 for found in timed)
+    assert set().union(*timed) == set(micro_batches), "every micro-batch has its turn"
+    assert all(np.isnan(r.ops["waited"]).sum() == 2 * (len(micro_batches) - 2) for r in sent)
+
+
+def test_many_ops_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes, sent = make()
+    probes.begin(0, 1, tuple(range(500)), WORKERS)
+    for index in range(500):
+        run_micro_batch(probes, index)
+    probes.finish()
+    assert len(sent[0].ops) == 1000 and sent[0].ops["micro_batch"].tolist() == [i for i in range(500) for _ in "FB"]
+
+
+def test_garbage_collections_are_noted() -> None:
+    import gc
+
+    probes, sent = make()
+    probes.watch_garbage_collection()
+    try:
+        probes.begin(0, 1, (0,), WORKERS)
+        gc.collect()
+        probes.finish()
+    finally:
+        gc.callbacks.remove(probes._on_collection)
+    assert SpanKind.GARBAGE_COLLECTION in sent[0].spans["kind"].tolist()
