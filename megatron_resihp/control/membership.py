@@ -334,9 +334,6 @@ class Membership:
             commit = resolve(self._records.values(), self.commit)
         except NoCommitError as error:
             return self._end(1, str(error))
-        if self.trained:
-            self.commit = commit
-            return self._salvage("a worker died after the last iteration, in the final evaluation or save", now)
         same = self.commit is not None and self.commit.iteration == commit.iteration
         self._recoveries_here = self._recoveries_here + 1 if same else 1
         self.commit = commit

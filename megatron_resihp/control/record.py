@@ -58,6 +58,7 @@ class Record:
         iteration: the iteration it was in.
         stage: how far it got there.
         works: it runs Megatron's loop (False: a standby, which has nothing to do between steps).
+        position: which of the calls it is in that all workers make together: 0 is train(), the others follow it.
         outcomes: agreed outcomes that it knows, of this iteration and the one before.
         counters: Megatron's counters as they were at the start of this iteration and of the one before.
     """
@@ -67,6 +68,7 @@ class Record:
     works: bool = True
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     counters: dict[int, dict[str, Any]] = field(default_factory=dict)
+    position: int = 0
 
     @property
     def applied(self) -> int:
@@ -80,6 +82,7 @@ class Record:
             "works": self.works,
             "outcomes": {str(n): outcome.to_dict() for n, outcome in self.outcomes.items()},
             "counters": {str(n): counters for n, counters in self.counters.items()},
+            "position": self.position,
         }
 
     @classmethod
@@ -90,6 +93,7 @@ class Record:
             works=data["works"],
             outcomes={int(n): Outcome.from_dict(outcome) for n, outcome in data["outcomes"].items()},
             counters={int(n): counters for n, counters in data["counters"].items()},
+            position=data["position"],
         )
 
 
@@ -102,12 +106,14 @@ class Commit:
         outcome: what was agreed for j; None if nobody had agreed on anything yet.
         replay: what Megatron does after step j (logging, evaluation, checkpoint) was not finished by all: repeat it.
         counters: Megatron's counters at the start of the iteration at which the loop is entered again.
+        position: the earliest call of the run that a survivor is in (0: train()); earlier ones all have made.
     """
 
     iteration: int
     outcome: Outcome | None
     replay: bool
     counters: dict[str, Any]
+    position: int = 0
 
     @property
     def entry(self) -> int:
@@ -118,12 +124,13 @@ class Commit:
         outcome = None if self.outcome is None else self.outcome.to_dict()
         return {
             "iteration": self.iteration, "outcome": outcome, "replay": self.replay, "counters": self.counters,
+            "position": self.position,
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Commit":
         outcome = None if data["outcome"] is None else Outcome.from_dict(data["outcome"])
-        return cls(data["iteration"], outcome, data["replay"], data["counters"])
+        return cls(data["iteration"], outcome, data["replay"], data["counters"], data["position"])
 
 
 class NoCommitError(Exception):
@@ -150,7 +157,8 @@ def resolve(records: Iterable[Record], bound: Commit | None = None) -> Commit:
         return bound
     if counters is None:
         raise NoCommitError(f"no survivor knows the state of the run at the start of iteration {entry}")
-    return Commit(iteration, _outcome_of(iteration, survivors, bound), replay, counters)
+    position = min((record.position for record in in_loop), default=0)
+    return Commit(iteration, _outcome_of(iteration, survivors, bound), replay, counters, position)
 
 
 def _counters_of(entry: int, survivors: list[Record]) -> dict[str, Any] | None:

@@ -131,8 +131,8 @@ class WorkerControl:
         with self._news:
             if not self._news.wait_for(lambda: self._finishing or self.broken(), timeout_s):
                 raise TimeoutError(f"the coordinator did not answer within {timeout_s:g} s")
-        if self._finishing and not self.broken():
-            raise self.await_end()
+            # The others are leaving because they are done, unless one of them dies on the way.
+            self._news.wait_for(self.broken)
         if self._end is not None:
             raise self._end
 

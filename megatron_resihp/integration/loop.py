@@ -4,11 +4,10 @@ Replaces training.train, training.train_step, training.checkpoint_and_decide_exi
 """
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
@@ -16,15 +15,13 @@ from megatron.core.utils import get_model_config
 from megatron.training import training
 
 from megatron_resihp.control.record import Outcome, Stage
-from megatron_resihp.control.worker import JobEnded
 from megatron_resihp.detector.records import SpanKind
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.integration.counting import count_as_one_replica, snapshot_counters
+from megatron_resihp.integration.course import follow
 from megatron_resihp.integration.probe_seams import begin_iteration
-from megatron_resihp.integration.recovery import recover
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.shard import record_digest, shard_tensors
-from megatron_resihp.integration.standby import keep_current
 from megatron_resihp.integration.telemetry import report_iteration
 
 StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None, Any]
@@ -39,35 +36,28 @@ def wrap_train(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., 
         valid_data_iterator: Any, process_non_loss_data_func: Any, config: Any, checkpointing_context: Any,
         *others: Any, **options: Any,
     ) -> Any:  # fmt: skip
-        try:
-            _first_epoch(runtime)
-            while True:
-                try:
-                    if not runtime.works:
-                        keep_current(runtime)
-                    with _finishing(runtime):
-                        return original(
-                            forward_step_func, model, optimizer, opt_param_scheduler, train_data_iterator,
-                            valid_data_iterator, process_non_loss_data_func, config, checkpointing_context,
-                            *others, **options,
-                        )  # fmt: skip
-                except Exception as error:
-                    recover(runtime, error)
-                config = get_model_config(model[0])
-                train_data_iterator = _fresh(train_data_iterator)
-                valid_data_iterator = _fresh(valid_data_iterator)
-                # Save strategies remember groups of the old epoch.
-                checkpointing_context.pop("save_strategy", None)
-                checkpointing_context.pop("load_strategy", None)
-        except JobEnded as end:
-            _leave(runtime, end)
+        def enter() -> Any:
+            if not runtime.in_loop:
+                _first_epoch(runtime)
+            with _finishing(runtime):
+                return original(
+                    forward_step_func, model, optimizer, opt_param_scheduler, _fresh(train_data_iterator),
+                    _fresh(valid_data_iterator), process_non_loss_data_func, get_model_config(model[0]),
+                    checkpointing_context, *others, **options,
+                )  # fmt: skip
+
+        runtime.checkpointing_context = checkpointing_context
+        runtime.calls.append(enter)
+        returned = follow(runtime)
+        args = runtime.args
+        return returned or (args.iteration, args.num_floating_point_operations_so_far)
 
     return train
 
 
 @contextmanager
 def _finishing(runtime: Runtime) -> Iterator[None]:
-    """Say that training is over when train() returns or exits; standbys then wait for the end and nothing else."""
+    """Say that training is over when train() returns or exits."""
     try:
         yield
     except SystemExit:
@@ -77,16 +67,15 @@ def _finishing(runtime: Runtime) -> Iterator[None]:
 
 
 def _finish(runtime: Runtime) -> None:
-    runtime.finished = True
     torch.cuda.synchronize()
     runtime.probes.flush()
-    runtime.control.tell("trained")
     record_digest(runtime)
-
-
-def _leave(runtime: Runtime, end: JobEnded) -> NoReturn:
-    print(f"resihp: worker {runtime.worker} ends: {end}", file=sys.stderr, flush=True)
-    sys.exit(end.code)
+    progress = runtime.progress
+    if progress.stage is Stage.STEPPED:
+        # From here on, who recovers finds the counters as they are after the last step.
+        runtime.args.curr_iteration = progress.iteration
+        progress.begin(progress.iteration + 1, snapshot_counters(runtime))
+    runtime.control.tell("trained")
 
 
 def wrap_evaluation(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,24 +87,6 @@ def wrap_evaluation(runtime: Runtime, original: Callable[..., Any]) -> Callable[
             return original(*positional, **options)
 
     return evaluate_and_print_results
-
-
-def wrap_final(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
-    """evaluate_and_print_results and the like: after train() there is no loop to recover into, only state to save."""
-
-    @functools.wraps(original)
-    def final(*positional: Any, **options: Any) -> Any:
-        try:
-            return original(*positional, **options)
-        except Exception as error:
-            if not runtime.finished:
-                raise
-            try:
-                recover(runtime, error)
-            except JobEnded as end:
-                _leave(runtime, end)
-
-    return final
 
 
 def _first_epoch(runtime: Runtime) -> None:

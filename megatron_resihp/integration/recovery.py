@@ -94,7 +94,7 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases) -> None:
         tear_down(runtime)
     with phases.phase("agree"):
         runtime.reach("recovery-muster")
-        order = runtime.control.muster(runtime.progress.record(runtime.in_loop), runtime.held)
+        order = runtime.control.muster(runtime.progress.record(runtime.in_loop, runtime.position), runtime.held)
         if order.commit is not None:
             redone = _apply(runtime, order.commit)
         if isinstance(order, SalvageOrder):
@@ -180,6 +180,7 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained) -> None:
         _take_apart(old_model)
     runtime.held = order.plan.coordinate_of(runtime.worker)
     runtime.in_loop = runtime.works
+    runtime.position = commit.position
     restore_counters(runtime, commit.counters)
     runtime.replay = commit.outcome if commit.replay and runtime.works else None
     if runtime.works:

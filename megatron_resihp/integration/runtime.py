@@ -43,10 +43,10 @@ class Progress:
         self.outcomes[self.iteration] = outcome
         self.stage = Stage.AGREED
 
-    def record(self, in_loop: bool) -> Record:
+    def record(self, in_loop: bool, position: int) -> Record:
         """What the coordinator gets; loss totals become numbers, which waits for the device once."""
         counters = {n: _plain(counters) for n, counters in self.counters.items()}
-        return Record(self.iteration, self.stage, in_loop, dict(self.outcomes), counters)
+        return Record(self.iteration, self.stage, in_loop, dict(self.outcomes), counters, position)
 
 
 def _plain(counters: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,9 @@ class Runtime:
         losses: what the schedule returned in this iteration (only the last stage has any).
         replay: the outcome of a step that is applied already; train_step returns it instead of computing.
         in_loop: whether this worker runs Megatron's train() (False: a standby, or not there yet).
-        finished: whether train() has returned; what is left is pretrain's final save and evaluation.
+        calls: the calls that pretrain() has made of all workers together: train(), then final saves and evaluations.
+        position: number of the call that this worker is in or comes to next.
+        checkpointing_context: pretrain's own.
         phases: seconds of each phase of the last recovery, until they are in the event log.
         recovered_from: when the death was noticed that the current epoch recovered from, until its first step.
         fed: sample indices that this worker's loader handed to the model in this iteration.
@@ -106,7 +108,9 @@ class Runtime:
         self.fed: list[int] = []
         self.replay: Outcome | None = None
         self.in_loop = False
-        self.finished = False
+        self.calls: list[Callable[[], Any]] = []
+        self.position = 0
+        self.checkpointing_context: dict[str, Any] = {}
         self.phases: dict[str, float] = {}
         self.recovered_from: float | None = None
         self.last_step_at: float | None = None

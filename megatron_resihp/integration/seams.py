@@ -5,7 +5,7 @@ May import megatron and this room.
 
 from functools import partial
 
-from megatron_resihp.integration import counting, data, loop, schedule, startup
+from megatron_resihp.integration import counting, course, data, loop, schedule, startup
 from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.runtime import Runtime
 
@@ -71,15 +71,21 @@ def training_patches(runtime: Runtime) -> list[Patch]:
         ),
         Patch(
             f"{TRAINING}:save_checkpoint_and_time",
-            lambda original: loop.wrap_final(runtime, loop.wrap_save_checkpoint_and_time(runtime, original)),
+            lambda original: course.wrap_final(runtime, loop.wrap_save_checkpoint_and_time(runtime, original)),
             ("iteration", "model", "optimizer", "opt_param_scheduler", "num_floating_point_operations_so_far"),
             "records the true data-parallel size in checkpoints",
         ),
         Patch(
+            f"{TRAINING}:print_datetime",
+            partial(course.wrap_final, runtime),
+            ("string",),
+            "all workers meet in it after the last iteration",
+        ),
+        Patch(
             f"{TRAINING}:evaluate_and_print_results",
-            lambda original: loop.wrap_final(runtime, loop.wrap_evaluation(runtime, original)),
+            lambda original: course.wrap_final(runtime, loop.wrap_evaluation(runtime, original)),
             ("prefix", "forward_step_func", "data_iterator", "model", "iteration"),
-            "saves what is held when a worker dies after the last iteration",
+            "is recovered into after the last iteration",
         ),
         Patch(
             f"{TRAINING}:training_log",

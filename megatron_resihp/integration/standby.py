@@ -3,14 +3,12 @@
 May import this room's other modules.
 """
 
-import time
-
 from megatron_resihp.control.record import Stage
 from megatron_resihp.integration.keepers import share_gradients
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.shard import record_digest
 from megatron_resihp.integration.step import agree, take_step
-from megatron_resihp.integration.telemetry import report_recovery
+from megatron_resihp.integration.telemetry import report_recovered
 
 
 def keep_current(runtime: Runtime) -> None:
@@ -27,4 +25,4 @@ def keep_current(runtime: Runtime) -> None:
         runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
         # Nobody can tell a standby which step is the last one in time for it to say what it holds then.
         record_digest(runtime)
-        report_recovery(runtime, time.time())
+        report_recovered(runtime)

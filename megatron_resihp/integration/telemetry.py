@@ -22,11 +22,16 @@ def report_iteration(runtime: Runtime) -> None:
             duration_s=None if runtime.last_step_at is None else now - runtime.last_step_at,
         )  # fmt: skip
     runtime.last_step_at = now
-    report_recovery(runtime, now)
+    if runtime.recovered_from is not None:
+        runtime.control.event(
+            "first_step", to_epoch=runtime.epoch, iteration=iteration,
+            seconds_since_death=now - runtime.recovered_from, redone_compute_s=None,
+        )  # fmt: skip
+    report_recovered(runtime)
 
 
-def report_recovery(runtime: Runtime, now: float) -> None:
-    """What the last recovery cost this worker, once. Written after its first step, which ended at `now`."""
+def report_recovered(runtime: Runtime) -> None:
+    """What the last recovery cost this worker, once, written when the first work after it is done."""
     if runtime.recovered_from is None:
         return
     to_epoch = runtime.epoch
@@ -34,11 +39,6 @@ def report_recovery(runtime: Runtime, now: float) -> None:
         {"event": "phase", "phase": name, "seconds": spent, "to_epoch": to_epoch}
         for name, spent in runtime.phases.items()
     ]
-    if runtime.works:
-        events.append({
-            "event": "first_step", "time": now, "to_epoch": to_epoch, "iteration": runtime.progress.iteration,
-            "seconds_since_death": now - runtime.recovered_from, "redone_compute_s": None,
-        })  # fmt: skip
     runtime.recovered_from = None
     runtime.communicators.release()
     left_behind = runtime.communicators.left_behind

@@ -516,6 +516,24 @@ class TestEnd:
         assert only(PublishPlan, job.muster(1, 2)).plan.members == (1, 2)
 
 
+class TestAfterTraining:
+    def test_a_death_is_recovered_from(self) -> None:
+        job = Job().start()
+        job.tell("trained", 1)
+        job.kill(0)
+        assert only(PublishPlan, job.muster(1, 2, 3)).commit is not None
+
+    def test_a_standby_that_loses_its_peers_waits_for_the_end(self) -> None:
+        """The workers leave because they are done; that is no failure."""
+        job = Job().start()
+        job.kill(0)
+        job.muster(1, 2, 3)
+        job.ready(1, 2, 3)
+        [standby] = job.membership.plan.standbys if job.membership.plan else []
+        job.tell("trained", 1)
+        assert notices(job.tell("suspect", standby, epoch=1, error="connection closed")) == ["finishing"]
+
+
 class TestNoPlan:
     def lose_a_shard(self) -> tuple[Job, OrderSalvage]:
         job = Job().start()
@@ -585,14 +603,6 @@ class TestNoPlan:
         order = only(OrderSalvage, job.ready(mover, state="garbled on the way"))
         for worker, shard in order.writers.items():
             assert shard == job.held[worker]
-
-    def test_a_death_after_training(self) -> None:
-        """There is no loop left to recover into; what is held is written down, and the job does not end with 0."""
-        job = Job().start()
-        job.tell("trained", 1)
-        job.kill(0)
-        order = only(OrderSalvage, job.muster(1, 2, 3))
-        assert "after the last iteration" in order.reason and set(order.writers) == {1, 2}
 
     def test_nobody_knows_where_to_go_on(self) -> None:
         job = Job().start()

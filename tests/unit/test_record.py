@@ -127,6 +127,18 @@ class TestWhereToGoOn:
         commit = resolve([first, first])
         assert (commit.iteration, commit.outcome, commit.entry, commit.counters) == (0, None, 1, counters(1))
 
+    def test_after_training_all_meet_in_the_earliest_call_that_somebody_is_in(self) -> None:
+        """One saves, one evaluates already; what a standby is in does not count."""
+        saving, evaluating = (replace(record(6, Stage.COMPUTE), position=position) for position in (2, 3))
+        standby = record(6, Stage.COMPUTE, works=False)
+        commit = resolve([evaluating, saving, standby])
+        assert (commit.iteration, commit.replay, commit.position) == (5, False, 2)
+
+    def test_who_has_left_train_comes_back_if_another_has_not(self) -> None:
+        """Worker 1 has not finished the last iteration's log and checkpoint, which all do together."""
+        commit = resolve([replace(record(6, Stage.COMPUTE), position=1), record(5, Stage.STEPPED)])
+        assert (commit.iteration, commit.replay, commit.position) == (5, True, 0)
+
     def test_nobody_knows_the_counters(self) -> None:
         with pytest.raises(NoCommitError, match="at the start of iteration 5"):
             resolve([Record(5, Stage.COMPUTE)])
