@@ -67,20 +67,23 @@ class Probes:
     # ---- iterations
 
     def begin(self, epoch: int, iteration: int, micro_batches: Sequence[int], workers: Sequence[int]) -> None:
-        """An iteration begins; notes of one that was not finished are dropped.
+        """An iteration begins.
 
         Args:
             epoch, iteration: what it is.
             micro_batches: for each of the replica's own micro-batches, its index in the global batch.
             workers: id of the worker that has each torch rank.
         """
-        if self.recording:
-            self._sheet.clear()
         self._sheet.epoch, self._sheet.iteration = epoch, iteration
         self._micro_batches, self._workers = micro_batches, workers
         self._sheet.start = time.monotonic()
         self.recording = True
         self.begin_schedule()
+
+    def abandon(self) -> None:
+        """The iteration under way, if there is one, will not be finished."""
+        self.recording = False
+        self._sheet.clear()
 
     def begin_schedule(self) -> None:
         """Ops begin; those of an earlier attempt at the same iteration are dropped."""

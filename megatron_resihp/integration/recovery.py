@@ -170,6 +170,7 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained) -> None:
     """All members are ready: the new objects take the old ones' place, also in pretrain's own references."""
     live, commit = runtime.trained, order.commit
     assert live is not None and commit is not None
+    runtime.probes.abandon()
     if trained is not live:
         old_model = list(live.model)
         live.model[:] = trained.model
