@@ -1,0 +1,102 @@
+"""A run's records on disk: the last run is read back, also after a writer was killed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_resihp.detector.layout import layout_of
+from megatron_resihp.detector.recording import Recorder, Recording, RecordingError
+from megatron_resihp.plan.parallel_plan import ParallelPlan, Replica
+
+PLAN = ParallelPlan((Replica(((0, 1), (2, 3)), (0, 1)), Replica(((4, 5), (6, 7)), (2, 3))))
+LAYOUT = layout_of(PLAN, 2, {worker: worker // 4 for worker in range(8)})
+
+
+def test_a_layout_says_where_workers_stand_and_who_sends_to_whom() -> None:
+    assert LAYOUT.workers.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert LAYOUT.replica.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert LAYOUT.stage.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert LAYOUT.tp_rank.tolist() == [0, 1] * 4
+    assert LAYOUT.node.tolist() == [0] * 4 + [1] * 4
+    assert LAYOUT.links.tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_interleaved_pipelines_close_their_ring() -> None:
+    plan = ParallelPlan((Replica(((0,), (1,), (2,)), (0,)),))
+    assert layout_of(plan, 0, {0: 0, 1: 0, 2: 0}, interleaved=True).links.tolist() == [[0, 1], [1, 2], [2, 0]]
+    pair = ParallelPlan((Replica(((0,), (1,)), (0,)),))
+    assert layout_of(pair, 0, {0: 0, 1: 0}, interleaved=True).links.tolist() == [[0, 1]]
+
+
+def write(path: Path, *messages: bytes, job: str = "first") -> None:
+    recorder = Recorder(path, {"job": job})
+    recorder.layout(LAYOUT)
+    for message in messages:
+        recorder.message(message)
+    recorder.close()
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "r", b"one", b"", b"three")
+    recording = Recording(tmp_path / "r")
+    layout, *messages = recording
+    assert recording.job == {"job": "first"} and not recording.cut
+    assert not isinstance(layout, bytes)
+    assert layout.epoch == 2
+    assert np.array_equal(layout.links, LAYOUT.links) and np.array_equal(layout.node, LAYOUT.node)
+    assert messages == [b"one", b"", b"three"]
+
+
+def test_of_several_runs_the_last_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "r", b"old")
+    write(tmp_path / "r", b"new", job="second")
+    recording = Recording(tmp_path / "r")
+    assert recording.job == {"job": "second"}
+    assert list(recording)[1:] == [b"new"]
+
+
+def test_a_cut_tail_is_told_and_costs_one_record(tmp_path: Path) -> None:
+    write(tmp_path / "r", b"whole", b"cut off in the middle")
+    data = (tmp_path / "r").read_bytes()
+    for lost in (1, 15, 21, 25):
+        (tmp_path / "r").write_bytes(data[:-lost])
+        recording = Recording(tmp_path / "r")
+        assert recording.cut
+        assert list(recording)[1:] == [b"whole"]
+
+
+def test_a_run_after_a_killed_one_is_whole(tmp_path: Path) -> None:
+    write(tmp_path / "r", b"cut off in the middle")
+    (tmp_path / "r").write_bytes((tmp_path / "r").read_bytes()[:-4])
+    write(tmp_path / "r", b"new", job="second")
+    recording = Recording(tmp_path / "r")
+    assert not recording.cut
+    assert list(recording)[1:] == [b"new"]
+
+
+@pytest.mark.parametrize(("content", "says"), [(b"", "no recording"), (b"no recording at all", "no recording")])
+def test_another_file_is_refused_in_one_line(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "r").write_bytes(content)
+    with pytest.raises(RecordingError, match=says):
+        Recording(tmp_path / "r")
+
+
+def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "r").write_bytes(b"somebody's thesis")
+    with pytest.raises(RecordingError):
+        Recorder(tmp_path / "r", {})
+    assert (tmp_path / "r").read_bytes() == b"somebody's thesis"
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match="cannot be read"):
+        Recording(tmp_path / "none")
+
+
+def test_a_damaged_layout_is_one_line(tmp_path: Path) -> None:
+    write(tmp_path / "r")
+    damaged = (tmp_path / "r").read_bytes().replace(b'"links"', b'"lonks"')
+    (tmp_path / "r").write_bytes(damaged)
+    with pytest.raises(RecordingError, match="damaged layout"):
+        list(Recording(tmp_path / "r"))
