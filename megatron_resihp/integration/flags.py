@@ -6,6 +6,7 @@ Replaces add_megatron_arguments and validate_args in megatron.training.arguments
 import argparse
 import functools
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,8 +53,9 @@ def make_wrap_validate_args(switch_on: Callable[[ResihpConfig], None]) -> Callab
             if not args.resihp:
                 return original(args, defaults)
             config = _checked(args)
-            result = original(args, defaults)
+            result = _megatron_validates(original, args, defaults)
             _check_batches(args)
+            _check_evaluation(args)
             _check_data(args)
             switch_on(config)
             return result
@@ -61,6 +63,15 @@ def make_wrap_validate_args(switch_on: Callable[[ResihpConfig], None]) -> Callab
         return validate_args
 
     return wrap_validate_args
+
+
+def _megatron_validates(original: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Any:
+    """Megatron's own validation, what it asserts said in one line instead of a traceback."""
+    try:
+        return original(args, defaults)
+    except AssertionError as error:
+        rule = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        fail(f"Megatron refuses these flags: {rule}; change what it names")
 
 
 def _checked(args: argparse.Namespace) -> ResihpConfig:
@@ -114,6 +125,12 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _check_evaluation(args: argparse.Namespace) -> None:
+    """Megatron counts evaluations before it looks whether there are any."""
+    if args.eval_interval is None and not args.skip_train and not args.full_validation:
+        fail("--eval-interval is missing; give it, with --eval-iters 0 for no evaluation")
 
 
 def _check_batches(args: argparse.Namespace) -> None:

@@ -145,6 +145,19 @@ def test_micro_batches_that_cannot_be_shared_evenly(jobs: Jobs) -> None:
     refused(jobs.run(tiny(global_batch_size=4), workers=3), "4", "3")
 
 
+@pytest.mark.parametrize(
+    ("flags", "texts"),
+    [
+        ({"save": "checkpoints"}, ["Megatron refuses", "save_interval is not None"]),
+        ({"seq_length": 64, "max_position_embeddings": 32}, ["Megatron refuses", "max_position_embeddings"]),
+        ({"eval_interval": None}, ["--eval-interval is missing"]),
+    ],
+    ids=["a save without an interval", "sizes that contradict", "no evaluation interval"],
+)
+def test_flags_that_megatron_asserts_about(jobs: Jobs, flags: dict[str, Any], texts: list[str]) -> None:
+    refused(jobs.run(tiny(**PIPELINE, **flags), workers=2), *texts)
+
+
 def test_a_data_set_that_is_missing(jobs: Jobs) -> None:
     missing = jobs.directory / "nowhere" / "corpus"
     refused(jobs.run(tiny(**PIPELINE, mock_data=False, data_path=missing), workers=2), str(missing), "make_dataset.py")
