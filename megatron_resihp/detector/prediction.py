@@ -1,0 +1,155 @@
+"""How long an iteration should take on healthy devices: the cost model through the pipeline's program.
+
+Imports numpy, `cost` and `pipeline`. Fitted for one epoch's plan from its first iterations; the makespan of each
+replica comes from the simulator, the iteration waits for the slowest replica, and what is beside the pipeline is added.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_resihp.cost.model import CostModel, fit_links, fit_ops, term
+from megatron_resihp.detector.interface import iteration_seconds
+from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.records import OpKind, SpanKind
+from megatron_resihp.pipeline.program import Program
+from megatron_resihp.pipeline.schedules import interleaved, one_f_one_b, zero_bubble_h1
+from megatron_resihp.pipeline.simulate import makespans
+
+Array = NDArray[np.float64]
+
+TERMS: Final = (SpanKind.GRADIENT_SYNC, SpanKind.AGREEMENT, SpanKind.OPTIMIZER)
+"""Spans that every iteration has, after its pipeline."""
+REST: Final = "rest"
+"""Term of what is in no span: the usual difference between the iteration and the sum of its parts."""
+
+
+class Prediction:
+    """Predicts the iterations of one epoch.
+
+    Attributes:
+        model: the costs, with their errors in warm-up.
+    """
+
+    def __init__(self, layout: Layout, warm_up: Sequence[IterationObservations]) -> None:
+        """Fit.
+
+        Args:
+            layout: of the epoch.
+            warm_up: healthy iterations of the epoch, at least one.
+        """
+        self._layout = layout
+        compute, waited, tokens, squares = (
+            stacked(warm_up, name) for name in ("compute", "waited", "tokens", "squares")
+        )
+        self._usual = [_usual(each) for each in (tokens, squares)]
+        ops, collectives = fit_ops(layout.stage, compute, waited, *self._features(tokens, squares))
+        sizes = stacked(warm_up, "transfer_bytes")
+        links = fit_links(layout.links, stacked(warm_up, "transfer"), sizes)
+        terms = {kind.name.lower(): term(stacked(warm_up, "spans")[..., kind]) for kind in TERMS}
+        self.model = CostModel(ops, collectives, links, terms)
+        self._measured = np.isfinite(compute).any(axis=(0, 1, 3))  # [kinds, micro-batches]
+        self._counts = np.isfinite(compute).any(axis=(0, 2, 3)).sum(axis=1)
+        self._boundary = self._boundary_seconds(float(_usual(sizes)) if sizes.size else 0.0)
+        self._calibrate(warm_up)
+
+    def _calibrate(self, warm_up: Sequence[IterationObservations]) -> None:
+        observed = np.array([iteration_seconds(each) for each in warm_up])
+        short = observed - self.iterations(warm_up)
+        rest = float(np.nanmedian(short)) if np.isfinite(short).any() else 0.0
+        self.model = replace(self.model, terms={**self.model.terms, REST: rest})
+        self.model = replace(
+            self.model,
+            micro_batch_mape=mape(*self.micro_batches(warm_up)),
+            iteration_mape=mape(observed, self.iterations(warm_up)),
+        )
+
+    def micro_batches(self, observations: Sequence[IterationObservations]) -> tuple[Array, Array]:
+        """Measured and predicted time that a micro-batch takes on a worker, all its ops: [iterations, workers,
+        micro-batches] each, NaN where one of the ops was not measured."""
+        compute = stacked(observations, "compute")
+        known = np.isfinite(compute).any(axis=(0, 1, 4))[None, None, ..., None]
+        measured = np.where(known, compute, 0.0).sum(axis=(2, 3))
+        predicted = np.where(known, self._durations(observations), 0.0).sum(axis=(2, 3))
+        return measured, predicted
+
+    def iterations(self, observations: Sequence[IterationObservations]) -> Array:
+        """[iterations] predicted seconds; NaN where the workload is not known."""
+        durations = self._durations(observations)
+        slowest = np.zeros(len(observations))
+        for replica in np.unique(self._layout.replica):
+            slowest = np.maximum(slowest, self._replica(int(replica), durations))
+        return slowest + sum(self.model.terms.values())
+
+    def _replica(self, replica: int, durations: Array) -> Array:
+        """[iterations] makespan of one replica, from all workers' durations."""
+        rows = np.flatnonzero(self._layout.replica == replica)
+        first = [int(rows[self._layout.stage[rows] == stage][0]) for stage in np.unique(self._layout.stage[rows])]
+        count, chunks = int(self._counts[first].max()), durations.shape[3]
+        program = program_of(len(first), chunks, count, bool(self._measured[OpKind.W].any()))
+        # Chunk c of stage s is the pipeline's stage c · stages + s.
+        ops = np.moveaxis(durations[:, first, :, :, :count], (2, 3), (1, 2))
+        ops = ops.reshape(len(durations), len(OpKind), chunks * len(first), count)
+        unknown = ~np.isfinite(ops).all(axis=(1, 2, 3))
+        boundaries = [
+            self._boundary.get(frozenset((first[stage % len(first)], first[(stage + 1) % len(first)])), 0.0)
+            for stage in range(chunks * len(first) - 1)
+        ]
+        seconds = makespans(program, np.nan_to_num(ops), np.array(boundaries)[None, :, None])
+        return np.where(unknown, np.nan, seconds)
+
+    def _durations(self, observations: Sequence[IterationObservations]) -> Array:
+        """Predicted, [iterations, workers, kinds, chunks, micro-batches]; 0 for kinds of ops that there are not."""
+        features = [stacked(observations, name) for name in ("tokens", "squares")]
+        predicted = np.stack([
+            self.model.durations(self._layout.stage, *of_iteration)
+            for of_iteration in zip(*self._features(*features), strict=True)
+        ])  # fmt: skip
+        return np.where(self._measured.any(axis=1)[None, None, :, None, None], predicted, 0.0)
+
+    def _features(self, tokens: Array, squares: Array) -> tuple[Array, Array]:
+        """N and Σ l²; 1 and 0 where a job records none at all, so that levels can be fitted."""
+        if np.isnan(self._usual).any():
+            return np.ones_like(tokens), np.zeros_like(squares)
+        return tokens, squares
+
+    def _boundary_seconds(self, size: float) -> dict[frozenset[int], float]:
+        """Usual transfer time between two workers, by their rows."""
+        row_of = {int(worker): row for row, worker in enumerate(self._layout.workers)}
+        return {
+            frozenset(row_of[worker] for worker in pair): float(link.seconds(size))
+            for pair, link in self.model.links.items()
+        }
+
+
+def program_of(stages: int, chunks: int, micro_batches: int, splits_backward: bool) -> Program:
+    """The program that Megatron runs for such a pipeline; ZB-H1 where the backward is split."""
+    if splits_backward:
+        return zero_bubble_h1(stages, micro_batches)
+    return interleaved(stages, chunks, micro_batches) if chunks > 1 else one_f_one_b(stages, micro_batches)
+
+
+def stacked(observations: Sequence[IterationObservations], name: str) -> Array:
+    """One array of all iterations, padded with NaN where some recorded less than others."""
+    arrays = [getattr(each, name) for each in observations]
+    shape = np.max([array.shape for array in arrays], axis=0)
+    result = np.full((len(arrays), *shape), np.nan)
+    for row, array in zip(result, arrays, strict=True):
+        row[tuple(map(slice, array.shape))] = array
+    return result
+
+
+def mape(measured: Array, predicted: Array) -> float:
+    """Mean of |measured − predicted| / measured over what both know; NaN without any."""
+    known = np.isfinite(measured) & np.isfinite(predicted) & (measured > 0)
+    if not known.any():
+        return float("nan")
+    return float(np.mean(np.abs(measured[known] - predicted[known]) / measured[known]))
+
+
+def _usual(values: Array) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else float("nan")
