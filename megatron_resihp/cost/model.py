@@ -124,6 +124,8 @@ def fit_links(
         links: worker ids, [links, 2].
         transfer, size: seconds and bytes of transfers without waits, [iterations, links, transfers].
     """
+    if not transfer.size:
+        return {}
     seconds, sizes = (np.moveaxis(each, 1, 0).reshape(len(links), -1) for each in (transfer, size))
     fits = fit(sizes, np.zeros_like(sizes), seconds)
     return {

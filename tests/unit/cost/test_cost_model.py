@@ -72,6 +72,11 @@ def test_transfers_of_one_size_give_a_level() -> None:
     assert links[0, 1].seconds(1e6) == pytest.approx(2e-3)
 
 
+def test_a_job_without_links_has_no_link_costs() -> None:
+    assert fit_links(np.zeros((0, 2), np.int64), np.zeros((5, 0, 0)), np.zeros((5, 0, 0))) == {}
+    assert fit_links(np.array([[0, 1]]), np.zeros((5, 1, 0)), np.zeros((5, 1, 0))) == {}
+
+
 def test_who_came_first_to_a_collective_does_not_make_it_longer() -> None:
     seconds = np.full((20, 4), 0.5)
     seconds[:, 2] = 0.01
