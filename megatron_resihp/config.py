@@ -71,8 +71,21 @@ class ResihpConfig:
         metavar="SECONDS",
     )  # fmt: skip
 
+    resihp_false_alarms_per_job: float = _flag(
+        0.01, "How many false reports of a slow worker or link you accept in a whole job, on average: more than 0, at "
+        "most 1.", metavar="N",
+    )  # fmt: skip
+
     def drills(self) -> tuple[Drill, ...]:
         return tuple(Drill.parse(text) for text in self.resihp_drill)
+
+    def check(self) -> None:
+        """Raises:
+        ConfigError: a value cannot be.
+        """
+        budget = self.resihp_false_alarms_per_job
+        if not 0 < budget <= 1:
+            raise ConfigError(f"--resihp-false-alarms-per-job {budget:g} cannot be; give more than 0 and at most 1")
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> "ResihpConfig":

@@ -23,6 +23,7 @@ from megatron_resihp.control.link import Link
 from megatron_resihp.control.mailbox import Ending, Mailbox
 from megatron_resihp.control.nodes import NodeWatcher
 from megatron_resihp.control.output import Outputs
+from megatron_resihp.control.shipping import Relay
 from megatron_resihp.control.spawn import Spawn, WorkerSpec
 
 LOOK_S: Final = 0.2
@@ -62,6 +63,7 @@ def start_workers(
     outputs: Outputs,
     spawn: Spawn,
     watcher: Watcher,
+    relay: Relay,
     foreign: Sequence[socket.socket],
 ) -> list[Worker]:
     """Start all workers of this node, before any thread is started; see `spawn`."""
@@ -70,15 +72,18 @@ def start_workers(
     try:
         for local_rank in range(environment.workers_per_node):
             kept, given = socket.socketpair()
-            ours.append(kept)
+            kept_records, given_records = socket.socketpair()
+            ours += [kept, kept_records]
             number = environment.node * environment.workers_per_node + local_rank
             output = outputs.open(number)
-            with given:
-                variables = environment.of(local_rank, given.fileno())
-                pid = spawn(WorkerSpec(number, command, variables, output, given, [*foreign, *ours]))
+            with given, given_records:
+                variables = environment.of(local_rank, given.fileno(), given_records.fileno())
+                spec = WorkerSpec(number, command, variables, output, given, given_records, [*foreign, *ours])
+                pid = spawn(spec)
             os.close(output)
             workers.append(Worker(number, pid, os.pidfd_open(pid)))
             watcher.add(number, kept)
+            relay.add(kept_records)
     except BaseException:
         for worker in workers:
             linux.kill_group(worker.pid)

@@ -69,6 +69,7 @@ def _tie_to_agent() -> Lifeline:
     _pass_on_to_forks()
     end = socket.socket(fileno=int(os.environ[environment.LIFELINE_FD]))
     end.set_inheritable(False)
+    os.set_inheritable(int(os.environ[environment.RECORDS_FD]), False)
     return Lifeline(end, float(os.environ[environment.HEARTBEAT_S]), lambda: os._exit(messages.FENCED_EXIT))
 
 

@@ -17,6 +17,8 @@ STORE: Final = "RESIHP_STORE"
 """host:port of the store."""
 RUN_DIR: Final = "RESIHP_RUN_DIR"
 LIFELINE_FD: Final = "RESIHP_LIFELINE_FD"
+RECORDS_FD: Final = "RESIHP_RECORDS_FD"
+"""Where this worker sends its measurements; see `shipping`."""
 HEARTBEAT_S: Final = "RESIHP_HEARTBEAT_S"
 """Seconds between two beats of the lifeline."""
 AGENT_PID: Final = "RESIHP_AGENT_PID"
@@ -36,8 +38,11 @@ class JobEnvironment:
     heartbeat_s: float
     stand_in: bool
 
-    def of(self, local_rank: int, lifeline: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The whole environment of one worker, whose end of the lifeline is this file descriptor."""
+    def of(
+        self, local_rank: int, lifeline: int, records: int, inherited: Mapping[str, str] = os.environ
+    ) -> dict[str, str]:
+        """The whole environment of one worker, whose ends of the lifeline and of the stream of records are these file
+        descriptors."""
         worker = self.node * self.workers_per_node + local_rank
         return {
             "OMP_NUM_THREADS": "1",
@@ -58,6 +63,7 @@ class JobEnvironment:
             STORE: str(self.store),
             RUN_DIR: str(self.run_dir.resolve()),
             LIFELINE_FD: str(lifeline),
+            RECORDS_FD: str(records),
             HEARTBEAT_S: str(self.heartbeat_s),
             AGENT_PID: str(os.getpid()),
             **({STAND_IN: "1"} if self.stand_in else {}),

@@ -18,9 +18,10 @@ from typing import Any, Final, Protocol
 from megatron_resihp.control import messages
 from megatron_resihp.control.address import Address
 from megatron_resihp.control.coordinator import Coordinator
+from megatron_resihp.control.detection import Detection
 from megatron_resihp.control.mailbox import Ending
 from megatron_resihp.control.membership import Limits
-from megatron_resihp.control.nodes import publish
+from megatron_resihp.control.nodes import Meeting, publish
 from megatron_resihp.control.store import StoreError, TcpStore, serve
 
 FAILED_GRACE_S: Final = 5.0
@@ -32,6 +33,24 @@ class EventSink(Protocol):
     def write(self, event: dict[str, Any]) -> None: ...
 
     def finish(self) -> None: ...
+
+
+class Log:
+    """An event sink that any thread may write to, and that gives up where it can't be written, on a full disk perhaps:
+    that is no reason to end a job."""
+
+    def __init__(self, sink: EventSink) -> None:
+        self._sink = sink
+        self._works = True
+
+    def write(self, event: dict[str, Any]) -> None:
+        if not self._works:
+            return
+        try:
+            self._sink.write(event)
+        except OSError as error:
+            self._works = False
+            print(f"resihp: events can't be written any more ({error}); the job goes on without them", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -49,8 +68,9 @@ class Headquarters:
 
     Args:
         listener: bound to the port of `address`.
-        sink: takes the events.
-        lifelines: where agents of other nodes connect; None where there are none.
+        log: takes the events.
+        meeting: where agents of other nodes connect; None where there are none.
+        detection: told of all events.
         on_end: told, in this object's thread, if the store can't be served.
     """
 
@@ -58,20 +78,21 @@ class Headquarters:
         self,
         address: Address,
         listener: socket.socket,
-        sink: EventSink,
+        log: Log,
         job: Job,
-        lifelines: Address | None,
+        meeting: Meeting | None,
+        detection: Detection,
         on_end: Callable[[Ending], None],
     ) -> None:
         self._address = address
         self._listener = listener
-        self._sink = sink
+        self._log = log
         self._job = job
-        self._lifelines = lifelines
+        self._meeting = meeting
+        self.detection = detection
         self._on_end = on_end
         self._served: TcpStore | None = None
         self._connection: TcpStore | None = None
-        self._sink_works = True
         self._thread = threading.Thread(target=self._run, name="resihp-coordinator", daemon=True)
         self._thread.start()
 
@@ -83,6 +104,7 @@ class Headquarters:
             finished = {"event": "run_finished", "time": time.time(), "exit_code": ending.code, "reason": ending.reason}
             self._write(finished)
         self._thread.join(timeout_s)
+        self.detection.close(timeout_s)
         if self._served is not None:
             self._served.close()
 
@@ -110,16 +132,10 @@ class Headquarters:
 
     def _open(self) -> TcpStore:
         self._served = serve(self._address.host, self._address.port, self._listener)
-        publish(self._served, self._job.nodes, self._job.workers_per_node, self._lifelines)
+        publish(self._served, self._job.nodes, self._job.workers_per_node, self._meeting)
         self._connection = self._served.clone()
         return self._connection
 
     def _write(self, event: dict[str, Any]) -> None:
-        """A log that can't be written, on a full disk perhaps, is no reason to end a job."""
-        if not self._sink_works:
-            return
-        try:
-            self._sink.write(event)
-        except OSError as error:
-            self._sink_works = False
-            print(f"resihp: events can't be written any more ({error}); the job goes on without them", file=sys.stderr)
+        self.detection.note(event)
+        self._log.write(event)

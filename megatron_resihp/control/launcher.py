@@ -1,6 +1,7 @@
 """`resihp launch`: checks what was asked for, puts one node's part of a job together, and takes it apart at the end.
 
-May import: the standard library and this room's modules. Where events go is handed in.
+May import: the standard library, this room's modules and, when the first record comes, `detector.service`. Where events
+go is handed in.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from typing import Any, Final
 
 from megatron_resihp.control.address import Address, parse_address
 from megatron_resihp.control.agent import Agent, Worker, start_workers
+from megatron_resihp.control.detection import Detection, Judge
 from megatron_resihp.control.environment import JobEnvironment
-from megatron_resihp.control.headquarters import EventSink, Headquarters, Job
+from megatron_resihp.control.headquarters import EventSink, Headquarters, Job, Log
 from megatron_resihp.control.lifeline import Lifeline, Watcher
 from megatron_resihp.control.link import Link
 from megatron_resihp.control.mailbox import Ending, Mailbox
 from megatron_resihp.control.membership import Limits
-from megatron_resihp.control.nodes import Joining, NodeWatcher, join
+from megatron_resihp.control.nodes import Joining, Meeting, NodeWatcher, join, records_address
 from megatron_resihp.control.output import MODES, Outputs
+from megatron_resihp.control.shipping import Relay, Uplink
 from megatron_resihp.control.spawn import Spawn, exec_worker
 from megatron_resihp.control.store import Store, StoreError, connect, reserve, wait_until_reachable
 
@@ -172,18 +175,19 @@ class _Seat:
     """Where a node sits: the store's address and, on node 0, what it is served with.
 
     Attributes:
-        lifelines: where the other nodes' lifelines connect.
+        lifelines, records: where the other nodes' lifelines and their workers' records arrive.
     """
 
     address: Address
     run_dir: Path
     listener: socket.socket | None = None
     lifelines: socket.socket | None = None
+    records: socket.socket | None = None
     sink: EventSink | None = None
 
     @property
     def sockets(self) -> list[socket.socket]:
-        return [sock for sock in (self.listener, self.lifelines) if sock is not None]
+        return [sock for sock in (self.listener, self.lifelines, self.records) if sock is not None]
 
 
 def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink) -> int:
@@ -193,15 +197,16 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         mailbox = stack.enter_context(closing(Mailbox()))
         stack.enter_context(mailbox.signals())
         watcher = stack.enter_context(closing(Watcher(options.heartbeat_timeout_s)))
+        relay = Relay(seat.records)
         _announce(options, seat)
         try:
             environment = _environment(options, seat)
-            workers = start_workers(options.command, environment, outputs, spawn, watcher, seat.sockets)
+            workers = start_workers(options.command, environment, outputs, spawn, watcher, relay, seat.sockets)
         except OSError as error:
             raise LaunchError(f"a worker cannot be started ({error}); mend that and try again") from error
         # From here on there are threads.
         outputs.start()
-        ending, failures = _serve(options, seat, workers, watcher, mailbox)
+        ending, failures = _serve(options, seat, workers, watcher, mailbox, relay)
         outputs.close(CLOSING_S)
         if ending.code:
             for worker in failures:
@@ -218,12 +223,14 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
             wait_until_reachable(address, options.connect_timeout_s)
             return _Seat(address, run_dir)
         listener = stack.enter_context(reserve(*address))
-        lifelines = stack.enter_context(reserve(address.host, 0)) if options.nodes > 1 else None
+        others = options.nodes > 1
+        lifelines = stack.enter_context(reserve(address.host, 0)) if others else None
+        records = stack.enter_context(reserve(address.host, 0)) if others else None
     except StoreError as error:
         raise LaunchError(f"{error}; check --coordinator, and node 0") from error
     run_dir = _make_run_dir(options)
     address = Address(address.host, listener.getsockname()[1])
-    return _Seat(address, run_dir, listener, lifelines, _make_sink(make_event_sink, run_dir))
+    return _Seat(address, run_dir, listener, lifelines, records, _make_sink(make_event_sink, run_dir))
 
 
 def _make_run_dir(options: LaunchOptions) -> Path:
@@ -265,7 +272,7 @@ def _environment(options: LaunchOptions, seat: _Seat) -> JobEnvironment:
 
 
 def _serve(
-    options: LaunchOptions, seat: _Seat, workers: list[Worker], watcher: Watcher, mailbox: Mailbox
+    options: LaunchOptions, seat: _Seat, workers: list[Worker], watcher: Watcher, mailbox: Mailbox, relay: Relay
 ) -> tuple[Ending, list[Worker]]:
     """Watch over the workers until the job is over; returns how it ended, and who failed."""
     nodes = None
@@ -273,15 +280,19 @@ def _serve(
         connect_by = time.monotonic() + options.connect_timeout_s
         nodes = NodeWatcher(seat.lifelines, options.nodes, options.heartbeat_timeout_s, connect_by)
     headquarters = _open_headquarters(options, seat, mailbox) if seat.listener is not None else None
+    uplink = Uplink()
+    relay.start(uplink.deliver if headquarters is None else headquarters.detection.inbox.deliver)
     link = Link(
         lambda: connect(*seat.address, options.connect_timeout_s),
-        lambda store: _introduce(options, store, mailbox),
+        lambda store: _introduce(options, store, mailbox, uplink),
         mailbox.end,
     )
     agent = Agent(workers, watcher, mailbox, link, nodes)
     ending = agent.run()
     if nodes is not None:
         nodes.close()
+    relay.close(CLOSING_S)
+    uplink.close()
     link.close(CLOSING_S)
     if headquarters is not None:
         headquarters.close(ending, CLOSING_S)
@@ -290,12 +301,22 @@ def _serve(
 
 def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) -> Headquarters:
     assert seat.listener is not None and seat.sink is not None
-    lifelines = Address(seat.address.host, seat.lifelines.getsockname()[1]) if seat.lifelines is not None else None
+    meeting = None
+    if seat.lifelines is not None and seat.records is not None:
+        meeting = Meeting(*(Address(seat.address.host, s.getsockname()[1]) for s in (seat.lifelines, seat.records)))
+    log = Log(seat.sink)
+    detection = Detection(lambda: _make_judge(seat.run_dir), log.write)
     job = Job(options.nodes, options.workers_per_node, list(options.command), Limits(options.muster_timeout_s))
-    return Headquarters(seat.address, seat.listener, seat.sink, job, lifelines, mailbox.end)
+    return Headquarters(seat.address, seat.listener, log, job, meeting, detection, mailbox.end)
 
 
-def _introduce(options: LaunchOptions, store: Store, mailbox: Mailbox) -> Lifeline | None:
+def _make_judge(run_dir: Path) -> Judge:
+    from megatron_resihp.detector.service import DetectionService
+
+    return DetectionService(run_dir)
+
+
+def _introduce(options: LaunchOptions, store: Store, mailbox: Mailbox, uplink: Uplink) -> Lifeline | None:
     if options.node == 0:
         return None
     joining = Joining(
@@ -307,6 +328,7 @@ def _introduce(options: LaunchOptions, store: Store, mailbox: Mailbox) -> Lifeli
     )
     lost = Ending(1, "the coordinator is lost: node 0 closed the lifeline")
     lifeline = join(store, joining, lambda: mailbox.end(lost))
+    uplink.connect(*records_address(store))
     print(f"resihp: node {options.node} has joined the job", flush=True)
     return lifeline
 

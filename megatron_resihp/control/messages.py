@@ -15,6 +15,9 @@ END: Final = "end"
 LIFELINE_ADDRESS: Final = "lifeline_address"
 """Key with host:port where agents of other nodes connect their lifelines."""
 
+RECORDS_ADDRESS: Final = "records_address"
+"""Key with host:port where agents of other nodes send the records of their workers."""
+
 FENCED_EXIT: Final = 75
 """Exit code of a worker that was given up for dead and is not."""
 

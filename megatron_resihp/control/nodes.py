@@ -106,11 +106,25 @@ class NodeWatcher:
         self._watcher.add(node, sock)
 
 
-def publish(store: Store, nodes: int, workers_per_node: int, lifelines: Address | None) -> None:
+@dataclass(frozen=True)
+class Meeting:
+    """Where agents of other nodes connect: their lifelines, and the streams of their workers' records."""
+
+    lifelines: Address
+    records: Address
+
+
+def publish(store: Store, nodes: int, workers_per_node: int, meeting: Meeting | None) -> None:
     """Node 0's part of `join`."""
     store.set(SHAPE_KEY, json.dumps([nodes, workers_per_node]))
-    if lifelines is not None:
-        store.set(messages.LIFELINE_ADDRESS, str(lifelines))
+    if meeting is not None:
+        store.set(messages.RECORDS_ADDRESS, str(meeting.records))
+        store.set(messages.LIFELINE_ADDRESS, str(meeting.lifelines))
+
+
+def records_address(store: Store) -> Address:
+    """Where node 0 takes records; to be asked for after `join`."""
+    return parse_address(store.get(messages.RECORDS_ADDRESS, ANSWER_S))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class WorkerSpec:
         command: the script and its arguments.
         environment: all of it.
         output: file descriptor for its standard output and error.
-        lifeline: its end; inherited under the same number.
+        lifeline, records: its ends; inherited under the same numbers.
         foreign: sockets of the agent that a worker must not hold.
     """
 
@@ -37,6 +37,7 @@ class WorkerSpec:
     environment: Mapping[str, str]
     output: int
     lifeline: socket.socket
+    records: socket.socket
     foreign: Sequence[socket.socket] = ()
 
 
@@ -47,7 +48,8 @@ thread is started: a worker dies with the thread that started it."""
 
 def exec_worker(spec: WorkerSpec) -> int:
     """A fresh interpreter."""
-    os.set_inheritable(spec.lifeline.fileno(), True)
+    for end in (spec.lifeline, spec.records):
+        os.set_inheritable(end.fileno(), True)
     output = [(os.POSIX_SPAWN_DUP2, spec.output, 1), (os.POSIX_SPAWN_DUP2, spec.output, 2)]
     command = [sys.executable, "-m", BOOTSTRAP, *spec.command]
     # Python ignores some signals, and what is ignored stays so across exec.
@@ -83,8 +85,9 @@ def _become_worker(spec: WorkerSpec) -> NoReturn:
         atexit._clear()
         from megatron_resihp.control import bootstrap
 
-        # The bootstrap opens the file descriptor anew, and this object must not close it.
+        # The file descriptors are opened anew, and these objects must not close them.
         spec.lifeline.detach()
+        spec.records.detach()
         bootstrap.main(spec.command)
     except BaseException:
         traceback.print_exc()

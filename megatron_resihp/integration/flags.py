@@ -81,6 +81,7 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
             if drill.worker >= args.world_size:
                 there = f"{args.world_size}: 0..{args.world_size - 1}"
                 raise ConfigError(f"--resihp-drill names worker {drill.worker}, but there are {there}")
+        config.check()
     except ConfigError as error:
         fail(str(error))
     assert _parser is not None

@@ -12,6 +12,7 @@ import torch
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.control.worker import WorkerControl
+from megatron_resihp.detector.records import IterationRecord
 from megatron_resihp.executor.communicators import Communicators, SideGroup
 from megatron_resihp.integration.drills import Drills
 from megatron_resihp.integration.probe_clock import make_clock
@@ -64,7 +65,8 @@ class Trained:
 
 
 class Runtime:
-    """One worker's state. Created when the arguments are known, filled as Megatron starts.
+    """One worker's state. Created when the arguments are known, filled as Megatron starts. `send` takes the probes'
+    records and must not block.
 
     Attributes:
         plan: the plan of the current epoch.
@@ -85,7 +87,14 @@ class Runtime:
         pad_op, pad_transfer: what makes ops and transfers last as long as on an emulated device; None: nothing does.
     """
 
-    def __init__(self, config: ResihpConfig, control: WorkerControl, communicators: Communicators, args: Any) -> None:
+    def __init__(
+        self,
+        config: ResihpConfig,
+        control: WorkerControl,
+        communicators: Communicators,
+        args: Any,
+        send: Callable[[IterationRecord], None],
+    ) -> None:
         self.config = config
         self.control = control
         self.communicators = communicators
@@ -114,7 +123,7 @@ class Runtime:
         self.phases: dict[str, float] = {}
         self.recovered_from: float | None = None
         self.last_step_at: float | None = None
-        self.probes = Probes(self.worker, make_clock, lambda record: None)
+        self.probes = Probes(self.worker, make_clock, send)
         self.pad_op: PadOp | None = None
         self.pad_transfer: PadTransfer | None = None
         self.drills = Drills(config.drills(), self.worker, self._announce_drill)

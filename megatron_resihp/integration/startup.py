@@ -5,7 +5,9 @@ Replaces training.initialize_megatron, parallel_state.initialize_model_parallel 
 
 import functools
 import os
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +17,11 @@ from megatron.training import get_args
 
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.address import parse_address
+from megatron_resihp.control.shipping import Outbox
 from megatron_resihp.control.store import connect
 from megatron_resihp.control.worker import WorkerControl
+from megatron_resihp.detector.records import IterationRecord
+from megatron_resihp.detector.wire import pack
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.step import install_step
@@ -41,9 +46,14 @@ def create_runtime(config: ResihpConfig) -> Runtime:
 
     control = WorkerControl(store, worker, abort)
     communicators.append(Communicators(store.clone().torch_store, worker, control.broken))
-    runtime = Runtime(config, control, communicators[0], get_args())
+    outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), _pack)
+    runtime = Runtime(config, control, communicators[0], get_args(), outbox.offer)
     runtime.probes.watch_garbage_collection()
     return runtime
+
+
+def _pack(record: IterationRecord, lost: int) -> bytes:
+    return pack(replace(record, lost=lost))
 
 
 def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +62,7 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
     @functools.wraps(original)
     def initialize_megatron(*positional: Any, **options: Any) -> Any:
         args = runtime.args
-        runtime.control.tell("job", **job_fields(args))
+        runtime.control.tell("job", **job_fields(args, runtime.config))
         runtime.plan = runtime.control.first_plan()
         runtime.held = runtime.plan.coordinate_of(runtime.worker)
         torch.cuda.set_device(args.local_rank)
@@ -62,8 +72,8 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
     return initialize_megatron
 
 
-def job_fields(args: Any) -> dict[str, Any]:
-    """What the coordinator must know of Megatron's arguments."""
+def job_fields(args: Any, config: ResihpConfig) -> dict[str, Any]:
+    """What the coordinator must know of Megatron's arguments and of ours."""
     return {
         "tensor_parallel": args.tensor_model_parallel_size,
         "pipeline_parallel": args.pipeline_model_parallel_size,
@@ -73,6 +83,7 @@ def job_fields(args: Any) -> dict[str, Any]:
         "seq_length": args.seq_length,
         "train_iters": args.train_iters,
         "pipeline_last": not args.use_tp_pp_dp_mapping,
+        "false_alarms_per_job": config.resihp_false_alarms_per_job,
     }
 
 

@@ -36,6 +36,10 @@ DRILL: Final = "drill"
 EVALUATION: Final = "evaluation"
 CHECKPOINT: Final = "checkpoint"
 SALVAGE: Final = "salvage"
+VERDICT: Final = "verdict"
+NOTICE: Final = "notice"
+DETECTION: Final = "detection"
+DETECTION_FAILED: Final = "detection_failed"
 RUN_FINISHED: Final = "run_finished"
 
 PHASES: Final = ("notice", "abort", "agree", "rebuild", "migrate", "data", "ready", "first_step")

@@ -17,7 +17,7 @@ from megatron_resihp.report import shape
 from megatron_resihp.report.events import Event
 from megatron_resihp.report.nonfinite import number
 from megatron_resihp.report.schema import problems
-from megatron_resihp.report.words import count, duration, listing, size
+from megatron_resihp.report.words import count, duration, listing, size, verdict
 
 INTERVAL_S = 10.0
 """Seconds between two progress lines where lines can't be rewritten, as in a file."""
@@ -124,6 +124,9 @@ class _Run:
             names.EVALUATION: self._evaluation,
             names.CHECKPOINT: self._checkpoint,
             names.SALVAGE: self._salvage,
+            names.VERDICT: lambda e: [f"iteration {e['iteration']}: {verdict(e)}"],
+            names.NOTICE: _notice,
+            names.DETECTION_FAILED: lambda e: [f"the detector's {e['part']} gave up, training goes on: {e['error']}"],
             names.RUN_FINISHED: self._run_finished,
         }
 
@@ -226,6 +229,12 @@ class _Run:
             return []
         reason = f": {event['reason']}" if event.get("reason") else ""
         return [f"run ended with exit code {event['exit_code']}{reason}"]
+
+
+def _notice(event: Event) -> list[str]:
+    workers = listing(f"worker {worker}" for worker in event["workers"])
+    what = event["what"].replace("_", " ")
+    return [f"iteration {event['iteration']}: {what} held up {workers} for {duration(number(event['seconds']))}"]
 
 
 def _outcome(plan: shape.Plan | None, recovery: Event) -> str:

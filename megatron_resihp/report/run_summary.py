@@ -60,6 +60,30 @@ class Drill:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """A verdict of the detector; see the event `verdict`."""
+
+    kind: str
+    change: str
+    workers: tuple[int, ...]
+    speed: float
+    since: int
+    iteration: int
+    speed_low: float | None = None
+    speed_high: float | None = None
+
+
+@dataclass(frozen=True)
+class Detection:
+    """What the detector has seen; see the event `detection`."""
+
+    iterations: int
+    records: int
+    faults: Mapping[str, float]
+    warm: bool
+
+
+@dataclass(frozen=True)
 class Salvage:
     iteration: int
     path: str
@@ -98,6 +122,8 @@ class RunSummary:
     drills: tuple[Drill, ...] = ()
     failures: tuple[Failure, ...] = ()
     salvages: tuple[Salvage, ...] = ()
+    verdicts: tuple[Finding, ...] = ()
+    detection: Detection | None = None
     last_checkpoint: str | None = None
     loss_reference: Mapping[int, float] | None = None
     """The loss of the reference run, where one was given."""
@@ -157,6 +183,8 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "drills": _each(lambda value: Drill(**value)),
     "failures": _each(lambda value: Failure(**value)),
     "salvages": _each(_salvage),
+    "verdicts": _each(lambda value: Finding(**{**value, "workers": tuple(value["workers"])})),
+    "detection": lambda value: Detection(**value),
     "loss_reference": _by_iteration,
     "loss_max_relative_difference": number,
 }

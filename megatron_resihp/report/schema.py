@@ -109,6 +109,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("micro_batches", INTEGER, "micro-batches in an iteration, over all replicas", required=False),
             Field("seq_length", INTEGER, "tokens in a sample", required=False),
             Field("train_iters", INTEGER, "iterations to reach"),
+            Field("false_alarms_per_job", NUMBER, "what the detector may get wrong, on average", required=False),
             Field(
                 "first_iteration", INTEGER, "iteration already done at the start; missing: as the first step shows",
                 required=False,
@@ -264,6 +265,47 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("complete", FLAG, "whether all state is there"),
             Field("missing", PAIRS, "[stage, tp_rank] of each shard that nobody holds", required=False),
         ),
+    ),
+    names.VERDICT: EventSchema(
+        "the detector, on node 0",
+        "A worker or a link became slow, changed its speed while slow, or is healthy again.",
+        (
+            Field("kind", TEXT, "compute or link"),
+            Field("change", TEXT, "onset, severity or recovery"),
+            Field("workers", INTEGERS, "the worker, or the two ends of the link"),
+            Field("speed", NUMBER, "p in (0, 1], relative to its own healthy speed"),
+            Field("speed_low", NUMBER, "lower end of the 95 % confidence interval of p", required=False),
+            Field("speed_high", NUMBER, "its upper end", required=False),
+            Field("since", INTEGER, "estimated first iteration of the change"),
+            Field("iteration", INTEGER, "iteration whose records decided"),
+            Field("evidence", NAMED_NUMBERS, "what it rests on, by name", required=False),
+        ),
+    ),
+    names.NOTICE: EventSchema(
+        "the detector, on node 0",
+        "Something took time that is no device's doing, such as a stalled data loader. "
+        "When it goes on for several iterations only the first has an event.",
+        (
+            Field("what", TEXT, "data, garbage_collection, evaluation, save, ..."),
+            Field("workers", INTEGERS, "the workers that it held up"),
+            Field("seconds", NUMBER, "the longest of their waits"),
+            Field("iteration", INTEGER, "when"),
+        ),
+    ),
+    names.DETECTION: EventSchema(
+        "the detector, on node 0",
+        "What the detector has seen of the run; written at its end.",
+        (
+            Field("iterations", INTEGER, "iterations that were judged"),
+            Field("records", INTEGER, "records of workers that arrived"),
+            Field("faults", NAMED_NUMBERS, "what was dropped or left out, and how often; see detector/counters.py"),
+            Field("warm", FLAG, "whether there were iterations enough to learn what is normal"),
+        ),
+    ),
+    names.DETECTION_FAILED: EventSchema(
+        "the detector, on node 0",
+        "A part of the detector has given up; training and the rest go on.",
+        (Field("part", TEXT, "verdicts, recording or cost model"), Field("error", TEXT, "why")),
     ),
     names.RUN_FINISHED: EventSchema(
         "coordinator",

@@ -9,13 +9,24 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 from megatron_resihp.report import events as names
 from megatron_resihp.report import shape
 from megatron_resihp.report.events import Event
 from megatron_resihp.report.nonfinite import number
 from megatron_resihp.report.recoveries import find_deaths
-from megatron_resihp.report.run_summary import Drill, Evaluation, Failure, Job, RunSummary, Salvage, Workers
+from megatron_resihp.report.run_summary import (
+    Detection,
+    Drill,
+    Evaluation,
+    Failure,
+    Finding,
+    Job,
+    RunSummary,
+    Salvage,
+    Workers,
+)
 from megatron_resihp.report.samples import Feed, SampleCount, count_samples
 from megatron_resihp.report.schema import EVENTS, problems
 from megatron_resihp.report.steps import Step, applied_attempts, applied_steps
@@ -59,6 +70,8 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0) -> RunSummary:
         drills=tuple(_drill(event) for event in _all(run, names.DRILL)),
         failures=tuple(Failure(event["failed"], event["error"]) for event in _all(run, names.WORKER_FAILED)),
         salvages=tuple(_salvage(event) for event in _all(run, names.SALVAGE)),
+        verdicts=tuple(_finding(event) for event in _all(run, names.VERDICT)),
+        detection=_detection(_last(run, names.DETECTION)),
         last_checkpoint=(_last(run, names.CHECKPOINT) or {}).get("path"),
         unreadable_lines=unreadable_lines,
         ignored_events=ignored,
@@ -171,6 +184,17 @@ def _evaluation(event: Event) -> Evaluation:
 
 def _drill(event: Event) -> Drill:
     return Drill(event["action"], event["target"], event.get("iteration"), event.get("point"))
+
+
+def _finding(event: Event) -> Finding:
+    known: dict[str, Any] = {field.name: event.get(field.name) for field in fields(Finding)}
+    return Finding(**{**known, "workers": tuple(event["workers"])})
+
+
+def _detection(event: Event | None) -> Detection | None:
+    if event is None:
+        return None
+    return Detection(event["iterations"], event["records"], event["faults"], event["warm"])
 
 
 def _salvage(event: Event) -> Salvage:

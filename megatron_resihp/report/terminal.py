@@ -6,6 +6,7 @@ May import: the standard library, rich and this room's modules.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from typing import TextIO
 
@@ -17,7 +18,7 @@ from rich.text import Text
 from megatron_resihp.report.headline import headline, in_order
 from megatron_resihp.report.recoveries import Death, Recovery
 from megatron_resihp.report.run_summary import RunSummary, Salvage, Workers
-from megatron_resihp.report.words import NONE, count, listing, milliseconds, rate, relative_difference, size
+from megatron_resihp.report.words import NONE, count, listing, milliseconds, rate, relative_difference, size, verdict
 
 WIDTH = 100
 MAX_ROWS = 20
@@ -68,11 +69,27 @@ def _facts(summary: RunSummary) -> Iterator[str]:
         yield _loss(summary)
     if summary.compared_iterations is not None:
         yield _comparison(summary)
+    yield from _speeds(summary)
     if summary.skipped_iterations:
         yield f"{count(len(summary.skipped_iterations), 'iteration')} skipped for overflow"
     if summary.last_checkpoint is not None:
         yield f"last checkpoint: {summary.last_checkpoint}"
     yield from _trouble(summary)
+
+
+def _speeds(summary: RunSummary) -> Iterator[str]:
+    """What the detector found."""
+    if summary.detection is not None and not summary.verdicts:
+        judged = count(summary.detection.iterations, "iteration")
+        warm = "" if summary.detection.warm else ", too few to learn what is normal"
+        yield f"no worker or link was found slow ({judged} judged{warm})"
+    for found in summary.verdicts[-MAX_ROWS:]:
+        yield f"iteration {found.iteration:,}: {verdict(asdict(found))}"
+    if len(summary.verdicts) > MAX_ROWS:
+        yield f"the last {MAX_ROWS} of {len(summary.verdicts):,} verdicts; --json has them all"
+    if summary.detection is not None and summary.detection.faults:
+        faults = summary.detection.faults.items()
+        yield "measurements left out: " + ", ".join(f"{times:,} {name.replace('_', ' ')}" for name, times in faults)
 
 
 def _trouble(summary: RunSummary) -> Iterator[str]:

@@ -5,7 +5,8 @@ May import: the standard library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 NONE = "-"
 
@@ -50,6 +51,18 @@ def size(number: int | None) -> str:
             return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:,.1f} TB"
+
+
+def verdict(found: Mapping[str, Any]) -> str:
+    """The fields of a verdict, for example "worker 5 runs at 80 % of its speed since iteration 60"."""
+    workers = found["workers"]
+    who = f"worker {workers[0]}" if found["kind"] == "compute" else f"the link between workers {listing(workers)}"
+    if found["change"] == "recovery":
+        return f"{who} is back at full speed since iteration {found['since']}"
+    speed = f"{100 * found['speed']:.0f} %"
+    if found.get("speed_low") is not None and found.get("speed_high") is not None:
+        speed += f" ({100 * found['speed_low']:.0f} to {100 * found['speed_high']:.0f} %)"
+    return f"{who} runs at {speed} of its healthy speed since iteration {found['since']}"
 
 
 def rate(samples_per_second: float | None) -> str:

@@ -1,6 +1,7 @@
 """scripts/pretrain_gpt.py with a forward step that does what files in RUN_DIR/wishes ask for: ACTION-WORKER-ITERATION.
 
-Actions: `oom` and `error` raise, `nan` spoils the output, `hold` waits for the file `go_on`.
+Actions: `oom` and `error` raise, `nan` spoils the output, `hold` waits for the file `go_on`. The wish `packing` has no
+worker and iteration: the bounds of packed documents are written to RUN_DIR/packing_WORKER, a line per micro-batch.
 """
 
 import os
@@ -20,6 +21,7 @@ WISHES = Path(os.environ["RESIHP_RUN_DIR"]) / "wishes"
 HOLD_S = 60.0
 
 plain_forward_step = pretrain_gpt.forward_step
+plain_packing = pretrain_gpt.packing
 
 
 def wished(action: str) -> bool:
@@ -38,6 +40,14 @@ def forward_step(*positional: Any) -> Any:
     return (output * float("nan") if wished("nan") else output), loss_function
 
 
+def packing(batch: dict[str, Any]) -> Any:
+    with (WISHES.parent / f"packing_{os.environ['RESIHP_WORKER']}").open("a") as file:
+        print(*batch["cu_seqlens"].flatten().tolist(), file=file)
+    return plain_packing(batch)
+
+
 if __name__ == "__main__":
+    if (WISHES / "packing").exists():
+        pretrain_gpt.packing = packing
     pretrain_gpt.forward_step = forward_step
     pretrain_gpt.main()

@@ -1,0 +1,235 @@
+"""How records travel: worker → its node's agent → the coordinator, each over a stream of length-prefixed messages.
+
+Nobody on the way is ever waited for by training: a worker queues a bounded number of messages and drops what does not
+fit. Agents keep nothing; where the coordinator is slow they stop reading, so that all that is ever dropped is dropped,
+and counted, by its worker. May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import queue
+import selectors
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final
+
+LENGTH: Final = struct.Struct(">I")
+LARGEST: Final = 64 * 1024 * 1024
+"""A longer message is no message: its sender has gone mad."""
+READ_BYTES: Final = 1 << 18
+WAITING: Final = 32
+"""Messages that a worker keeps while its agent does not take them."""
+SLICE_S: Final = 0.2
+CONNECT_S: Final = 10.0
+
+
+class Outbox[T]:
+    """A worker's end: sends in a thread of its own and never blocks who offers.
+
+    Args:
+        sock: to the agent; belongs to this object from now on.
+        encode: makes a message of what was offered, in the outbox's thread. Its second argument is how many were
+            dropped since the last one that was sent.
+        limit: how many messages may wait.
+    """
+
+    def __init__(self, sock: socket.socket, encode: Callable[[T, int], bytes], limit: int = WAITING) -> None:
+        self._socket = sock
+        self._socket.setblocking(True)
+        self._encode = encode
+        self._limit = limit
+        self._lost = 0
+        self._waiting: queue.SimpleQueue[tuple[T, int]] = queue.SimpleQueue()
+        self._works = True
+        threading.Thread(target=self._send, name="resihp-records", daemon=True).start()
+
+    def offer(self, item: T) -> None:
+        """Send it soon, or drop and count it where too many wait."""
+        if not self._works or self._waiting.qsize() >= self._limit:
+            self._lost += 1
+            return
+        self._waiting.put((item, self._lost))
+        self._lost = 0
+
+    def _send(self) -> None:
+        try:
+            while True:
+                message = self._encode(*self._waiting.get())
+                self._socket.sendall(LENGTH.pack(len(message)) + message)
+        except OSError:
+            pass  # the agent is gone, or has no use for records any more
+        except Exception as error:
+            print(f"resihp: records can't be sent any more ({error!r}); training goes on", file=sys.stderr, flush=True)
+        self._works = False
+
+
+class Frames:
+    """Cuts a stream into messages."""
+
+    def __init__(self) -> None:
+        self._unread = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Whole messages so far; ValueError for what cannot be one."""
+        self._unread += data
+        while len(self._unread) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._unread)
+            if length > LARGEST:
+                raise ValueError(f"a message of {length} bytes")
+            end = LENGTH.size + length
+            if len(self._unread) < end:
+                return
+            message = bytes(self._unread[LENGTH.size : end])
+            del self._unread[:end]
+            yield message
+
+
+def _refuse(message: bytes) -> bool:
+    return False
+
+
+class Relay:
+    """An agent's end: hands on what its workers send, and on node 0 what other nodes' relays do.
+
+    Args:
+        listener: where relays of other nodes connect; bound.
+    """
+
+    def __init__(self, listener: socket.socket | None = None) -> None:
+        self._deliver: Callable[[bytes], bool] = _refuse
+        self._selector = selectors.DefaultSelector()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="resihp-relay", daemon=True)
+        if listener is not None:
+            listener.setblocking(False)
+            listener.listen()
+            self._selector.register(listener, selectors.EVENT_READ, None)
+
+    def add(self, sock: socket.socket) -> None:
+        """A stream to read; belongs to this object from now on. Before `start`, or in the relay's own thread."""
+        sock.setblocking(False)
+        self._selector.register(sock, selectors.EVENT_READ, Frames())
+
+    def start(self, deliver: Callable[[bytes], bool]) -> None:
+        """Begin, after all workers have been started.
+
+        Args:
+            deliver: takes a message; may block, and says whether it took it. After the first one that it did not take
+                nothing is read any more.
+        """
+        self._deliver = deliver
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Hand on what has arrived, and end."""
+        self._closing.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with self._selector:
+            while True:
+                ready = self._selector.select(SLICE_S)
+                if not ready and self._closing.is_set():
+                    break
+                if not all(self._look(key) for key, _ in ready):
+                    break
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+
+    def _look(self, key: selectors.SelectorKey) -> bool:
+        """Whether to go on."""
+        sock = key.fileobj
+        assert isinstance(sock, socket.socket)
+        if key.data is None:
+            self._accept(sock)
+            return True
+        try:
+            data = sock.recv(READ_BYTES)
+            messages = list(key.data.feed(data))
+        except BlockingIOError:
+            return True
+        except (OSError, ValueError):
+            data, messages = b"", []
+        if not data:
+            self._selector.unregister(sock)
+            sock.close()
+        return all(self._deliver(message) for message in messages)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        self.add(sock)
+
+
+class Inbox:
+    """Messages that wait for their reader, at most `limit` of them."""
+
+    def __init__(self, limit: int) -> None:
+        self._messages: queue.Queue[bytes] = queue.Queue(limit)
+        self._closed = False
+
+    def deliver(self, message: bytes) -> bool:
+        """Wait for a place; False once it is closed."""
+        while not self._closed:
+            try:
+                self._messages.put(message, timeout=SLICE_S)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def take(self, timeout_s: float) -> bytes | None:
+        """The next message; None if none comes in time."""
+        try:
+            return self._messages.get(timeout=timeout_s) if timeout_s > 0 else self._messages.get_nowait()
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Take no more messages."""
+        self._closed = True
+
+
+class Uplink:
+    """Another node's way to the coordinator: connects when the address is known; one failure ends it for good."""
+
+    def __init__(self) -> None:
+        self._address: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
+        self._socket: socket.socket | None = None
+        self._closed = False
+
+    def connect(self, host: str, port: int) -> None:
+        """Where node 0's relay listens; told once."""
+        self._address.put((host, port))
+
+    def deliver(self, message: bytes) -> bool:
+        """Send a message, waiting as long as the coordinator takes; False once that has failed."""
+        if self._closed:
+            return False
+        try:
+            if self._socket is None:
+                address = self._address.get()
+                if address is None:
+                    return False
+                self._socket = socket.create_connection(address, timeout=CONNECT_S)
+                self._socket.settimeout(None)
+            self._socket.sendall(LENGTH.pack(len(message)) + message)
+            return True
+        except OSError:
+            self._closed = True
+            return False
+
+    def close(self) -> None:
+        """Whoever is in `deliver` comes back."""
+        self._closed = True
+        self._address.put(None)
+        if self._socket is not None:
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass

@@ -1,0 +1,124 @@
+"""The detector of a running job: records and the run's events in; verdicts, as events, out.
+
+On node 0 in a thread of its own (`control.detection`). Everything that comes is kept in the run directory, so that
+`resihp detect` can judge it again. Imports numpy, `plan`, `cost` and this room.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_resihp.detector.assemble import Assembler
+from megatron_resihp.detector.interface import Detector
+from megatron_resihp.detector.layout import layout_of
+from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.recording import FILE_NAME, Recorder, RecordingError
+from megatron_resihp.detector.verdict import Verdict
+from megatron_resihp.plan import ParallelPlan
+
+Event = dict[str, Any]
+
+NEVER: Final = float("inf")
+
+
+class DetectionService:
+    """Judges the records of one job. See `control.detection.Judge` for when its methods are called.
+
+    Args:
+        run_dir: where records and the cost model are kept.
+
+    Attributes:
+        callbacks: called with each verdict, in this object's thread.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.callbacks: list[Callable[[Verdict], None]] = []
+        self._run_dir = run_dir
+        self._workers_per_node = 1
+        self._job: Event = {}
+        self._recorder: Recorder | None = None
+        self._assembler = Assembler()
+        self._monitor: Detector | None = None
+        self._judged = 0
+
+    def note(self, event: Event) -> list[Event]:
+        """Learn of the job, or of an epoch that begins."""
+        match event["event"]:
+            case "run_started":
+                self._workers_per_node = event["nproc_per_node"]
+            case "job":
+                self._job = event
+                return self._open_recording()
+            case "epoch_started":
+                plan = ParallelPlan.from_dict(event["plan"])
+                nodes = {worker: worker // self._workers_per_node for worker in plan.members}
+                return self._begin(layout_of(plan, event["epoch"], nodes))
+        return []
+
+    def take(self, message: bytes, now: float) -> list[Event]:
+        """A message of a worker."""
+        events = self._record(lambda recorder: recorder.message(message))
+        return events + self._judge(self._assembler.add(message, now))
+
+    def look(self, now: float) -> list[Event]:
+        """Judge what has been waited for long enough."""
+        return self._record(Recorder.flush) + self._judge(self._assembler.poll(now))
+
+    def finish(self) -> list[Event]:
+        """Judge what is left, and say what was seen."""
+        events = self._judge(self._assembler.poll(NEVER))
+        events += self._record(Recorder.close)
+        if self._job:
+            events.append({
+                "event": "detection", "iterations": self._judged, "records": self._assembler.counters.received,
+                "faults": self._assembler.counters.nonzero(), "warm": False,
+            })  # fmt: skip
+        return events
+
+    def _begin(self, layout: Layout) -> list[Event]:
+        self._assembler.begin(layout)
+        return self._record(lambda recorder: recorder.layout(layout))
+
+    def _judge(self, completed: Iterable[IterationObservations]) -> list[Event]:
+        events: list[Event] = []
+        for observations in completed:
+            self._judged += 1
+            for verdict in self._monitor.observe(observations) if self._monitor is not None else []:
+                events.append(verdict_event(verdict))
+                for callback in self.callbacks:
+                    callback(verdict)
+        return events
+
+    # ---- files
+
+    def _open_recording(self) -> list[Event]:
+        job = {name: value for name, value in self._job.items() if name != "event"}
+        try:
+            self._recorder = Recorder(self._run_dir / FILE_NAME, job)
+        except (OSError, RecordingError) as error:
+            return [_failed("recording", error)]
+        return []
+
+    def _record(self, action: Callable[[Recorder], None]) -> list[Event]:
+        """Write to the recording; a full disk ends it and nothing else."""
+        if self._recorder is None:
+            return []
+        try:
+            action(self._recorder)
+        except OSError as error:
+            self._recorder = None
+            return [_failed("recording", error)]
+        return []
+
+
+def verdict_event(verdict: Verdict) -> Event:
+    """A verdict as the event log holds it."""
+    plain = asdict(verdict)
+    return {
+        "event": "verdict", **plain, "workers": list(verdict.workers), "evidence": dict(verdict.evidence),
+    }  # fmt: skip
+
+
+def _failed(part: str, error: Exception) -> Event:
+    return {"event": "detection_failed", "part": part, "error": f"{type(error).__name__}: {error}"}
