@@ -1,0 +1,45 @@
+"""Jobs of the benchmark by seed: those that detectors are tuned on, and others that they are scored on. Imports numpy.
+
+The two can't share a job: what a job is drawn for is part of its seed.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+
+from megatron_resihp.simulator.faults import SLOWDOWNS, draw_faults
+from megatron_resihp.simulator.jobs import JobSpec, Schedule, SyntheticJob, make_job, make_layout
+from megatron_resihp.simulator.noise import NOISES, Noise
+from megatron_resihp.simulator.shapes import SHAPES, Shape
+
+SEQUENCES = (8192, 16384, 32768)
+MICRO_BATCHES = {16: (4, 8), 64: (8, 16), 256: (16, 16)}
+"""By number of workers. A pipeline needs about as many micro-batches as stages."""
+
+
+class Purpose(IntEnum):
+    """What jobs are drawn for."""
+
+    TUNING = 0
+    SCORING = 1
+
+
+def draw_job(purpose: Purpose, seed: int, noise: Noise, shape: Shape, index: int, timed_every: int = 4) -> SyntheticJob:
+    """Job number `index` of a row of the benchmark, which is a kind of noise and a cluster size.
+
+    Even numbers are healthy, odd ones faulty; sequence length, schedule, micro-batches and slow-down take turns.
+    """
+    key = (int(purpose), NOISES.index(noise), SHAPES.index(shape), index)
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
+    turn, faulty = divmod(index, 2)
+    spec = JobSpec(
+        shape=shape,
+        sequence=SEQUENCES[turn % 3],
+        micro_batches=MICRO_BATCHES[shape.workers][turn // 6 % 2],
+        schedule=tuple(Schedule)[turn // 3 % 2],
+        noise=noise,
+        timed_every=timed_every,
+    )
+    slowdown = SLOWDOWNS[turn % len(SLOWDOWNS)]
+    faults = draw_faults(make_layout(shape), slowdown, spec.iterations, rng) if faulty else ()
+    return make_job(spec, faults, rng)

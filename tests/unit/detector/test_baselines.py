@@ -1,0 +1,89 @@
+"""The published detectors, on iteration times whose truth is known."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from megatron_resihp.detector.baselines.greyhound import Greyhound
+from megatron_resihp.detector.baselines.validation import Finding, Validate
+from megatron_resihp.detector.interface import iteration_seconds
+from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.verdict import Kind, Verdict
+from megatron_resihp.simulator.draws import Purpose, draw_job
+from megatron_resihp.simulator.noise import NOISES
+from megatron_resihp.simulator.shapes import SHAPES
+
+SLOW = Finding(Kind.COMPUTE, (0,), 0.7)
+EMPTY = np.zeros((1, 3, 1, 0))
+LAYOUT = Layout(0, *[np.zeros(1, np.int64)] * 5, links=np.zeros((0, 2), np.int64))
+
+
+def observed(seconds: float, iteration: int) -> IterationObservations:
+    """An iteration of which only the time is known."""
+    nothing = np.zeros((1, 0))
+    return IterationObservations(
+        0, iteration, EMPTY, EMPTY, nothing, nothing, nothing, nothing, nothing,
+        seconds=np.array([seconds]), reported=np.array([True]),
+    )  # fmt: skip
+
+
+def greyhound_on(series: Sequence[float], validate: Validate = lambda iteration: []) -> list[Verdict]:
+    detector = Greyhound(LAYOUT, 0.01, len(series), validate=validate)
+    return [v for i, seconds in enumerate(series, start=1) for v in detector.observe(observed(seconds, i))]
+
+
+def steady(length: int, noise: float, rng: np.random.Generator) -> np.ndarray:
+    return 2.0 * (1 + noise * rng.standard_normal(length))
+
+
+def slowed(onset: int, end: int) -> Callable[[int], list[Finding]]:
+    return lambda iteration: [SLOW] if onset <= iteration < end else []
+
+
+def test_greyhound_finds_18_of_18_slowdowns_of_a_steady_job_and_reports_nothing_else() -> None:
+    rng = np.random.default_rng(18)
+    factors = np.linspace(1.15, 2.0, 18)
+    found, false = 0, 0
+    for factor in factors:
+        series = steady(300, rng.uniform(0.01, 0.02), rng)
+        onset = int(rng.integers(60, 180))
+        series[onset - 1 : onset + 59] *= factor
+        verdicts = greyhound_on(series, slowed(onset, onset + 60))
+        right = [v for v in verdicts if v.workers == (0,) and onset <= v.iteration <= onset + 3]
+        found += len(right) == 1 and right[0].since == onset
+        false += len(verdicts) - len(right)
+    assert (found, false) == (18, 0)
+
+
+def test_greyhound_is_silent_on_a_steady_healthy_job() -> None:
+    rng = np.random.default_rng(2)
+    assert greyhound_on(steady(1000, 0.02, rng)) == []
+
+
+def test_greyhound_discards_changes_of_less_than_a_tenth() -> None:
+    rng = np.random.default_rng(3)
+    series = steady(200, 0.005, rng)
+    series[100:] *= 1.08
+    assert greyhound_on(series, slowed(101, 200)) == []
+
+
+def test_greyhound_takes_a_heavier_workload_for_a_fault() -> None:
+    rng = np.random.default_rng(4)
+    series = steady(200, 0.01, rng)
+    series[100:] *= 1.3
+    (verdict,) = greyhound_on(series)
+    assert verdict.workers == ()
+
+
+def test_an_iteration_without_a_time_is_passed_over() -> None:
+    rng = np.random.default_rng(5)
+    series = steady(200, 0.01, rng)
+    series[20:40] = np.nan
+    assert greyhound_on(series) == []
+
+
+def test_the_iteration_time_is_the_slowest_workers_that_reported() -> None:
+    job = draw_job(Purpose.TUNING, 0, NOISES[0], SHAPES[0], 0)
+    assert iteration_seconds(job.iteration(3)) == pytest.approx(job.seconds[2])
+    assert np.isnan(iteration_seconds(observed(float("nan"), 1)))
