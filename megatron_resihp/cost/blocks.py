@@ -1,0 +1,212 @@
+"""The parts of each kind of block that Megatron builds: attention, MLP, experts, Mamba, embedding, head.
+
+Imports `parts`. Activations are those that Megatron keeps from F to B with fused kernels; they follow Korthikanti et
+al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), table 2, generalised to gated
+MLPs, grouped queries and head w of their own, and without the masks of dropout where there is none.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_resihp.cost.parts import Part
+
+MASK_BYTES: Final = 1
+"""Of a dropout mask, per element."""
+FLOAT32: Final = 4
+CONVOLUTION: Final = 4
+"""Width of Mamba's convolution."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes and switches of a model. `norm`: vectors of a norm, 1 without bias; `positions`: learned ones; `ffn` and
+    `expert_ffn`: columns of an MLP; `groups`: of queries; `q_rank` 0: queries are not compressed."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head_width: int
+    vocabulary: int
+    positions: int
+    norm: int
+    gated: bool
+    linear_bias: bool
+    qkv_bias: bool
+    qk_norm: bool
+    tied: bool
+    element_bytes: int
+    dropout: bool
+    attention_dropout: bool
+    fused_attention: bool
+    latent: bool
+    q_rank: int
+    kv_rank: int
+    qk_width: int
+    rope_width: int
+    v_width: int
+    experts: int
+    expert_ffn: int
+    experts_per_token: int
+    shared_ffn: int
+    shared_gate: bool
+    mamba_heads: int
+    mamba_head_width: int
+    mamba_groups: int
+    mamba_state: int
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self.hidden * self.element_bytes
+
+    @property
+    def matrices(self) -> int:
+        """Of an MLP: up, down, and gate if it has one."""
+        return 3 if self.gated else 2
+
+
+def attention(w: Widths) -> tuple[Part, ...]:
+    """Norm and self-attention with its output projection."""
+    return (*_normed_input(w), *(_latent_attention if w.latent else _grouped_attention)(w))
+
+
+def _grouped_attention(w: Widths) -> tuple[Part, ...]:
+    query, key_value = w.heads * w.head_width, 2 * w.groups * w.head_width
+    weights = w.hidden * (query + key_value) + query * w.hidden
+    biases = query + key_value if w.qkv_bias or w.linear_bias else 0
+    norms = 2 * w.norm * w.head_width if w.qk_norm else 0
+    shared = Part(
+        "query groups", w.groups, w.heads, weights + biases,
+        weight_flops=2 * weights,
+        square_flops=2 * query,
+        # Query, key and value, and what the output projection is applied to.
+        token_bytes=(2 * query + key_value) * w.element_bytes,
+        square_bytes=_score_bytes(w),
+    )  # fmt: skip
+    return (shared, Part("norms and bias", parameters=norms + (w.hidden if w.linear_bias else 0)))
+
+
+def _latent_attention(w: Widths) -> tuple[Part, ...]:
+    """Multi-latent attention (DeepSeek): projections down to a rank are held by every member, those up are shared."""
+    width = w.qk_width + w.rope_width
+    query = (w.q_rank or w.hidden) * w.heads * width
+    key_value = w.kv_rank * w.heads * (w.qk_width + w.v_width)
+    output = w.heads * w.v_width * w.hidden
+    down = w.hidden * (w.q_rank + w.kv_rank + w.rope_width)
+    norms = w.norm * (w.q_rank + w.kv_rank) if w.qk_norm else 0
+    shared = Part(
+        "heads", w.heads, parameters=query + key_value + output,
+        weight_flops=2 * (query + key_value + output),
+        square_flops=w.heads * (width + w.v_width),
+        token_bytes=w.heads * (2 * width + 2 * w.v_width) * w.element_bytes,
+        square_bytes=_score_bytes(w),
+    )  # fmt: skip
+    ranks = (w.q_rank + w.kv_rank) * 2 * w.element_bytes
+    return (shared, Part("latents", parameters=down + norms, weight_flops=2 * down, token_bytes=ranks))
+
+
+def _score_bytes(w: Widths) -> float:
+    """Per token²: softmax and, with dropout, its mask and result; fused attention keeps none of them."""
+    if w.fused_attention:
+        return 0.0
+    return float(w.heads * (2 * w.element_bytes + MASK_BYTES if w.attention_dropout else w.element_bytes))
+
+
+def mlp(w: Widths) -> tuple[Part, ...]:
+    """Norm and MLP."""
+    bias = w.hidden if w.linear_bias else 0
+    return (*_normed_input(w), _columns(w, "MLP columns", w.ffn), Part("bias", parameters=bias))
+
+
+def _columns(w: Widths, name: str, ffn: int) -> Part:
+    """Up (and gate) and down projection, cut by columns."""
+    up = w.matrices - 1
+    bias = up * ffn if w.linear_bias else 0
+    return Part(
+        name, ffn, parameters=w.matrices * w.hidden * ffn + bias,
+        weight_flops=2 * w.matrices * w.hidden * ffn,
+        # Before and after the activation function.
+        token_bytes=(up + 1) * ffn * w.element_bytes,
+    )  # fmt: skip
+
+
+def moe(w: Widths) -> tuple[Part, ...]:
+    """Norm, router, routed experts and shared expert, with tokens evenly spread over the experts."""
+    one, k = _columns(w, "expert columns", w.expert_ffn), w.experts_per_token
+    routed = Part(
+        one.name, one.units, parameters=one.parameters * w.experts,
+        weight_flops=one.weight_flops * k, token_bytes=one.token_bytes * k, experts=True,
+    )  # fmt: skip
+    # Tokens as they were dispatched, and as they came back, each to several experts; logits and probabilities.
+    dispatched = 2 * k * w.hidden_bytes + 2 * w.experts * FLOAT32
+    router = w.hidden * w.experts + (w.experts if w.linear_bias else 0)
+    parts = [
+        *_normed_input(w),
+        Part("router", parameters=router, weight_flops=2 * w.hidden * w.experts, token_bytes=dispatched),
+        routed,
+    ]
+    if w.shared_ffn:
+        parts += [
+            _columns(w, "shared expert columns", w.shared_ffn),
+            Part("shared gate", parameters=w.hidden if w.shared_gate else 0),
+        ]
+    return tuple(parts)
+
+
+def mamba(w: Widths) -> tuple[Part, ...]:
+    """Norm and Mamba-2 mixer. FLOPs as Megatron counts them, so without the convolution (below 0.1 %); activations of
+    the fused kernel, which computes convolution and states again in the backward."""
+    inner, groups = w.mamba_heads * w.mamba_head_width, 2 * w.mamba_groups * w.mamba_state
+    projected = 2 * inner + groups + w.mamba_heads
+    weights = w.hidden * projected + inner * w.hidden
+    # The convolution with its bias, A, D and the bias of dt of each head, and the gated norm.
+    small = (inner + groups) * (CONVOLUTION + 1) + 3 * w.mamba_heads + inner
+    shared = Part(
+        "Mamba groups", w.mamba_groups, parameters=weights + small,
+        weight_flops=2 * weights,
+        token_flops=7 * inner * w.mamba_state,
+        token_bytes=(projected + 2 * inner) * w.element_bytes,
+    )  # fmt: skip
+    return (*_normed_input(w), shared)
+
+
+def _normed_input(w: Widths) -> tuple[Part, ...]:
+    """The norm before a block: its input, its output, and the mask of the dropout after the block."""
+    mask = w.hidden * MASK_BYTES if w.dropout else 0
+    return (Part("norm", parameters=w.norm * w.hidden, token_bytes=2 * w.hidden_bytes + mask),)
+
+
+def embedding(w: Widths) -> tuple[Part, ...]:
+    """Word embedding, cut by rows of the vocabulary, and learned positions; token numbers of eight bytes are kept."""
+    mask = w.hidden * MASK_BYTES if w.dropout else 0
+    return (
+        Part("vocabulary rows", w.vocabulary, parameters=w.vocabulary * w.hidden),
+        Part("positions", parameters=w.positions * w.hidden, token_bytes=8 + mask),
+    )
+
+
+def head(w: Widths) -> tuple[Part, ...]:
+    """Final norm, output layer and cross entropy, which keeps its softmax in fp32."""
+    return (
+        Part("norm", parameters=w.norm * w.hidden, token_bytes=2 * w.hidden_bytes),
+        _output(w, copy=w.tied),
+    )
+
+
+def mtp_projection(w: Widths) -> tuple[Part, ...]:
+    """What a multi-token prediction layer has beside its transformer layer: three norms, the projection of hidden state
+    and embedding, and its own pass through the output layer, for which it needs copies of embedding and output."""
+    projection = 2 * w.hidden * w.hidden
+    return (
+        Part("norm", parameters=3 * w.norm * w.hidden, token_bytes=6 * w.hidden_bytes),
+        Part("columns", w.hidden, parameters=projection, weight_flops=2 * projection),
+        Part("vocabulary rows", w.vocabulary, parameters=w.vocabulary * w.hidden, copy=True),
+        _output(w, copy=True),
+    )
+
+
+def _output(w: Widths, copy: bool) -> Part:
+    return Part(
+        "vocabulary rows", w.vocabulary, parameters=w.vocabulary * w.hidden, copy=copy,
+        weight_flops=2 * w.hidden * w.vocabulary, token_bytes=FLOAT32 * w.vocabulary,
+    )  # fmt: skip

@@ -1,0 +1,235 @@
+"""A model as its list of layers, from Megatron's arguments. Imports `parts` and `blocks`.
+
+Embedding and head are layers of their own: layer 0 and the last one. Layer numbers here are those of a plan's chunks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from megatron_resihp.cost.blocks import Widths, attention, embedding, head, mamba, mlp, moe, mtp_projection
+from megatron_resihp.cost.parts import Part
+
+
+class ModelError(ValueError):
+    """Arguments that describe no model that can be told in layers; the message names the argument."""
+
+
+class LayerKind(StrEnum):
+    """What a layer does; the first letters are those of Megatron's pipeline layout."""
+
+    EMBEDDING = "embedding"
+    TRANSFORMER = "transformer"
+    MOE_TRANSFORMER = "moe transformer"
+    MTP = "multi-token prediction"
+    ATTENTION = "attention"
+    MLP = "mlp"
+    MOE = "moe"
+    MAMBA = "mamba"
+    HEAD = "head"
+
+
+LETTERS: Mapping[LayerKind, str] = {
+    LayerKind.EMBEDDING: "E",
+    LayerKind.TRANSFORMER: "t",
+    LayerKind.MOE_TRANSFORMER: "t",
+    LayerKind.MTP: "m",
+    LayerKind.HEAD: "L",
+}
+"""What Megatron's pipeline layout calls a layer. It has no word for the layers of hybrid models."""
+
+_HYBRID = {"M": LayerKind.MAMBA, "*": LayerKind.ATTENTION, "-": LayerKind.MLP, "E": LayerKind.MOE}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer.
+
+    Attributes:
+        kind: what it does.
+        parts: what it is made of.
+        input_bytes: per token, what it gets from the layer before it; all that full recomputation keeps. 0 for the
+            embedding.
+        recomputable: whether full recomputation applies to it; it leaves embedding and head alone.
+    """
+
+    kind: LayerKind
+    parts: tuple[Part, ...]
+    input_bytes: float
+    recomputable: bool = True
+
+    @property
+    def parameters(self) -> int:
+        """Without those that are a copy of another layer's."""
+        return sum(part.parameters for part in self.parts if not part.copy)
+
+    @property
+    def token_flops(self) -> float:
+        """Of the forward pass, per token, beside attention's."""
+        return sum(part.weight_flops + part.token_flops for part in self.parts)
+
+    @property
+    def square_flops(self) -> float:
+        """Of the forward pass, per token² of a document."""
+        return sum(part.square_flops for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's layers from embedding to head.
+
+    Attributes:
+        layers: in order.
+        hidden_bytes: per token, what a layer passes on to the next.
+    """
+
+    layers: tuple[Layer, ...]
+    hidden_bytes: float
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def letters(self) -> str:
+        """The layers in the letters of Megatron's pipeline layout.
+
+        Raises:
+            ModelError: the model is a hybrid, for which Megatron has no such layout.
+        """
+        unknown = {layer.kind for layer in self.layers} - LETTERS.keys()
+        if unknown:
+            raise ModelError(f"Megatron's pipeline layout has no letter for {', '.join(sorted(unknown))} layers")
+        return "".join(LETTERS[layer.kind] for layer in self.layers)
+
+    def uneven(self, degree: int) -> bool:
+        """Whether a tensor-parallel group of this degree would hold unlike shards of some layer."""
+        return any(part.uneven(degree) for layer in set(self.layers) for part in layer.parts)
+
+
+def model_from_arguments(arguments: Mapping[str, Any]) -> Model:
+    """The layers that Megatron builds from its arguments (`vars(get_args())`, or as many of them as matter).
+
+    What is absent has Megatron's default. `padded_vocab_size`, or `vocab_size` to be padded for
+    `tensor_model_parallel_size`, is needed, since it follows from the tokenizer.
+
+    Raises:
+        ModelError: a needed argument is missing, or one asks for what is not modelled here.
+    """
+    widths = _widths(arguments)
+    return Model(
+        (
+            Layer(LayerKind.EMBEDDING, embedding(widths), 0.0, recomputable=False),
+            *_decoder_layers(arguments, widths),
+            Layer(LayerKind.HEAD, head(widths), widths.hidden_bytes, recomputable=False),
+        ),
+        widths.hidden_bytes,
+    )
+
+
+def _decoder_layers(arguments: Mapping[str, Any], widths: Widths) -> list[Layer]:
+    pattern = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern")
+    if pattern:
+        return _hybrid_layers(str(pattern), widths)
+    count = _need(arguments, "num_layers")
+    is_moe = _moe_pattern(arguments, count)
+    layers = [_transformer(widths, moe_layer) for moe_layer in is_moe]
+    predictions = arguments.get("mtp_num_layers") or 0
+    inner = _transformer(widths, is_moe[-1]).parts
+    mtp = Layer(LayerKind.MTP, (*mtp_projection(widths), *inner), widths.hidden_bytes)
+    return layers + [mtp] * predictions
+
+
+def _transformer(widths: Widths, moe_layer: bool) -> Layer:
+    kind = LayerKind.MOE_TRANSFORMER if moe_layer else LayerKind.TRANSFORMER
+    return Layer(kind, (*attention(widths), *(moe if moe_layer else mlp)(widths)), widths.hidden_bytes)
+
+
+def _hybrid_layers(pattern: str, widths: Widths) -> list[Layer]:
+    main = pattern.split("/")[0].replace("|", "")
+    if main != pattern.replace("|", ""):
+        raise ModelError(f"hybrid_layer_pattern {pattern!r}: multi-token prediction of hybrids is not modelled")
+    unknown = sorted(set(main) - _HYBRID.keys())
+    if unknown or not main:
+        raise ModelError(f"hybrid_layer_pattern {pattern!r}: not modelled: {', '.join(unknown) or 'no layer'}")
+    blocks = {"M": mamba, "*": attention, "-": mlp, "E": moe}
+    made = {letter: Layer(_HYBRID[letter], blocks[letter](widths), widths.hidden_bytes) for letter in set(main)}
+    return [made[letter] for letter in main]
+
+
+def _moe_pattern(arguments: Mapping[str, Any], layers: int) -> list[bool]:
+    """For each transformer layer, whether its MLP is a mixture of experts."""
+    if not arguments.get("num_experts"):
+        return [False] * layers
+    frequency = arguments.get("moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return [number % frequency == 0 for number in range(layers)]
+    if len(frequency) != layers:
+        raise ModelError(f"moe_layer_freq has {len(frequency)} elements for {layers} layers")
+    return [bool(each) for each in frequency]
+
+
+def _widths(arguments: Mapping[str, Any]) -> Widths:
+    hidden, heads = _need(arguments, "hidden_size"), _need(arguments, "num_attention_heads")
+    gated = bool(arguments.get("swiglu"))
+    grouped = arguments.get("group_query_attention")
+    dropout = arguments.get("hidden_dropout", 0.1) > 0
+    fused = arguments.get("attention_backend") not in ("unfused", "local")
+    latent = bool(arguments.get("multi_latent_attention"))
+    if arguments.get("moe_latent_size"):
+        raise ModelError("moe_latent_size is not modelled")
+    return Widths(
+        hidden=hidden,
+        ffn=arguments.get("ffn_hidden_size") or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden),
+        heads=heads,
+        groups=arguments["num_query_groups"] if grouped else heads,
+        head_width=arguments.get("kv_channels") or hidden // heads,
+        vocabulary=padded_vocabulary(arguments),
+        positions=_need(arguments, "max_position_embeddings")
+        if arguments.get("position_embedding_type", "learned_absolute") == "learned_absolute"
+        else 0,
+        norm=1 if arguments.get("normalization") == "RMSNorm" else 2,
+        gated=gated,
+        linear_bias=arguments.get("add_bias_linear", True),
+        qkv_bias=arguments.get("add_qkv_bias", False),
+        qk_norm=bool(arguments.get("qk_layernorm")),
+        tied=not arguments.get("untie_embeddings_and_output_weights"),
+        element_bytes=2 if arguments.get("bf16") or arguments.get("fp16") else 4,
+        dropout=dropout,
+        attention_dropout=arguments.get("attention_dropout", 0.1) > 0,
+        fused_attention=fused,
+        latent=latent,
+        q_rank=arguments.get("q_lora_rank") or 0,
+        kv_rank=arguments.get("kv_lora_rank", 32),
+        qk_width=arguments.get("qk_head_dim", 128),
+        rope_width=arguments.get("qk_pos_emb_head_dim", 64),
+        v_width=arguments.get("v_head_dim", 128),
+        experts=arguments.get("num_experts") or 0,
+        expert_ffn=arguments.get("moe_ffn_hidden_size") or arguments.get("ffn_hidden_size") or 4 * hidden,
+        experts_per_token=arguments.get("moe_router_topk", 2),
+        shared_ffn=arguments.get("moe_shared_expert_intermediate_size") or 0,
+        shared_gate=bool(arguments.get("moe_shared_expert_gate")),
+        mamba_heads=arguments.get("mamba_num_heads")
+        or 2 * hidden // arguments.get("mamba_head_dim", 64),
+        mamba_head_width=arguments.get("mamba_head_dim", 64),
+        mamba_groups=arguments.get("mamba_num_groups", 8),
+        mamba_state=arguments.get("mamba_state_dim", 128),
+    )
+
+
+def padded_vocabulary(arguments: Mapping[str, Any]) -> int:
+    """Rows of the embedding: `padded_vocab_size`, or `vocab_size` rounded up as Megatron does."""
+    padded = arguments.get("padded_vocab_size")
+    if padded:
+        return int(padded)
+    multiple = arguments.get("make_vocab_size_divisible_by", 128) * arguments.get("tensor_model_parallel_size", 1)
+    return -(-_need(arguments, "vocab_size") // multiple) * multiple
+
+
+def _need(arguments: Mapping[str, Any], name: str) -> int:
+    value = arguments.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"{name} must be a whole number of at least 1, got {value!r}")
+    return value
