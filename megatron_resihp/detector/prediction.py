@@ -6,6 +6,7 @@ replica comes from the simulator, the iteration waits for the slowest replica, a
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -125,6 +126,7 @@ class Prediction:
         }
 
 
+@cache
 def program_of(stages: int, chunks: int, micro_batches: int, splits_backward: bool) -> Program:
     """The program that Megatron runs for such a pipeline; ZB-H1 where the backward is split."""
     if splits_backward:

@@ -18,7 +18,7 @@ REGIME_ITERATIONS = (20, 60)
 """Shortest and longest time that a mix lasts; 40 iterations on average."""
 BYTES_PER_TOKEN = 4
 """Of source code under usual byte-pair encodings."""
-LONG_SHARES = ((0.0, 0.2), (0.8, 1.0))
+LONG_SHARES = ((0.0, 0.05), (0.85, 1.0))
 """Ranges of the share of tokens in long documents; regimes alternate, as where a corpus is read source by source."""
 LONG_MEDIAN = (1.0, 4.0)
 """Range of the median length of long documents, in sequences."""

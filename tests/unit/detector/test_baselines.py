@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from megatron_resihp.detector.baselines.greyhound import Greyhound
-from megatron_resihp.detector.baselines.validation import Finding, Validate
+from megatron_resihp.detector.baselines.resihp import Resihp
+from megatron_resihp.detector.baselines.validation import Finding, Validate, Validation
 from megatron_resihp.detector.interface import iteration_seconds
 from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.verdict import Kind, Verdict
 from megatron_resihp.simulator.draws import Purpose, draw_job
+from megatron_resihp.simulator.faults import Fault
+from megatron_resihp.simulator.jobs import JobSpec, Schedule, SyntheticJob, make_job
 from megatron_resihp.simulator.noise import NOISES
 from megatron_resihp.simulator.shapes import SHAPES
 
@@ -87,3 +90,37 @@ def test_the_iteration_time_is_the_slowest_workers_that_reported() -> None:
     job = draw_job(Purpose.TUNING, 0, NOISES[0], SHAPES[0], 0)
     assert iteration_seconds(job.iteration(3)) == pytest.approx(job.seconds[2])
     assert np.isnan(iteration_seconds(observed(float("nan"), 1)))
+
+
+def watched(job: SyntheticJob, detector: type[Greyhound] | type[Resihp]) -> list[Verdict]:
+    def validate(iteration: int) -> list[Finding]:
+        return [Finding(fault.kind, fault.workers, fault.speed) for fault in job.faults if fault.onset <= iteration]
+
+    watching = detector(job.layout, 0.01, job.spec.iterations, validate=validate)
+    return [verdict for observations in job.observations() for verdict in watching.observe(observations)]
+
+
+def documents_in_regimes(*faults: Fault) -> SyntheticJob:
+    spec = JobSpec(SHAPES[0], 16384, micro_batches=8, schedule=Schedule.ONE_F_ONE_B, noise=NOISES[0])
+    return make_job(spec, faults, np.random.default_rng(1))
+
+
+def test_resihp_knows_long_documents_from_slow_devices_where_greyhound_does_not() -> None:
+    healthy = documents_in_regimes()
+    assert {verdict.workers for verdict in watched(healthy, Greyhound)} == {()}
+    assert watched(healthy, Resihp) == []
+
+
+def test_resihp_finds_a_device_at_half_speed_and_not_one_that_costs_the_job_less_than_a_quarter() -> None:
+    half = Fault(Kind.COMPUTE, (6,), 0.5, onset=120)
+    (verdict,) = watched(documents_in_regimes(half), Resihp)
+    assert verdict.workers == (6,) and verdict.speed == 0.5
+    assert 120 <= verdict.iteration <= 125
+    assert watched(documents_in_regimes(Fault(Kind.COMPUTE, (6,), 0.85, onset=120)), Resihp) == []
+
+
+def test_validation_that_finds_only_known_culprits_is_no_new_alarm() -> None:
+    validation = Validation(lambda iteration: [SLOW])
+    assert [verdict.workers for verdict in validation.after_alarm(5, 7, 0)] == [(0,)]
+    assert validation.after_alarm(9, 11, 0) == []
+    assert validation.count == 2
