@@ -1,6 +1,12 @@
-"""What measuring costs: how many workers' messages a second the coordinator unpacks and assembles on one core.
+"""What measuring costs: the probes' share of the training thread's time, and how many workers' messages a second the
+coordinator unpacks and assembles on one core.
 
-May import the standard library, numpy and `megatron_resihp` without torch.
+`probe_us_per_op` is what 8 micro-batches take longer with the probes, over their 16 ops: in each a worker in the middle
+of a pipeline receives, sends and takes part in 8 tensor-parallel collectives. All that stands for Megatron, torch and
+gloo does nothing. Median of 200 iterations; seconds are CPU time, throughout.
+`overhead_percent` is the same on a GPU, with real work, as a share of the iteration; null where there is none.
+
+May import the standard library, numpy, `megatron_resihp` without torch, and `probe_cost`, which imports everything.
 """
 
 import argparse
@@ -14,6 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common import load_average, print_result
+from probe_cost import measure_probes
 
 from megatron_resihp.detector.assemble import Assembler
 from megatron_resihp.detector.layout import layout_of
@@ -23,6 +30,7 @@ from megatron_resihp.detector.wire import pack
 from megatron_resihp.plan.parallel_plan import ParallelPlan, Replica
 
 GOAL_MESSAGES_PER_S = 10_000
+GOAL_PROBE_US_PER_OP = 20
 TENSOR_PARALLEL, PIPELINE_PARALLEL, MICRO_BATCHES, WORKERS_A_NODE = 4, 16, 8, 8
 
 
@@ -89,8 +97,10 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=16, help="replicas of 64 workers (default 16)")
     parser.add_argument("--iterations", type=int, default=10, help="iterations of messages (default 10)")
     options = parser.parse_args()
-    result = measure_messages(options.replicas, options.iterations)
+    result = measure_probes() | measure_messages(options.replicas, options.iterations)
     result["load_average"] = load_average()
+    if result["probe_us_per_op"] > GOAL_PROBE_US_PER_OP:
+        print(f"the probes take more than {GOAL_PROBE_US_PER_OP} microseconds for each op", file=sys.stderr)
     if result["messages_per_s"] < GOAL_MESSAGES_PER_S:
         print(f"fewer than {GOAL_MESSAGES_PER_S} messages a second", file=sys.stderr)
     print_result(result)

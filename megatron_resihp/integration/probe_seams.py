@@ -34,10 +34,10 @@ COLLECTIVES = (
     "megatron.core.tensor_parallel.layers:dist_reduce_scatter_func",
 )
 SLOTS = (
-    ("send_prev", OpKind.B, False),
-    ("recv_prev", OpKind.F, True),
-    ("send_next", OpKind.F, False),
-    ("recv_next", OpKind.B, True),
+    ("tensor_send_prev", OpKind.B, False),
+    ("tensor_recv_prev", OpKind.F, True),
+    ("tensor_send_next", OpKind.F, False),
+    ("tensor_recv_next", OpKind.B, True),
 )
 """The transfers of one call, in the order in which Megatron posts them in a batch."""
 
@@ -105,16 +105,15 @@ def wrap_forward_step(runtime: Runtime, original: Callable[..., Any]) -> Callabl
         forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, input_tensor: Any,
         *positional: Any, **options: Any,
     ) -> Any:  # fmt: skip
-        def step() -> Any:
+        if not probes.recording:
             return original(
                 forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options
             )
-
-        if not probes.recording:
-            return step()
         before = _packed_so_far()
         probes.open_forward(options.get("vp_stage") or 0, options["current_microbatch"], _tensors(input_tensor))
-        result = step()
+        result = original(
+            forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options
+        )
         probes.close_forward(result[0], _tensors(result[0]), _workload(runtime, before), runtime.pad_op)
         return result
 
@@ -175,7 +174,7 @@ def wrap_collective(runtime: Runtime, original: Callable[..., Any]) -> Callable[
 
     @functools.wraps(original)
     def collective(*positional: Any, **options: Any) -> Any:
-        if not probes.times_collective(options.get("group")):
+        if options.get("group") is not probes.timed_group:
             return original(*positional, **options)
         if options.get("async_op"):
             return _TimedHandle(original(*positional, **options), probes)
@@ -226,47 +225,42 @@ def wrap_p2p_ops(runtime: Runtime, original: Callable[..., Any]) -> Callable[...
     probes = runtime.probes
 
     @functools.wraps(original)
-    def p2p_ops(*, group: Any, prev_pipeline_rank: int, next_pipeline_rank: int, **tensors: Any) -> Any:
-        def post() -> Any:
-            return original(
-                group=group, prev_pipeline_rank=prev_pipeline_rank, next_pipeline_rank=next_pipeline_rank, **tensors
-            )
-
+    def p2p_ops(**call: Any) -> Any:
         if not probes.recording:
-            return post()
+            return original(**call)
         posted = probes.mark()
-        requests = post()
+        requests = original(**call)
+        previous, following = call["prev_pipeline_rank"], call["next_pipeline_rank"]
         rows = {}
-        for name, kind, received in SLOTS:
-            tensor = tensors[f"tensor_{name}"]
+        for (name, kind, received), rank in zip(SLOTS, (previous, previous, following, following), strict=True):
+            tensor = call[name]
             if tensor is not None:
-                rank = prev_pipeline_rank if name.endswith("prev") else next_pipeline_rank
                 rows[name] = probes.post(tensor, rank, kind, received, posted)
         return _follow(runtime, requests, rows)
 
     return p2p_ops
 
 
-def _follow(runtime: Runtime, requests: Any, rows: dict[str, int]) -> Any:
+def _follow(runtime: Runtime, requests: Any, rows: dict[str, list[Any]]) -> Any:
     if isinstance(requests, dict):
-        return {name: _TimedRequest(request, runtime, [rows[name]]) for name, request in requests.items()}
+        return {name: _TimedRequest(request, runtime, (rows[f"tensor_{name}"],)) for name, request in requests.items()}
     if len(requests) == len(rows):
-        return [_TimedRequest(request, runtime, [row]) for request, row in zip(requests, rows.values(), strict=True)]
+        return [_TimedRequest(request, runtime, (row,)) for request, row in zip(requests, rows.values(), strict=True)]
     # NCCL gives one request for all that were posted together.
-    return [_TimedRequest(request, runtime, list(rows.values())) for request in requests]
+    return [_TimedRequest(request, runtime, tuple(rows.values())) for request in requests]
 
 
 class _TimedRequest:
     """Stands for a P2P request; notes when it was found to be done."""
 
-    def __init__(self, request: Any, runtime: Runtime, rows: list[int]) -> None:
+    def __init__(self, request: Any, runtime: Runtime, rows: tuple[list[Any], ...]) -> None:
         self._request = request
         self._runtime = runtime
         self._rows = rows
 
     def wait(self, *positional: Any) -> Any:
         result = self._request.wait(*positional)
-        rows, self._rows = self._rows, []
+        rows, self._rows = self._rows, ()
         self._runtime.probes.done(rows, self._runtime.pad_transfer)
         return result
 

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_resihp.detector.records import IterationRecord, OpKind, SpanKind
+from megatron_resihp.detector.records import OpKind, SpanKind
 from megatron_resihp.integration.probe_clock import Clock
-from megatron_resihp.integration.probe_sheet import Sheet
+from megatron_resihp.integration.probe_sheet import CHUNK, DONE, MICRO_BATCH, Sheet
 
 NAN = float("nan")
+NOBODY = object()
+"""Stands where no group is."""
 SAMPLE = 4
 """Where timing a collective costs events, only those of one micro-batch in so many are timed, taking turns."""
 
@@ -30,39 +32,37 @@ class Probes:
 
     Args:
         worker: this worker's id.
-        make_clock: gives a clock for each set of notes.
-        send: takes finished records; must not block.
+        make_clock: gives a clock; two are used in turns.
+        send: takes what has been noted of an iteration; must not block. Its record is made where `record` is called.
 
     Attributes:
         recording: whether an iteration is under way; nothing else is to be called for ops and transfers if not.
         tp_group: the tensor-parallel group of this epoch.
+        timed_group: the group whose collectives are to be timed now: that one, inside of ops that are sampled.
+        mark: gives the moment, as the clock has it.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        make_clock: Callable[[], Clock],
-        send: Callable[[IterationRecord], None],
-    ) -> None:
+    def __init__(self, worker: int, make_clock: Callable[[], Clock], send: Callable[[Sheet], None]) -> None:
         self.recording = False
         self.tp_group: Any = None
+        self.timed_group: Any = NOBODY
         self._worker = worker
         self._send = send
         # Marks of one iteration are read while the next one takes its own.
-        self._sheet, self._spare = Sheet(make_clock()), Sheet(make_clock())
+        self._clock, self._other_clock = make_clock(), make_clock()
+        self.mark = self._clock.mark
+        self._sheet = Sheet(self._clock, worker)
         self._unsent: Sheet | None = None
-        self._clock = self._sheet.clock
         self._micro_batches: Sequence[int] = ()
         self._workers: Sequence[int] = ()
-        self._pauses: list[tuple[SpanKind, float, float]] = []
+        self._pauses: list[tuple[int, float, float]] = []
         self._pause_began = 0.0
         self._op: tuple[OpKind, int, int] | None = None
         self._entered = self._batch_came = self._opened = self._waited = 0.0
         self._first_wait = 0
-        self._times_waits = False
         self._of_output: dict[int, tuple[int, int]] = {}
         self._of_tensor: dict[int, tuple[int, int]] = {}
-        self._received: dict[int, int] = {}
+        self._received: dict[int, list[Any]] = {}
 
     # ---- iterations
 
@@ -83,14 +83,17 @@ class Probes:
     def abandon(self) -> None:
         """The iteration under way, if there is one, will not be finished."""
         self.recording = False
-        self._sheet.clear()
+        self._clock.reset()
+        self._sheet = Sheet(self._clock, self._worker)
 
     def begin_schedule(self) -> None:
         """Ops begin; those of an earlier attempt at the same iteration are dropped."""
-        self._sheet.clear_schedule()
-        self._op = None
-        for table in (self._of_output, self._of_tensor, self._received):
+        sheet = self._sheet
+        for notes in (sheet.ops, sheet.transfers, sheet.waits):
+            notes.clear()
+        for table in (sheet.workload, self._of_output, self._of_tensor, self._received):
             table.clear()
+        self._op, self.timed_group = None, NOBODY
 
     def synchronized(self) -> None:
         """The host has just waited for the device, for reasons of its own: marks can be read now."""
@@ -101,9 +104,10 @@ class Probes:
         """The iteration is over; its record is sent as soon as all its marks can be read."""
         self._sheet.end = time.monotonic()
         self.recording = False
-        finished, self._sheet, self._spare = self._sheet, self._spare, self._sheet
-        self._clock = self._sheet.clock
-        self._unsent = finished
+        self._unsent = self._sheet
+        self._clock, self._other_clock = self._other_clock, self._clock
+        self.mark = self._clock.mark
+        self._sheet = Sheet(self._clock, self._worker)
         if self._clock.immediate:
             self.flush()
 
@@ -111,12 +115,13 @@ class Probes:
         """Send what is finished; the host must have waited for the device since."""
         if self._unsent is None:
             return
+        sheet, self._unsent = self._unsent, None
         pauses, self._pauses = self._pauses, []
-        for pause in pauses:
-            self._unsent.spans.add(pause)
-        self._send(self._unsent.record(self._worker))
-        self._unsent.clear()
-        self._unsent = None
+        sheet.spans += pauses
+        if not sheet.clock.immediate:
+            sheet.record()
+            sheet.clock.reset()
+        self._send(sheet)
 
     @property
     def immediate(self) -> bool:
@@ -162,22 +167,23 @@ class Probes:
         """The micro-batch of the forward op under way is there: what came before was no work of the device."""
         if self._op is not None and self._op[0] is OpKind.F:
             self._batch_came = time.monotonic()
-            self._sheet.waits.count = self._first_wait
+            del self._sheet.waits[self._first_wait :]
             self._waited = 0.0
-            self._opened = self._clock.mark()
+            self._opened = self.mark()
 
     def _open(self, kind: OpKind, chunk: int, micro_batch: int, inputs: Iterable[Any]) -> None:
         self._op = (kind, chunk, micro_batch)
         for tensor in inputs:
             row = self._received.pop(id(tensor), None)
             if row is not None:
-                self._sheet.transfers.set(row, "chunk", chunk)
-                self._sheet.transfers.set(row, "micro_batch", micro_batch)
-        self._times_waits = self._clock.immediate or (self._sheet.iteration + micro_batch) % SAMPLE == 0
-        self._first_wait = self._sheet.waits.count
+                row[CHUNK], row[MICRO_BATCH] = chunk, micro_batch
+        times_waits = self._clock.immediate or (self._sheet.iteration + micro_batch) % SAMPLE == 0
+        if times_waits:
+            self.timed_group = self.tp_group
+        self._first_wait = len(self._sheet.waits)
         self._waited = self._batch_came = 0.0
         self._entered = time.monotonic()
-        self._opened = self._clock.mark()
+        self._opened = self.mark()
 
     def _close(self, tensors: Iterable[Any], pad: PadOp | None) -> None:
         assert self._op is not None
@@ -185,53 +191,43 @@ class Probes:
         if pad is not None:
             tokens, squares = self._sheet.workload.get(micro_batch, (NAN, NAN))
             pad(kind, chunk, tokens, squares, self._opened, self._waited)
-        end = self._clock.mark()
-        self._op = None
-        waited = self._waited if self._times_waits else NAN
-        self._sheet.ops.add((kind, chunk, micro_batch, self._opened, end, waited))
+        end = self.mark()
+        waited = NAN if self.timed_group is NOBODY else self._waited
+        self._op, self.timed_group = None, NOBODY
+        self._sheet.ops.append((kind, chunk, micro_batch, self._opened, end, waited))
         if self._batch_came:
-            self._sheet.spans.add((SpanKind.DATA, self._entered, self._batch_came))
+            self._sheet.spans.append((SpanKind.DATA, self._entered, self._batch_came))
         for tensor in tensors:
             self._of_tensor[id(tensor)] = (chunk, micro_batch)
 
     # ---- waiting and transfers
 
-    def times_collective(self, group: Any) -> bool:
-        """Whether a collective of this group is to be timed now."""
-        return self._op is not None and self._times_waits and group is self.tp_group
-
-    def mark(self) -> float:
-        """Now, on this worker's clock."""
-        return self._clock.mark()
-
     def note_wait(self, since: float) -> None:
-        """A collective inside an op is over."""
-        now = self._clock.mark()
+        """A collective of `timed_group` is over."""
+        now = self.mark()
         if self._clock.immediate:
             self._waited += now - since
         else:
-            self._sheet.waits.add((self._sheet.ops.count, since, now))
+            self._sheet.waits.append((len(self._sheet.ops), since, now))
 
-    def post(self, tensor: Any, rank: int, kind: OpKind, received: bool, posted: float) -> int:
-        """A transfer has been posted; returns its number, for `done`."""
+    def post(self, tensor: Any, rank: int, kind: OpKind, received: bool, posted: float) -> list[Any]:
+        """A transfer has been posted; returns its row, for `done`."""
         chunk, micro_batch = (0, 0) if received else self._of_tensor.pop(id(tensor), (0, 0))
-        row = self._sheet.transfers.add((
-            self._workers[rank], received, kind, chunk, micro_batch, posted, NAN,
-            tensor.numel() * tensor.element_size(),
-        ))  # fmt: skip
+        row = [self._workers[rank], received, kind, chunk, micro_batch, posted, NAN, tensor.nbytes]
+        self._sheet.transfers.append(row)
         if received:
             # Which micro-batch it was is known when an op takes it as its input.
             self._received[id(tensor)] = row
         return row
 
-    def done(self, rows: Sequence[int], pad: PadTransfer | None) -> None:
+    def done(self, rows: Iterable[list[Any]], pad: PadTransfer | None) -> None:
         """Transfers that were posted together are done."""
-        transfers = self._sheet.transfers
         for row in rows:
-            if pad is not None and transfers.rows["received"][row]:
-                found = transfers.rows[row]
-                pad(int(found["peer"]), float(found["posted"]), float(found["bytes"]))
-            transfers.set(row, "done", self._clock.mark())
+            if pad is not None:
+                peer, received, _, _, _, posted, _, size = row
+                if received:
+                    pad(peer, posted, float(size))
+            row[DONE] = self.mark()
 
     # ---- spans
 
@@ -242,16 +238,16 @@ class Probes:
         try:
             yield
         finally:
-            self._sheet.spans.add((kind, began, time.monotonic()))
+            self._sheet.spans.append((kind, began, time.monotonic()))
 
     @contextmanager
     def marked_span(self, kind: SpanKind) -> Iterator[None]:
         """Note how long something took that the host only starts."""
-        began = self._clock.mark()
+        began = self.mark()
         try:
             yield
         finally:
-            self._sheet.marked_spans.add((kind, began, self._clock.mark()))
+            self._sheet.marked_spans.append((kind, began, self.mark()))
 
     def watch_garbage_collection(self) -> None:
         """Note Python's garbage collections from now on; called once."""

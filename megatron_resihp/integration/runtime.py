@@ -12,10 +12,10 @@ import torch
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.control.worker import WorkerControl
-from megatron_resihp.detector.records import IterationRecord
 from megatron_resihp.executor.communicators import Communicators, SideGroup
 from megatron_resihp.integration.drills import Drills
 from megatron_resihp.integration.probe_clock import make_clock
+from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.probes import PadOp, PadTransfer, Probes
 from megatron_resihp.plan import Coordinate, ParallelPlan
 
@@ -66,7 +66,7 @@ class Trained:
 
 class Runtime:
     """One worker's state. Created when the arguments are known, filled as Megatron starts. `send` takes the probes'
-    records and must not block.
+    notes and must not block.
 
     Attributes:
         plan: the plan of the current epoch.
@@ -93,7 +93,7 @@ class Runtime:
         control: WorkerControl,
         communicators: Communicators,
         args: Any,
-        send: Callable[[IterationRecord], None],
+        send: Callable[[Sheet], None],
     ) -> None:
         self.config = config
         self.control = control

@@ -20,9 +20,9 @@ from megatron_resihp.control.address import parse_address
 from megatron_resihp.control.shipping import Outbox
 from megatron_resihp.control.store import connect
 from megatron_resihp.control.worker import WorkerControl
-from megatron_resihp.detector.records import IterationRecord
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.step import install_step
 from megatron_resihp.integration.world import build_world
@@ -52,8 +52,8 @@ def create_runtime(config: ResihpConfig) -> Runtime:
     return runtime
 
 
-def _pack(record: IterationRecord, lost: int) -> bytes:
-    return pack(replace(record, lost=lost))
+def _pack(sheet: Sheet, lost: int) -> bytes:
+    return pack(replace(sheet.record(), lost=lost))
 
 
 def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
