@@ -1,0 +1,54 @@
+"""What many workers share at one moment, so that it can be taken out of each one's residual. Imports numpy.
+
+Neither of the two estimates hides a fault. The job's level stays 0 unless more than three quarters of the workers moved
+together; a node's median follows its workers, but that is why each worker is also judged without it (`tracker`).
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+FEWEST_PEERS = 3
+"""A median of fewer workers is moved by a single slow one."""
+
+
+def job_level(residuals: NDArray[np.float64], usable: NDArray[np.bool_]) -> float:
+    """The point nearest to 0 between the lower and the upper quartile of the usable residuals; 0 if there are none.
+
+    Independent noise gives 0. A shift that everybody shares gives that shift, but for two thirds of a standard
+    deviation of what is not shared. Up to three quarters of slow workers (a whole node of two) give 0, where a median
+    would blame half of their slowness on the healthy ones.
+    """
+    values = residuals[usable]
+    if values.size < 2:
+        return 0.0
+    low, high = np.quantile(values, (0.25, 0.75))
+    return float(min(max(0.0, low), high))
+
+
+def peer_medians(
+    residuals: NDArray[np.float64], usable: NDArray[np.bool_], group: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """For each unit the median of its group's *other* usable residuals; NaN where fewer than FEWEST_PEERS are usable.
+
+    Without the unit's own: a median that holds it follows it in its usual range and not in its tail, so that the
+    variance of the difference would say too little about its tail.
+
+    Args:
+        residuals, usable: [units].
+        group: [units], numbers from 0.
+    """
+    groups = int(group.max()) + 1 if group.size else 0
+    members = np.flatnonzero(usable)
+    order = members[np.lexsort((residuals[members], group[members]))]
+    count = np.bincount(group[members], minlength=groups)
+    first = (np.cumsum(count) - count)[group]
+    # Who is not usable ranks behind all others.
+    rank = np.full(group.size, group.size)
+    rank[order] = np.arange(order.size) - first[order]
+    others = count[group] - usable
+    enough = others >= FEWEST_PEERS
+    medians = np.full(group.size, np.nan)
+    low_place, high_place = ((others - 1) // 2)[enough], (others // 2)[enough]
+    low, high = (first[enough] + place + (place >= rank[enough]) for place in (low_place, high_place))
+    medians[enough] = (residuals[order[low]] + residuals[order[high]]) / 2
+    return medians

@@ -1,0 +1,195 @@
+"""What ops and transfers should take on healthy devices: the cost model in the hands of the detector.
+
+Imports numpy and the room `cost`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_resihp.cost.current import CurrentCost
+from megatron_resihp.cost.fit import Fits, masked_median
+from megatron_resihp.cost.model import CostModel, Link, LinkCost, fit_links, fit_ops
+from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.residuals import robust_average
+
+ENOUGH: Final = 4000
+"""Measurements of an op kind in a stage from which its cost is fitted; more would only take longer."""
+LEAST_NOISE: Final = 1e-3
+UNKNOWN: Final = LinkCost(float("nan"), float("nan"), False, float("nan"))
+UPDATE_EVERY: Final = 4
+"""Iterations between updates of the cost model: what it follows takes a hundred."""
+
+
+class Expected:
+    """Predicts ops and transfers, and turns one iteration's measurements into residuals.
+
+    Attributes:
+        hidden: [workers, kinds, chunks] ops whose duration says nothing of their worker unless waits were timed: those
+            of tensor-parallel groups that were seen to wait.
+    """
+
+    def __init__(self, layout: Layout, warm_up: Sequence[IterationObservations], shared: NDArray[np.bool_]) -> None:
+        """Fit from warm-up.
+
+        Args:
+            layout: of the iterations.
+            warm_up: iterations to learn from.
+            shared: [workers] who is in a tensor-parallel group with others.
+        """
+        self._stage = layout.stage
+        waited = np.isfinite(np.stack([each.waited for each in warm_up])).any(axis=(0, 4))
+        self.hidden = waited & shared[:, None, None]
+        self._cost = CurrentCost(CostModel(*self._fit(warm_up)))
+        self._link_costs: dict[Link, LinkCost] = {}
+        self._set_links(layout, warm_up)
+        self._since_update = 0
+
+    def _fit(self, warm_up: Sequence[IterationObservations]) -> tuple[Fits, Fits]:
+        most = np.bincount(self._stage).max() * warm_up[0].tokens.shape[1]
+        some = warm_up[:: max(1, len(warm_up) * most // ENOUGH)]
+        own = np.stack([self.own(each) for each in some])
+        features = [np.stack([workload(each)[number] for each in some]) for number in (0, 1)]
+        return fit_ops(self._stage, own, np.full_like(own, np.nan), *features)
+
+    def _set_links(self, layout: Layout, observed: Sequence[IterationObservations]) -> None:
+        """Fit links that were not known before; the others keep their costs, or a slow link would become normal."""
+        sizes = np.stack([each.transfer_bytes for each in observed])
+        costs = fit_links(layout.links, np.stack([each.transfer for each in observed]), sizes)
+        by_link = np.moveaxis(sizes, 1, 0).reshape(len(layout.links), -1)
+        usual = masked_median(by_link, np.isfinite(by_link))
+        for (first, second), size in zip(layout.links.tolist(), usual, strict=True):
+            pair = (min(first, second), max(first, second))
+            if pair in costs:
+                self._link_costs.setdefault(pair, _by_bytes(costs[pair], float(size)))
+        known = [self._link_costs.get((min(pair), max(pair)), UNKNOWN) for pair in layout.links.tolist()]
+        self._latency = np.array([link.latency for link in known])
+        self._per_byte = np.array([link.seconds_per_byte for link in known])
+        noise = [link.noise for link in known if np.isfinite(link.noise)]
+        self._link_noise = max(float(np.median(noise)), LEAST_NOISE) if noise else LEAST_NOISE
+
+    @property
+    def model(self) -> CostModel:
+        """The cost model as it is now."""
+        return self._cost.model
+
+    def own(self, observations: IterationObservations) -> NDArray[np.float64]:
+        """Seconds that each worker computed itself, shape of `compute`; NaN where that is not known.
+
+        An op of a tensor-parallel group lasts as long as its slowest member's, so without the wait in collectives all
+        members look alike.
+        """
+        timed = np.isfinite(observations.waited)
+        own = observations.compute - np.where(timed, observations.waited, 0.0)
+        known = (timed | ~self.hidden[..., None]) & observations.reported[:, None, None, None]
+        return np.where(known & (own > 0) & np.isfinite(own), own, np.nan)
+
+    def workers(self, observations: IterationObservations) -> NDArray[np.float64]:
+        """[workers] residuals of compute."""
+        predicted = self.model.own_compute(self._stage, *workload(observations))
+        return robust_average(self.own(observations), predicted, self._op_noise())
+
+    def links(self, observations: IterationObservations) -> NDArray[np.float64]:
+        """[links] residuals of transfers."""
+        size = np.nan_to_num(observations.transfer_bytes)
+        predicted = self._latency[:, None] + self._per_byte[:, None] * size
+        return robust_average(observations.transfer, predicted, self._link_noise)
+
+    def bandwidth(self, link: int, excess: float, size: float) -> float:
+        """The share p of its bandwidth that a link has left when its transfers of `size` bytes take e^excess times as
+        long: latency does not grow, so p = (1 − f) / (e^excess − f) with f the share of latency in a healthy one."""
+        healthy = self._latency[link] + self._per_byte[link] * size
+        fixed = self._latency[link] / healthy if healthy > 0 else 0.0
+        return float((1 - fixed) / max(np.exp(excess) - fixed, 1 - fixed))
+
+    def _op_noise(self) -> float:
+        noise = self.model.ops.noise
+        known = noise[np.isfinite(noise)]
+        return max(float(np.median(known)), LEAST_NOISE) if known.size else LEAST_NOISE
+
+    def learn(
+        self, observations: IterationObservations, level: NDArray[np.float64], suspect: NDArray[np.bool_]
+    ) -> None:
+        """Follow slow changes of what work costs.
+
+        Args:
+            observations: of one iteration.
+            level: [workers] log of each device's own level against its stage's; taken out before learning.
+            suspect: [workers] who teaches nothing.
+        """
+        self._since_update += 1
+        if self._since_update < UPDATE_EVERY:
+            return
+        self._since_update = 0
+        own = self.own(observations) * np.exp(-level)[:, None, None, None]
+        self._cost.update(self._stage, own, np.full_like(own, np.nan), *workload(observations), suspect)
+
+    def move(
+        self,
+        layout: Layout,
+        settling: Sequence[IterationObservations],
+        level: NDArray[np.float64],
+        shared: NDArray[np.bool_],
+    ) -> None:
+        """Fit to another epoch's plan: what a stage costs is scaled, its dependence on the workload stays.
+
+        Args:
+            layout: of the new epoch.
+            settling: its first iterations.
+            level: [workers] log of each device's level, slowness included.
+            shared: as in the constructor.
+        """
+        stages = int(layout.stage.max()) + 1
+        nearest = np.minimum(np.arange(stages), self.model.ops.alpha.shape[0] - 1)
+        ops = _select(self.model.ops, nearest)
+        self._stage = layout.stage
+        waited = np.isfinite(np.stack([each.waited for each in settling])).any(axis=(0, 4))
+        self.hidden = waited & shared[:, None, None]
+        model = CostModel(ops, _select(self.model.collectives, nearest))
+        ratios = []
+        for each in settling:
+            predicted = model.own_compute(self._stage, *workload(each))
+            ratios.append(np.log(self.own(each) / predicted) - level[:, None, None, None])
+        scale = np.ones(ops.alpha.shape)
+        stacked = np.stack(ratios)
+        for stage in range(stages):
+            of_stage = stacked[:, layout.stage == stage]
+            of_stage = np.moveaxis(of_stage, (2, 3), (0, 1)).reshape(*scale.shape[1:], -1)
+            known = np.isfinite(of_stage).any(axis=-1)
+            scale[stage][known] = np.exp(np.nanmedian(of_stage[known], axis=-1))
+        self._cost = CurrentCost(CostModel(_scaled(ops, scale), model.collectives))
+        self._set_links(layout, settling)
+
+
+def workload(observations: IterationObservations) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """N and Σ l², [workers, micro-batches]; 1 and 0 where nothing is known of any, so that a level can be fitted."""
+    tokens, squares = observations.tokens, observations.squares
+    if np.isfinite(tokens).any() and np.isfinite(squares).any():
+        return tokens, squares
+    return np.ones_like(tokens), np.zeros_like(squares)
+
+
+def _by_bytes(cost: LinkCost, size: float) -> LinkCost:
+    """Where all transfers were of one size nothing tells latency from bandwidth: bandwidth it is, for in training the
+    tensors are large."""
+    if cost.informative or size <= 0:
+        return cost
+    return replace(cost, latency=0.0, seconds_per_byte=cost.latency / size)
+
+
+def _select(fits: Fits, stages: NDArray[np.int64]) -> Fits:
+    return Fits(**{name: getattr(fits, name)[stages] for name in fits.__dataclass_fields__})
+
+
+def _scaled(fits: Fits, scale: NDArray[np.float64]) -> Fits:
+    """The same fits of ops that take `scale` times as long."""
+    return replace(
+        fits,
+        alpha=fits.alpha * scale,
+        beta=fits.beta * scale,
+        gamma=fits.gamma * scale,
+        information=fits.information / (scale**2)[..., None, None],
+    )

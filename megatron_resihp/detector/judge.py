@@ -1,0 +1,235 @@
+"""Judges the iterations of one epoch after another: residuals, trackers, and the verdicts that follow from them.
+
+A worker's own compute is what counts, so that who waits for a slow peer is not slow itself. Where the waits inside a
+tensor-parallel group were never timed its members all look alike: the group is judged as one and stays a suspicion
+until validation names the culprit. Imports numpy and this room.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import exp, log
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_resihp.detector.expected import Expected
+from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.settings import Settings
+from megatron_resihp.detector.tracker import Finding, Tracker, healthy_levels
+from megatron_resihp.detector.units import Units, has_peers
+from megatron_resihp.detector.validation import Suspicion
+from megatron_resihp.detector.verdict import Change, Kind, Verdict
+
+CONFIDENCE: Final = 1.96
+"""Standard errors on both sides of an estimate that hold the truth with 95 % probability."""
+
+
+class Judge:
+    """What has been learned of the devices, and the judgement of each iteration.
+
+    Attributes:
+        expected: what ops and transfers should take.
+        workers, links: the trackers of their levels.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        warm_up: Sequence[IterationObservations],
+        false_alarms: float,
+        iterations: int,
+        settings: Settings,
+    ) -> None:
+        """Learn from warm-up; the arguments are those of `Monitor`."""
+        self._layout, self._settings = layout, settings
+        self._budget = false_alarms, iterations
+        shared = has_peers(layout)
+        self.expected = Expected(layout, warm_up, shared)
+        self._units = Units(layout, shared & ~self.expected.hidden.any(axis=(1, 2)))
+        numbers = np.array([each.iteration for each in warm_up])
+        history = np.stack([self._units.average(self.expected.workers(each)) for each in warm_up])
+        level, slow = healthy_levels(history, self._units.stage, settings.peer_slowdown)
+        smallest = settings.smallest_slowdown
+        self.workers = Tracker(self._units.node, history, numbers, smallest, level, slow)
+        history = np.stack([self.expected.links(each) for each in warm_up])
+        level, slow = healthy_levels(history, np.arange(len(layout.links)), settings.peer_slowdown)
+        self.links = Tracker(_sender_node(layout), history, numbers, smallest, level, slow)
+        self._share_budget()
+        self._suspicions: dict[tuple[int, ...], Suspicion] = {}
+        self._named: dict[tuple[int, ...], dict[int, float]] = {}
+        self._link_size = _usual_size(warm_up)
+
+    def _share_budget(self) -> None:
+        units = len(self._units) + len(self._layout.links)
+        for tracker in (self.workers, self.links):
+            tracker.budget(*self._budget, units)
+
+    def first_verdicts(self, observations: IterationObservations) -> list[Verdict]:
+        """On those that were slow from the start; `observations` are the last of warm-up."""
+        slow_workers, slow_links = self.workers.slow_from_the_start(), self.links.slow_from_the_start()
+        return self._verdicts(slow_workers, slow_links, observations)
+
+    def moved(self, layout: Layout, settling: Sequence[IterationObservations]) -> None:
+        """Go on with another epoch's layout, after its first iterations: what work costs is learned anew, what is known
+        of devices and links stays."""
+        shared = has_peers(layout)
+        slowness = {worker: self._level_of(worker) for worker in layout.workers.tolist()}
+        level = np.array([slowness[worker] for worker in layout.workers.tolist()])
+        self.expected.move(layout, settling, level, shared)
+        old_units, old_layout = self._units, self._layout
+        self._layout = layout
+        self._units = Units(layout, shared & ~self.expected.hidden.any(axis=(1, 2)))
+        numbers = {members: number for number, members in enumerate(old_units.members)}
+        source = np.array([numbers.get(members, -1) for members in self._units.members])
+        history = np.stack([self._units.average(self.expected.workers(each)) for each in settling])
+        self.workers.move(source, self._units.node, history)
+        pairs = {frozenset(pair): number for number, pair in enumerate(old_layout.links.tolist())}
+        source = np.array([pairs.get(frozenset(pair), -1) for pair in layout.links.tolist()], dtype=np.int64)
+        self.links.move(source, _sender_node(layout), np.stack([self.expected.links(each) for each in settling]))
+        self._share_budget()
+        self._link_size = _usual_size(settling)
+        kept = set(self._units.members)
+        self._suspicions = {members: each for members, each in self._suspicions.items() if members in kept}
+        self._named = {members: each for members, each in self._named.items() if members in kept}
+
+    def _level_of(self, worker: int) -> float:
+        """Log of the worker's present level against the prediction, slowness included; 0 of an unknown worker."""
+        for unit, members in enumerate(self._units.members):
+            if worker in members:
+                return float(self.workers.healthy_level()[unit] + self.workers.excess[unit])
+        return 0.0
+
+    def judge(self, observations: IterationObservations, left_out: NDArray[np.bool_]) -> list[Verdict]:
+        """Verdicts after one iteration.
+
+        Args:
+            observations: of the iteration.
+            left_out: [workers] whose measurements say nothing of their device.
+        """
+        residuals = np.where(left_out, np.nan, self.expected.workers(observations))
+        found = self.workers.update(self._units.average(residuals), observations.iteration)
+        found_links = self.links.update(self.expected.links(observations), observations.iteration)
+        suspect = self._units.spread(self.workers.suspect()) | left_out
+        self.expected.learn(observations, self._units.spread(self.workers.healthy_level()), suspect)
+        return self._verdicts(found, found_links, observations)
+
+    # Verdicts
+
+    def _verdicts(
+        self, workers: Sequence[Finding], links: Sequence[Finding], observations: IterationObservations
+    ) -> list[Verdict]:
+        of_workers = [verdict for each in workers for verdict in self._of_workers(each, observations)]
+        return of_workers + [self._of_link(each, observations) for each in links]
+
+    def _of_workers(self, finding: Finding, observations: IterationObservations) -> list[Verdict]:
+        members = self._units.members[finding.unit]
+        culprits = members if len(members) == 1 else tuple(self._named.get(members, ()))
+        if finding.change is Change.RECOVERY:
+            self._named.pop(members, None)
+            self._suspicions.pop(members, None)
+        elif not culprits:
+            slowdown = float(-np.expm1(-finding.excess))
+            self._suspicions[members] = Suspicion(members, slowdown, finding.since, observations.iteration)
+        speeds = [_speed(each) for each in _interval(finding)]
+        return [_verdict(Kind.COMPUTE, (worker,), finding, speeds, observations) for worker in culprits]
+
+    def _of_link(self, finding: Finding, observations: IterationObservations) -> Verdict:
+        first, second = map(int, self._layout.links[finding.unit])
+        size = float(self._link_size[finding.unit])
+        speeds = [self.expected.bandwidth(finding.unit, each, size) for each in _interval(finding)]
+        return _verdict(Kind.LINK, (first, second), finding, speeds, observations)
+
+    def suspicions(self) -> list[Suspicion]:
+        """Groups of which somebody is slow and nobody knows who."""
+        return list(self._suspicions.values())
+
+    def settle(
+        self, suspicion: Suspicion, culprits: Mapping[int, float], observations: IterationObservations
+    ) -> list[Verdict]:
+        """Validation of a suspicion is over. Without a culprit nobody is named until the group changes again.
+
+        Args:
+            suspicion: one of `suspicions`.
+            culprits: what `validation.culprits` says.
+            observations: the last ones.
+        """
+        if self._suspicions.pop(suspicion.workers, None) is None or not culprits:
+            return []
+        unit = self._units.members.index(suspicion.workers)
+        self._named[suspicion.workers] = dict(culprits)
+        finding = self.workers.state(unit, suspicion.since)
+        alone = len(culprits) == 1
+        found = {worker: finding if alone else replace(finding, excess=-log(p)) for worker, p in culprits.items()}
+        return [
+            _verdict(Kind.COMPUTE, (worker,), each, [_speed(excess) for excess in _interval(each)], observations)
+            for worker, each in found.items()
+        ]
+
+    # What others ask
+
+    def speed(self, worker: int) -> float:
+        """p of a worker as last estimated, 1.0 unless it is slow."""
+        for unit in np.flatnonzero(self.workers.slow):
+            members = self._units.members[unit]
+            named = self._named.get(members, {})
+            if worker in (members if len(members) == 1 else named):
+                return named[worker] if len(named) > 1 else _speed(float(self.workers.excess[unit]))
+        return 1.0
+
+    def link_speed(self, ends: tuple[int, int]) -> float:
+        """p of a link as last estimated, 1.0 unless it is slow."""
+        for link in np.flatnonzero(self.links.slow):
+            if set(ends) == set(map(int, self._layout.links[link])):
+                size = float(self._link_size[link])
+                return self.expected.bandwidth(int(link), float(self.links.excess[link]), size)
+        return 1.0
+
+
+def _speed(excess: float) -> float:
+    return min(exp(-excess), 1.0)
+
+
+def _interval(finding: Finding) -> tuple[float, float, float]:
+    """The excess, its highest value and its lowest value with 95 % confidence, never below 0."""
+    reach = CONFIDENCE * finding.error
+    return max(finding.excess, 0.0), max(finding.excess + reach, 0.0), max(finding.excess - reach, 0.0)
+
+
+def _verdict(
+    kind: Kind,
+    workers: tuple[int, ...],
+    finding: Finding,
+    speeds: Sequence[float],
+    observations: IterationObservations,
+) -> Verdict:
+    recovered = finding.change is Change.RECOVERY
+    evidence = {"log_ratio": finding.excess, "standard_error": finding.error, "noise": finding.noise,
+                "window": float(finding.window)}  # fmt: skip
+    return Verdict(
+        kind=kind,
+        change=finding.change,
+        workers=workers,
+        speed=1.0 if recovered else speeds[0],
+        speed_low=speeds[1],
+        speed_high=speeds[2],
+        since=finding.since,
+        iteration=observations.iteration,
+        epoch=observations.epoch,
+        evidence=evidence,
+    )
+
+
+def _sender_node(layout: Layout) -> NDArray[np.int64]:
+    """[links] the node of each link's first end: links of a node share its network card."""
+    node_of = dict(zip(layout.workers.tolist(), layout.node.tolist(), strict=True))
+    return np.array([node_of.get(int(first), 0) for first, _ in layout.links], dtype=np.int64)
+
+
+def _usual_size(observations: Sequence[IterationObservations]) -> NDArray[np.float64]:
+    """[links] median bytes of a transfer."""
+    sizes = np.concatenate([each.transfer_bytes for each in observations], axis=1)
+    known = np.isfinite(sizes).any(axis=1)
+    usual = np.zeros(len(sizes))
+    usual[known] = np.nanmedian(sizes[known], axis=1)
+    return usual

@@ -1,0 +1,165 @@
+"""The online detector: one iteration's observations in, verdicts out. Imports numpy and this room.
+
+It waits out what is not representative, warms up, and then judges every iteration (`judge`). Bad input is counted and
+left out; nothing that arrives can end it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_resihp.cost.model import CostModel
+from megatron_resihp.detector.judge import Judge
+from megatron_resihp.detector.notices import Disturbances, Notice, data_stall
+from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.settings import Settings
+from megatron_resihp.detector.validation import Suspicion
+from megatron_resihp.detector.verdict import Verdict
+
+MOST_NOTICES: Final = 1000
+"""Notices that nobody takes are dropped."""
+
+
+@dataclass
+class Counters:
+    """Bad input, counted and left out.
+
+    Attributes:
+        other_epoch: iterations of an epoch that is over, or not known yet.
+        repeated: iterations that were not newer than the last.
+        missing: iterations that never came.
+        unreported: workers' iterations whose record did not arrive.
+        malformed: iterations whose arrays do not fit the layout.
+    """
+
+    other_epoch: int = 0
+    repeated: int = 0
+    missing: int = 0
+    unreported: int = 0
+    malformed: int = 0
+
+
+class Monitor:
+    """Judges one job, online; a `detector.interface.Detector`."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        false_alarms_per_job: float = 0.01,
+        expected_iterations: int = 100_000,
+        settings: Settings | None = None,
+    ) -> None:
+        """A detector that knows nothing yet of the job.
+
+        Args:
+            layout: the workers and links in the order of the observations' arrays.
+            false_alarms_per_job: how many false alarms the user accepts in a whole job, on average.
+            expected_iterations: how many iterations the job is expected to have.
+            settings: the rest.
+        """
+        self._settings = settings or Settings()
+        self._budget = false_alarms_per_job, expected_iterations
+        self._layout = layout
+        self._judge: Judge | None = None
+        self._notices: list[Notice] = []
+        self._last: IterationObservations | None = None
+        self.counters = Counters()
+        self._begin_epoch(self._settings.warm_up)
+
+    def _begin_epoch(self, learning: int) -> None:
+        self._to_skip, self._to_learn = self._settings.skipped, learning
+        self._learning: list[IterationObservations] = []
+        self._disturbances = Disturbances(self._layout.workers.size)
+
+    # What others ask
+
+    @property
+    def model(self) -> CostModel | None:
+        """The cost model, once warm-up is over."""
+        return self._judge.expected.model if self._judge else None
+
+    @property
+    def watching(self) -> bool:
+        """Whether iterations are judged, not learned from."""
+        return self._to_learn == 0
+
+    def speed(self, worker: int) -> float:
+        """The worker's speed p as last estimated, 1.0 unless it is known to be slow."""
+        return self._judge.speed(worker) if self._judge else 1.0
+
+    def link_speed(self, ends: tuple[int, int]) -> float:
+        """The share of its bandwidth that a link has, 1.0 unless it is known to be slow."""
+        return self._judge.link_speed(ends) if self._judge else 1.0
+
+    def suspicions(self) -> list[Suspicion]:
+        """Groups of which somebody is slow and nobody knows who: to be validated."""
+        return self._judge.suspicions() if self._judge else []
+
+    def settle(self, suspicion: Suspicion, culprits: Mapping[int, float]) -> list[Verdict]:
+        """Validation of a suspicion named these workers, with their speeds (`validation.culprits`), or nobody."""
+        if self._judge is None or self._last is None:
+            return []
+        return self._judge.settle(suspicion, culprits, self._last)
+
+    def take_notices(self) -> list[Notice]:
+        """What took time and is not a device's doing, since this was last asked."""
+        taken, self._notices = self._notices, []
+        return taken
+
+    # Input
+
+    def change_layout(self, layout: Layout) -> None:
+        """A new epoch has begun: its first iterations are not judged."""
+        self._layout = layout
+        self._begin_epoch(self._settings.settling if self._judge else self._settings.warm_up)
+
+    def observe(self, observations: IterationObservations) -> list[Verdict]:
+        """What is new after this iteration; iterations come in growing order."""
+        if not self._acceptable(observations):
+            return []
+        self._last = observations
+        self._note(observations)
+        left_out = self._disturbances.see(observations)
+        if self._to_skip > 0:
+            self._to_skip -= 1
+            return []
+        if self._to_learn > 0:
+            return self._learn(observations)
+        assert self._judge is not None
+        return self._judge.judge(observations, left_out)
+
+    def _learn(self, observations: IterationObservations) -> list[Verdict]:
+        if self._learning and self._learning[-1].compute.shape != observations.compute.shape:
+            self._learning.clear()
+            self._to_learn = self._settings.settling if self._judge else self._settings.warm_up
+        self._learning.append(observations)
+        self._to_learn -= 1
+        if self._to_learn > 0:
+            return []
+        learned, self._learning = self._learning, []
+        if self._judge:
+            self._judge.moved(self._layout, learned)
+            return []
+        self._judge = Judge(self._layout, learned, *self._budget, self._settings)
+        return self._judge.first_verdicts(observations)
+
+    def _acceptable(self, observations: IterationObservations) -> bool:
+        counters, layout = self.counters, self._layout
+        if observations.epoch != layout.epoch:
+            counters.other_epoch += 1
+            return False
+        if self._last and self._last.epoch == observations.epoch:
+            if observations.iteration <= self._last.iteration:
+                counters.repeated += 1
+                return False
+            counters.missing += observations.iteration - self._last.iteration - 1
+        if len(observations.compute) != layout.workers.size or len(observations.transfer) != len(layout.links):
+            counters.malformed += 1
+            return False
+        counters.unreported += int((~observations.reported).sum())
+        return True
+
+    def _note(self, observations: IterationObservations) -> None:
+        notice = data_stall(observations, self._layout)
+        if notice:
+            self._notices = [*self._notices[-MOST_NOTICES + 1 :], notice]

@@ -1,0 +1,127 @@
+"""How healthy residuals vary: variance, drift and tail, learned from the residuals themselves. Imports numpy.
+
+A healthy residual is modelled as e + d: e independent from iteration to iteration, d a slow drift. The variogram
+V(k) = ½ E (r(t+k) − r(t))² tells the two apart without knowing the mean: V(1) ≈ var e, V(k) − V(1) ≈ what drift adds
+in k iterations (Cressie, Statistics for Spatial Data, section 2.4). The tail of e is taken as it was seen, not from a
+formula: heavy tails and stalls raise the thresholds by themselves.
+
+Arrays are [families, units]; see `tracker` for families.
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+FAR: Final = 24
+"""Iterations over which drift is measured."""
+HORIZON: Final = 60
+"""Iterations between the residuals that a level was learned from and those that are judged by it, on average."""
+MEMORY: Final = 300.0
+"""Residuals of a unit after which its variance is forgotten."""
+SHRINKAGE: Final = 30.0
+"""A unit's own variance counts like this many residuals less than what all units say together."""
+CLIP: Final = 3.0
+"""Residuals count as at most this many standard deviations."""
+_BIN, _BINS = 0.05, 400
+
+
+class Noise:
+    """Learned from healthy residuals only; who is healthy is the caller's business."""
+
+    def __init__(self, warm_up: NDArray[np.float64], smallest_clip: float) -> None:
+        """From warm-up's residuals, [iterations, families, units], NaN where unknown, each unit's median 0.
+
+        Args:
+            warm_up: the residuals.
+            smallest_clip: residuals are never clipped closer than this, so that a fault far above the noise is not
+                clipped down to it.
+        """
+        self._smallest_clip = smallest_clip
+        spread = np.nan_to_num(1.4826 * _median(np.abs(warm_up)))
+        self.clip = np.maximum(smallest_clip, CLIP * np.maximum(spread, _pooled(spread)))
+        near, far = (_half_squares(warm_up, lag, self.clip) for lag in (1, FAR))
+        self._weight = np.minimum((~np.isnan(near)).sum(axis=0).astype(np.float64), MEMORY)
+        self._near, self._far = (np.nan_to_num(np.nanmean(_or_nan(each), axis=0)) for each in (near, far))
+        self._tail = np.zeros((warm_up.shape[1], _BINS + 1))
+        self._refresh()
+        for residuals in warm_up:
+            self._count(residuals, np.isfinite(residuals))
+
+    def learn(
+        self,
+        oldest: NDArray[np.float64],
+        following: NDArray[np.float64],
+        later: NDArray[np.float64],
+        healthy: NDArray[np.bool_],
+    ) -> None:
+        """Take in each healthy unit's residual, the one that followed it, and the one FAR after it."""
+        step = np.where(healthy, 1.0 / (np.minimum(self._weight, MEMORY) + 1.0), 0.0)
+        first, second, third = (np.clip(each, -self.clip, self.clip) for each in (oldest, following, later))
+        self._near += step * np.where(healthy, (second - first) ** 2 / 2 - self._near, 0.0)
+        self._far += step * np.where(healthy, (third - first) ** 2 / 2 - self._far, 0.0)
+        self._weight += healthy
+        self._count(oldest, healthy)
+        self._refresh()
+
+    def move(self, source: NDArray[np.int64]) -> None:
+        """Go on with other units: number `source` of the old ones each, -1 for one that was not known."""
+        known = source >= 0
+        pooled = [_pooled(values, self._weight) for values in (self._near, self._far)]
+        self._near, self._far = (
+            np.where(known, values[:, source], mean)
+            for values, mean in zip((self._near, self._far), pooled, strict=True)
+        )
+        self._weight = np.where(known, self._weight[:, source], 0.0)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        near, far = _pooled(self._near, self._weight), _pooled(self._far, self._weight)
+        own = self._weight / (self._weight + SHRINKAGE)
+        # A unit may be noisier than the others; that it is quieter is more often luck than truth.
+        self.variance = np.maximum(own * self._near + (1 - own) * near, near) + 1e-12
+        # A random walk through V(FAR) is an upper bound for how an AR(1) drift goes on growing.
+        growth = np.maximum(far - near, 0.0) * HORIZON / FAR
+        self.drift = growth + self.variance / np.maximum(self._weight.clip(max=MEMORY), 1.0)
+        self.clip = np.maximum(self._smallest_clip, CLIP * np.sqrt(self.variance + self.drift))
+
+    def _count(self, residuals: NDArray[np.float64], valid: NDArray[np.bool_]) -> None:
+        units = np.where(valid, residuals, -1.0) / np.sqrt(self.variance)
+        places = np.clip(units / _BIN, 0, _BINS).astype(np.int64)
+        for family, (place, known) in enumerate(zip(places, valid, strict=True)):
+            self._tail[family] += np.bincount(place[known], minlength=_BINS + 1)
+
+    def quantile(self, exceedance: float) -> NDArray[np.float64]:
+        """[families] the standardised residual that healthy ones exceed with at most this probability.
+
+        One more exceedance than was seen is assumed; infinite where too little was seen to say.
+        """
+        seen = self._tail.sum(axis=1)
+        above = np.cumsum(self._tail[:, ::-1], axis=1)[:, ::-1]
+        enough = (above + 1.0) / (seen + 1.0)[:, None] <= exceedance
+        return np.where(enough.any(axis=1), enough.argmax(axis=1) * _BIN, np.inf)
+
+
+def _half_squares(residuals: NDArray[np.float64], lag: int, clip: NDArray[np.float64]) -> NDArray[np.float64]:
+    clipped = np.clip(residuals, -clip, clip)
+    return (clipped[lag:] - clipped[:-lag]) ** 2 / 2
+
+
+def _median(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    known = ~np.isnan(values).all(axis=0)
+    result = np.full(values.shape[1:], np.nan)
+    result[known] = np.nanmedian(values[:, known], axis=0)
+    return result
+
+
+def _or_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """With 0 in place of columns that are NaN throughout, so that their mean is 0."""
+    empty = np.isnan(values).all(axis=0) if len(values) else np.ones(values.shape[1:], bool)
+    return np.where(empty, 0.0, values if len(values) else np.zeros((1, *values.shape[1:])))
+
+
+def _pooled(values: NDArray[np.float64], weight: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+    """[families, 1] mean over units."""
+    weight = np.ones_like(values) if weight is None else weight
+    total = weight.sum(axis=1, keepdims=True)
+    return (values * weight).sum(axis=1, keepdims=True) / np.where(total > 0, total, 1.0)

@@ -1,0 +1,62 @@
+"""What takes time and is not a device's doing: named as information, never as a verdict. Imports numpy."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.records import SpanKind
+
+DISTURBING: Final = (SpanKind.GARBAGE_COLLECTION, SpanKind.EVALUATION, SpanKind.SAVE, SpanKind.VALIDATION)
+"""Spans that may lie inside ops, or slow the device down for a while after them."""
+DISTURBING_SHARE: Final = 0.01
+"""Of the worker's own compute in the iteration; less than that changes no verdict."""
+MOST_DISTURBED: Final = 4
+"""Successive iterations of a worker that may be left out; one that is always disturbed is judged none the less."""
+STALL_SHARE: Final = 0.25
+"""A wait for data longer than this share of the iteration is a stall worth a word."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something to know that is nobody's fault, such as a data-loader stall.
+
+    Attributes:
+        what: the kind of span.
+        workers: who was affected.
+        seconds: the longest of their times.
+        iteration: when.
+    """
+
+    what: SpanKind
+    workers: tuple[int, ...]
+    seconds: float
+    iteration: int
+
+
+def data_stall(observations: IterationObservations, layout: Layout) -> Notice | None:
+    """The data-loader stall of this iteration, if there was one."""
+    seconds = np.nan_to_num(observations.spans[:, SpanKind.DATA])
+    with np.errstate(invalid="ignore"):
+        stalled = seconds > STALL_SHARE * np.nan_to_num(observations.seconds, nan=np.inf)
+    if not stalled.any():
+        return None
+    workers = tuple(map(int, layout.workers[stalled]))
+    return Notice(SpanKind.DATA, workers, float(seconds[stalled].max()), observations.iteration)
+
+
+class Disturbances:
+    """Which workers' iterations say nothing of their device, because something else ran beside the ops."""
+
+    def __init__(self, workers: int) -> None:
+        self._successive = np.zeros(workers, dtype=np.int64)
+
+    def see(self, observations: IterationObservations) -> NDArray[np.bool_]:
+        """[workers] whose measurements of this iteration are to be left out."""
+        beside = np.nan_to_num(observations.spans[:, DISTURBING]).sum(axis=1)
+        compute = np.nan_to_num(observations.compute).sum(axis=(1, 2, 3))
+        disturbed = beside > DISTURBING_SHARE * compute
+        self._successive = np.where(disturbed, self._successive + 1, 0)
+        return disturbed & (self._successive <= MOST_DISTURBED)

@@ -1,0 +1,24 @@
+"""What the user may set of the detector. Imports only the standard library."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the Monitor; the same for every kind of job and noise.
+
+    Attributes:
+        warm_up: iterations from which healthy levels, costs and noise are learned.
+        skipped: first iterations of a job, or of an epoch, that are not representative (allocations, compilation).
+        settling: iterations after `skipped` from which a new epoch's costs are learned.
+        smallest_slowdown: slowdowns (as log of the ratio of times) below this are never reported: devices drift by
+            fractions of it.
+        peer_slowdown: how much slower than its stage's other workers one has to be in warm-up to be reported as slow
+            from the start, where it has no healthy level of its own yet.
+    """
+
+    warm_up: int = 50
+    skipped: int = 2
+    settling: int = 8
+    smallest_slowdown: float = 0.025
+    peer_slowdown: float = 0.10

@@ -1,0 +1,352 @@
+"""Follows the levels of many units (workers, or links) and finds which have become slow, changed, or recovered.
+
+Each unit is judged in two families of residuals: NODE, against the median of its node's other units, where noise that
+the node shares is gone; and JOB, against the job's level only, where a node that is slow as a whole stands out.
+Imports numpy and this room.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_resihp.detector.common_mode import job_level, peer_medians
+from megatron_resihp.detector.noise import FAR, Noise
+from megatron_resihp.detector.sequential import (
+    FAMILIES,
+    LONGEST,
+    MEANS,
+    RUNS,
+    change_point,
+    crossing,
+    thresholds,
+    window_probability,
+)
+from megatron_resihp.detector.verdict import Change
+
+NODE, JOB = range(FAMILIES)
+TRACKING: Final = 60.0
+"""Residuals over which a healthy unit's level follows its drift."""
+FARTHEST_DRIFT: Final = 0.02
+"""How far it may go from warm-up's level: a device that slows down for ever is not drifting."""
+CLIP_SHARE: Final = 2.0
+"""Residuals are never clipped closer than this times the smallest slowdown: two stalls of six iterations stay below."""
+RECOVERY_ODDS: Final = 1e6
+"""How much likelier "healthy again" has to be than "as slow as before"."""
+SEVERITY_WINDOW: Final = 8
+SMALLEST_SEVERITY: Final = 0.04
+RAISED: Final = 2.5
+"""Standard errors above 0 of a short mean that make a unit suspect."""
+FAR_FROM_MEDIAN: Final = 2.0
+"""Residuals farther from the median than this many standard deviations count as that far in a mean."""
+FEWEST_PEERS: Final = 4
+OUTLYING: Final = 6.0
+REFRESH: Final = 8
+"""Iterations after which thresholds are computed anew from the noise learned."""
+_OF_UNITS = ("slow", "excess", "_first_excess", "_began", "_raised", "_offset", "_ring", "_when", "_next", "_count")
+"""The tracker's arrays whose last axis are units."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A unit's level changed.
+
+    Attributes:
+        unit: its index.
+        change: what happened.
+        excess: the new level, log of the ratio of times; 0 when recovered.
+        error: standard error of `excess`.
+        since: iteration of the change, estimated.
+        window: how many residuals decided.
+        noise: standard deviation of one residual.
+    """
+
+    unit: int
+    change: Change
+    excess: float
+    error: float
+    since: int
+    window: int
+    noise: float
+
+
+class Tracker:
+    """State of all units. Memory: a few hundred numbers per unit."""
+
+    def __init__(
+        self,
+        group: NDArray[np.int64],
+        history: NDArray[np.float64],
+        iterations: NDArray[np.int64],
+        smallest: float,
+        level: NDArray[np.float64],
+        slow: NDArray[np.bool_],
+    ) -> None:
+        """Learn from warm-up.
+
+        Args:
+            group: [units] which units share noise (node), numbers from 0.
+            history: [warm-up iterations, units] residuals, NaN where unknown.
+            iterations: [warm-up iterations] their numbers.
+            smallest: slowdown that is never reported, as log of the ratio of times.
+            level, slow: what `healthy_levels` says of the history.
+        """
+        units = group.size
+        self._group, self._smallest = group, smallest
+        self.level, self.slow = level, slow.copy()
+        self.excess = np.zeros(units)
+        self._first_excess = np.zeros(units)
+        self._began = np.zeros(units, dtype=np.int64)
+        self._offset = np.zeros((FAMILIES, units))
+        self._ring = np.zeros((LONGEST, FAMILIES, units))
+        self._when = np.zeros((LONGEST, FAMILIES, units), dtype=np.int64)
+        self._next = np.zeros((FAMILIES, units), dtype=np.int64)
+        self._count = np.zeros((FAMILIES, units), dtype=np.int64)
+        centred = np.stack([self._centred(row - self.level) for row in history])
+        self._offset = column_medians(centred)
+        self.noise = Noise(centred - self._offset, smallest_clip=CLIP_SHARE * smallest)
+        self._offset = np.where(slow, 0.0, np.clip(self._offset, -FARTHEST_DRIFT, FARTHEST_DRIFT))
+        for iteration, row in zip(iterations[-LONGEST:], centred[-LONGEST:], strict=True):
+            self._push(row, int(iteration))
+        self._began[slow] = iterations[0]
+        self._raised = np.zeros(units, dtype=bool)
+        self._shortest_run = RUNS[0]
+        self._alpha = 0.0
+        self._refresh_in = 0
+
+    def budget(self, false_alarms: float, iterations: int, units: int) -> None:
+        """Set the accepted false alarms of a job of so many iterations and units, all trackers' units together."""
+        self._alpha = window_probability(false_alarms, iterations, units)
+        self._refresh_in = 0
+        self._shortest_run = min(max(RUNS[0], self._longest_transient() + 1), RUNS[-1])
+
+    def update(self, residuals: NDArray[np.float64], iteration: int) -> list[Finding]:
+        """Take in one iteration's residuals, [units], NaN where unknown."""
+        centred = self._centred(residuals - self.level)
+        self._learn_oldest(np.isfinite(centred))
+        self._push(centred, iteration)
+        if self._refresh_in <= 0:
+            self._limits = thresholds(self.noise, self._alpha, self._smallest, self._shortest_run)
+            self._refresh_in = REFRESH
+        self._refresh_in -= 1
+        newest = np.isfinite(centred[JOB])
+        findings = self._changes(newest & self.slow)
+        return findings + self._onsets(newest & ~self.slow)
+
+    def slow_from_the_start(self) -> list[Finding]:
+        """Those that warm-up found to be slow."""
+        return [self._begin(int(unit), Change.ONSET, int(self._began[unit])) for unit in np.flatnonzero(self.slow)]
+
+    def state(self, unit: int, since: int) -> Finding:
+        """A slow unit as it is now, as if it had just been found."""
+        noise = float(np.sqrt(self.noise.variance[JOB, unit]))
+        return Finding(unit, Change.ONSET, float(self.excess[unit]), self.error(unit), since, 0, noise)
+
+    def move(self, source: NDArray[np.int64], group: NDArray[np.int64], history: NDArray[np.float64]) -> None:
+        """Go on with other units in another order.
+
+        Args:
+            source: [new units] the number that the unit had, -1 for one that was not known.
+            group: [new units] as in the constructor.
+            history: [iterations, new units] residuals, from which the unknown ones' levels are learned.
+        """
+        known = source >= 0
+        self._group = group
+        for name in _OF_UNITS:
+            values = getattr(self, name)[..., source]
+            setattr(self, name, np.where(known, values, np.zeros_like(values)))
+        self.level = np.where(known, self.level[source], column_medians(history))
+        self.noise.move(source)
+
+    def suspect(self) -> NDArray[np.bool_]:
+        """[units] who is slow, or may be so soon: nothing normal is to be learned from it."""
+        return self.slow | self._raised
+
+    def healthy_level(self) -> NDArray[np.float64]:
+        """[units] log of the device's own healthy level against the prediction."""
+        return self.level + self._offset[JOB]
+
+    # Residuals
+
+    def _centred(self, residuals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[families, units] residuals without what node or job have in common."""
+        known = np.isfinite(residuals)
+        healthy = known & ~self.slow
+        usable = healthy if healthy.any() else known
+        job = residuals - job_level(residuals - self._offset[JOB], usable)
+        return np.stack([residuals - peer_medians(residuals, usable, self._group), job])
+
+    def _push(self, centred: NDArray[np.float64], iteration: int) -> None:
+        family, unit = np.nonzero(np.isfinite(centred))
+        place = self._next[family, unit]
+        self._ring[place, family, unit] = centred[family, unit]
+        self._when[place, family, unit] = iteration
+        self._next[family, unit] = (place + 1) % LONGEST
+        self._count[family, unit] = np.minimum(self._count[family, unit] + 1, LONGEST)
+
+    def _newest_first(self, values: NDArray) -> NDArray:
+        order = (self._next - 1 - np.arange(LONGEST)[:, None, None]) % LONGEST
+        return np.take_along_axis(values, order, axis=0)
+
+    def _learn_oldest(self, arriving: NDArray[np.bool_]) -> None:
+        """What falls out of the ring was not part of any alarm: only now it counts as healthy."""
+        known = arriving & (self._count == LONGEST) & ~self.slow
+        oldest, following, later = (
+            np.take_along_axis(self._ring, ((self._next + lag) % LONGEST)[None], axis=0)[0] - self._offset
+            for lag in (0, 1, FAR)
+        )
+        self.noise.learn(oldest, following, later, known)
+        moved = self._offset + np.where(known, np.clip(oldest, -self.noise.clip, self.noise.clip), 0.0) / TRACKING
+        self._offset = np.clip(moved, -FARTHEST_DRIFT, FARTHEST_DRIFT)
+
+    def _longest_transient(self) -> int:
+        """The longest run in warm-up of residuals that a run test would count: it ended by itself."""
+        limit = thresholds(self.noise, self._alpha, self._smallest, RUNS[0]).runs[0]
+        newest = self._newest_first(self._ring) - self._offset
+        known = np.arange(LONGEST)[:, None, None] < self._count
+        run = np.zeros(self._count.shape, dtype=np.int64)
+        longest = 0
+        for above in (newest > limit) & known:
+            run = np.where(above, run + 1, 0)
+            longest = max(longest, int(run.max(initial=0)))
+        return longest
+
+    # Decisions
+
+    def _onsets(self, candidates: NDArray[np.bool_]) -> list[Finding]:
+        newest = self._newest_first(self._ring) - self._offset
+        windows = np.where(candidates, crossing(newest, self._count, self.noise.clip, self._limits), 0)
+        short = np.clip(newest[: MEANS[0], JOB], -self.noise.clip[JOB], self.noise.clip[JOB]).mean(axis=0)
+        self._raised = short > RAISED * np.sqrt(self.noise.variance[JOB] / MEANS[0] + self.noise.drift[JOB])
+        findings = []
+        for unit in map(int, np.flatnonzero(windows.any(axis=0))):
+            family = JOB if windows[JOB, unit] else NODE
+            window = int(windows[family, unit])
+            since = self._since(family, unit, newest[: self._count[family, unit], family, unit], window)
+            findings.append(self._begin(unit, Change.ONSET, since, window))
+        return findings
+
+    def _changes(self, candidates: NDArray[np.bool_]) -> list[Finding]:
+        findings = []
+        for unit in map(int, np.flatnonzero(candidates)):
+            series = self._series(unit)
+            finding = self._recovery(unit, series) or self._severity(unit, series)
+            if finding:
+                findings.append(finding)
+            else:
+                self.excess[unit] = self._mean(unit, series)
+        return findings
+
+    def _recovery(self, unit: int, series: NDArray[np.float64]) -> Finding | None:
+        """Wald's sequential probability ratio test of level 0 against the level before, over the newest residuals."""
+        clip = self.noise.clip[JOB, unit]
+        for window in (n for n in (*RUNS, *MEANS) if n < series.size):
+            rest = series[window:]
+            before = self._mean(unit, rest) if rest.size >= RUNS[0] else float(self._first_excess[unit])
+            newest = np.clip(series[:window], -clip, before + clip)
+            variance = self.noise.variance[JOB, unit] + window * self.noise.drift[JOB, unit]
+            odds = before / variance * (before / 2 - newest).sum()
+            if odds > np.log(RECOVERY_ODDS) and (newest < before / 2).sum() >= RUNS[0]:
+                since = self._since(JOB, unit, series - before, window)
+                if np.median(series[:window]) > max(self._smallest, before / 4):
+                    return self._begin(unit, Change.SEVERITY, since, window)
+                self._remember_transient(since - int(self._began[unit]))
+                return self._begin(unit, Change.RECOVERY, since, window)
+        return None
+
+    def _severity(self, unit: int, series: NDArray[np.float64]) -> Finding | None:
+        """Whether the newest residuals have another mean than the earlier ones, by much and significantly."""
+        window = SEVERITY_WINDOW
+        if series.size < 2 * window:
+            return None
+        before, now = self._mean(unit, series[window:]), self._mean(unit, series[:window])
+        variance, drift = self.noise.variance[JOB, unit], self.noise.drift[JOB, unit]
+        error = np.sqrt(variance / window + variance / (series.size - window) + drift)
+        z = np.sqrt(2 * np.log(RECOVERY_ODDS))
+        if abs(now - before) <= max(SMALLEST_SEVERITY, z * error) or now <= self._smallest:
+            return None
+        since = self._since(JOB, unit, series - before, window)
+        return self._begin(unit, Change.SEVERITY, since, window)
+
+    def _begin(self, unit: int, change: Change, since: int, window: int = 0) -> Finding:
+        """From `since` on the unit has another level: forget what was before."""
+        for family in range(FAMILIES):
+            when = self._order(self._when, family, unit)[: self._count[family, unit]]
+            self._count[family, unit] = int((when >= since).sum())
+        self.slow[unit] = change is not Change.RECOVERY
+        self._began[unit] = since
+        series = self._series(unit)
+        excess = self._mean(unit, series) if self.slow[unit] and series.size else 0.0
+        self.excess[unit] = self._first_excess[unit] = excess
+        noise = float(np.sqrt(self.noise.variance[JOB, unit]))
+        return Finding(unit, change, excess, self.error(unit), since, window, noise)
+
+    def _remember_transient(self, length: int) -> None:
+        """What passed by itself so soon will come again: shorter runs no longer count."""
+        if self._shortest_run <= length < RUNS[-1]:
+            self._shortest_run = length + 1
+            self._refresh_in = 0
+
+    # One unit
+
+    def error(self, unit: int) -> float:
+        """Standard error of the unit's excess."""
+        count = max(int(self._count[JOB, unit]), 1)
+        return float(np.sqrt(self.noise.variance[JOB, unit] / count + self.noise.drift[JOB, unit]))
+
+    def _order(self, values: NDArray, family: int, unit: int) -> NDArray:
+        """A unit's column of the ring, newest first."""
+        return values[(self._next[family, unit] - 1 - np.arange(LONGEST)) % LONGEST, family, unit]
+
+    def _series(self, unit: int) -> NDArray[np.float64]:
+        """The unit's residuals since its level last changed, newest first."""
+        return self._order(self._ring, JOB, unit)[: self._count[JOB, unit]] - self._offset[JOB, unit]
+
+    def _since(self, family: int, unit: int, series: NDArray[np.float64], window: int) -> int:
+        """Iteration from which the newest residuals have another mean than 0, as the newest `window` of them say."""
+        reach = max(float(self.noise.clip[family, unit]), 2 * abs(float(np.median(series[:window]))))
+        length = change_point(np.clip(series, -reach, reach))
+        return int(self._order(self._when, family, unit)[length - 1])
+
+    def _mean(self, unit: int, series: NDArray[np.float64]) -> float:
+        """Mean of residuals, those far from their median clipped."""
+        reach = FAR_FROM_MEDIAN * np.sqrt(self.noise.variance[JOB, unit])
+        centre = np.median(series)
+        return float(np.clip(series, centre - reach, centre + reach).mean())
+
+
+def healthy_levels(
+    history: NDArray[np.float64], peers: NDArray[np.int64], slowest: float
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Each unit's healthy level, and who was slow throughout warm-up.
+
+    The level is the median of the unit's residuals. Who is farther above its peers' median than `slowest` and than
+    OUTLYING robust standard deviations of the peers' levels is taken to have been slow from the start, its healthy
+    level to be its peers'. Fewer than FEWEST_PEERS peers don't say.
+
+    Args:
+        history: [iterations, units], NaN where unknown.
+        peers: [units] units of the same number have the same work.
+        slowest: share of additional time.
+    """
+    level = column_medians(history)
+    slow = np.zeros(level.size, dtype=bool)
+    for number in np.unique(peers):
+        members = np.flatnonzero(peers == number)
+        if members.size < FEWEST_PEERS:
+            continue
+        centre = np.median(level[members])
+        spread = 1.4826 * np.median(np.abs(level[members] - centre))
+        slow[members] = level[members] - centre > max(np.log1p(slowest), OUTLYING * spread)
+        level[members[slow[members]]] = centre
+    return level, slow
+
+
+def column_medians(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Median over the first axis, 0 where nothing is known."""
+    known = ~np.isnan(values).all(axis=0)
+    result = np.zeros(values.shape[1:])
+    if values.size:
+        result[known] = np.nanmedian(values[:, known], axis=0)
+    return result

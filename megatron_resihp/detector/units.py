@@ -1,0 +1,49 @@
+"""What is judged as one: a worker, or a tensor-parallel group whose members cannot be told apart. Imports numpy."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_resihp.detector.observations import Layout
+
+
+def tensor_groups(layout: Layout) -> NDArray[np.int64]:
+    """[workers] number of each worker's tensor-parallel group: same replica and stage."""
+    _, group = np.unique(np.stack([layout.replica, layout.stage]), axis=1, return_inverse=True)
+    return group.reshape(-1)
+
+
+def has_peers(layout: Layout) -> NDArray[np.bool_]:
+    """[workers] who shares a tensor-parallel group with others."""
+    group = tensor_groups(layout)
+    return np.bincount(group)[group] > 1
+
+
+class Units:
+    """Workers, and groups of workers, by number.
+
+    Attributes:
+        members: of each unit, the worker ids.
+        node, stage: [units] of its first member.
+    """
+
+    def __init__(self, layout: Layout, untold: NDArray[np.bool_]) -> None:
+        """`untold`: [workers] whose own compute cannot be told from that of its tensor-parallel group."""
+        group = tensor_groups(layout)
+        key = np.where(untold, group, group.size + np.arange(group.size))
+        _, first, self._unit = np.unique(key, return_index=True, return_inverse=True)
+        self.members = [tuple(map(int, layout.workers[self._unit == unit])) for unit in range(first.size)]
+        self.node, self.stage = layout.node[first], layout.stage[first]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def average(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[units] mean of their workers' known values, [workers]; NaN where none is known."""
+        known = np.isfinite(values)
+        count = np.bincount(self._unit, known, len(self))
+        total = np.bincount(self._unit, np.where(known, values, 0.0), len(self))
+        return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+    def spread(self, values: NDArray) -> NDArray:
+        """[workers] the value of each one's unit."""
+        return values[self._unit]

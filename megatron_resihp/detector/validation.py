@@ -1,0 +1,115 @@
+"""What evidence alone cannot decide: which micro-benchmarks on whom, and what their results mean.
+
+Pure; the benchmarks themselves run in `integration`, on the suspects only, at the next iteration boundary. ResiHP
+(arXiv 2605.06374) and Greyhound validate every suspicion so; here only those that name several workers. Imports the
+standard library and numpy.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+GEMM_REPEATS: Final = 20
+TRANSFER_REPEATS: Final = 10
+LEAST_SHARE: Final = 0.5
+"""A culprit shows at least this share of the suspected slowdown (as log ratio) in a micro-benchmark."""
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """One or several of these workers are slow, and the evidence does not say who.
+
+    Attributes:
+        workers: the suspects' ids.
+        slowdown: 1 − p of whoever it is.
+        since: estimated first iteration.
+        iteration: iteration whose records decided.
+    """
+
+    workers: tuple[int, ...]
+    slowdown: float
+    since: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """Each of `workers` multiplies an [m, k] by a [k, n] matrix in the training's dtype."""
+
+    workers: tuple[int, ...]
+    m: int
+    n: int
+    k: int
+    repeats: int = GEMM_REPEATS
+
+
+@dataclass(frozen=True)
+class PointToPoint:
+    """`sender` sends `size` bytes to `receiver`; pairs of one plan that share no worker may run together."""
+
+    sender: int
+    receiver: int
+    size: int
+    repeats: int = TRANSFER_REPEATS
+
+
+@dataclass(frozen=True)
+class ValidationPlan:
+    """What to run. All times are reported in seconds, one for each repeat."""
+
+    gemms: tuple[Gemm, ...]
+    transfers: tuple[PointToPoint, ...]
+
+
+def plan_validation(
+    suspicions: Sequence[Suspicion],
+    gemm_shapes: Sequence[tuple[int, int, int]],
+    links: Sequence[tuple[int, int]],
+    transfer_size: int,
+) -> ValidationPlan:
+    """Benchmarks for all suspects together.
+
+    Args:
+        suspicions: what is to be decided.
+        gemm_shapes: (m, n, k) of the training's matrix products.
+        links: pairs of workers that send each other data; those between a suspect and anybody are tried.
+        transfer_size: bytes of a usual transfer.
+    """
+    suspects = tuple(sorted({worker for each in suspicions for worker in each.workers}))
+    if not suspects:
+        return ValidationPlan((), ())
+    tried = [pair for pair in links if pair[0] in suspects or pair[1] in suspects]
+    return ValidationPlan(
+        tuple(Gemm(suspects, *shape) for shape in gemm_shapes),
+        tuple(PointToPoint(first, second, transfer_size) for first, second in tried),
+    )
+
+
+def culprits(
+    suspicion: Suspicion,
+    seconds: Mapping[int, Sequence[float]],
+    healthy: Mapping[int, float] | None = None,
+) -> dict[int, float]:
+    """Who of the suspects is slow, with its speed p.
+
+    A worker's time is the median of its repeats. It is compared with its own healthy time where that is known, else
+    with the fastest suspect's: not all of them are slow, or it would not be one of them. Who shows less than half of
+    the suspected slowdown is a victim.
+
+    Args:
+        suspicion: what is to be decided.
+        seconds: repeats of the same benchmark by worker id; suspects that are missing here are not judged.
+        healthy: by worker id, seconds that the benchmark takes when the device is healthy.
+    """
+    measured = [worker for worker in suspicion.workers if len(seconds.get(worker, ()))]
+    medians = {worker: float(np.median(seconds[worker])) for worker in measured}
+    medians = {worker: time for worker, time in medians.items() if np.isfinite(time) and time > 0}
+    if not medians:
+        return {}
+    fastest = min(medians.values())
+    known = healthy or {}
+    ratios = {worker: time / known.get(worker, fastest) for worker, time in medians.items()}
+    needed = -LEAST_SHARE * np.log1p(-suspicion.slowdown)
+    return {worker: min(1.0 / ratio, 1.0) for worker, ratio in ratios.items() if np.log(ratio) >= needed}

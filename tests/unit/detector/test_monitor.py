@@ -1,0 +1,152 @@
+"""The online detector on small jobs: who is named, when, how slow, and what is not an alarm."""
+
+import numpy as np
+import pytest
+
+from megatron_resihp.detector.monitor import Monitor
+from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.detector.settings import Settings
+from megatron_resihp.detector.validation import culprits
+from megatron_resihp.detector.verdict import Change, Kind
+
+WARM = Settings(warm_up=30)
+
+
+def watch(job, last, monitor=None, first=1):
+    monitor = monitor or Monitor(job.layout, 0.01, 1000, WARM)
+    return monitor, [verdict for each in job.iterations(last, first) for verdict in monitor.observe(each)]
+
+
+def test_healthy_job_gives_no_verdict(small_job):
+    monitor, verdicts = watch(small_job(noise=0.03), 200)
+    assert verdicts == [] and monitor.speed(0) == 1.0
+
+
+@pytest.mark.parametrize("speed", [0.93, 0.8, 0.4])
+def test_slow_worker_is_named_and_its_peers_are_not(small_job, slow_from, speed):
+    monitor, verdicts = watch(small_job({5: slow_from(60, speed)}), 90)
+    assert [(each.kind, each.change, each.workers) for each in verdicts] == [(Kind.COMPUTE, Change.ONSET, (5,))]
+    verdict = verdicts[0]
+    assert verdict.since == 60 and verdict.iteration <= 66
+    assert verdict.speed_low < speed < verdict.speed_high
+    assert abs(monitor.speed(5) - speed) < 0.02
+
+
+def test_slow_link_is_named_as_a_link(small_job, slow_from):
+    monitor, verdicts = watch(small_job({(2, 6): slow_from(60, 0.3)}), 90)
+    assert [(each.kind, each.workers) for each in verdicts] == [(Kind.LINK, (2, 6))]
+    assert abs(monitor.link_speed((6, 2)) - 0.3) < 0.02
+
+
+def test_several_culprits_at_once(small_job, slow_from):
+    job = small_job({4: slow_from(60, 0.7), 5: slow_from(60, 0.9), (0, 4): slow_from(62, 0.5)})
+    _, verdicts = watch(job, 95)
+    assert {each.workers for each in verdicts} == {(4,), (5,), (0, 4)} and len(verdicts) == 3
+
+
+def test_a_whole_node_may_be_slow(small_job, slow_from):
+    _, verdicts = watch(small_job({worker: slow_from(60, 0.85) for worker in range(4)}), 90)
+    assert sorted(each.workers for each in verdicts) == [(0,), (1,), (2,), (3,)]
+
+
+def test_recovery_is_seen_and_a_second_onset_too(small_job, slow_from):
+    def speed(iteration):
+        return slow_from(60, 0.8, 80)(iteration) * slow_from(110, 0.7)(iteration)
+
+    _, verdicts = watch(small_job({3: speed}), 130)
+    assert [each.change for each in verdicts] == [Change.ONSET, Change.RECOVERY, Change.ONSET]
+    assert verdicts[1].since == 80 and verdicts[1].speed == 1.0
+
+
+def test_new_severity_is_told(small_job, slow_from):
+    def speed(iteration):
+        return slow_from(60, 0.9)(iteration) * slow_from(90, 0.7)(iteration)
+
+    monitor, verdicts = watch(small_job({3: speed}), 120)
+    assert [each.change for each in verdicts] == [Change.ONSET, Change.SEVERITY]
+    assert abs(monitor.speed(3) - 0.63) < 0.02
+
+
+def test_a_stall_of_one_iteration_is_no_alarm(small_job, slow_from):
+    _, verdicts = watch(small_job({3: slow_from(60, 0.3, 61), 6: slow_from(80, 0.4, 81)}), 120)
+    assert verdicts == []
+
+
+def test_who_was_slow_from_the_start_is_told_by_its_peers(small_job, slow_from):
+    _, verdicts = watch(small_job({6: slow_from(1, 0.7)}), 40)
+    assert [(each.change, each.workers) for each in verdicts] == [(Change.ONSET, (6,))]
+    assert abs(verdicts[0].speed - 0.7) < 0.02
+
+
+def test_documents_all_alike_are_judged_by_plain_levels(small_job, slow_from):
+    monitor, verdicts = watch(small_job({2: slow_from(60, 0.9)}, alike=True), 90)
+    assert [each.workers for each in verdicts] == [(2,)]
+    assert not monitor.model.informative[:, :2].any()
+
+
+def test_untimed_waits_leave_a_suspicion_until_validation_names_the_culprit(small_job, slow_from):
+    job = small_job({5: slow_from(60, 0.8)}, timed=False)
+    monitor, verdicts = watch(job, 80)
+    assert verdicts == []
+    (suspicion,) = monitor.suspicions()
+    assert suspicion.workers == (4, 5)
+    found = culprits(suspicion, {4: [1.0, 1.01], 5: [1.25, 1.26]})
+    (verdict,) = monitor.settle(suspicion, found)
+    assert verdict.workers == (5,) and abs(verdict.speed - 0.8) < 0.02 and monitor.suspicions() == []
+    assert abs(monitor.speed(5) - 0.8) < 0.02 and monitor.speed(4) == 1.0
+
+
+def test_garbage_collection_is_not_the_devices_doing(small_job, slow_from, with_fields):
+    job = small_job({3: slow_from(60, 0.5, 64)})
+    monitor, _ = watch(job, 59)
+    verdicts = []
+    for each in job.iterations(90, 60):
+        spans = each.spans.copy()
+        spans[3, SpanKind.GARBAGE_COLLECTION] = 0.1 if each.iteration < 64 else 0.0
+        verdicts += monitor.observe(with_fields(each, spans=spans))
+    assert verdicts == []
+
+
+def test_data_loader_stall_is_a_notice(small_job, with_fields):
+    job = small_job()
+    monitor, _ = watch(job, 40)
+    stalled = job.iteration(41)
+    stalled.spans[2, SpanKind.DATA] = 0.5
+    assert monitor.observe(stalled) == []
+    (notice,) = monitor.take_notices()
+    assert notice.what is SpanKind.DATA and notice.workers == (2,) and monitor.take_notices() == []
+
+
+def test_bad_input_is_counted_and_harmless(small_job, slow_from, with_fields):
+    job = small_job({1: slow_from(60, 0.8)})
+    monitor, _ = watch(job, 50)
+    bad = job.iteration(51)
+    bad.compute[0] = np.nan
+    bad.compute[3] = -1.0
+    bad.transfer[1] = np.inf
+    bad.reported[2] = False
+    verdicts = monitor.observe(bad)
+    verdicts += monitor.observe(job.iteration(50))
+    verdicts += monitor.observe(with_fields(job.iteration(53), epoch=7))
+    verdicts += monitor.observe(with_fields(job.iteration(54), compute=bad.compute[:3]))
+    counters = monitor.counters
+    assert (counters.repeated, counters.other_epoch, counters.malformed, counters.unreported) == (1, 1, 1, 1)
+    verdicts += watch(job, 80, monitor, 56)[1]
+    assert [each.workers for each in verdicts] == [(1,)] and counters.missing > 0
+
+
+def test_a_new_epoch_keeps_what_is_known_of_devices(small_job, slow_from):
+    slow = {5: slow_from(60, 0.8)}
+    job = small_job(slow)
+    monitor, verdicts = watch(job, 80)
+    later = small_job(slow, scale=1.7, layout=with_epoch(job.layout, 1))
+    monitor.change_layout(later.layout)
+    _, more = watch(later, 120, monitor, 81)
+    assert [each.workers for each in verdicts] == [(5,)] and more == []
+    assert abs(monitor.speed(5) - 0.8) < 0.02
+    _, last = watch(small_job(scale=1.7, layout=later.layout), 150, monitor, 121)
+    assert [(each.change, each.workers) for each in last] == [(Change.RECOVERY, (5,))]
+
+
+def with_epoch(layout, epoch):
+    return type(layout)(epoch, *(getattr(layout, name) for name in list(layout.__dataclass_fields__)[1:]))
