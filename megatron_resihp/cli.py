@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     launcher.add_arguments(launch)
     launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
     _add_report(commands.add_parser("report", help="say what happened in a run, from its event log"))
+    _add_detect(commands.add_parser("detect", help="say who was slow, from a run's records or a table of times"))
     return parser
 
 
@@ -45,6 +46,13 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
     command.add_arguments(parser)
     parser.set_defaults(run=command.run)
+
+
+def _add_detect(parser: argparse.ArgumentParser) -> None:
+    from megatron_resihp.report import detect_command
+
+    detect_command.add_arguments(parser)
+    parser.set_defaults(run=detect_command.run)
 
 
 class RunReport:

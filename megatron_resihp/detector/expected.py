@@ -59,7 +59,7 @@ class Expected:
         """Fit links that were not known before; the others keep their costs, or a slow link would become normal."""
         sizes = np.stack([each.transfer_bytes for each in observed])
         costs = fit_links(layout.links, np.stack([each.transfer for each in observed]), sizes)
-        by_link = np.moveaxis(sizes, 1, 0).reshape(len(layout.links), -1)
+        by_link = np.moveaxis(sizes, 1, 0).reshape(len(layout.links), sizes.shape[0] * sizes.shape[2])
         usual = masked_median(by_link, np.isfinite(by_link))
         for (first, second), size in zip(layout.links.tolist(), usual, strict=True):
             pair = (min(first, second), max(first, second))

@@ -4,6 +4,8 @@ A residual of 0 is the usual speed, 0.2 means 22 % more time. Logarithms, becaus
 each of its ops by 1/p, whatever the op. Imports numpy and the room `cost`.
 """
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +23,7 @@ def robust_average(seconds: NDArray[np.float64], predicted: NDArray[np.float64],
     without a valid measurement.
     """
     units = len(seconds)
-    y, weight = seconds.reshape(units, -1), predicted.reshape(units, -1)
+    y, weight = (each.reshape(units, math.prod(each.shape[1:])) for each in (seconds, predicted))
     valid = np.isfinite(y) & (y > 0) & np.isfinite(weight) & (weight > 0)
     weight = np.where(valid, weight, 0.0)
     residual = np.log(np.where(valid, y, 1.0) / np.where(valid, weight, 1.0))
