@@ -9,9 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_resihp.cost import store
 from megatron_resihp.detector.assemble import Assembler
-from megatron_resihp.detector.interface import Detector
 from megatron_resihp.detector.layout import layout_of
+from megatron_resihp.detector.monitor import Monitor
+from megatron_resihp.detector.notices import Notice
 from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.recording import FILE_NAME, Recorder, RecordingError
 from megatron_resihp.detector.verdict import Verdict
@@ -19,6 +21,8 @@ from megatron_resihp.plan import ParallelPlan
 
 Event = dict[str, Any]
 
+COST_MODEL_NAME: Final = "cost_model.json"
+FALSE_ALARMS_PER_JOB: Final = 0.01
 NEVER: Final = float("inf")
 
 
@@ -39,8 +43,10 @@ class DetectionService:
         self._job: Event = {}
         self._recorder: Recorder | None = None
         self._assembler = Assembler()
-        self._monitor: Detector | None = None
+        self._monitor: Monitor | None = None
         self._judged = 0
+        self._model_saved = False
+        self._noticed: dict[Any, int] = {}
 
     def note(self, event: Event) -> list[Event]:
         """Learn of the job, or of an epoch that begins."""
@@ -68,27 +74,53 @@ class DetectionService:
     def finish(self) -> list[Event]:
         """Judge what is left, and say what was seen."""
         events = self._judge(self._assembler.poll(NEVER))
+        events += self._save_model()
         events += self._record(Recorder.close)
-        if self._job:
+        if self._monitor is not None:
             events.append({
                 "event": "detection", "iterations": self._judged, "records": self._assembler.counters.received,
-                "faults": self._assembler.counters.nonzero(), "warm": False,
+                "faults": self._faults(), "warm": self._monitor.model is not None,
             })  # fmt: skip
         return events
 
+    def _faults(self) -> dict[str, int]:
+        """What was left out, and why: on the way to the monitor, then by it."""
+        assert self._monitor is not None
+        own = {f"iterations_{name}": count for name, count in asdict(self._monitor.counters).items() if count}
+        return self._assembler.counters.nonzero() | own
+
     def _begin(self, layout: Layout) -> list[Event]:
         self._assembler.begin(layout)
+        if self._monitor is None:
+            budget = self._job.get("false_alarms_per_job", FALSE_ALARMS_PER_JOB)
+            self._monitor = Monitor(layout, budget, self._job["train_iters"])
+        else:
+            self._monitor.change_layout(layout)
         return self._record(lambda recorder: recorder.layout(layout))
 
     def _judge(self, completed: Iterable[IterationObservations]) -> list[Event]:
         events: list[Event] = []
         for observations in completed:
+            assert self._monitor is not None
             self._judged += 1
-            for verdict in self._monitor.observe(observations) if self._monitor is not None else []:
+            for verdict in self._monitor.observe(observations):
                 events.append(verdict_event(verdict))
                 for callback in self.callbacks:
                     callback(verdict)
+            events += [event for notice in self._monitor.take_notices() for event in self._notice(notice)]
+        if not self._model_saved and self._monitor is not None and self._monitor.model is not None:
+            events += self._save_model()
         return events
+
+    def _notice(self, notice: Notice) -> list[Event]:
+        """One event for a notice that is repeated iteration after iteration."""
+        last, self._noticed[notice.what] = self._noticed.get(notice.what), notice.iteration
+        if last is not None and notice.iteration <= last + 1:
+            return []
+        return [{
+            "event": "notice", "what": notice.what.name.lower(), "workers": list(notice.workers),
+            "seconds": notice.seconds, "iteration": notice.iteration,
+        }]  # fmt: skip
 
     # ---- files
 
@@ -109,6 +141,16 @@ class DetectionService:
         except OSError as error:
             self._recorder = None
             return [_failed("recording", error)]
+        return []
+
+    def _save_model(self) -> list[Event]:
+        if self._monitor is None or self._monitor.model is None:
+            return []
+        self._model_saved = True
+        try:
+            store.save(self._monitor.model, self._run_dir / COST_MODEL_NAME)
+        except OSError as error:
+            return [_failed("cost model", error)]
         return []
 
 

@@ -180,7 +180,7 @@ class Nursery:
     def start(
         self, run_dir: Path, arguments: Sequence[str], *, workers: int, script: Path = PRETRAIN, **options: Any
     ) -> Job:
-        """Launch a job; `options` are those of LaunchOptions."""
+        """Launch a job; `options` are those of LaunchOptions, and `judge`: "hangs" or "fails" in place of judging."""
         job = Job(self, run_dir, workers, time.monotonic())
         self._jobs[str(run_dir)] = job
         command = [str(script), *arguments]
@@ -406,6 +406,7 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         _take_notes(run_dir)
+        _spoil_judge(request.pop("judge", None))
         command = tuple(request.pop("command"))
         if "coordinator" in request:
             request["coordinator"] = Address(*request["coordinator"])
@@ -443,6 +444,21 @@ def _take_notes(run_dir: Path) -> None:
 
     Agent._bury = noted_bury  # type: ignore[method-assign]
     bootstrap.main = noted_main
+
+
+def _spoil_judge(how: str | None) -> None:
+    import threading
+
+    from megatron_resihp.detector.service import DetectionService
+
+    def fail(*_: Any) -> NoReturn:
+        raise RuntimeError("the judge fails")
+
+    def hang(*_: Any) -> None:
+        threading.Event().wait()
+
+    if how is not None:
+        DetectionService.take = {"fails": fail, "hangs": hang}[how]  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from jobs import WISHING, Job, Jobs, check_training, tiny
 
 from megatron_resihp.detector.observations import Layout
@@ -129,3 +130,12 @@ def test_healthy_jobs_have_no_verdict(jobs: Jobs) -> None:
     job = jobs.reference(tiny(pipeline_model_parallel_size=2, train_iters=ITERATIONS), workers=4)
     assert not job.events("verdict") and not job.events("detection_failed")
     assert "no worker or link was found slow" in job.output()
+
+
+@pytest.mark.parametrize("judge", ["hangs", "fails"])
+def test_training_does_not_need_the_judge(jobs: Jobs, judge: str) -> None:
+    arguments = tiny(train_iters=ITERATIONS)
+    reference = jobs.reference(arguments, workers=2)
+    job = jobs.run(arguments, workers=2, judge=judge)
+    check_training(job, reference)
+    assert [event["part"] for event in job.events("detection_failed")] == ["verdicts"] * (judge == "fails")

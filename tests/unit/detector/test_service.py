@@ -1,0 +1,160 @@
+"""The detector of a running job: events and messages in, verdicts out, everything kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_resihp.detector.recording import FILE_NAME, Recording
+from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
+from megatron_resihp.detector.service import COST_MODEL_NAME, DetectionService
+from megatron_resihp.detector.verdict import Verdict
+from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.report.schema import problems
+
+REPLICAS, MICRO_BATCHES = 4, 4
+LEARNED = 60
+"""Iterations after which the detector knows what is normal."""
+SLOW, SPEED = 2, 0.6
+
+
+def plan(replicas: int = REPLICAS) -> ParallelPlan:
+    """One worker to a replica."""
+    return ParallelPlan(tuple(
+        Replica(((worker,),), tuple(range(worker, replicas * MICRO_BATCHES, replicas))) for worker in range(replicas)
+    ))  # fmt: skip
+
+
+def record(worker: int, iteration: int, *, epoch: int = 0, speed: float = 1.0, stall: float = 0.0) -> IterationRecord:
+    """What a worker measures; every op takes 10 ms or so at full speed."""
+    random = np.random.default_rng([worker, iteration])
+    indices = np.arange(worker, REPLICAS * MICRO_BATCHES, REPLICAS)
+    ops = np.zeros(2 * MICRO_BATCHES, OP)
+    ops["kind"], ops["micro_batch"] = np.tile([OpKind.F, OpKind.B], MICRO_BATCHES), np.repeat(indices, 2)
+    workload = np.zeros(MICRO_BATCHES, WORKLOAD)
+    workload["micro_batch"], workload["tokens"] = indices, 1024
+    workload["squares"] = random.uniform(1e5, 1e6, MICRO_BATCHES)
+    seconds = np.repeat(0.005 + 5e-9 * workload["squares"], 2) * np.tile([1.0, 2.0], MICRO_BATCHES)
+    ends = np.cumsum(seconds * random.normal(1.0, 0.01, len(ops)) / speed) + stall
+    ops["start"], ops["end"] = 100 * iteration + np.concatenate([[stall], ends[:-1]]), 100 * iteration + ends
+    spans = np.zeros(1, SPAN)
+    spans["kind"], spans["start"], spans["end"] = SpanKind.DATA, 100 * iteration, 100 * iteration + stall
+    end = 100 * iteration + float(ends[-1]) + 0.01
+    return IterationRecord(
+        epoch, iteration, worker, 0, 100.0 * iteration, end, ops, np.zeros(0, TRANSFER), workload, spans
+    )
+
+
+class Job:
+    """A job that is told to a service."""
+
+    def __init__(self, run_dir: Path, **job: Any) -> None:
+        self.service = DetectionService(run_dir)
+        self.events: list[dict[str, Any]] = []
+        self.tell(event="run_started", world_size=REPLICAS, nproc_per_node=REPLICAS)
+        self.tell(event="job", global_batch_size=16, train_iters=1000, false_alarms_per_job=0.01, **job)
+        self.tell(event="epoch_started", epoch=0, plan=plan().to_dict())
+
+    def tell(self, **event: Any) -> None:
+        self.events += self.service.note(event)
+
+    def run(self, iterations: range, workers: int = REPLICAS, slow: bool = False, **changes: Any) -> None:
+        from megatron_resihp.detector.wire import pack
+
+        for iteration in iterations:
+            for worker in range(workers):
+                speed = SPEED if slow and worker == SLOW else 1.0
+                message = pack(record(worker, iteration, speed=speed, **changes))
+                self.events += self.service.take(message, float(iteration))
+        self.events += self.service.look(float(iterations.stop))
+
+    def finish(self) -> None:
+        self.events += self.service.finish()
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == name]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    for event in job.events:
+        assert not problems({"time": 0.0, **event}), event
+
+
+def test_a_healthy_job_has_a_summary_and_no_verdict(job: Job, tmp_path: Path) -> None:
+    job.run(range(1, LEARNED + 40))
+    job.finish()
+    (summary,) = job.events
+    assert summary["event"] == "detection" and summary["warm"] and not summary["faults"]
+    assert summary["iterations"] == LEARNED + 39 and summary["records"] == REPLICAS * (LEARNED + 39)
+    assert (tmp_path / COST_MODEL_NAME).exists()
+
+
+def test_a_slow_worker_is_named_to_the_log_and_to_callbacks_and_its_recovery_too(job: Job) -> None:
+    told: list[Verdict] = []
+    job.service.callbacks.append(told.append)
+    job.run(range(1, LEARNED))
+    job.run(range(LEARNED, LEARNED + 20), slow=True)
+    job.run(range(LEARNED + 20, LEARNED + 50))
+    onset, *_, recovery = job.named("verdict")
+    assert onset["workers"] == [SLOW] and onset["kind"] == "compute" and onset["change"] == "onset"
+    assert onset["speed_low"] <= SPEED <= onset["speed_high"]
+    assert LEARNED <= onset["iteration"] <= LEARNED + 5
+    assert recovery["change"] == "recovery" and recovery["workers"] == [SLOW]
+    assert [verdict.workers for verdict in told] == [tuple(event["workers"]) for event in job.named("verdict")]
+
+
+def test_a_stalled_data_loader_is_a_notice_told_once_and_no_verdict(job: Job) -> None:
+    job.run(range(1, LEARNED))
+    job.run(range(LEARNED, LEARNED + 5), stall=1.0)
+    job.run(range(LEARNED + 5, LEARNED + 10))
+    (notice,) = job.named("notice")
+    assert notice["what"] == "data" and notice["iteration"] == LEARNED and notice["seconds"] == pytest.approx(1.0)
+    assert not job.named("verdict")
+
+
+def test_damaged_messages_are_counted(job: Job) -> None:
+    job.run(range(1, 4))
+    job.events += job.service.take(b"no record at all, but long enough to hold the header of one, if it were", 4.0)
+    job.finish()
+    assert job.named("detection")[0]["faults"] == {"foreign": 1}
+
+
+def test_the_next_epoch_is_judged_by_its_own_layout(job: Job) -> None:
+    job.run(range(1, LEARNED))
+    job.tell(event="epoch_started", epoch=1, plan=plan(REPLICAS - 1).to_dict())
+    job.run(range(LEARNED, LEARNED + 40), workers=REPLICAS - 1, epoch=1)
+    job.finish()
+    assert not job.named("verdict")
+    assert job.named("detection")[0]["iterations"] == LEARNED + 39
+
+
+def test_everything_is_kept_for_later(job: Job, tmp_path: Path) -> None:
+    job.run(range(1, 4))
+    job.finish()
+    recording = Recording(tmp_path / FILE_NAME)
+    assert recording.job["train_iters"] == 1000
+    layout, *messages = recording
+    assert not isinstance(layout, bytes) and layout.workers.tolist() == list(range(REPLICAS))
+    assert len(messages) == 3 * REPLICAS
+
+
+def test_a_directory_that_cannot_be_written_ends_the_recording_and_not_the_judging(tmp_path: Path) -> None:
+    job = Job(tmp_path / "missing")
+    job.run(range(1, LEARNED))
+    job.run(range(LEARNED, LEARNED + 10), slow=True)
+    parts = [event["part"] for event in job.named("detection_failed")]
+    assert parts == ["recording", "cost model"]
+    assert [event["workers"] for event in job.named("verdict")][:1] == [[SLOW]]
+
+
+def test_nothing_is_said_of_a_run_without_the_plugin(tmp_path: Path) -> None:
+    service = DetectionService(tmp_path)
+    service.note({"event": "run_started", "nproc_per_node": 8})
+    assert service.look(1.0) == service.finish() == []
