@@ -163,10 +163,14 @@ def to_json(found: Detection) -> dict[str, Any]:
         "judged": result.judged,
         "workers": sorted(result.workers) if found.named else None,
         "verdicts": [verdict_to_json(verdict) for verdict in result.verdicts],
+        "notices": [
+            {"what": notice.what.name.lower(), "workers": list(notice.workers), "seconds": notice.seconds,
+             "iteration": notice.iteration} for notice in result.notices
+        ],
         "micro_batch_mape": _finite(result.micro_batch_mape),
         "iteration_mape": _finite(result.iteration_mape),
         "left_out": list(found.left_out),
-    }
+    }  # fmt: skip
 
 
 def verdict_to_json(verdict: Verdict) -> dict[str, Any]:

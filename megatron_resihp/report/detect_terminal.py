@@ -32,6 +32,11 @@ def render(found: Detection, console: Console) -> None:
         console.print(f"left out: {escape(line)}", highlight=False)
     if len(found.left_out) > MOST_LEFT_OUT:
         console.print(f"left out: {len(found.left_out) - MOST_LEFT_OUT} more", highlight=False)
+    for what in dict.fromkeys(notice.what for notice in result.notices):
+        seconds = [notice.seconds for notice in result.notices if notice.what == what]
+        name = what.name.lower().replace("_", " ")
+        console.print(f"no device's doing: {name} held up {count(len(seconds), 'iteration')}, "
+                      f"by up to {max(seconds):.2g} s", highlight=False)  # fmt: skip
     if not result.verdicts:
         console.print("[green]nobody is slow[/green]")
         return

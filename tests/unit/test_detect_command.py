@@ -11,7 +11,7 @@ import pytest
 from megatron_resihp.cli import main
 from megatron_resihp.detector.layout import layout_of
 from megatron_resihp.detector.recording import FILE_NAME, Recorder
-from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind
+from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.plan.parallel_plan import ParallelPlan, Replica
 
@@ -108,6 +108,7 @@ def record_run(run_dir: Path, slow: int | None, damage: Callable[[bytes], bytes]
 def worker_record(
     random: np.random.Generator, worker: int, iteration: int, squares: np.ndarray, slow: bool
 ) -> IterationRecord:
+    """One worker's record; at iteration 80 all wait for data."""
     indices = np.arange(4) * 2 + worker // 2
     seconds = (0.01 + 1e-9 * squares[indices]) * (1 + worker % 2)
     ops = np.zeros(8, OP)
@@ -119,8 +120,8 @@ def worker_record(
     workload = np.zeros(4, WORKLOAD)
     workload["micro_batch"], workload["tokens"], workload["squares"] = indices, 8192, squares[indices]
     start = float(iteration)
-    empty = np.zeros(0, TRANSFER), np.zeros(0, SPAN)
-    return IterationRecord(0, iteration, worker, 0, start, start + 0.9, ops, empty[0], workload, empty[1])
+    spans = np.array([(SpanKind.DATA, start, start + (0.5 if iteration == 80 else 0.01))], SPAN)
+    return IterationRecord(0, iteration, worker, 0, start, start + 0.9, ops, np.zeros(0, TRANSFER), workload, spans)
 
 
 def test_a_recorded_run_is_judged_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +129,9 @@ def test_a_recorded_run_is_judged_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert detect(run_dir) == 0
     (verdict,) = verdicts_in(run_dir)
     assert verdict["workers"] == [1]
-    assert "90 iterations of 4 workers" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "90 iterations of 4 workers" in out
+    assert "data held up 1 iteration, by up to 0.5 s" in out
 
 
 def test_a_damaged_recording_is_judged_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
