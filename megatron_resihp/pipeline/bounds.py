@@ -5,11 +5,11 @@ from heapq import heappop, heappush
 
 import numpy as np
 from numba import njit
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.pipeline.times import Array, checked_times
 
-Array = NDArray[np.float64]
 F, B, W = OpKind
 
 
@@ -28,14 +28,17 @@ def makespan_lower_bound(
 
     Args:
         device_of_stage: for each stage, the device that holds it.
-        durations: [3 (F, B, W), stages, micro-batches], all axes present, as for `simulate`.
+        durations: as for `simulate`, the axis of micro-batches in full.
         transfers: as for `simulate`.
         splits_backward: whether W may be run apart from B; otherwise B is the whole backward and W is not looked at.
+
+    Raises:
+        ValueError: as in `simulate`.
     """
-    ops = np.asarray(durations, np.float64)
-    _, stages, micro_batches = ops.shape
+    given = np.asarray(durations, np.float64)
     home = np.asarray(device_of_stage)
-    edges = np.broadcast_to(np.asarray(transfers, np.float64), (2, stages - 1, micro_batches))
+    runs = checked_times(len(home), given.shape[-1], splits_backward, given[np.newaxis], transfers)
+    ops, edges = (times[0] for times in runs)
     edges = np.where((home[1:] != home[:-1])[:, np.newaxis], edges, 0.0)
     kinds = 3 if splits_backward else 2
     head, tail = _heads(ops, edges)[:kinds], _tails(ops, edges, splits_backward)[:kinds]

@@ -4,15 +4,14 @@ A device runs its ops one after another, so what is alive depends on their order
 """
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.program import Program
+from megatron_resihp.pipeline.times import Array
 
 
-def peak_live_activations(
-    program: Program, size: ArrayLike = 1.0, kept_until_w: ArrayLike = 1.0
-) -> NDArray[np.float64]:
+def peak_live_activations(program: Program, size: ArrayLike = 1.0, kept_until_w: ArrayLike = 1.0) -> Array:
     """The most that each device holds at any time, [devices].
 
     F allocates a stage's activations of one micro-batch. Where the program does not split the backward, B frees them.
@@ -26,13 +25,10 @@ def peak_live_activations(
             only, 0 everything at B.
 
     Raises:
-        ValueError: a size is negative, or a share is outside of 0 to 1.
+        ValueError: a size is negative or not finite, or a share is outside of 0 to 1.
     """
     shape = (program.stages, program.micro_batches)
-    sizes = np.broadcast_to(np.asarray(size, np.float64), shape)
-    kept = np.broadcast_to(np.asarray(kept_until_w, np.float64), shape)
-    if not (np.all(sizes >= 0) and np.all((kept >= 0) & (kept <= 1))):
-        raise ValueError("sizes must not be negative, and shares kept until W must be between 0 and 1")
+    sizes, kept = checked_sizes(shape, size, kept_until_w)
     if not program.splits_backward:
         kept = np.zeros(shape)
     change = np.zeros((len(OpKind), *shape))
@@ -40,3 +36,16 @@ def peak_live_activations(
     live = change[tuple(program.flat.T)]
     pairs = zip(program.offsets, program.offsets[1:], strict=False)
     return np.array([live[first:last].cumsum().max(initial=0.0) for first, last in pairs])
+
+
+def checked_sizes(shape: tuple[int, int], size: ArrayLike, kept_until_w: ArrayLike) -> tuple[Array, Array]:
+    """Both as [stages, micro-batches].
+
+    Raises:
+        ValueError: a size is negative or not finite, or a share is outside of 0 to 1.
+    """
+    sizes = np.broadcast_to(np.asarray(size, np.float64), shape)
+    kept = np.broadcast_to(np.asarray(kept_until_w, np.float64), shape)
+    if not (np.all((sizes >= 0) & (sizes < np.inf)) and np.all((kept >= 0) & (kept <= 1))):
+        raise ValueError("sizes must be finite and not negative, and shares kept until W between 0 and 1")
+    return np.array(sizes), np.array(kept)

@@ -15,8 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_resihp.pipeline.graph import NONE
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.program import Program
-
-Array = NDArray[np.float64]
+from megatron_resihp.pipeline.times import Array, checked_times
 
 
 @dataclass(frozen=True)
@@ -120,22 +119,10 @@ def _arrays(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32], NDA
 
 
 def _checked(program: Program, durations: ArrayLike, transfers: ArrayLike) -> tuple[Array, Array]:
-    """Durations as [runs, cells] and transfers as [runs or 1, 2 · boundaries · micro-batches].
-
-    Raises:
-        ValueError: shapes don't fit, or a time is negative, infinite or NaN.
-    """
-    given, edges = np.asarray(durations, np.float64), np.asarray(transfers, np.float64)
-    runs = len(given) if given.ndim else 0
-    cells = np.broadcast_to(given, (runs, len(OpKind), program.stages, program.micro_batches))
-    edge_runs = len(edges) if edges.ndim == 4 else 1
-    if edge_runs not in (1, runs):
-        raise ValueError(f"transfers of {edge_runs} runs do not fit durations of {runs}")
-    edges = np.broadcast_to(edges, (edge_runs, 2, program.stages - 1, program.micro_batches))
-    for name, times in (("durations", cells[:, : len(program.kinds)]), ("transfers", edges)):
-        if times.size and not (times.min() >= 0.0 and times.max() < np.inf):
-            raise ValueError(f"{name} must be finite and not negative")
-    return np.ascontiguousarray(cells).reshape(runs, -1), np.ascontiguousarray(edges).reshape(edge_runs, -1)
+    """Both with a row per run."""
+    sizes = program.stages, program.micro_batches, program.splits_backward
+    ops, edges = checked_times(*sizes, durations, transfers)
+    return ops.reshape(len(ops), -1), edges.reshape(len(edges), -1)
 
 
 @njit(cache=True)

@@ -62,3 +62,11 @@ def test_never_below_head_work_and_tail_of_a_device(program):
         head = min(forward[stage - 1].min() if stage else 0.0 for stage in held)
         tail = 0.0 if program.splits_backward else min(backward[stage - 1].min() if stage else 0.0 for stage in held)
         assert head + work + tail <= bound <= makespan
+
+
+@pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf])
+def test_refuses_times_that_are_none(wrong):
+    durations = np.ones((3, 2, 2))
+    durations[B, 1, 1] = wrong
+    with pytest.raises(ValueError, match="durations must be finite"):
+        makespan_lower_bound((0, 1), durations)

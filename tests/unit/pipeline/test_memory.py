@@ -55,7 +55,7 @@ def test_agrees_with_a_replay(stages, micro_batches, seed, split):
     np.testing.assert_allclose(peak_live_activations(program, sizes, kept), peaks)
 
 
-@pytest.mark.parametrize(("size", "kept"), [(-1.0, 0.0), (1.0, 1.5), (1.0, -0.1), (np.nan, 0.0)])
+@pytest.mark.parametrize(("size", "kept"), [(-1.0, 0.0), (1.0, 1.5), (1.0, -0.1), (np.nan, 0.0), (np.inf, 0.0)])
 def test_refuses_sizes_and_shares_that_are_none(size, kept):
-    with pytest.raises(ValueError, match="sizes must not be negative"):
+    with pytest.raises(ValueError, match="sizes must be finite and not negative"):
         peak_live_activations(one_f_one_b(2, 2), size, kept)
