@@ -23,7 +23,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_resihp", "megatron_resihp.*"]),
-    package_data={"megatron_resihp": ["py.typed", "simulator/data/*.json"]},
+    package_data={"megatron_resihp": ["py.typed", "cost/profiles/*.json", "simulator/data/*.json"]},
     install_requires=[
         # Patched seams are checked against these versions only: see megatron_resihp/integration.
         "megatron-core>=0.19,<0.20",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_resihp.control import launcher
+from megatron_resihp.control import drill_command, launcher
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="start a training script on this node and keep the job running")
     launcher.add_arguments(launch)
     launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
+    drill = commands.add_parser("drill", help="slow a worker or a link of a running job, or end that")
+    drill_command.add_arguments(drill)
+    drill.set_defaults(run=drill_command.run)
     _add_report(commands.add_parser("report", help="say what happened in a run, from its event log"))
     _add_detect(commands.add_parser("detect", help="say who was slow, from a run's records or a table of times"))
     return parser

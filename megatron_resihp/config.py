@@ -1,15 +1,20 @@
 """The --resihp* flags: one dataclass is the source for argparse, the documentation and JSON. Imports nothing."""
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 DRILL_POINTS = (
     "forward", "backward", "p2p", "grad-sync", "norm", "step", "between", "evaluate", "save",
     "recovery-muster", "recovery-rebuild", "recovery-ready",
 )  # fmt: skip
+
+SLOWEST: Final = 0.01
+"""The smallest factor of a slowdown."""
 
 
 class ConfigError(ValueError):
@@ -40,11 +45,75 @@ class Drill:
         match = cls.PATTERN.fullmatch(text)
         if not match:
             form = "ACTION:WORKER@ITERATION[:POINT], e.g. kill:3@10:backward"
-            raise ConfigError(f"--resihp-drill {text!r} is not {form}")
+            others = "slow:WORKER:SPEED@ITERATION, link:A-B:FACTOR@ITERATION or clear@ITERATION"
+            raise ConfigError(f"--resihp-drill {text!r} is not {form}, nor {others}")
         action, worker, iteration, point = match.groups()
         if point is not None and point not in DRILL_POINTS:
             raise ConfigError(f"--resihp-drill {text!r}: no point {point!r}; choose from {', '.join(DRILL_POINTS)}")
         return cls(action, int(worker), int(iteration), point or "forward")
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """A worker or link that becomes slower, or all that are slowed becoming healthy again.
+
+    Attributes:
+        workers: one worker, the two ends of a link, or none: everything is healthy again.
+        factor: speed of the worker or bandwidth of the link in (0, 1], relative to its own when healthy.
+        iteration: when (1-based); None: at once.
+
+    Raises:
+        ConfigError: if it cannot be.
+    """
+
+    workers: tuple[int, ...] = ()
+    factor: float = 1.0
+    iteration: int | None = None
+
+    PATTERN = re.compile(r"(?:slow:(\d+):([^@:]+)|link:(\d+)-(\d+):([^@:]+)|clear)@([1-9]\d*)")
+
+    def __post_init__(self) -> None:
+        if not SLOWEST <= self.factor <= 1.0:  # not NaN either
+            raise ConfigError(f"{self.factor:g} is no speed; give one from {SLOWEST:g} to 1, the healthy speed")
+        if len(self.workers) == 2 and self.workers[0] == self.workers[1]:
+            raise ConfigError(f"a link joins two workers, not worker {self.workers[0]} with itself")
+
+    @classmethod
+    def parse(cls, text: str) -> "Slowdown | None":
+        """Read slow:WORKER:SPEED@ITERATION, link:A-B:FACTOR@ITERATION or clear@ITERATION.
+
+        Returns None for anything else.
+
+        Raises:
+            ConfigError: if it is of that form and cannot be.
+        """
+        match = cls.PATTERN.fullmatch(text)
+        if not match:
+            return None
+        worker, speed, one, other, factor, iteration = match.groups()
+        workers = tuple(int(each) for each in (worker, one, other) if each is not None)
+        try:
+            return cls(workers, factor_of(speed or factor or "1"), int(iteration))
+        except ConfigError as error:
+            raise ConfigError(f"--resihp-drill {text!r}: {error}") from error
+
+    def __str__(self) -> str:
+        if not self.workers:
+            return "all workers and links are at full speed"
+        name = f"worker {self.workers[0]}" if len(self.workers) == 1 else "link {}-{}".format(*self.workers)
+        return f"{name} is at {f'{self.factor:g} of its speed' if self.factor < 1.0 else 'full speed'}"
+
+
+def factor_of(text: str) -> float:
+    """Read a number.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no number; give one from {SLOWEST:g} to 1") from None
 
 
 def _flag(default: Any, help_text: str, **options: Any) -> Any:
@@ -58,7 +127,9 @@ class ResihpConfig:
     resihp: bool = _flag(False, "Keep the job running in place when workers die. Start it with `resihp launch`.")
     resihp_drill: Sequence[str] = _flag(
         (), "Fire drills: ACTION:WORKER@ITERATION[:POINT] with ACTION kill, stop or rebuild and POINT one of "
-        + ", ".join(DRILL_POINTS) + " (default forward).", nargs="+", metavar="DRILL",
+        + ", ".join(DRILL_POINTS) + " (default forward); slow:WORKER:SPEED@ITERATION, "
+        "link:A-B:FACTOR@ITERATION, clear@ITERATION; or @FILE, a JSON list of such.",
+        nargs="+", metavar="DRILL",
     )  # fmt: skip
     resihp_record_samples: bool = _flag(
         False, "Write the indices of the samples really fed to the model to the event log, iteration by iteration."
@@ -70,6 +141,10 @@ class ResihpConfig:
         60.0, "Seconds that a worker with a communication error waits for the coordinator before it gives up.",
         metavar="SECONDS",
     )  # fmt: skip
+    resihp_emulate: str | None = _flag(
+        None, "Let CPU workers take the time that a device would: a profile's JSON file, or one of h800 and a100.",
+        metavar="PROFILE",
+    )  # fmt: skip
 
     resihp_false_alarms_per_job: float = _flag(
         0.01, "How many false reports of a slow worker or link you accept in a whole job, on average: more than 0, at "
@@ -77,7 +152,23 @@ class ResihpConfig:
     )  # fmt: skip
 
     def drills(self) -> tuple[Drill, ...]:
-        return tuple(Drill.parse(text) for text in self.resihp_drill)
+        """The failures to stage.
+
+        Raises:
+            ConfigError: if a drill or a file of drills cannot be read.
+        """
+        return tuple(Drill.parse(text) for text in self._drill_texts() if Slowdown.parse(text) is None)
+
+    def slowdowns(self) -> tuple[Slowdown, ...]:
+        """The slowdowns to stage.
+
+        Raises:
+            ConfigError: if one of them cannot be, or a file of drills cannot be read.
+        """
+        return tuple(slow for text in self._drill_texts() if (slow := Slowdown.parse(text)) is not None)
+
+    def _drill_texts(self) -> list[str]:
+        return [line for text in self.resihp_drill for line in (_read(text[1:]) if text[:1] == "@" else [text])]
 
     def check(self) -> None:
         """Raises:
@@ -90,6 +181,16 @@ class ResihpConfig:
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> "ResihpConfig":
         return cls(**{item.name: getattr(namespace, item.name) for item in fields(cls)})
+
+
+def _read(path: str) -> list[str]:
+    try:
+        drills = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--resihp-drill @{path} cannot be read: {error}") from error
+    if not isinstance(drills, list) or not all(isinstance(drill, str) for drill in drills):
+        raise ConfigError(f'--resihp-drill @{path} is no JSON list of drills, e.g. ["slow:3:0.6@10", "clear@20"]')
+    return drills
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

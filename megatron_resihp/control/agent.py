@@ -24,6 +24,7 @@ from megatron_resihp.control.mailbox import Ending, Mailbox
 from megatron_resihp.control.nodes import NodeWatcher
 from megatron_resihp.control.output import Outputs
 from megatron_resihp.control.shipping import Relay
+from megatron_resihp.control.slicing import Slicer
 from megatron_resihp.control.spawn import Spawn, WorkerSpec
 
 LOOK_S: Final = 0.2
@@ -100,6 +101,7 @@ class Agent:
         watcher: of the workers' lifelines.
         mailbox: where endings and signals come in.
         link: to the coordinator.
+        slicer: slows workers down when a drill wants it.
         nodes: the lifelines of the other nodes, on node 0 of several.
     """
 
@@ -109,12 +111,14 @@ class Agent:
         watcher: Watcher,
         mailbox: Mailbox,
         link: Link,
+        slicer: Slicer,
         nodes: NodeWatcher | None = None,
     ) -> None:
         self._workers = {worker.number: worker for worker in workers}
         self._watcher = watcher
         self._mailbox = mailbox
         self._link = link
+        self._slicer = slicer
         self._nodes = nodes
         self._ending: Ending | None = None
         self._stop_asked = False
@@ -173,6 +177,7 @@ class Agent:
             self._schedule.pop(0)[1]()
 
     def _bury(self, worker: Worker) -> None:
+        self._slicer.forget(worker.number)
         memory = linux.shared_memory_of_group(worker.pid)
         # Before anything else: data loaders that it has left behind keep its sockets open, and its peers waiting.
         linux.kill_group(worker.pid)
@@ -200,6 +205,7 @@ class Agent:
 
     def _give_up(self, worker: Worker) -> None:
         """It is dead to the others: it must end as soon as it runs again, and they must not wait for it."""
+        self._slicer.forget(worker.number)
         worker.given_up = True
         self._watcher.cut(worker.number)
         linux.cut_connections(worker.pid, worker.pidfd)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron_resihp.config import ConfigError, Slowdown
 from megatron_resihp.control import messages
 from megatron_resihp.control.membership import (
     Action,
@@ -21,6 +22,7 @@ from megatron_resihp.control.membership import (
     OrderSalvage,
     PublishPlan,
 )
+from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.control.store import Store
 
 POLL_S = 0.5
@@ -56,6 +58,7 @@ class Coordinator:
         self._grace_s = grace_s
         self._notices = 0
         self._struck: dict[int, float] = {}
+        self._slowness = SlownessDesk(world_size)
 
     def run(self) -> int:
         """Serve until the job is over; returns the exit code of the job."""
@@ -76,7 +79,36 @@ class Coordinator:
     def _react(self, message: dict[str, Any]) -> list[Action]:
         if self._took_events(message):
             return []
+        if message["type"] == "slowdown":
+            return self._slow(message)
+        if message["type"] == "job":
+            self._slowness.emulated = message.get("emulated") is not None
         return self._membership.handle(message, time.time())
+
+    def _slow(self, message: dict[str, Any]) -> list[Action]:
+        """Do what a scheduled drill or `resihp drill` asks for, and answer who waits for it."""
+        number = message.get("number")
+        if number is not None and not self._slowness.is_new(number):
+            return []
+        actions: list[Action] = []
+        try:
+            slowdown = Slowdown(tuple(message["workers"]), message["factor"], message["iteration"])
+            self._slowness.take(slowdown, self._membership.dead)
+            answer = {"done": str(slowdown)}
+            actions = [Log(self._drill_set(slowdown)), Notify(self._slowness.notice())]
+        except ConfigError as error:
+            answer = {"refused": str(error)}
+        if "answer" in message:
+            self._store.set(message["answer"], json.dumps(answer))
+        return actions
+
+    def _drill_set(self, slowdown: Slowdown) -> dict[str, Any]:
+        speeds = {str(worker): speed for worker, speed in self._slowness.holds.speeds.items()}
+        links = {f"{one}-{other}": factor for (one, other), factor in self._slowness.holds.links.items()}
+        return {
+            "event": "drill_set", "workers": slowdown.workers, "factor": slowdown.factor,
+            "iteration": slowdown.iteration, "speeds": speeds, "links": links,
+        }  # fmt: skip
 
     def _carry_out(self, action: Action) -> int | None:
         match action:

@@ -55,12 +55,17 @@ class Log:
 
 @dataclass(frozen=True)
 class Job:
-    """What the coordinator is told at the start."""
+    """What the coordinator is told at the start.
+
+    Attributes:
+        token: what this run alone has.
+    """
 
     nodes: int
     workers_per_node: int
     command: list[str]
     limits: Limits
+    token: str
 
 
 class Headquarters:
@@ -132,6 +137,7 @@ class Headquarters:
 
     def _open(self) -> TcpStore:
         self._served = serve(self._address.host, self._address.port, self._listener)
+        self._served.set(messages.RUN, self._job.token)
         publish(self._served, self._job.nodes, self._job.workers_per_node, self._meeting)
         self._connection = self._served.clone()
         return self._connection

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from megatron_resihp.control.address import Address, parse_address
 from megatron_resihp.control.agent import Agent, Worker, start_workers
+from megatron_resihp.control.contact import Contact
 from megatron_resihp.control.detection import Detection, Judge
 from megatron_resihp.control.environment import JobEnvironment
 from megatron_resihp.control.headquarters import EventSink, Headquarters, Job, Log
@@ -30,6 +31,7 @@ from megatron_resihp.control.membership import Limits
 from megatron_resihp.control.nodes import Joining, Meeting, NodeWatcher, join, records_address
 from megatron_resihp.control.output import MODES, Outputs
 from megatron_resihp.control.shipping import Relay, Uplink
+from megatron_resihp.control.slicing import Slicer
 from megatron_resihp.control.spawn import Spawn, exec_worker
 from megatron_resihp.control.store import Store, StoreError, connect, reserve, wait_until_reachable
 
@@ -176,6 +178,7 @@ class _Seat:
 
     Attributes:
         lifelines, records: where the other nodes' lifelines and their workers' records arrive.
+        token: see `contact`.
     """
 
     address: Address
@@ -184,6 +187,7 @@ class _Seat:
     lifelines: socket.socket | None = None
     records: socket.socket | None = None
     sink: EventSink | None = None
+    token: str = ""
 
     @property
     def sockets(self) -> list[socket.socket]:
@@ -230,7 +234,10 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
         raise LaunchError(f"{error}; check --coordinator, and node 0") from error
     run_dir = _make_run_dir(options)
     address = Address(address.host, listener.getsockname()[1])
-    return _Seat(address, run_dir, listener, lifelines, records, _make_sink(make_event_sink, run_dir))
+    contact = Contact(address)
+    sink = _make_sink(make_event_sink, run_dir)
+    stack.enter_context(contact.published(run_dir))
+    return _Seat(address, run_dir, listener, lifelines, records, sink, contact.token)
 
 
 def _make_run_dir(options: LaunchOptions) -> Path:
@@ -282,13 +289,16 @@ def _serve(
     headquarters = _open_headquarters(options, seat, mailbox) if seat.listener is not None else None
     uplink = Uplink()
     relay.start(uplink.deliver if headquarters is None else headquarters.detection.inbox.deliver)
+    slicer = Slicer({worker.number: (worker.pid, worker.pidfd) for worker in workers})
     link = Link(
         lambda: connect(*seat.address, options.connect_timeout_s),
         lambda store: _introduce(options, store, mailbox, uplink),
         mailbox.end,
+        lambda slowness: slicer.slow(slowness.speeds),
     )
-    agent = Agent(workers, watcher, mailbox, link, nodes)
+    agent = Agent(workers, watcher, mailbox, link, slicer, nodes)
     ending = agent.run()
+    slicer.close()
     if nodes is not None:
         nodes.close()
     relay.close(CLOSING_S)
@@ -306,7 +316,8 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
         meeting = Meeting(*(Address(seat.address.host, s.getsockname()[1]) for s in (seat.lifelines, seat.records)))
     log = Log(seat.sink)
     detection = Detection(lambda: _make_judge(seat.run_dir), log.write)
-    job = Job(options.nodes, options.workers_per_node, list(options.command), Limits(options.muster_timeout_s))
+    limits = Limits(options.muster_timeout_s)
+    job = Job(options.nodes, options.workers_per_node, list(options.command), limits, seat.token)
     return Headquarters(seat.address, seat.listener, log, job, meeting, detection, mailbox.end)
 
 

@@ -1,4 +1,4 @@
-"""An agent's link to the coordinator. Its loop never waits on the network: two threads do, each on its own connection.
+"""An agent's link to the coordinator. Its loop never waits on the network: threads do, each on its own connection.
 
 May import: the standard library and this room's modules.
 """
@@ -15,6 +15,7 @@ from typing import Any, Final
 from megatron_resihp.control import messages
 from megatron_resihp.control.lifeline import Lifeline
 from megatron_resihp.control.mailbox import Ending
+from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
 
 SLICE_S: Final = 1.0
@@ -31,6 +32,7 @@ class Link:
         introduce: run first on the connection that then waits for the end; StoreError refuses the link. The lifeline
             that it returns is held as long as the link.
         on_end: told, in a thread of the link, how the workers are to end.
+        on_slowness: told, in another, what drills have slowed, where the clock is not emulated.
     """
 
     def __init__(
@@ -38,16 +40,19 @@ class Link:
         connect: Callable[[], Store],
         introduce: Callable[[Store], Lifeline | None],
         on_end: Callable[[Ending], None],
+        on_slowness: Callable[[Slowness], None],
     ) -> None:
         self._connect = connect
         self._introduce = introduce
         self._on_end = on_end
+        self._on_slowness = on_slowness
         self._letters: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._lifeline: Lifeline | None = None
         self._closed = False
         self._threads = [
             threading.Thread(target=self._hear, name="resihp-end", daemon=True),
             threading.Thread(target=self._post, name="resihp-post", daemon=True),
+            threading.Thread(target=self._listen, name="resihp-agent-notices", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -87,6 +92,21 @@ class Link:
                     end = json.loads(store.get(messages.END, END_READ_S))
                     self._on_end(Ending(end["code"], end["reason"], end["grace_s"], agreed=True))
                     return
+        except (StoreError, TimeoutError) as error:
+            self._lost(error)
+
+    def _listen(self) -> None:
+        number = 0
+        try:
+            store = self._connect()
+            while not self._closed:
+                if store.wait(messages.notice_key(number), SLICE_S):
+                    notice = json.loads(store.get(messages.notice_key(number), END_READ_S))
+                    if notice["kind"] == messages.SLOWNESS and not notice["emulated"]:
+                        self._on_slowness(Slowness.from_dict(notice))
+                    if notice["kind"] == "end":
+                        return
+                    number += 1
         except (StoreError, TimeoutError) as error:
             self._lost(error)
 

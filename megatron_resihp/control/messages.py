@@ -18,6 +18,12 @@ LIFELINE_ADDRESS: Final = "lifeline_address"
 RECORDS_ADDRESS: Final = "records_address"
 """Key with host:port where agents of other nodes send the records of their workers."""
 
+RUN: Final = "run"
+"""Key of a token that this run alone has, by which others know that they talk to it."""
+
+SLOWNESS: Final = "slowness"
+"""Kind of the notice of what drills have slowed: {"emulated", "speeds", "links"}; for agents if not emulated."""
+
 FENCED_EXIT: Final = 75
 """Exit code of a worker that was given up for dead and is not."""
 
@@ -33,5 +39,5 @@ def go_key(epoch: int) -> str:
 
 
 def notice_key(number: int) -> str:
-    """Key of the notice with this number: {"kind": "broken" | "stop" | "finishing" | "end", ...}."""
+    """Key of the notice with this number: {"kind": "broken" | "stop" | "finishing" | "end" | "slowness", ...}."""
     return f"notice/{number}"

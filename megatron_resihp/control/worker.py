@@ -1,6 +1,6 @@
 """A worker's side of the control plane: what it tells the coordinator, and the thread that hears notices.
 
-May import `plan`, `control.messages`, `control.record` and `control.store`.
+May import `plan` and this room's other modules.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_resihp.control import messages
 from megatron_resihp.control.record import Commit, Record
+from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
 from megatron_resihp.plan import Coordinate, ParallelPlan
 
@@ -66,6 +67,9 @@ class WorkerControl:
         worker: this worker's id.
         on_broken: called in the notice thread when the current epoch is marked as broken or the job ends; must make
             blocked collectives of the epoch return with an error.
+
+    Attributes:
+        slowness: what drills have slowed, as far as this worker has heard.
     """
 
     def __init__(self, store: Store, worker: int, on_broken: Callable[[], None]) -> None:
@@ -73,6 +77,7 @@ class WorkerControl:
         self.epoch = 0
         self.stop_signal: int | None = None
         self.peer_ports: set[int] = set()
+        self.slowness = Slowness()
         self._store = store
         self._lock = threading.Lock()
         self._on_broken = on_broken
@@ -218,6 +223,9 @@ class WorkerControl:
     def _hear(self, notice: dict[str, Any]) -> None:
         if notice["kind"] == "stop":
             self.stop_signal = notice["signal"]
+            return
+        if notice["kind"] == messages.SLOWNESS:
+            self.slowness = Slowness.from_dict(notice)
             return
         with self._news:
             if notice["kind"] == "finishing":

@@ -1,10 +1,13 @@
-"""Staged failures: this process kills or stops itself when it reaches a named point. Imports `config` only."""
+"""Staged failures: this process kills or stops itself when it reaches a named point. And scheduled slowdowns.
+
+Imports `config` only.
+"""
 
 import os
 import signal
 from collections.abc import Callable
 
-from megatron_resihp.config import Drill
+from megatron_resihp.config import Drill, Slowdown
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
@@ -39,3 +42,23 @@ class Drills:
                 if drill.action == "rebuild":
                     raise StagedError("a drill broke the epoch")
                 os.kill(os.getpid(), SIGNALS[drill.action])
+
+
+class ScheduledSlowdowns:
+    """Asks for each slowdown when its iteration begins, as all workers do; the coordinator listens to the first.
+
+    Args:
+        slowdowns: of the job.
+        ask: called with the index of one and the slowdown, once for each.
+    """
+
+    def __init__(self, slowdowns: tuple[Slowdown, ...], ask: Callable[[int, Slowdown], None]) -> None:
+        self._waiting = list(enumerate(slowdowns))
+        self._ask = ask
+
+    def begin(self, iteration: int) -> None:
+        """Called when an iteration begins; those of iterations before it are due too."""
+        due = [each for each in self._waiting if iteration >= (each[1].iteration or 0)]
+        self._waiting = [each for each in self._waiting if each not in due]
+        for index, slowdown in due:
+            self._ask(index, slowdown)

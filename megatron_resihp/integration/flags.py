@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_resihp import cpu
 from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
+from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.support import refusals
 
 _parser: argparse.ArgumentParser | None = None
@@ -77,12 +79,11 @@ def _megatron_validates(original: Callable[..., Any], args: argparse.Namespace, 
 def _checked(args: argparse.Namespace) -> ResihpConfig:
     config = ResihpConfig.from_namespace(args)
     try:
-        for drill in config.drills():
-            if drill.worker >= args.world_size:
-                there = f"{args.world_size}: 0..{args.world_size - 1}"
-                raise ConfigError(f"--resihp-drill names worker {drill.worker}, but there are {there}")
         config.check()
-    except ConfigError as error:
+        _check_drills(config, args.world_size)
+        if config.resihp_emulate is not None:
+            _check_emulation(config.resihp_emulate)
+    except (ConfigError, ProfileError) as error:
         fail(str(error))
     assert _parser is not None
     defaults = vars(_parser.parse_args([]))
@@ -92,6 +93,23 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
         fail("; ".join(lines))
     _check_sizes(args)
     return config
+
+
+def _check_drills(config: ResihpConfig, world_size: int) -> None:
+    slowdowns = config.slowdowns()
+    named = [drill.worker for drill in config.drills()] + [w for slowdown in slowdowns for w in slowdown.workers]
+    for worker in named:
+        if worker >= world_size:
+            there = f"{world_size}: 0..{world_size - 1}"
+            raise ConfigError(f"--resihp-drill names worker {worker}, but there are {there}")
+    if config.resihp_emulate is None and any(len(slowdown.workers) == 2 for slowdown in slowdowns):
+        raise ConfigError("--resihp-drill can only slow links on the emulated clock; give --resihp-emulate too")
+
+
+def _check_emulation(profile: str) -> None:
+    if not cpu.installed():
+        raise ConfigError("--resihp-emulate is for CPU workers; start the job with `resihp launch --stand-in`")
+    load_profile(profile)
 
 
 def _check_sizes(args: argparse.Namespace) -> None:

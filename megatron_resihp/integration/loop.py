@@ -69,6 +69,8 @@ def _finishing(runtime: Runtime) -> Iterator[None]:
 def _finish(runtime: Runtime) -> None:
     torch.cuda.synchronize()
     runtime.probes.flush()
+    if runtime.padding is not None:
+        runtime.control.event("emulation", ops=runtime.padding.ops, late=runtime.padding.late)
     record_digest(runtime)
     progress = runtime.progress
     if progress.stage is Stage.STEPPED:
@@ -114,6 +116,7 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
     def train_step(*positional: Any, iteration: int, **options: Any) -> StepReturn:
         runtime.control.check()
         runtime.progress.begin(iteration + 1, snapshot_counters(runtime))
+        runtime.slowdowns.begin(iteration + 1)
         runtime.fed.clear()
         runtime.losses = []
         if runtime.replay is not None:

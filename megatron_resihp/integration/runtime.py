@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from megatron_resihp.config import ResihpConfig
+from megatron_resihp.config import ResihpConfig, Slowdown
 from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.executor.communicators import Communicators, SideGroup
-from megatron_resihp.integration.drills import Drills
+from megatron_resihp.integration.drills import Drills, ScheduledSlowdowns
+from megatron_resihp.integration.padding import Padding
 from megatron_resihp.integration.probe_clock import make_clock
 from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.probes import PadOp, PadTransfer, Probes
@@ -84,7 +85,7 @@ class Runtime:
         recovered_from: when the death was noticed that the current epoch recovered from, until its first step.
         fed: sample indices that this worker's loader handed to the model in this iteration.
         probes: what measures this worker's iterations.
-        pad_op, pad_transfer: what makes ops and transfers last as long as on an emulated device; None: nothing does.
+        padding: what makes ops and transfers last as long as on an emulated device; None: nothing does.
     """
 
     def __init__(
@@ -124,9 +125,17 @@ class Runtime:
         self.recovered_from: float | None = None
         self.last_step_at: float | None = None
         self.probes = Probes(self.worker, make_clock, send)
-        self.pad_op: PadOp | None = None
-        self.pad_transfer: PadTransfer | None = None
+        self.padding: Padding | None = None
         self.drills = Drills(config.drills(), self.worker, self._announce_drill)
+        self.slowdowns = ScheduledSlowdowns(config.slowdowns(), self._ask_for_slowdown)
+
+    @property
+    def pad_op(self) -> PadOp | None:
+        return None if self.padding is None else self.padding.pad_op
+
+    @property
+    def pad_transfer(self) -> PadTransfer | None:
+        return None if self.padding is None else self.padding.pad_transfer
 
     @property
     def epoch(self) -> int:
@@ -174,4 +183,9 @@ class Runtime:
     def _announce_drill(self, drill: Any) -> None:
         self.control.event(
             "drill", action=drill.action, target=drill.worker, iteration=self.progress.iteration, point=drill.point
+        )
+
+    def _ask_for_slowdown(self, index: int, slowdown: Slowdown) -> None:
+        self.control.tell(
+            "slowdown", number=index, workers=slowdown.workers, factor=slowdown.factor, iteration=slowdown.iteration
         )

@@ -22,6 +22,7 @@ from megatron_resihp.control.store import connect
 from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.integration.emulation import padding_of
 from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.step import install_step
@@ -49,6 +50,8 @@ def create_runtime(config: ResihpConfig) -> Runtime:
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), _pack)
     runtime = Runtime(config, control, communicators[0], get_args(), outbox.offer)
     runtime.probes.watch_garbage_collection()
+    if config.resihp_emulate is not None:
+        runtime.padding = padding_of(runtime, config.resihp_emulate)
     return runtime
 
 
@@ -81,6 +84,7 @@ def job_fields(args: Any, config: ResihpConfig) -> dict[str, Any]:
         "global_batch_size": args.global_batch_size,
         "micro_batches": args.global_batch_size // args.micro_batch_size,
         "seq_length": args.seq_length,
+        "emulated": config.resihp_emulate,
         "train_iters": args.train_iters,
         "pipeline_last": not args.use_tp_pp_dp_mapping,
         "false_alarms_per_job": config.resihp_false_alarms_per_job,

@@ -121,6 +121,7 @@ class _Run:
             names.RECOVERY: self._recovery,
             names.FIRST_STEP: self._first_step,
             names.DRILL: self._drill,
+            names.DRILL_SET: self._drill_set,
             names.EVALUATION: self._evaluation,
             names.CHECKPOINT: self._checkpoint,
             names.SALVAGE: self._salvage,
@@ -207,6 +208,12 @@ class _Run:
         iteration = "" if event.get("iteration") is None else f" at iteration {event['iteration']}"
         point = f" ({event['point']})" if event.get("point") else ""
         return [f"drill: {event['action']} {event['target']}{iteration}{point}"]
+
+    def _drill_set(self, event: Event) -> list[str]:
+        if not event["workers"]:
+            return ["drill: all workers and links at full speed"]
+        name = "worker" if len(event["workers"]) == 1 else "link"
+        return [f"drill: {name} {'-'.join(map(str, event['workers']))} at {number(event['factor']):g} of its speed"]
 
     def _evaluation(self, event: Event) -> list[str]:
         losses = listing(f"{name} {number(value):.4f}" for name, value in event["loss"].items())

@@ -110,6 +110,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("seq_length", INTEGER, "tokens in a sample", required=False),
             Field("train_iters", INTEGER, "iterations to reach"),
             Field("false_alarms_per_job", NUMBER, "what the detector may get wrong, on average", required=False),
+            Field("emulated", TEXT, "device profile of the emulated clock; null: none", required=False),
             Field(
                 "first_iteration", INTEGER, "iteration already done at the start; missing: as the first step shows",
                 required=False,
@@ -237,6 +238,25 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("target", NAME, "the worker or node"),
             Field("iteration", INTEGER, "iteration at which it struck", required=False),
             Field("point", TEXT, "point of the iteration at which it struck", required=False),
+        ),
+    ),
+    names.DRILL_SET: EventSchema(
+        "coordinator",
+        "A drill has slowed a worker or a link, or ended that.",
+        (
+            Field("workers", INTEGERS, "one worker, the two ends of a link, or none: all are at full speed again"),
+            Field("factor", NUMBER, "speed or bandwidth relative to its own when healthy, in (0, 1]"),
+            Field("iteration", INTEGER, "for when it was scheduled; null: asked for from outside", required=False),
+            Field("speeds", NAMED_NUMBERS, "workers that are slowed now, with their speeds", required=False),
+            Field("links", NAMED_NUMBERS, 'links that are slowed now, as "A-B", with their factors', required=False),
+        ),
+    ),
+    names.EMULATION: EventSchema(
+        "each worker",
+        "How well the emulated clock was kept, at the end of training.",
+        (
+            Field("ops", INTEGER, "forward and backward passes that were made to last as long as on the device"),
+            Field("late", INTEGER, "of these, those that really took longer"),
         ),
     ),
     names.EVALUATION: EventSchema(

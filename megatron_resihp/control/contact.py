@@ -1,0 +1,60 @@
+"""How commands reach a running job: a file in its run directory says where its store is.
+
+May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from megatron_resihp.control import messages
+from megatron_resihp.control.address import Address, parse_address
+from megatron_resihp.control.store import Store, StoreError, connect
+
+FILE_NAME: Final = "coordinator.json"
+CONNECT_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Contact:
+    """Where a job's store is, and a token that only this job's store holds under messages.RUN."""
+
+    store: Address
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @contextmanager
+    def published(self, run_dir: Path) -> Iterator[None]:
+        """Leave the file in the run directory for as long as the job runs."""
+        path = run_dir / FILE_NAME
+        path.write_text(json.dumps({"store": str(self.store), "token": self.token}) + "\n")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def reach(run_dir: Path) -> Store:
+    """Connect to the store of the job that runs in a directory.
+
+    Raises:
+        StoreError: if none does.
+    """
+    try:
+        data = json.loads((run_dir / FILE_NAME).read_text())
+        address, token = parse_address(data["store"]), data["token"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"no job runs in {run_dir}") from error
+    try:
+        store = connect(*address, CONNECT_S)
+        # A job that was killed leaves its file behind, and another may have its port by now.
+        if store.get(messages.RUN, CONNECT_S) == token:
+            return store
+    except (StoreError, TimeoutError):
+        pass
+    raise StoreError(f"no job runs in {run_dir} any more")

@@ -1,0 +1,85 @@
+"""`resihp drill`: slows workers and links of a running job from outside.
+
+May import: `config`, the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_resihp.config import ConfigError, Slowdown, factor_of
+from megatron_resihp.control import contact, messages
+from megatron_resihp.control.launcher import RUNS
+from megatron_resihp.control.store import Store, StoreError
+
+ANSWER_S: Final = 10.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `resihp drill`."""
+    kinds = parser.add_subparsers(dest="kind", metavar="slow | link | clear", required=True)
+    slow = kinds.add_parser("slow", help="slow a worker down")
+    slow.add_argument("workers", nargs=1, type=_worker, metavar="WORKER", help="worker id")
+    slow.add_argument("factor", metavar="SPEED", help="speed relative to its own, in (0, 1]; 1 ends it")
+    link = kinds.add_parser("link", help="slow a link down; on the emulated clock only")
+    link.add_argument("workers", nargs=2, type=_worker, metavar="WORKER", help="ids of the workers at its ends")
+    link.add_argument("factor", metavar="FACTOR", help="bandwidth relative to its own, in (0, 1]; 1 ends it")
+    clear = kinds.add_parser("clear", help="let all workers and links run at full speed again")
+    clear.set_defaults(workers=[], factor="1")
+    for kind in (slow, link, clear):
+        meaning = f"of the job (default: the newest in {RUNS} that runs)"
+        kind.add_argument("--run-dir", type=Path, metavar="DIR", help=meaning)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Do what the parsed arguments ask; returns the exit code."""
+    try:
+        slowdown = Slowdown(tuple(namespace.workers), factor_of(namespace.factor))
+        store = contact.reach(namespace.run_dir or _newest(RUNS))
+        answer = ask(store, slowdown)
+    except (ConfigError, StoreError, TimeoutError) as error:
+        print(f"resihp: {error}", file=sys.stderr)
+        return 2
+    if "refused" in answer:
+        print(f"resihp: {answer['refused']}", file=sys.stderr)
+        return 2
+    print(f"resihp: {answer['done']}")
+    return 0
+
+
+def ask(store: Store, slowdown: Slowdown) -> dict[str, Any]:
+    """Ask the coordinator for a slowdown; returns {"done": line} or {"refused": line}.
+
+    Raises:
+        TimeoutError: it does not answer.
+        StoreError: it is gone.
+    """
+    key = f"answer/{secrets.token_hex(8)}"
+    message = {
+        "type": "slowdown", "workers": slowdown.workers, "factor": slowdown.factor, "iteration": None, "answer": key,
+    }  # fmt: skip
+    store.push(messages.INBOX, json.dumps(message))
+    try:
+        answer: dict[str, Any] = json.loads(store.get(key, ANSWER_S))
+    except TimeoutError:
+        raise TimeoutError(f"the coordinator did not answer within {ANSWER_S:g} s; is the job ending?") from None
+    store.delete(key)
+    return answer
+
+
+def _worker(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no worker id")
+    return int(text)
+
+
+def _newest(runs: Path) -> Path:
+    found = sorted(runs.glob(f"*/{contact.FILE_NAME}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise StoreError(f"no job runs in {runs}; give --run-dir")
+    return found[-1].parent

@@ -1,0 +1,96 @@
+"""Who is slowed by drills: the state that the coordinator keeps and workers and agents are told. Pure.
+
+May import `config`, `control.messages` and the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_resihp.config import ConfigError, Slowdown
+from megatron_resihp.control import messages
+
+
+@dataclass(frozen=True)
+class Slowness:
+    """Factors in (0, 1] of what is slowed; everything else has 1.
+
+    Attributes:
+        speeds: by worker.
+        links: by pair of workers, the smaller id first.
+    """
+
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    links: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+    def speed(self, worker: int) -> float:
+        return self.speeds.get(worker, 1.0)
+
+    def link(self, one: int, other: int) -> float:
+        return self.links.get((min(one, other), max(one, other)), 1.0)
+
+    def after(self, slowdown: Slowdown) -> Slowness:
+        """What holds once a slowdown has come on top."""
+        match slowdown.workers:
+            case (worker,):
+                return Slowness(_changed(self.speeds, worker, slowdown.factor), self.links)
+            case (one, other):
+                return Slowness(self.speeds, _changed(self.links, (min(one, other), max(one, other)), slowdown.factor))
+            case _:
+                return Slowness()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"speeds": [[w, p] for w, p in self.speeds.items()], "links": [[*ab, f] for ab, f in self.links.items()]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Slowness:
+        return cls(dict(data["speeds"]), {(a, b): f for a, b, f in data["links"]})
+
+
+def _changed[Key](factors: Mapping[Key, float], key: Key, factor: float) -> dict[Key, float]:
+    others = {each: value for each, value in factors.items() if each != key}
+    return others if factor == 1.0 else {**others, key: factor}
+
+
+@dataclass
+class SlownessDesk:
+    """The coordinator's part: takes requests and knows what holds.
+
+    Attributes:
+        workers: how many the job has.
+        emulated: whether their clock is; None until a worker has said so.
+    """
+
+    workers: int
+    emulated: bool | None = None
+    holds: Slowness = field(default_factory=Slowness)
+    _scheduled: set[int] = field(default_factory=set)
+
+    def take(self, slowdown: Slowdown, dead: Collection[int]) -> None:
+        """Change what holds.
+
+        Raises:
+            ConfigError: with one line, if it cannot be.
+        """
+        if self.emulated is None:
+            raise ConfigError("the job is still starting; try again when it trains")
+        for worker in slowdown.workers:
+            if worker >= self.workers:
+                raise ConfigError(f"there is no worker {worker}; the job has 0 to {self.workers - 1}")
+            if worker in dead:
+                raise ConfigError(f"worker {worker} is dead; choose a living one")
+        if len(slowdown.workers) == 2 and not self.emulated:
+            raise ConfigError("links can only be slowed on the emulated clock; start the job with --resihp-emulate")
+        self.holds = self.holds.after(slowdown)
+
+    def notice(self) -> dict[str, Any]:
+        """What workers and agents are told."""
+        return {"kind": messages.SLOWNESS, "emulated": self.emulated, **self.holds.to_dict()}
+
+    def is_new(self, number: int) -> bool:
+        """Whether the scheduled slowdown of this number was not asked for before: all workers ask for each."""
+        new = number not in self._scheduled
+        self._scheduled.add(number)
+        return new

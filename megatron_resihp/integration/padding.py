@@ -1,0 +1,101 @@
+"""Makes ops and transfers last as long as on an emulated device: sleeps for what is left of the time.
+
+Knows nothing of Megatron. May import `control.slowness`, `cost` and `detector`.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from megatron_resihp.control.slowness import Slowness
+from megatron_resihp.cost.profile import DeviceProfile, PassCost
+from megatron_resihp.detector.records import OpKind
+
+SPIN_S: Final = 0.0002
+"""The last part of a wait is spun: sleeping wakes up late by about a third of this."""
+SLICE_S: Final = 0.05
+"""A long wait looks up this often whether it is still wanted."""
+
+StageCosts = Sequence[tuple[PassCost, PassCost, PassCost]]
+
+
+class Padding:
+    """Pads the ops and transfers of one worker.
+
+    Args:
+        profile: of the emulated device.
+        worker: this worker's id.
+        costs: what this worker holds now: the costs of F, B and W, by chunk.
+        tokens_per_token: tokens of the emulated job that one real token stands for.
+        bytes_per_token: of a real activation at a stage boundary.
+        slowness: what drills have slowed.
+        interrupted: whether waiting is of no use any more.
+        clock, sleep: in seconds; the clock of the records.
+
+    Attributes:
+        ops: how many ops were padded.
+        late: how many of them had really taken longer than the device would.
+    """
+
+    def __init__(
+        self,
+        profile: DeviceProfile,
+        worker: int,
+        costs: Callable[[], StageCosts],
+        tokens_per_token: float,
+        bytes_per_token: float,
+        slowness: Callable[[], Slowness],
+        interrupted: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.ops = 0
+        self.late = 0
+        self._profile = profile
+        self._worker = worker
+        self._costs = costs
+        self._scale = tokens_per_token
+        self._bytes_per_token = bytes_per_token
+        self._slowness = slowness
+        self._interrupted = interrupted
+        self._clock = clock
+        self._sleep = sleep
+        self._random = random.Random(f"{profile.seed} {worker}")
+
+    def pad_op(self, kind: OpKind, chunk: int, tokens: float, squares: float, started: float, waited: float) -> None:
+        """Wait until the op has lasted as long as on the device, and as long as it has waited for others on top.
+
+        Args:
+            kind: F, or B, in which Megatron computes the weight gradients too.
+            tokens, squares: N and Σ l² of the real micro-batch.
+            started: when the op began.
+            waited: seconds of it in tensor-parallel collectives; NaN if not known.
+        """
+        forward, backward, weight = self._costs()[chunk]
+        cost = forward if kind is OpKind.F else backward + weight
+        seconds = cost.seconds(tokens * self._scale, squares * self._scale**2)
+        seconds *= max(self._random.gauss(1.0, self._profile.noise), 0.0) / self._slowness().speed(self._worker)
+        deadline = started + seconds + (0.0 if math.isnan(waited) else waited)
+        self.ops += 1
+        self.late += self._clock() > deadline
+        self._wait_until(deadline)
+
+    def pad_transfer(self, peer: int, posted: float, size: float) -> None:
+        """Wait as long as `size` bytes, which have just come from `peer`, would take on the device's links.
+
+        Both ends were there only a moment ago: gloo hands a message over as soon as they are. So the wait begins now,
+        whenever this end's was `posted`.
+        """
+        tokens = self._scale * size / self._bytes_per_token
+        seconds = self._profile.transfer_seconds((self._worker, peer), tokens)
+        self._wait_until(self._clock() + seconds / self._slowness().link(self._worker, peer))
+
+    def _wait_until(self, deadline: float) -> None:
+        while (left := deadline - self._clock()) > SPIN_S:
+            if self._interrupted():
+                return
+            self._sleep(min(left - SPIN_S, SLICE_S))
+        while self._clock() < deadline:
+            pass
