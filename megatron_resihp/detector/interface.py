@@ -23,6 +23,14 @@ class Detector(Protocol):
         """
         ...
 
+    def speed(self, worker: int) -> float:
+        """The worker's speed p as now known, 1.0 unless it is known to be slow."""
+        ...
+
+    def link_speed(self, ends: tuple[int, int]) -> float:
+        """The share of its bandwidth that a link has, 1.0 unless it is known to be slow."""
+        ...
+
 
 class DetectorFactory(Protocol):
     """Makes a detector for a job."""

@@ -35,7 +35,8 @@ class Fault:
 
     @property
     def slowdown(self) -> float:
-        return 1 - self.speed
+        """s = 1 − p, without what floating point adds to it."""
+        return round(1 - self.speed, 9)
 
 
 def draw_faults(layout: Layout, slowdown: float, iterations: int, rng: np.random.Generator) -> tuple[Fault, ...]:

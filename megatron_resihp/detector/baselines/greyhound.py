@@ -60,3 +60,11 @@ class Greyhound:
             return []
         self._judged = len(self._iterations)
         return self.validation.after_alarm(self._iterations[change.start], observations.iteration, observations.epoch)
+
+    def speed(self, worker: int) -> float:
+        """See `Detector.speed`."""
+        return self.validation.speed((worker,))
+
+    def link_speed(self, ends: tuple[int, int]) -> float:
+        """See `Detector.link_speed`."""
+        return self.validation.speed(ends)

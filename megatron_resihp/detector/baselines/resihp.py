@@ -70,6 +70,14 @@ class Resihp:
         since = self._recent[change.start - self._seen].iteration
         return self.validation.after_alarm(since, observations.iteration, observations.epoch)
 
+    def speed(self, worker: int) -> float:
+        """See `Detector.speed`."""
+        return self.validation.speed((worker,))
+
+    def link_speed(self, ends: tuple[int, int]) -> float:
+        """See `Detector.link_speed`."""
+        return self.validation.speed(ends)
+
     def _is_slow(self, change: ChangePoint) -> bool:
         """Whether the iterations since a change point take too long. The fit waits for the first question."""
         layout, rows, links = _representatives(self._layout)

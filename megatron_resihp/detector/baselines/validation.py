@@ -30,15 +30,19 @@ class Validation:
 
     def __init__(self, validate: Validate) -> None:
         self._validate = validate
-        self._known: set[Finding] = set()
+        self._speeds: dict[tuple[int, ...], float] = {}
         self.count = 0
+
+    def speed(self, workers: tuple[int, ...]) -> float:
+        """What was measured of a worker or a link's ends when they were last found slow, or 1.0."""
+        return self._speeds.get(workers, 1.0)
 
     def after_alarm(self, since: int, iteration: int, epoch: int) -> list[Verdict]:
         """Verdicts on those who were not known yet; one that names nobody if nobody is slow."""
         self.count += 1
         findings = self._validate(iteration)
-        new = [finding for finding in findings if finding not in self._known]
-        self._known.update(new)
+        new = [finding for finding in findings if self.speed(finding.workers) != finding.speed]
+        self._speeds.update((finding.workers, finding.speed) for finding in new)
         nobody = [] if findings else [Finding(Kind.COMPUTE, (), 1.0)]
         return [
             Verdict(kind, Change.ONSET, workers, speed, speed, speed, since, iteration, epoch)
