@@ -20,7 +20,7 @@ ENOUGH: Final = 4000
 """Measurements of an op kind in a stage from which its cost is fitted; more would only take longer."""
 LEAST_NOISE: Final = 1e-3
 UNKNOWN: Final = LinkCost(float("nan"), float("nan"), False, float("nan"))
-UPDATE_EVERY: Final = 4
+UPDATE_EVERY: Final = 8
 """Iterations between updates of the cost model: what it follows takes a hundred."""
 
 

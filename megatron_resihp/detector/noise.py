@@ -44,7 +44,7 @@ class Noise:
         self._weight = np.minimum((~np.isnan(near)).sum(axis=0).astype(np.float64), MEMORY)
         self._near, self._far = (np.nan_to_num(np.nanmean(_or_nan(each), axis=0)) for each in (near, far))
         self._tail = np.zeros((warm_up.shape[1], _BINS + 1))
-        self._refresh()
+        self.refresh()
         for residuals in warm_up:
             self._count(residuals, np.isfinite(residuals))
 
@@ -62,7 +62,6 @@ class Noise:
         self._far += step * np.where(healthy, (third - first) ** 2 / 2 - self._far, 0.0)
         self._weight += healthy
         self._count(oldest, healthy)
-        self._refresh()
 
     def move(self, source: NDArray[np.int64]) -> None:
         """Go on with other units: number `source` of the old ones each, -1 for one that was not known."""
@@ -73,9 +72,10 @@ class Noise:
             for values, mean in zip((self._near, self._far), pooled, strict=True)
         )
         self._weight = np.where(known, self._weight[:, source], 0.0)
-        self._refresh()
+        self.refresh()
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Let `variance`, `drift` and `clip` say what has been learned."""
         near, far = _pooled(self._near, self._weight), _pooled(self._far, self._weight)
         own = self._weight / (self._weight + SHRINKAGE)
         # A unit may be noisier than the others; that it is quieter is more often luck than truth.
@@ -88,8 +88,8 @@ class Noise:
     def _count(self, residuals: NDArray[np.float64], valid: NDArray[np.bool_]) -> None:
         units = np.where(valid, residuals, -1.0) / np.sqrt(self.variance)
         places = np.clip(units / _BIN, 0, _BINS).astype(np.int64)
-        for family, (place, known) in enumerate(zip(places, valid, strict=True)):
-            self._tail[family] += np.bincount(place[known], minlength=_BINS + 1)
+        places += (np.arange(len(places)) * (_BINS + 1))[:, None]
+        self._tail += np.bincount(places[valid], minlength=self._tail.size).reshape(self._tail.shape)
 
     def quantile(self, exceedance: float) -> NDArray[np.float64]:
         """[families] the standardised residual that healthy ones exceed with at most this probability.

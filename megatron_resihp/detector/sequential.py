@@ -31,6 +31,10 @@ FAMILIES: Final = 2
 WINDOW_PER_TRANSIENT: Final = 2.5
 """A mean is taken over windows so many times as long as the transients that have been seen."""
 
+_LENGTHS = np.array(RUNS + MEANS)
+_RUN_ROWS, _MEAN_ROWS = np.array(RUNS) - 1, np.array(MEANS) - 1
+_MEAN_LENGTHS = np.array(MEANS, dtype=np.float64)[:, None, None]
+
 
 def window_probability(false_alarms: float, iterations: int, units: int) -> float:
     """α of one window's test; see the module's docstring."""
@@ -39,7 +43,7 @@ def window_probability(false_alarms: float, iterations: int, units: int) -> floa
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What the tests compare with, in the unit of residuals.
+    """What the tests compare with, in the unit of residuals; infinite for windows that are not used.
 
     Attributes:
         runs: [runs, families, units] that all residuals of a run must exceed.
@@ -60,26 +64,20 @@ def thresholds(noise: Noise, alpha: float, smallest: float, shortest_run: int) -
         shortest_run: runs shorter than this do not count: transients of that length have been seen.
     """
     z = float(norm.isf(alpha))
+    runs = [noise.quantile(alpha ** (1 / n)) if n >= shortest_run else np.full(FAMILIES, np.inf) for n in RUNS]
     # A drift as large as this has itself a probability of less than α, so it is added, not averaged away.
-    drift = z * np.sqrt(noise.drift)
-    runs = [
-        (noise.quantile(alpha ** (1 / n)) if n >= shortest_run else np.full(FAMILIES, np.inf))[:, None]
-        * np.sqrt(noise.variance) + drift
-        for n in RUNS
-    ]  # fmt: skip
+    run_limits = np.array(runs)[..., None] * np.sqrt(noise.variance) + z * np.sqrt(noise.drift)
+    windows = np.array(MEANS, dtype=np.float64)[:, None, None]
+    mean_limits = z * np.sqrt(noise.variance / windows + noise.drift)
     # Of a window's residuals a transient may be so many, each clipped to about twice the smallest slowdown.
-    enough = [n >= WINDOW_PER_TRANSIENT * (shortest_run - 1) for n in MEANS]
-    means = [
-        z * np.sqrt(noise.variance / n + noise.drift) if usable else np.full_like(noise.variance, np.inf)
-        for n, usable in zip(MEANS, enough, strict=True)
-    ]
-    return Thresholds(np.maximum(runs, smallest), np.maximum(means, smallest))
+    mean_limits[np.array(MEANS) < WINDOW_PER_TRANSIENT * (shortest_run - 1)] = np.inf
+    return Thresholds(np.maximum(run_limits, smallest), np.maximum(mean_limits, smallest))
 
 
 def crossing(
     newest_first: NDArray[np.float64], count: NDArray[np.int64], clip: NDArray[np.float64], limits: Thresholds
 ) -> NDArray[np.int64]:
-    """[families, units] length of the shortest window whose test alarms, 0 if none does.
+    """[families, units] length of the shortest window whose test alarms, runs before means; 0 if none does.
 
     Args:
         newest_first: [LONGEST, families, units] residuals.
@@ -87,14 +85,13 @@ def crossing(
         clip: [families, units] where the mean test clips residuals.
         limits: thresholds.
     """
-    least = np.minimum.accumulate(newest_first[: RUNS[-1]], axis=0)
-    sums = np.cumsum(np.clip(newest_first, -clip, clip), axis=0)
-    found = np.zeros(count.shape, dtype=np.int64)
-    for n, limit in reversed(list(zip(MEANS, limits.means, strict=True))):
-        found = np.where((sums[n - 1] > n * limit) & (count >= n), n, found)
-    for n, limit in reversed(list(zip(RUNS, limits.runs, strict=True))):
-        found = np.where((least[n - 1] > limit) & (count >= n), n, found)
-    return found
+    least = np.minimum.accumulate(newest_first[: RUNS[-1]], axis=0)[_RUN_ROWS]
+    means = np.cumsum(np.clip(newest_first, -clip, clip), axis=0)[_MEAN_ROWS] / _MEAN_LENGTHS
+    exceeded = np.concatenate([least > limits.runs, means > limits.means])
+    if not exceeded.any():
+        return np.zeros(count.shape, dtype=np.int64)
+    exceeded &= count >= _LENGTHS[:, None, None]
+    return np.where(exceeded.any(axis=0), _LENGTHS[exceeded.argmax(axis=0)], 0)
 
 
 def change_point(newest_first: NDArray[np.float64]) -> int:

@@ -44,7 +44,7 @@ FEWEST_PEERS: Final = 4
 OUTLYING: Final = 6.0
 REFRESH: Final = 8
 """Iterations after which thresholds are computed anew from the noise learned."""
-_OF_UNITS = ("slow", "excess", "_first_excess", "_began", "_raised", "_offset", "_ring", "_when", "_next", "_count")
+_OF_UNITS = ("slow", "excess", "_first_excess", "_began", "_raised", "_offset", "_recent", "_when", "_count")
 """The tracker's arrays whose last axis are units."""
 
 
@@ -99,9 +99,8 @@ class Tracker:
         self._first_excess = np.zeros(units)
         self._began = np.zeros(units, dtype=np.int64)
         self._offset = np.zeros((FAMILIES, units))
-        self._ring = np.zeros((LONGEST, FAMILIES, units))
+        self._recent = np.zeros((LONGEST, FAMILIES, units))
         self._when = np.zeros((LONGEST, FAMILIES, units), dtype=np.int64)
-        self._next = np.zeros((FAMILIES, units), dtype=np.int64)
         self._count = np.zeros((FAMILIES, units), dtype=np.int64)
         centred = np.stack([self._centred(row - self.level) for row in history])
         self._offset = column_medians(centred)
@@ -127,6 +126,7 @@ class Tracker:
         self._learn_oldest(np.isfinite(centred))
         self._push(centred, iteration)
         if self._refresh_in <= 0:
+            self.noise.refresh()
             self._limits = thresholds(self.noise, self._alpha, self._smallest, self._shortest_run)
             self._refresh_in = REFRESH
         self._refresh_in -= 1
@@ -178,24 +178,21 @@ class Tracker:
         return np.stack([residuals - peer_medians(residuals, usable, self._group), job])
 
     def _push(self, centred: NDArray[np.float64], iteration: int) -> None:
-        family, unit = np.nonzero(np.isfinite(centred))
-        place = self._next[family, unit]
-        self._ring[place, family, unit] = centred[family, unit]
-        self._when[place, family, unit] = iteration
-        self._next[family, unit] = (place + 1) % LONGEST
-        self._count[family, unit] = np.minimum(self._count[family, unit] + 1, LONGEST)
-
-    def _newest_first(self, values: NDArray) -> NDArray:
-        order = (self._next - 1 - np.arange(LONGEST)[:, None, None]) % LONGEST
-        return np.take_along_axis(values, order, axis=0)
+        """Put residuals in front of those that there are, for units that have one."""
+        arriving = np.isfinite(centred)
+        for store, newest in ((self._recent, centred), (self._when, iteration)):
+            if arriving.all():
+                store[1:] = store[:-1]
+                store[0] = newest
+            else:
+                moved = np.concatenate([np.broadcast_to(newest, (1, *arriving.shape)), store[:-1]])
+                np.copyto(store, moved, where=arriving, casting="unsafe")
+        self._count = np.minimum(self._count + arriving, LONGEST)
 
     def _learn_oldest(self, arriving: NDArray[np.bool_]) -> None:
-        """What falls out of the ring was not part of any alarm: only now it counts as healthy."""
+        """What leaves the ring was not part of any alarm: only now it counts as healthy."""
         known = arriving & (self._count == LONGEST) & ~self.slow
-        oldest, following, later = (
-            np.take_along_axis(self._ring, ((self._next + lag) % LONGEST)[None], axis=0)[0] - self._offset
-            for lag in (0, 1, FAR)
-        )
+        oldest, following, later = (self._recent[-1 - lag] - self._offset for lag in (0, 1, FAR))
         self.noise.learn(oldest, following, later, known)
         moved = self._offset + np.where(known, np.clip(oldest, -self.noise.clip, self.noise.clip), 0.0) / TRACKING
         self._offset = np.clip(moved, -FARTHEST_DRIFT, FARTHEST_DRIFT)
@@ -203,7 +200,7 @@ class Tracker:
     def _longest_transient(self) -> int:
         """The longest run in warm-up of residuals that a run test would count: it ended by itself."""
         limit = thresholds(self.noise, self._alpha, self._smallest, RUNS[0]).runs[0]
-        newest = self._newest_first(self._ring) - self._offset
+        newest = self._recent - self._offset
         known = np.arange(LONGEST)[:, None, None] < self._count
         run = np.zeros(self._count.shape, dtype=np.int64)
         longest = 0
@@ -215,7 +212,7 @@ class Tracker:
     # Decisions
 
     def _onsets(self, candidates: NDArray[np.bool_]) -> list[Finding]:
-        newest = self._newest_first(self._ring) - self._offset
+        newest = self._recent - self._offset
         windows = np.where(candidates, crossing(newest, self._count, self.noise.clip, self._limits), 0)
         short = np.clip(newest[: MEANS[0], JOB], -self.noise.clip[JOB], self.noise.clip[JOB]).mean(axis=0)
         self._raised = short > RAISED * np.sqrt(self.noise.variance[JOB] / MEANS[0] + self.noise.drift[JOB])
@@ -272,7 +269,7 @@ class Tracker:
     def _begin(self, unit: int, change: Change, since: int, window: int = 0) -> Finding:
         """From `since` on the unit has another level: forget what was before."""
         for family in range(FAMILIES):
-            when = self._order(self._when, family, unit)[: self._count[family, unit]]
+            when = self._when[: self._count[family, unit], family, unit]
             self._count[family, unit] = int((when >= since).sum())
         self.slow[unit] = change is not Change.RECOVERY
         self._began[unit] = since
@@ -295,19 +292,15 @@ class Tracker:
         count = max(int(self._count[JOB, unit]), 1)
         return float(np.sqrt(self.noise.variance[JOB, unit] / count + self.noise.drift[JOB, unit]))
 
-    def _order(self, values: NDArray, family: int, unit: int) -> NDArray:
-        """A unit's column of the ring, newest first."""
-        return values[(self._next[family, unit] - 1 - np.arange(LONGEST)) % LONGEST, family, unit]
-
     def _series(self, unit: int) -> NDArray[np.float64]:
         """The unit's residuals since its level last changed, newest first."""
-        return self._order(self._ring, JOB, unit)[: self._count[JOB, unit]] - self._offset[JOB, unit]
+        return self._recent[: self._count[JOB, unit], JOB, unit] - self._offset[JOB, unit]
 
     def _since(self, family: int, unit: int, series: NDArray[np.float64], window: int) -> int:
         """Iteration from which the newest residuals have another mean than 0, as the newest `window` of them say."""
         reach = max(float(self.noise.clip[family, unit]), 2 * abs(float(np.median(series[:window]))))
         length = change_point(np.clip(series, -reach, reach))
-        return int(self._order(self._when, family, unit)[length - 1])
+        return int(self._when[length - 1, family, unit])
 
     def _mean(self, unit: int, series: NDArray[np.float64]) -> float:
         """Mean of residuals, those far from their median clipped."""
