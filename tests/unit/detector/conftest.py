@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -88,8 +88,3 @@ def small_job() -> type[SmallJob]:
 def slow_from() -> Callable[..., Callable[[int], float]]:
     """(onset, speed, until) → speed as a function of the iteration."""
     return from_iteration
-
-
-@pytest.fixture
-def with_fields() -> Callable[..., IterationObservations]:
-    return replace

@@ -1,5 +1,7 @@
 """The online detector on small jobs: who is named, when, how slow, and what is not an alarm."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -96,18 +98,18 @@ def test_untimed_waits_leave_a_suspicion_until_validation_names_the_culprit(smal
     assert abs(monitor.speed(5) - 0.8) < 0.02 and monitor.speed(4) == 1.0
 
 
-def test_garbage_collection_is_not_the_devices_doing(small_job, slow_from, with_fields):
+def test_garbage_collection_is_not_the_devices_doing(small_job, slow_from):
     job = small_job({3: slow_from(60, 0.5, 64)})
     monitor, _ = watch(job, 59)
     verdicts = []
     for each in job.iterations(90, 60):
         spans = each.spans.copy()
         spans[3, SpanKind.GARBAGE_COLLECTION] = 0.1 if each.iteration < 64 else 0.0
-        verdicts += monitor.observe(with_fields(each, spans=spans))
+        verdicts += monitor.observe(replace(each, spans=spans))
     assert verdicts == []
 
 
-def test_data_loader_stall_is_a_notice(small_job, with_fields):
+def test_data_loader_stall_is_a_notice(small_job):
     job = small_job()
     monitor, _ = watch(job, 40)
     stalled = job.iteration(41)
@@ -117,7 +119,7 @@ def test_data_loader_stall_is_a_notice(small_job, with_fields):
     assert notice.what is SpanKind.DATA and notice.workers == (2,) and monitor.take_notices() == []
 
 
-def test_bad_input_is_counted_and_harmless(small_job, slow_from, with_fields):
+def test_bad_input_is_counted_and_harmless(small_job, slow_from):
     job = small_job({1: slow_from(60, 0.8)})
     monitor, _ = watch(job, 50)
     bad = job.iteration(51)
@@ -127,8 +129,8 @@ def test_bad_input_is_counted_and_harmless(small_job, slow_from, with_fields):
     bad.reported[2] = False
     verdicts = monitor.observe(bad)
     verdicts += monitor.observe(job.iteration(50))
-    verdicts += monitor.observe(with_fields(job.iteration(53), epoch=7))
-    verdicts += monitor.observe(with_fields(job.iteration(54), compute=bad.compute[:3]))
+    verdicts += monitor.observe(replace(job.iteration(53), epoch=7))
+    verdicts += monitor.observe(replace(job.iteration(54), compute=bad.compute[:3]))
     counters = monitor.counters
     assert (counters.repeated, counters.other_epoch, counters.malformed, counters.unreported) == (1, 1, 1, 1)
     verdicts += watch(job, 80, monitor, 56)[1]
@@ -150,3 +152,39 @@ def test_a_new_epoch_keeps_what_is_known_of_devices(small_job, slow_from):
 
 def with_epoch(layout, epoch):
     return type(layout)(epoch, *(getattr(layout, name) for name in list(layout.__dataclass_fields__)[1:]))
+
+
+def named(verdicts, ids=lambda worker: worker):
+    return sorted((each.kind, each.change, tuple(map(ids, each.workers)), each.since) for each in verdicts)
+
+
+def test_other_units_of_time_change_nothing(small_job, slow_from):
+    slow = {5: slow_from(60, 0.85), (1, 5): slow_from(50, 0.6)}
+    plain, scaled = (watch(small_job(slow, scale=scale), 80)[1] for scale in (1.0, 1000.0))
+    assert named(plain) == named(scaled) and len(plain) == 2
+    assert [each.speed for each in plain] == pytest.approx([each.speed for each in scaled])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_order_and_the_names_of_workers_do_not_matter(small_job, slow_from, seed):
+    job = small_job({5: slow_from(45, 0.85), (2, 6): slow_from(45, 0.5)})
+    order, ids = (np.random.default_rng((seed, part)).permutation(8) for part in (0, 1))
+    layout = job.layout
+    names = {name: getattr(layout, name)[order] for name in ("replica", "stage", "tp_rank", "node")}
+    monitor = Monitor(
+        replace(layout, workers=ids[layout.workers[order]], links=ids[layout.links], **names), 0.01, 1000, WARM
+    )
+    verdicts = []
+    for each in job.iterations(60):
+        by_worker = ("compute", "waited", "tokens", "squares", "spans", "seconds", "reported")
+        verdicts += monitor.observe(replace(each, **{name: getattr(each, name)[order] for name in by_worker}))
+    _, plain = watch(job, 60)
+    assert named(plain, lambda worker: int(ids[worker])) == named(verdicts) and len(plain) == 2
+
+
+def test_a_worse_slowdown_is_not_found_later(small_job, slow_from):
+    found = []
+    for speed in (0.95, 0.9, 0.8, 0.5):
+        _, verdicts = watch(small_job({5: slow_from(45, speed)}, noise=0.03), 80)
+        found.append(verdicts[0].iteration)
+    assert found == sorted(found, reverse=True)
