@@ -5,6 +5,7 @@ writer, which is handed in.
 """
 
 import json
+import queue
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,7 @@ class Coordinator:
         command: what was started, for the log.
         limits: bounds of waiting.
         grace_s: how long workers get to exit by themselves at the end.
+        to_notify: notices that others want all workers to get.
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class Coordinator:
         command: list[str],
         limits: Limits | None = None,
         grace_s: float = 10.0,
+        to_notify: queue.SimpleQueue[dict[str, Any]] | None = None,
     ) -> None:
         self._store = store
         self._write_event = write_event
         self._membership = Membership(world_size, workers_per_node, limits or Limits())
         self._command = command
         self._grace_s = grace_s
+        self._to_notify = to_notify or queue.SimpleQueue()
         self._notices = 0
         self._struck: dict[int, float] = {}
         self._slowness = SlownessDesk(world_size)
@@ -71,10 +75,14 @@ class Coordinator:
             text = self._store.pop(messages.INBOX, POLL_S)
             actions = self._react(json.loads(text)) if text is not None else []
             actions += self._membership.tick(time.time())
+            actions += [Notify(notice) for notice in self._waiting_notices()]
             for action in actions:
                 code = self._carry_out(action)
                 if code is not None:
                     return code
+
+    def _waiting_notices(self) -> list[dict[str, Any]]:
+        return [self._to_notify.get() for _ in range(self._to_notify.qsize())]
 
     def _react(self, message: dict[str, Any]) -> list[Action]:
         if self._took_events(message):

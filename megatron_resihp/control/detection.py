@@ -17,7 +17,7 @@ from megatron_resihp.control.shipping import Inbox
 
 Event = dict[str, Any]
 
-TOLD: Final = ("run_started", "job", "epoch_started")
+TOLD: Final = ("run_started", "job", "epoch_started", "validation")
 """Events that judging needs."""
 LOOK_S: Final = 0.2
 WAITING: Final = 4096
@@ -48,12 +48,18 @@ class Detection:
     """Runs a judge.
 
     Args:
-        make_judge: called in the thread when the first record or event comes; may take a while.
+        make_judge: called in the thread when the first record or event comes; may take a while. It is given a function
+            that takes notices to all workers.
         write: takes the judge's events; from any thread.
+
+    Attributes:
+        inbox: where records arrive.
+        orders: the judge's notices, which wait for the coordinator to send them.
     """
 
-    def __init__(self, make_judge: Callable[[], Judge], write: Callable[[Event], None]) -> None:
+    def __init__(self, make_judge: Callable[[Callable[[Event], None]], Judge], write: Callable[[Event], None]) -> None:
         self.inbox = Inbox(WAITING)
+        self.orders: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._make_judge = make_judge
         self._write = write
         self._judge: Judge | None = None
@@ -102,7 +108,7 @@ class Detection:
 
     def _the_judge(self) -> Judge:
         if self._judge is None:
-            self._judge = self._make_judge()
+            self._judge = self._make_judge(self.orders.put)
         return self._judge
 
     def _tell(self, events: Iterable[Event]) -> None:

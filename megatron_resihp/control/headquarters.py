@@ -133,7 +133,9 @@ class Headquarters:
     def _coordinator(self, store: TcpStore) -> Coordinator:
         job = self._job
         workers = job.nodes * job.workers_per_node
-        return Coordinator(store, self._write, workers, job.workers_per_node, job.command, job.limits)
+        return Coordinator(
+            store, self._write, workers, job.workers_per_node, job.command, job.limits, to_notify=self.detection.orders
+        )
 
     def _open(self) -> TcpStore:
         self._served = serve(self._address.host, self._address.port, self._listener)

@@ -315,16 +315,16 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     if seat.lifelines is not None and seat.records is not None:
         meeting = Meeting(*(Address(seat.address.host, s.getsockname()[1]) for s in (seat.lifelines, seat.records)))
     log = Log(seat.sink)
-    detection = Detection(lambda: _make_judge(seat.run_dir), log.write)
+    detection = Detection(lambda order: _make_judge(seat.run_dir, order), log.write)
     limits = Limits(options.muster_timeout_s)
     job = Job(options.nodes, options.workers_per_node, list(options.command), limits, seat.token)
     return Headquarters(seat.address, seat.listener, log, job, meeting, detection, mailbox.end)
 
 
-def _make_judge(run_dir: Path) -> Judge:
+def _make_judge(run_dir: Path, order: Callable[[dict[str, Any]], None]) -> Judge:
     from megatron_resihp.detector.service import DetectionService
 
-    return DetectionService(run_dir)
+    return DetectionService(run_dir, order)
 
 
 def _introduce(options: LaunchOptions, store: Store, mailbox: Mailbox, uplink: Uplink) -> Lifeline | None:

@@ -39,5 +39,8 @@ def go_key(epoch: int) -> str:
 
 
 def notice_key(number: int) -> str:
-    """Key of the notice with this number: {"kind": "broken" | "stop" | "finishing" | "end" | "slowness", ...}."""
+    """Key of the notice with this number.
+
+    {"kind": "broken" | "stop" | "finishing" | "end" | "slowness" | "validate", ...}
+    """
     return f"notice/{number}"

@@ -83,6 +83,7 @@ class WorkerControl:
         self._on_broken = on_broken
         self._broken: dict[int, tuple[str, float]] = {}
         self._finishing = False
+        self._validation: dict[str, Any] | None = None
         self._end: JobEnded | None = None
         self._news = threading.Condition()
         self._notice_store = store.clone()
@@ -103,6 +104,17 @@ class WorkerControl:
         """Write several events at once; each needs at least `event`."""
         common = {"time": time.time(), "epoch": self.epoch, "worker": self.worker}
         self.tell("events", events=[{**common, **event} for event in events])
+
+    @property
+    def validation(self) -> dict[str, Any] | None:
+        """The validation of this epoch that this worker has heard of and not taken."""
+        order = self._validation
+        return order if order is not None and order["epoch"] == self.epoch else None
+
+    def take_validation(self) -> dict[str, Any] | None:
+        """The same, once."""
+        order, self._validation = self.validation, None
+        return order
 
     def broken(self) -> bool:
         """Whether the current epoch is marked as broken or the job has ended."""
@@ -226,6 +238,9 @@ class WorkerControl:
             return
         if notice["kind"] == messages.SLOWNESS:
             self.slowness = Slowness.from_dict(notice)
+            return
+        if notice["kind"] == "validate":
+            self._validation = notice
             return
         with self._news:
             if notice["kind"] == "finishing":

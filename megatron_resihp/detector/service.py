@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from megatron_resihp.cost import store
 from megatron_resihp.detector.assemble import Assembler
+from megatron_resihp.detector.inquiry import Inquiries, Order
 from megatron_resihp.detector.layout import layout_of
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.notices import Notice
@@ -31,12 +32,15 @@ class DetectionService:
 
     Args:
         run_dir: where records and the cost model are kept.
+        order: takes notices that all workers are to get.
 
     Attributes:
         callbacks: called with each verdict, in this object's thread.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, order: Callable[[Order], None]) -> None:
+        self._order = order
+        self._inquiries: Inquiries | None = None
         self.callbacks: list[Callable[[Verdict], None]] = []
         self._run_dir = run_dir
         self._workers_per_node = 1
@@ -44,6 +48,7 @@ class DetectionService:
         self._recorder: Recorder | None = None
         self._assembler = Assembler()
         self._monitor: Monitor | None = None
+        self._layout: Layout | None = None
         self._judged = 0
         self._model_saved = False
         self._noticed: dict[Any, int] = {}
@@ -55,11 +60,15 @@ class DetectionService:
                 self._workers_per_node = event["nproc_per_node"]
             case "job":
                 self._job = event
+                if "gemm" in event:
+                    self._inquiries = Inquiries(tuple(event["gemm"]), event["transfer_bytes"])
                 return self._open_recording()
             case "epoch_started":
                 plan = ParallelPlan.from_dict(event["plan"])
                 nodes = {worker: worker // self._workers_per_node for worker in plan.members}
                 return self._begin(layout_of(plan, event["epoch"], nodes))
+            case "validation":
+                return self._settle(event)
         return []
 
     def take(self, message: bytes, now: float) -> list[Event]:
@@ -91,6 +100,9 @@ class DetectionService:
 
     def _begin(self, layout: Layout) -> list[Event]:
         self._assembler.begin(layout)
+        self._layout = layout
+        if self._inquiries is not None:
+            self._inquiries.drop()
         if self._monitor is None:
             budget = self._job.get("false_alarms_per_job", FALSE_ALARMS_PER_JOB)
             self._monitor = Monitor(layout, budget, self._job["train_iters"])
@@ -103,14 +115,36 @@ class DetectionService:
         for observations in completed:
             assert self._monitor is not None
             self._judged += 1
-            for verdict in self._monitor.observe(observations):
-                events.append(verdict_event(verdict))
-                for callback in self.callbacks:
-                    callback(verdict)
+            events += self._tell(self._monitor.observe(observations))
+            self._inquire(observations.iteration)
             events += [event for notice in self._monitor.take_notices() for event in self._notice(notice)]
         if not self._model_saved and self._monitor is not None and self._monitor.model is not None:
             events += self._save_model()
         return events
+
+    def _tell(self, verdicts: Iterable[Verdict]) -> list[Event]:
+        events = []
+        for verdict in verdicts:
+            events.append(verdict_event(verdict))
+            for callback in self.callbacks:
+                callback(verdict)
+        return events
+
+    def _inquire(self, iteration: int) -> None:
+        """Have suspects validated, where evidence leaves several."""
+        assert self._monitor is not None and self._layout is not None
+        suspicions = self._monitor.suspicions()
+        if suspicions and self._inquiries is not None:
+            order = self._inquiries.ask(suspicions, self._layout, iteration)
+            if order is not None:
+                self._order(order)
+
+    def _settle(self, event: Event) -> list[Event]:
+        """A suspect has measured."""
+        if self._inquiries is None or self._monitor is None:
+            return []
+        settled = self._inquiries.answer(event["number"], event["worker"], event["gemm_seconds"])
+        return [each for suspicion, found in settled for each in self._tell(self._monitor.settle(suspicion, found))]
 
     def _notice(self, notice: Notice) -> list[Event]:
         """One event for a notice that is repeated iteration after iteration."""

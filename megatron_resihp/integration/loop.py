@@ -23,6 +23,7 @@ from megatron_resihp.integration.probe_seams import begin_iteration
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.shard import record_digest, shard_tensors
 from megatron_resihp.integration.telemetry import report_iteration
+from megatron_resihp.integration.validation import validate
 
 StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None, Any]
 
@@ -122,11 +123,14 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
         if runtime.replay is not None:
             outcome, runtime.replay = runtime.replay, None
             return _applied_step(runtime, outcome)
+        runtime.to_validate = None
         begin_iteration(runtime)
         result = original(*positional, iteration=iteration, **options)
         if runtime.progress.stage is Stage.STEPPED:  # Megatron may end the job before the step
             runtime.probes.finish()
             report_iteration(runtime)
+            if runtime.to_validate is not None:
+                validate(runtime)
         return result
 
     return train_step

@@ -85,6 +85,7 @@ class Runtime:
         recovered_from: when the death was noticed that the current epoch recovered from, until its first step.
         fed: sample indices that this worker's loader handed to the model in this iteration.
         probes: what measures this worker's iterations.
+        to_validate: micro-benchmarks that all workers begin after this step.
         padding: what makes ops and transfers last as long as on an emulated device; None: nothing does.
     """
 
@@ -126,6 +127,7 @@ class Runtime:
         self.last_step_at: float | None = None
         self.probes = Probes(self.worker, make_clock, send)
         self.padding: Padding | None = None
+        self.to_validate: dict[str, Any] | None = None
         self.drills = Drills(config.drills(), self.worker, self._announce_drill)
         self.slowdowns = ScheduledSlowdowns(config.slowdowns(), self._ask_for_slowdown)
 

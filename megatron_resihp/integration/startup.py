@@ -87,6 +87,11 @@ def job_fields(args: Any, config: ResihpConfig) -> dict[str, Any]:
         "emulated": config.resihp_emulate,
         "train_iters": args.train_iters,
         "pipeline_last": not args.use_tp_pp_dp_mapping,
+        "gemm": [
+            args.micro_batch_size * args.seq_length, args.ffn_hidden_size // args.tensor_model_parallel_size,
+            args.hidden_size,
+        ],
+        "transfer_bytes": args.micro_batch_size * args.seq_length * args.hidden_size * args.params_dtype.itemsize,
         "false_alarms_per_job": config.resihp_false_alarms_per_job,
     }
 

@@ -17,7 +17,9 @@ from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime
 SHARED_COUNTERS = (
     "iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "scheduler_steps",
 )  # fmt: skip
-LOSSES_FROM = 2 + len(SHARED_COUNTERS)
+VALIDATION = 2
+COUNTERS_FROM = 3
+LOSSES_FROM = COUNTERS_FROM + len(SHARED_COUNTERS)
 
 StepResult = tuple[bool, float | None, int | None]
 
@@ -93,12 +95,18 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
     values = torch.zeros(LOSSES_FROM + 2 * LOSS_SLOTS, dtype=torch.float64)
     values[0] = norm_squared
     values[1] = 1.0 if runtime.control.stop_signal else 0.0
+    order = runtime.control.validation
+    number = float(order["number"]) if order is not None else 0.0
+    values[VALIDATION] = number
     if runtime.reports:
         counters = runtime.progress.counters[runtime.progress.iteration]
-        values[2:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
+        values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
     if runtime.works and runtime.is_last_stage and runtime.held is not None and runtime.held.tp_rank == 0:
         _add_losses(runtime, values)
     runtime.everybody.sum(values)
+    if number and float(values[VALIDATION]) == number * len(runtime.everybody.workers):
+        # Everybody has heard of it, and everybody sees that now.
+        runtime.to_validate = runtime.control.take_validation()
     if not runtime.works:
         _note_counters(runtime, values)
     pairs = values[LOSSES_FROM:].view(LOSS_SLOTS, 2).tolist()
@@ -120,7 +128,8 @@ def _add_losses(runtime: Runtime, values: torch.Tensor) -> None:
 
 def _note_counters(runtime: Runtime, values: torch.Tensor) -> None:
     """A standby does not run Megatron's loop; it learns the counters from who does, to take over if all those die."""
-    shared = {name: int(value) for name, value in zip(SHARED_COUNTERS, values[2:LOSSES_FROM].tolist(), strict=True)}
+    numbers = map(int, values[COUNTERS_FROM:LOSSES_FROM].tolist())
+    shared = dict(zip(SHARED_COUNTERS, numbers, strict=True))
     runtime.progress.counters[runtime.progress.iteration] = {**shared, "flops": 0.0, "totals": {}}
 
 

@@ -126,6 +126,9 @@ class _Run:
             names.CHECKPOINT: self._checkpoint,
             names.SALVAGE: self._salvage,
             names.VERDICT: lambda e: [f"iteration {e['iteration']}: {verdict(e)}"],
+            names.VALIDATION: lambda e: [
+                f"iteration {e['iteration']}: worker {e['worker']} was tested for {duration(number(e['seconds']))}"
+            ],
             names.NOTICE: _notice,
             names.DETECTION_FAILED: lambda e: [f"the detector's {e['part']} gave up, training goes on: {e['error']}"],
             names.RUN_FINISHED: self._run_finished,

@@ -66,6 +66,8 @@ TEXT: Final = Kind("string", lambda value: isinstance(value, str))
 FLAG: Final = Kind("true or false", lambda value: isinstance(value, bool))
 NAME: Final = Kind("integer or string", lambda value: _is_int(value) or isinstance(value, str))
 INTEGERS: Final = Kind("list of integers", _is_list_of(_is_int))
+NUMBERS: Final = Kind("list of numbers", _is_list_of(is_number))
+LIST: Final = Kind("list", lambda value: isinstance(value, (list, tuple)))
 TEXTS: Final = Kind("list of strings", _is_list_of(lambda value: isinstance(value, str)))
 PAIRS: Final = Kind("list of [integer, integer]", _is_list_of(lambda v: _is_list_of(_is_int)(v) and len(v) == 2))
 RANGES: Final = Kind("list of [first, last]", _is_list_of(_is_range))
@@ -109,6 +111,8 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("micro_batches", INTEGER, "micro-batches in an iteration, over all replicas", required=False),
             Field("seq_length", INTEGER, "tokens in a sample", required=False),
             Field("train_iters", INTEGER, "iterations to reach"),
+            Field("gemm", INTEGERS, "m, n and k of a matrix product of the training", required=False),
+            Field("transfer_bytes", INTEGER, "size of a micro-batch's activations", required=False),
             Field("false_alarms_per_job", NUMBER, "what the detector may get wrong, on average", required=False),
             Field("emulated", TEXT, "device profile of the emulated clock; null: none", required=False),
             Field(
@@ -299,6 +303,20 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("since", INTEGER, "estimated first iteration of the change"),
             Field("iteration", INTEGER, "iteration whose records decided"),
             Field("evidence", NAMED_NUMBERS, "what it rests on, by name", required=False),
+        ),
+    ),
+    names.VALIDATION: EventSchema(
+        "each worker that took part",
+        "Micro-benchmarks between two iterations, because the evidence left several suspects.",
+        (
+            Field("number", INTEGER, "of the validation"),
+            Field("iteration", INTEGER, "after which it ran"),
+            Field("seconds", NUMBER, "what it cost this worker"),
+            Field("gemm_seconds", NUMBERS, "each repeat of a matrix product; empty: not a suspect"),
+            Field(
+                "transfers", LIST, 'P2P with each peer: `[{"peer", "size" in bytes, "seconds": each repeat}]`',
+                required=False,
+            ),
         ),
     ),
     names.NOTICE: EventSchema(

@@ -32,6 +32,8 @@ WARM_UP_S = 120.0
 JOB_S = 90.0
 """Longer than any job of these tests takes on two cores that others use too."""
 DUMP_S = 3.0
+SUSPECTS = (0, 1)
+"""Workers that a judge which "suspects" cannot tell apart."""
 TAIL_LINES = 40
 
 
@@ -180,7 +182,7 @@ class Nursery:
     def start(
         self, run_dir: Path, arguments: Sequence[str], *, workers: int, script: Path = PRETRAIN, **options: Any
     ) -> Job:
-        """Launch a job; `options` are those of LaunchOptions, and `judge`: "hangs" or "fails" in place of judging."""
+        """Launch a job; `options` are those of LaunchOptions, and `judge`: it "hangs", "fails" or "suspects"."""
         job = Job(self, run_dir, workers, time.monotonic())
         self._jobs[str(run_dir)] = job
         command = [str(script), *arguments]
@@ -449,7 +451,9 @@ def _take_notes(run_dir: Path) -> None:
 def _spoil_judge(how: str | None) -> None:
     import threading
 
+    from megatron_resihp.detector.monitor import Monitor
     from megatron_resihp.detector.service import DetectionService
+    from megatron_resihp.detector.validation import Suspicion
 
     def fail(*_: Any) -> NoReturn:
         raise RuntimeError("the judge fails")
@@ -457,7 +461,9 @@ def _spoil_judge(how: str | None) -> None:
     def hang(*_: Any) -> None:
         threading.Event().wait()
 
-    if how is not None:
+    if how == "suspects":
+        Monitor.suspicions = lambda self: [Suspicion(SUSPECTS, 0.3, 1, 1)]  # type: ignore[method-assign]
+    elif how is not None:
         DetectionService.take = {"fails": fail, "hangs": hang}[how]  # type: ignore[assignment]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs import WISHING, Job, Jobs, check_training, tiny
+from jobs import SUSPECTS, WISHING, Job, Jobs, check_training, tiny
 
 from megatron_resihp.detector.observations import Layout
 from megatron_resihp.detector.recording import FILE_NAME, Recording
@@ -139,3 +139,23 @@ def test_training_does_not_need_the_judge(jobs: Jobs, judge: str) -> None:
     job = jobs.run(arguments, workers=2, judge=judge)
     check_training(job, reference)
     assert [event["part"] for event in job.events("detection_failed")] == ["verdicts"] * (judge == "fails")
+
+
+def test_suspects_are_tested_between_two_iterations(jobs: Jobs) -> None:
+    """Matrix products on the suspects and P2P on their links, once, while training goes on as if nothing were."""
+    arguments = tiny(pipeline_model_parallel_size=2, train_iters=ITERATIONS)
+    reference = jobs.reference(arguments, workers=4)
+    job = jobs.run(arguments, workers=4, judge="suspects")
+    check_training(job, reference)
+
+    tests = {event["worker"]: event for event in job.events("validation")}
+    (layout,), records = recorded(job)
+    links = [set(link) for link in layout.links.tolist() if set(link) & set(SUSPECTS)]
+    assert len(job.events("validation")) == len(tests) and set(tests) == set(SUSPECTS).union(*links)
+    assert len({(event["number"], event["iteration"]) for event in tests.values()}) == 1
+    for worker, event in tests.items():
+        assert bool(event["gemm_seconds"]) == (worker in SUSPECTS)
+        assert all(seconds > 0 for seconds in event["gemm_seconds"]) and event["seconds"] > 0
+        assert [{worker, each["peer"]} for each in event["transfers"]] == [link for link in links if worker in link]
+    tested = {record.worker for record in records if SpanKind.VALIDATION in record.spans["kind"]}
+    assert tested == set(tests)

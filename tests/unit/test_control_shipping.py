@@ -176,7 +176,7 @@ class FakeJudge:
 
 def test_what_was_told_before_a_record_is_known_when_it_is_judged() -> None:
     written: list[dict[str, Any]] = []
-    detection = Detection(FakeJudge, written.append)
+    detection = Detection(lambda order: FakeJudge(), written.append)
     for name in ("job", "iteration", "epoch_started"):
         detection.note({"event": name})
     detection.inbox.deliver(b"1")
@@ -190,7 +190,7 @@ def test_a_judge_that_fails_is_told_of_once_and_records_are_taken_all_the_same(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     written: list[dict[str, Any]] = []
-    detection = Detection(lambda: FakeJudge(fail=True), written.append)
+    detection = Detection(lambda order: FakeJudge(fail=True), written.append)
     for _ in range(5000):
         assert detection.inbox.deliver(b"record")
     detection.close(WAIT_S)

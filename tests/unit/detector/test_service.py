@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.recording import FILE_NAME, Recording
 from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
 from megatron_resihp.detector.service import COST_MODEL_NAME, DetectionService
-from megatron_resihp.detector.verdict import Verdict
+from megatron_resihp.detector.validation import Suspicion
+from megatron_resihp.detector.verdict import Change, Kind, Verdict
+from megatron_resihp.detector.wire import pack
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.report.schema import problems
 
@@ -53,18 +56,18 @@ class Job:
     """A job that is told to a service."""
 
     def __init__(self, run_dir: Path, **job: Any) -> None:
-        self.service = DetectionService(run_dir)
+        self.orders: list[dict[str, Any]] = []
+        self.service = DetectionService(run_dir, self.orders.append)
         self.events: list[dict[str, Any]] = []
         self.tell(event="run_started", world_size=REPLICAS, nproc_per_node=REPLICAS)
-        self.tell(event="job", global_batch_size=16, train_iters=1000, false_alarms_per_job=0.01, **job)
+        self.tell(event="job", global_batch_size=16, train_iters=1000, false_alarms_per_job=0.01,
+                  gemm=[64, 64, 64], transfer_bytes=4096, **job)  # fmt: skip
         self.tell(event="epoch_started", epoch=0, plan=plan().to_dict())
 
     def tell(self, **event: Any) -> None:
         self.events += self.service.note(event)
 
     def run(self, iterations: range, workers: int = REPLICAS, slow: bool = False, **changes: Any) -> None:
-        from megatron_resihp.detector.wire import pack
-
         for iteration in iterations:
             for worker in range(workers):
                 speed = SPEED if slow and worker == SLOW else 1.0
@@ -135,6 +138,19 @@ def test_the_next_epoch_is_judged_by_its_own_layout(job: Job) -> None:
     assert job.named("detection")[0]["iterations"] == LEARNED + 39
 
 
+def test_suspects_are_ordered_to_measure_and_the_culprit_is_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    suspicion = Suspicion((0, 1), 0.5, 2, 3)
+    monkeypatch.setattr(Monitor, "suspicions", lambda self: [suspicion])
+    verdict = Verdict(Kind.COMPUTE, Change.ONSET, (1,), 0.5, 0.4, 0.6, 2, 3, 0)
+    monkeypatch.setattr(Monitor, "settle", lambda self, of, found: [verdict] if of is suspicion and found else [])
+    job.run(range(1, 4))
+    (order,) = job.orders
+    assert order["gemms"][0]["workers"] == (0, 1) and order["epoch"] == 0
+    for worker, seconds in ((0, 0.01), (1, 0.02)):
+        job.tell(event="validation", number=order["number"], worker=worker, gemm_seconds=[seconds] * 5)
+    assert [event["workers"] for event in job.named("verdict")] == [[1]]
+
+
 def test_everything_is_kept_for_later(job: Job, tmp_path: Path) -> None:
     job.run(range(1, 4))
     job.finish()
@@ -155,6 +171,6 @@ def test_a_directory_that_cannot_be_written_ends_the_recording_and_not_the_judgi
 
 
 def test_nothing_is_said_of_a_run_without_the_plugin(tmp_path: Path) -> None:
-    service = DetectionService(tmp_path)
+    service = DetectionService(tmp_path, lambda order: None)
     service.note({"event": "run_started", "nproc_per_node": 8})
     assert service.look(1.0) == service.finish() == []

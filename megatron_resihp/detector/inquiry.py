@@ -1,0 +1,68 @@
+"""Validations under way: what suspects are asked to measure, and what their answers mean.
+
+Pure. One at a time, since all workers have to have heard of one before it can be run. Imports this room.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from megatron_resihp.detector.observations import Layout
+from megatron_resihp.detector.validation import Suspicion, culprits, plan_validation
+
+PAUSE: Final = 50
+"""Iterations after which the same suspects may be asked again."""
+
+Settled = tuple[Suspicion, Mapping[int, float]]
+"""A suspicion with its culprits and their speeds."""
+Order = dict[str, Any]
+"""A notice to all workers: {"kind": "validate", "number", "epoch", "gemms", "transfers"}; see `validation`."""
+
+
+class Inquiries:
+    """Asks and understands.
+
+    Args:
+        gemm_shape: (m, n, k) of a matrix product of the training.
+        transfer_size: bytes of a transfer between stages.
+    """
+
+    def __init__(self, gemm_shape: tuple[int, int, int], transfer_size: int) -> None:
+        self._gemm_shape = gemm_shape
+        self._transfer_size = transfer_size
+        self._number = 0
+        self._suspicions: Sequence[Suspicion] = ()
+        self._seconds: dict[int, Sequence[float]] = {}
+        self._not_before: dict[tuple[int, ...], int] = {}
+
+    def ask(self, suspicions: Sequence[Suspicion], layout: Layout, iteration: int) -> Order | None:
+        """What to have measured; None while answers are awaited, or if there is nothing new to ask."""
+        fresh = [each for each in suspicions if iteration >= self._not_before.get(each.workers, 0)]
+        if self._suspicions or not fresh:
+            return None
+        links = [(first, second) for first, second in layout.links.tolist()]
+        plan = plan_validation(fresh, [self._gemm_shape], links, self._transfer_size)
+        self._number += 1
+        self._suspicions, self._seconds = fresh, {}
+        self._not_before |= {each.workers: iteration + PAUSE for each in fresh}
+        return {
+            "kind": "validate", "number": self._number, "epoch": layout.epoch,
+            "gemms": [asdict(gemm) for gemm in plan.gemms], "transfers": [asdict(each) for each in plan.transfers],
+        }  # fmt: skip
+
+    def answer(
+        self, number: int, worker: int, gemm_seconds: Sequence[float]
+    ) -> list[Settled]:
+        """A worker has measured. When all suspects have, everything is settled."""
+        if number != self._number or not self._suspicions:
+            return []
+        self._seconds[worker] = gemm_seconds
+        if any(suspect not in self._seconds for each in self._suspicions for suspect in each.workers):
+            return []
+        found: list[Settled] = [(each, culprits(each, self._seconds)) for each in self._suspicions]
+        self.drop()
+        return found
+
+    def drop(self) -> None:
+        """Await no answers any more: the epoch has ended."""
+        self._suspicions, self._seconds = (), {}

@@ -1,0 +1,59 @@
+"""Validations under way: whom to ask, when, and what follows from the answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_resihp.detector.inquiry import PAUSE, Inquiries
+from megatron_resihp.detector.observations import Layout
+from megatron_resihp.detector.validation import Suspicion
+
+LAYOUT = Layout(
+    3, np.arange(4), np.zeros(4, np.int64), np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1]), np.zeros(4, np.int64),
+    np.array([[0, 2], [1, 3]]),
+)  # fmt: skip
+PAIR = Suspicion((0, 1), 0.4, 90, 100)
+FAST, SLOW = [0.01] * 5, [0.02] * 5
+
+
+@pytest.fixture
+def inquiries() -> Inquiries:
+    return Inquiries((128, 64, 32), 4096)
+
+
+def test_suspects_multiply_and_their_links_are_tried(inquiries: Inquiries) -> None:
+    order = inquiries.ask([PAIR], LAYOUT, 100)
+    assert order is not None and (order["kind"], order["number"], order["epoch"]) == ("validate", 1, 3)
+    assert [(gemm["workers"], gemm["m"], gemm["n"], gemm["k"]) for gemm in order["gemms"]] == [((0, 1), 128, 64, 32)]
+    assert [(each["sender"], each["receiver"], each["size"]) for each in order["transfers"]] == [
+        (0, 2, 4096), (1, 3, 4096),
+    ]  # fmt: skip
+
+
+def test_when_all_suspects_have_answered_the_culprit_is_known(inquiries: Inquiries) -> None:
+    inquiries.ask([PAIR], LAYOUT, 100)
+    assert inquiries.answer(1, 0, FAST) == []
+    assert inquiries.answer(1, 2, []) == [], "it only took part"
+    ((suspicion, found),) = inquiries.answer(1, 1, SLOW)
+    assert suspicion is PAIR and found == {1: pytest.approx(0.5)}
+
+
+def test_nothing_else_is_asked_meanwhile_and_the_same_not_soon_again(inquiries: Inquiries) -> None:
+    inquiries.ask([PAIR], LAYOUT, 100)
+    other = Suspicion((2, 3), 0.4, 95, 101)
+    assert inquiries.ask([PAIR, other], LAYOUT, 101) is None
+    inquiries.answer(1, 0, FAST)
+    inquiries.answer(1, 1, FAST)
+    order = inquiries.ask([PAIR, other], LAYOUT, 102)
+    assert order is not None and order["gemms"][0]["workers"] == (2, 3)
+    inquiries.drop()
+    assert inquiries.ask([PAIR], LAYOUT, 100 + PAUSE) is not None
+
+
+def test_answers_to_what_is_over_mean_nothing(inquiries: Inquiries) -> None:
+    assert inquiries.answer(0, 0, FAST) == []
+    inquiries.ask([PAIR], LAYOUT, 100)
+    inquiries.answer(1, 0, FAST)
+    inquiries.drop()
+    assert inquiries.answer(1, 1, SLOW) == []
