@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike
 
+from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.times import Array, checked_times
 
@@ -76,7 +76,7 @@ def _tails(ops: Array, edges: Array, splits_backward: bool) -> Array:
     return tail
 
 
-@njit(cache=True)
+@compiled
 def _one_machine(head: Array, work: Array, tail: Array) -> float:
     """The least possible max(end + tail) of preemptible ops on one machine: always the one with the longest tail."""
     order = np.argsort(head)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.pipeline.op import OpKind
 
 NONE: Final = -1
@@ -70,7 +70,7 @@ def build_graph(
     )
 
 
-@njit(cache=True)
+@compiled
 def _topological_order(
     cell: NDArray[np.int64], source: NDArray[np.int64], offsets: NDArray[np.int64], cells: int
 ) -> tuple[NDArray[np.int64], int]:

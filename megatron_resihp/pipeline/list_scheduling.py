@@ -10,10 +10,10 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_resihp.pipeline.bounds import makespan_lower_bound
+from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.pipeline.memory import checked_sizes
 from megatron_resihp.pipeline.op import Op, OpKind
 from megatron_resihp.pipeline.program import Program, ProgramError
@@ -169,7 +169,7 @@ def _nothing_placed(job: _Job) -> _State:
     )
 
 
-@njit(cache=True)
+@compiled
 def _place(job: _Job, state: _State, most_ahead: Array, backward_first: bool, least_gap: float) -> tuple[Index, float]:
     """All ops as rows (kind, stage, micro-batch) in the order of their starts, and the makespan; fills `state`."""
     devices, stages = len(job.limits), len(job.home)
@@ -198,7 +198,7 @@ def _place(job: _Job, state: _State, most_ahead: Array, backward_first: bool, le
     return order, state.free.max()
 
 
-@njit(cache=True)
+@compiled
 def _choose(
     job: _Job,
     state: _State,
@@ -237,7 +237,7 @@ def _choose(
     return begin[kind], kind, at[kind]
 
 
-@njit(cache=True)
+@compiled
 def _ready(job: _Job, state: _State, kind: int, stage: int, micro_batch: int) -> float:
     """When everything that an op needs is on its device; infinite if that is not placed yet."""
     if kind == _W:
@@ -252,7 +252,7 @@ def _ready(job: _Job, state: _State, kind: int, stage: int, micro_batch: int) ->
     return ready
 
 
-@njit(cache=True)
+@compiled
 def _fits(job: _Job, state: _State, device: int, stage: int, micro_batch: int) -> bool:
     """Whether after this F all micro-batches that were begun can be finished, oldest first, within the limit."""
     limit, size = job.limits[device], job.sizes[stage, micro_batch]
@@ -269,7 +269,7 @@ def _fits(job: _Job, state: _State, device: int, stage: int, micro_batch: int) -
     return True
 
 
-@njit(cache=True)
+@compiled
 def _put(job: _Job, state: _State, kind: int, stage: int, micro_batch: int, start: float) -> None:
     """Place an op."""
     device = job.home[stage]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.pipeline.graph import NONE
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.program import Program
@@ -125,7 +125,7 @@ def _checked(program: Program, durations: ArrayLike, transfers: ArrayLike) -> tu
     return ops.reshape(len(ops), -1), edges.reshape(len(edges), -1)
 
 
-@njit(cache=True)
+@compiled
 def _run(
     cell: NDArray[np.int32],
     device: NDArray[np.int32],
@@ -153,7 +153,7 @@ def _run(
     return free.max()
 
 
-@njit(cache=True)
+@compiled
 def _run_many(
     cell: NDArray[np.int32],
     device: NDArray[np.int32],
@@ -173,7 +173,7 @@ def _run_many(
     return makespan
 
 
-@njit(cache=True)
+@compiled
 def _makespans(
     cell: NDArray[np.int32],
     device: NDArray[np.int32],
