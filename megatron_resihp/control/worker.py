@@ -171,6 +171,7 @@ class WorkerControl:
                 epoch, data["impossible"], commit, shard and Coordinate(*shard), len(data["writers"]), missing
             )
         plan = ParallelPlan.from_dict(data["plan"])
+        plan.require_rectangular()
         if self.worker not in plan.members:
             raise JobEnded(messages.FENCED_EXIT, "this worker was given up for dead and is fenced")
         self.epoch = epoch
@@ -179,7 +180,9 @@ class WorkerControl:
 
     def first_plan(self) -> ParallelPlan:
         """Wait for the plan of epoch 0."""
-        return ParallelPlan.from_dict(json.loads(self._await(messages.plan_key(0)))["plan"])
+        plan = ParallelPlan.from_dict(json.loads(self._await(messages.plan_key(0)))["plan"])
+        plan.require_rectangular()
+        return plan
 
     def count(self, name: str) -> int:
         """Add one to a counter that all workers share and return its new value."""

@@ -1,6 +1,14 @@
 """Who does what in an epoch. Immutable, validated, JSON in and out. Imports only the standard library."""
 
+from megatron_resihp.plan.difference import differences
+from megatron_resihp.plan.errors import PlanError
+from megatron_resihp.plan.layers import Chunk, chunks_of_layout, even_chunks, layout_of
 from megatron_resihp.plan.microbatches import deal, even_counts
-from megatron_resihp.plan.parallel_plan import Coordinate, ParallelPlan, PlanError, Replica
+from megatron_resihp.plan.parallel_plan import ParallelPlan
+from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, Shard
+from megatron_resihp.plan.schedule import PlannedOp, Schedule
 
-__all__ = ["Coordinate", "ParallelPlan", "PlanError", "Replica", "deal", "even_counts"]
+__all__ = [
+    "Chunk", "Coordinate", "Kept", "Migration", "ParallelPlan", "PlanError", "PlannedOp", "Replica", "Schedule",
+    "Shard", "chunks_of_layout", "deal", "differences", "even_chunks", "even_counts", "layout_of",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The parallel plan of one epoch: replicas, stages, tensor-parallel members, micro-batches, standbys.
+"""The parallel plan of one epoch: replicas, stages, members, layers, micro-batches, order of ops, standbys.
 
 Imports only the standard library, so that planning answers on a laptop in a second.
 """
@@ -7,36 +7,17 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, Final
 
+from megatron_resihp.plan.errors import PlanError
+from megatron_resihp.plan.layers import Chunk
+from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, Shard
+from megatron_resihp.plan.rules import check
+from megatron_resihp.plan.schedule import Schedule
 
-class PlanError(ValueError):
-    """A plan that breaks a rule; the message names the rule."""
-
-
-class Coordinate(NamedTuple):
-    """Which shard of the model a worker holds."""
-
-    stage: int
-    tp_rank: int
-
-
-@dataclass(frozen=True)
-class Replica:
-    """One data-parallel copy of the model.
-
-    Attributes:
-        stages: worker ids of the tensor-parallel members of each pipeline stage, in tensor-parallel order.
-        micro_batches: indices of the micro-batches of each global batch that this replica runs, in order.
-    """
-
-    stages: tuple[tuple[int, ...], ...]
-    micro_batches: tuple[int, ...]
-
-    def workers(self) -> Iterator[tuple[int, Coordinate]]:
-        for stage, members in enumerate(self.stages):
-            for tp_rank, worker in enumerate(members):
-                yield worker, Coordinate(stage, tp_rank)
+VERSION: Final = 2
+"""Of a plan's JSON. Plans of version 1 do not say it; they had no chunks, schedules, migrations or marks."""
 
 
 @dataclass(frozen=True)
@@ -44,46 +25,56 @@ class ParallelPlan:
     """Who does what in an epoch.
 
     Attributes:
-        replicas: the working part; at this stage all replicas have the same stages and tensor-parallel degree.
-        standbys: live workers without work, each with the shard that it holds and keeps current (None: it holds none).
+        replicas: the working part. Replicas may differ in stages, layers and tensor-parallel degree.
+        standbys: live workers without work, each with what it holds and keeps current (None: it holds nothing).
+        migrations: work that is done in another replica; who takes part lists its ops explicitly.
+        uneven_shards: whether tensor-parallel members hold unlike shards somewhere (3 of 4, say), which an executor has
+            to know of. Whether they do depends on the model: `cost.memory.check_plan` holds it to be true.
 
     Raises:
-        PlanError: on construction, if a worker appears twice, a micro-batch is missing or double, or replicas differ
-            in shape.
+        PlanError: on construction; the message names the rule that is broken (`plan.rules`).
     """
 
     replicas: tuple[Replica, ...]
-    standbys: Mapping[int, Coordinate | None] = field(default_factory=dict)
+    standbys: Mapping[int, Kept] = field(default_factory=dict)
+    migrations: tuple[Migration, ...] = ()
+    uneven_shards: bool = False
 
     def __post_init__(self) -> None:
-        if not self.replicas:
-            raise PlanError("a plan needs at least one replica")
-        shapes = {tuple(len(members) for members in replica.stages) for replica in self.replicas}
-        if len(shapes) != 1 or len(set(next(iter(shapes)))) != 1:
-            raise PlanError(f"replicas must have the same stages and tensor-parallel degree, got {sorted(shapes)}")
-        seen: set[int] = set()
-        for worker in [*self.working, *self.standbys]:
-            if worker in seen:
-                raise PlanError(f"worker {worker} appears twice")
-            seen.add(worker)
-        indices = sorted(index for replica in self.replicas for index in replica.micro_batches)
-        if indices != list(range(len(indices))):
-            raise PlanError(f"micro-batches must be 0..n-1, each in one replica, got {indices}")
-        if any(not replica.micro_batches for replica in self.replicas):
-            raise PlanError("every replica needs at least one micro-batch")
+        check(self.replicas, self.standbys, self.migrations)
 
     @property
     def pipeline_parallel(self) -> int:
-        return len(self.replicas[0].stages)
+        """Stages of each replica. Raises PlanError if replicas differ in shape."""
+        return len(self._shape)
 
     @property
     def tensor_parallel(self) -> int:
-        return len(self.replicas[0].stages[0])
+        """Members of each stage. Raises PlanError if stages or replicas differ."""
+        if len(set(self._shape)) != 1:
+            raise PlanError(f"stages have different tensor-parallel degrees: {self._shape}")
+        return self._shape[0]
 
-    @property
+    @cached_property
+    def _shape(self) -> tuple[int, ...]:
+        shapes = {replica.shape for replica in self.replicas}
+        if len(shapes) != 1:
+            raise PlanError(f"replicas have different shapes: {sorted(shapes)}")
+        return shapes.pop()
+
+    @cached_property
     def working(self) -> tuple[int, ...]:
         """Worker ids that have work, replica by replica, stage by stage, in tensor-parallel order."""
-        return tuple(worker for replica in self.replicas for worker, _ in replica.workers())
+        return tuple(self._places)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, Coordinate]]:
+        """Replica and place in it of each worker that has work."""
+        return {
+            worker: (index, coordinate)
+            for index, replica in enumerate(self.replicas)
+            for worker, coordinate in replica.workers()
+        }
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -94,23 +85,63 @@ class ParallelPlan:
     def micro_batch_count(self) -> int:
         return sum(len(replica.micro_batches) for replica in self.replicas)
 
+    @property
+    def not_rectangular(self) -> str | None:
+        """Why the plan is none of equal replicas of stages with equal tensor-parallel degree, with the job's own layers
+        and order of ops, which is all that an executor can run that knows only Megatron's groups; None if it is one.
+        """
+        if len({degree for replica in self.replicas for degree in replica.shape}) != 1:
+            return "stages differ in tensor-parallel degree"
+        if len({replica.shape for replica in self.replicas}) != 1:
+            return "replicas differ in their number of stages"
+        if any(replica.chunks for replica in self.replicas):
+            return "layers are split otherwise than by the job's own arguments"
+        if any(replica.schedule for replica in self.replicas) or self.migrations:
+            return "ops are ordered otherwise than by Megatron's own schedule"
+        if any(isinstance(kept, tuple) and not isinstance(kept, Coordinate) for kept in self.standbys.values()):
+            return "standbys keep shards of another layout"
+        return "shards are uneven" if self.uneven_shards else None
+
+    def require_rectangular(self) -> None:
+        """Raises PlanError with the reason if the plan is not rectangular."""
+        if self.not_rectangular:
+            raise PlanError(f"this plan can't be run yet: {self.not_rectangular}")
+
     def coordinate_of(self, worker: int) -> Coordinate | None:
-        """The shard that `worker` works on or keeps current."""
-        for replica in self.replicas:
-            for member, coordinate in replica.workers():
-                if member == worker:
-                    return coordinate
-        return self.standbys.get(worker)
+        """The shard that `worker` works on or keeps current; None also for a standby with shards of another layout."""
+        if worker in self._places:
+            return self._places[worker][1]
+        kept = self.standbys.get(worker)
+        return kept if isinstance(kept, Coordinate) else None
 
     def replica_of(self, worker: int) -> int | None:
         """Index of the replica that `worker` works in; None for a standby."""
-        for index, replica in enumerate(self.replicas):
-            if any(member == worker for member, _ in replica.workers()):
-                return index
-        return None
+        return self._places[worker][0] if worker in self._places else None
+
+    def shards_of(self, worker: int) -> tuple[Shard, ...]:
+        """What `worker` works on or keeps current, in terms of layers.
+
+        Raises:
+            PlanError: the plan doesn't say which layers its stages run.
+        """
+        index, coordinate = self._places.get(worker, (0, None))
+        if coordinate is None:
+            kept = self.standbys.get(worker)
+            if not isinstance(kept, Coordinate):
+                return kept or ()
+            coordinate = kept
+        replica = self.replicas[index]
+        if not replica.chunks:
+            raise PlanError("the plan doesn't say which layers its stages run")
+        degree = len(replica.stages[coordinate.stage])
+        return tuple(
+            Shard(chunk.first, chunk.end, coordinate.tp_rank, degree)
+            for chunk in replica.chunks
+            if chunk.stage == coordinate.stage and chunk.end > chunk.first
+        )
 
     def workers_at(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The working holders of a shard, one per replica, in replica order."""
+        """The working holders of a shard, one per replica, in replica order. Replicas have to be of one shape."""
         return tuple(replica.stages[coordinate.stage][coordinate.tp_rank] for replica in self.replicas)
 
     def standbys_at(self, coordinate: Coordinate) -> tuple[int, ...]:
@@ -141,25 +172,70 @@ class ParallelPlan:
         return self.working
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "replicas": [
-                {"stages": [list(members) for members in replica.stages], "micro_batches": list(replica.micro_batches)}
-                for replica in self.replicas
-            ],
-            "standbys": {str(worker): held and list(held) for worker, held in sorted(self.standbys.items())},
+        """As plain values for JSON; what a plan makes no use of is left out."""
+        data: dict[str, Any] = {
+            "version": VERSION,
+            "replicas": [_replica_to_dict(replica) for replica in self.replicas],
+            "standbys": {str(worker): _kept_to_list(kept) for worker, kept in sorted(self.standbys.items())},
         }
+        if self.migrations:
+            data["migrations"] = [list(migration) for migration in self.migrations]
+        if self.uneven_shards:
+            data["uneven_shards"] = True
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ParallelPlan":
+        """Read what `to_dict` gives, of this version or the one before.
+
+        Raises:
+            PlanError: it is of another version, or breaks a rule.
+        """
+        if data.get("version", 1) not in (1, VERSION):
+            raise PlanError(f"a plan of version {data['version']}; this program knows versions 1 and {VERSION}")
         return cls(
-            replicas=tuple(
-                Replica(tuple(tuple(members) for members in item["stages"]), tuple(item["micro_batches"]))
-                for item in data["replicas"]
-            ),
-            standbys={int(worker): held and Coordinate(*held) for worker, held in data["standbys"].items()},
+            replicas=tuple(map(_replica_from_dict, data["replicas"])),
+            standbys={int(worker): _kept_from_list(kept) for worker, kept in data["standbys"].items()},
+            migrations=tuple(Migration(*migration) for migration in data.get("migrations", ())),
+            uneven_shards=data.get("uneven_shards", False),
         )
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that differ between any two plans."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+        """Sixteen hexadecimal digits that differ between any two plans, and not between versions of the JSON."""
+        data = self.to_dict()
+        del data["version"]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _replica_to_dict(replica: Replica) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "stages": [list(members) for members in replica.stages],
+        "micro_batches": list(replica.micro_batches),
+    }
+    if replica.chunks:
+        data["chunks"] = [list(chunk) for chunk in replica.chunks]
+    if replica.schedule:
+        data["schedule"] = replica.schedule.to_dict()
+    return data
+
+
+def _replica_from_dict(data: Mapping[str, Any]) -> Replica:
+    return Replica(
+        stages=tuple(tuple(members) for members in data["stages"]),
+        micro_batches=tuple(data["micro_batches"]),
+        chunks=tuple(Chunk(*chunk) for chunk in data.get("chunks", ())),
+        schedule=Schedule.from_dict(data["schedule"]) if "schedule" in data else None,
+    )
+
+
+def _kept_to_list(kept: Kept) -> list[Any] | None:
+    if kept is None:
+        return None
+    return list(kept) if isinstance(kept, Coordinate) else [list(shard) for shard in kept]
+
+
+def _kept_from_list(data: list[Any] | None) -> Kept:
+    if data is None:
+        return None
+    return tuple(Shard(*shard) for shard in data) if isinstance(data[0], list) else Coordinate(*data)

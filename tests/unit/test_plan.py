@@ -70,7 +70,9 @@ class TestValidation:
         [
             (lambda: ParallelPlan(()), "at least one replica"),
             (lambda: ParallelPlan((Replica(((0, 1),), (0,)), Replica(((2,), (3,)), (1,)))), "same stages"),
-            (lambda: ParallelPlan((Replica(((0, 1), (2,)), (0,)),)), "same stages and tensor-parallel degree"),
+            (lambda: ParallelPlan((Replica((), (0,)),)), "at least one stage"),
+            (lambda: ParallelPlan((Replica(((0,), ()), (0,)),)), "stage 1 of replica 0 has no worker"),
+            (lambda: ParallelPlan((Replica(((0,),), (0,)),), {1: Coordinate(0, 1)}), "standby 1 keeps"),
             (lambda: ParallelPlan((Replica(((0,),), (0,)), Replica(((0,),), (1,)))), "worker 0 appears twice"),
             (lambda: ParallelPlan((Replica(((0, 0),), (0,)),)), "worker 0 appears twice"),
             (lambda: ParallelPlan((Replica(((5,),), (0,)),), {5: None}), "worker 5 appears twice"),

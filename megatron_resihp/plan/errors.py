@@ -1,0 +1,5 @@
+"""What is raised for a plan that can't be. Imports nothing."""
+
+
+class PlanError(ValueError):
+    """A plan that breaks a rule; the message names the rule."""

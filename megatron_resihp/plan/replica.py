@@ -1,0 +1,80 @@
+"""What a plan is made of: coordinates, shards, migrations and replicas. Imports only the standard library."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_resihp.plan.layers import Chunk
+from megatron_resihp.plan.schedule import Schedule
+
+
+class Coordinate(NamedTuple):
+    """Which shard of the model a worker holds, in the layout of the plan's first replica."""
+
+    stage: int
+    tp_rank: int
+
+
+class Shard(NamedTuple):
+    """What a worker holds of some layers, in whatever layout.
+
+    Attributes:
+        first, end: layers first, …, end − 1.
+        tp_rank, tp_degree: which of so many tensor-parallel shares of each.
+    """
+
+    first: int
+    end: int
+    tp_rank: int
+    tp_degree: int
+
+
+class Migration(NamedTuple):
+    """A stage's work for one micro-batch that is done in another replica (ResiHP, arXiv 2605.06374, Algorithm 1).
+
+    Attributes:
+        micro_batch: index in the global batch.
+        chunk: index of the chunk, the same in both replicas; all its ops for this micro-batch move.
+        replica: who runs it instead of the micro-batch's own replica.
+    """
+
+    micro_batch: int
+    chunk: int
+    replica: int
+
+
+Kept = Coordinate | tuple[Shard, ...] | None
+"""What a standby holds and keeps current."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One data-parallel copy of the model.
+
+    Attributes:
+        stages: worker ids of the tensor-parallel members of each pipeline stage, in tensor-parallel order. A stage may
+            lack members if all its work is migrated.
+        micro_batches: indices of the micro-batches of each global batch that this replica runs, in order.
+        chunks: which layers the stages run; none: the job's own split, one chunk for each stage.
+        schedule: the order of ops; None: the job's own.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    micro_batches: tuple[int, ...]
+    chunks: tuple[Chunk, ...] = ()
+    schedule: Schedule | None = None
+
+    def workers(self) -> Iterator[tuple[int, Coordinate]]:
+        for stage, members in enumerate(self.stages):
+            for tp_rank, worker in enumerate(members):
+                yield worker, Coordinate(stage, tp_rank)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor-parallel degree of each stage."""
+        return tuple(map(len, self.stages))
+
+    @property
+    def stage_of_chunk(self) -> tuple[int, ...]:
+        """For each chunk, the stage that holds it."""
+        return tuple(chunk.stage for chunk in self.chunks) or tuple(range(len(self.stages)))

@@ -1,0 +1,177 @@
+"""What makes a plan possible: one function for each rule. Imports the other files of `plan` beside `parallel_plan`.
+
+Whether a plan fits a model and its devices' memory takes more than the plan to say: `cost.memory.check_plan`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron_resihp.plan.errors import PlanError
+from megatron_resihp.plan.layers import check_chunks
+from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica
+from megatron_resihp.plan.schedule import PlannedOp, check_order, stuck_op
+
+Place = tuple[int, int]
+"""A replica and one of its stages."""
+
+
+def check(replicas: Sequence[Replica], standbys: Mapping[int, Kept], migrations: Sequence[Migration]) -> None:
+    """Raises PlanError if the parts of a plan break a rule; the message names it."""
+    if not replicas:
+        raise PlanError("a plan needs at least one replica")
+    _check_workers(replicas, standbys)
+    _check_micro_batches(replicas)
+    _check_layers(replicas)
+    _check_standbys(replicas, standbys)
+    _check_migrations(replicas, migrations)
+    _check_members(replicas, migrations)
+    _check_schedules(replicas, migrations)
+
+
+def _check_workers(replicas: Sequence[Replica], standbys: Mapping[int, Kept]) -> None:
+    seen: set[int] = set()
+    workers = (worker for replica in replicas for members in replica.stages for worker in members)
+    for worker in (*workers, *standbys):
+        if worker in seen:
+            raise PlanError(f"worker {worker} appears twice")
+        seen.add(worker)
+
+
+def _check_micro_batches(replicas: Sequence[Replica]) -> None:
+    indices = sorted(index for replica in replicas for index in replica.micro_batches)
+    if indices != list(range(len(indices))):
+        raise PlanError(f"micro-batches must be 0..n-1, each in one replica, got {indices}")
+    if any(not replica.micro_batches for replica in replicas):
+        raise PlanError("every replica needs at least one micro-batch")
+
+
+def _check_layers(replicas: Sequence[Replica]) -> None:
+    if not all(replica.stages for replica in replicas):
+        raise PlanError("every replica needs at least one stage")
+    if not any(replica.chunks for replica in replicas):
+        counts = {len(replica.stages) for replica in replicas}
+        if len(counts) != 1:
+            raise PlanError(f"replicas must have the same stages or say which layers they run, got {sorted(counts)}")
+        return
+    most = max(replica.chunks[-1].end for replica in replicas if replica.chunks)
+    for number, replica in enumerate(replicas):
+        if not replica.chunks:
+            raise PlanError(f"replica {number} doesn't say which layers its stages run, as others do")
+        try:
+            check_chunks(replica.chunks, len(replica.stages))
+        except PlanError as error:
+            raise PlanError(f"replica {number}: {error}") from None
+        if replica.chunks[-1].end < most:
+            raise PlanError(f"replica {number}: layer {replica.chunks[-1].end} is missing")
+
+
+def _check_standbys(replicas: Sequence[Replica], standbys: Mapping[int, Kept]) -> None:
+    first = replicas[0]
+    for worker, kept in standbys.items():
+        if kept is None:
+            continue
+        if isinstance(kept, Coordinate):
+            fits = 0 <= kept.stage < len(first.stages) and 0 <= kept.tp_rank < len(first.stages[kept.stage])
+            if not fits:
+                raise PlanError(f"standby {worker} keeps {kept}, which the first replica doesn't have")
+        elif not kept or not first.chunks:
+            raise PlanError(f"standby {worker} keeps layers, but the plan doesn't say which layers its stages run")
+        else:
+            for shard in kept:
+                if not (0 <= shard.first < shard.end <= first.chunks[-1].end and 0 <= shard.tp_rank < shard.tp_degree):
+                    raise PlanError(f"standby {worker} keeps {shard}, which isn't part of the model")
+
+
+def _check_migrations(replicas: Sequence[Replica], migrations: Sequence[Migration]) -> None:
+    owner = _owners(replicas)
+    seen: set[tuple[int, int]] = set()
+    for micro_batch, chunk, replica in migrations:
+        what = f"migration of micro-batch {micro_batch}, chunk {chunk}, to replica {replica}"
+        if micro_batch not in owner or not 0 <= replica < len(replicas):
+            raise PlanError(f"{what}: there is no such micro-batch or replica")
+        if owner[micro_batch] == replica:
+            raise PlanError(f"{what}: that replica runs the micro-batch itself")
+        if (micro_batch, chunk) in seen:
+            raise PlanError(f"{what}: it is migrated twice")
+        seen.add((micro_batch, chunk))
+        ours, theirs = replicas[owner[micro_batch]], replicas[replica]
+        if not (0 <= chunk < len(ours.stage_of_chunk) and chunk < len(theirs.stage_of_chunk)):
+            raise PlanError(f"{what}: there is no such chunk")
+        if ours.chunks and ours.chunks[chunk][1:] != theirs.chunks[chunk][1:]:
+            raise PlanError(f"{what}: the chunk has other layers there")
+        for number in (owner[micro_batch], replica):
+            schedule = replicas[number].schedule
+            if schedule is None or not schedule.orders:
+                raise PlanError(f"{what}: replica {number} doesn't list its ops, which takes part in migrations")
+
+
+def _check_members(replicas: Sequence[Replica], migrations: Sequence[Migration]) -> None:
+    if all(members for replica in replicas for members in replica.stages):
+        return
+    work = _work(replicas, migrations)
+    for number, replica in enumerate(replicas):
+        for stage, members in enumerate(replica.stages):
+            if not members and work[number, stage]:
+                chunk, micro_batch = min(work[number, stage])
+                raise PlanError(
+                    f"stage {stage} of replica {number} has no worker for micro-batch {micro_batch}, chunk {chunk}"
+                )
+
+
+def _check_schedules(replicas: Sequence[Replica], migrations: Sequence[Migration]) -> None:
+    explicit = []
+    for number, replica in enumerate(replicas):
+        if replica.schedule is None:
+            continue
+        try:
+            replica.schedule.check_shape(len(replica.stages), replica.chunks, len(replica.micro_batches))
+        except PlanError as error:
+            raise PlanError(f"replica {number}: {error}") from None
+        explicit += [number] if replica.schedule.orders else []
+    if explicit:
+        _check_explicit(replicas, migrations, explicit)
+
+
+def _check_explicit(replicas: Sequence[Replica], migrations: Sequence[Migration], explicit: Sequence[int]) -> None:
+    work = _work(replicas, migrations)
+    orders = []
+    for number, stage, order in _orders(replicas, explicit):
+        schedule = replicas[number].schedule
+        try:
+            check_order(order, work[number, stage], schedule is not None and schedule.splits_backward)
+        except PlanError as error:
+            raise PlanError(f"replica {number}, stage {stage}: {error}") from None
+        orders.append(order)
+    last_chunk = {
+        micro_batch: len(replica.stage_of_chunk) - 1 for replica in replicas for micro_batch in replica.micro_batches
+    }
+    stuck = stuck_op(orders, last_chunk)
+    if stuck is not None:
+        raise PlanError(f"op {stuck} waits for an op that waits for it: ops must not wait in a circle")
+
+
+def _orders(replicas: Sequence[Replica], explicit: Sequence[int]) -> Iterator[tuple[int, int, tuple[PlannedOp, ...]]]:
+    for number in explicit:
+        schedule = replicas[number].schedule
+        for stage, order in enumerate(schedule.orders if schedule else ()):
+            yield number, stage, order
+
+
+def _owners(replicas: Sequence[Replica]) -> dict[int, int]:
+    """The replica that each micro-batch belongs to."""
+    return {micro_batch: number for number, replica in enumerate(replicas) for micro_batch in replica.micro_batches}
+
+
+def _work(replicas: Sequence[Replica], migrations: Sequence[Migration]) -> dict[Place, set[tuple[int, int]]]:
+    """The (chunk, micro-batch) pairs that each stage of each replica runs."""
+    work: dict[Place, set[tuple[int, int]]] = {}
+    for number, replica in enumerate(replicas):
+        for stage in range(len(replica.stages)):
+            work[number, stage] = set()
+        for chunk, stage in enumerate(replica.stage_of_chunk):
+            work[number, stage] |= {(chunk, micro_batch) for micro_batch in replica.micro_batches}
+    owner = _owners(replicas)
+    for micro_batch, chunk, helper in migrations:
+        ours = owner[micro_batch]
+        work[ours, replicas[ours].stage_of_chunk[chunk]].remove((chunk, micro_batch))
+        work[helper, replicas[helper].stage_of_chunk[chunk]].add((chunk, micro_batch))
+    return work

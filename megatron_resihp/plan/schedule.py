@@ -1,0 +1,155 @@
+"""In which order a replica's stages run their ops: a schedule known by name, or every op. Only the standard library."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from megatron_resihp.plan.errors import PlanError
+from megatron_resihp.plan.layers import Chunk
+
+ONE_F_ONE_B: Final = "1f1b"
+INTERLEAVED: Final = "interleaved"
+ZERO_BUBBLE: Final = "zero-bubble-h1"
+EXPLICIT: Final = "explicit"
+NAMES: Final = (ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, EXPLICIT)
+
+KINDS: Final = "FBW"
+
+
+class PlannedOp(NamedTuple):
+    """An op of a stage. "F3.1" is the forward of micro-batch 3 through chunk 1.
+
+    Attributes:
+        kind: "F", "B" or "W"; without any W in the replica, B is the whole backward.
+        chunk: index among the replica's chunks (without chunks: the stage).
+        micro_batch: index in the global batch; with migrations that of another replica's micro-batch, too.
+    """
+
+    kind: str
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}.{self.chunk}"
+
+    @classmethod
+    def parse(cls, text: str) -> "PlannedOp":
+        """Raises PlanError if it is no op."""
+        micro_batch, dot, chunk = text[1:].partition(".")
+        if text[:1] not in KINDS or not (dot and micro_batch.isdecimal() and chunk.isdecimal()):
+            raise PlanError(f"{text!r} is no op; an op is like F3.1: forward, micro-batch 3, chunk 1")
+        return cls(text[0], int(chunk), int(micro_batch))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of a replica's ops.
+
+    Attributes:
+        name: one of NAMES; the first three are those of `pipeline.schedules`.
+        group_size: of "interleaved": micro-batches that a stage runs through one chunk before it turns to the next;
+            None: the smallest that works.
+        orders: of "explicit": each stage's ops in the order in which it runs them.
+
+    Raises:
+        PlanError: on construction, for an unknown name or parts that the name has no use for.
+    """
+
+    name: str
+    group_size: int | None = None
+    orders: tuple[tuple[PlannedOp, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise PlanError(f"unknown schedule {self.name!r}; known are {', '.join(NAMES)}")
+        if self.group_size is not None and (self.name != INTERLEAVED or self.group_size < 1):
+            raise PlanError(f"schedule {self.name} with groups of {self.group_size}: only interleaved has groups")
+        if bool(self.orders) != (self.name == EXPLICIT):
+            raise PlanError(f"schedule {self.name}: an explicit schedule, and no other, lists its ops")
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are ops of their own."""
+        return self.name == ZERO_BUBBLE or any(op.kind == "W" for order in self.orders for op in order)
+
+    def check_shape(self, stages: int, chunks: Sequence[Chunk], micro_batches: int) -> None:
+        """Raises PlanError if a replica of this shape can't be run so."""
+        homes = [chunk.stage for chunk in chunks] or list(range(stages))
+        if self.name == EXPLICIT:
+            if len(self.orders) != stages:
+                raise PlanError(f"ops are listed for {len(self.orders)} of {stages} stages")
+        elif self.name == INTERLEAVED:
+            if len(homes) % stages or homes != [number % stages for number in range(len(homes))]:
+                raise PlanError("interleaved needs chunks that are dealt to the stages in turns")
+            self._check_groups(stages, micro_batches)
+        elif homes != list(range(stages)):
+            raise PlanError(f"{self.name} needs one chunk for each stage, in order")
+
+    def _check_groups(self, stages: int, micro_batches: int) -> None:
+        group = min(self.group_size or micro_batches, micro_batches)
+        smallest = micro_batches % group or group
+        if smallest < min(stages, micro_batches):
+            raise PlanError(f"interleaved: a group of {smallest} micro-batches is smaller than the {stages} stages")
+
+    def to_dict(self) -> dict[str, Any]:
+        if self.name == EXPLICIT:
+            return {"name": self.name, "orders": [" ".join(map(str, order)) for order in self.orders]}
+        return {"name": self.name} if self.group_size is None else {"name": self.name, "group_size": self.group_size}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Schedule":
+        orders = tuple(tuple(map(PlannedOp.parse, order.split())) for order in data.get("orders", ()))
+        return cls(data["name"], data.get("group_size"), orders)
+
+
+def check_order(order: Sequence[PlannedOp], expected: Iterable[tuple[int, int]], splits_backward: bool) -> None:
+    """Raises PlanError unless a stage runs every op of its (chunk, micro-batch) pairs once, F before B before W."""
+    kinds = KINDS if splits_backward else KINDS[:2]
+    wanted = {PlannedOp(kind, *pair) for pair in expected for kind in kinds}
+    seen: set[PlannedOp] = set()
+    for op in order:
+        if op in seen:
+            raise PlanError(f"op {op} stands twice")
+        if op not in wanted:
+            raise PlanError(f"op {op} is none of this stage's")
+        before = KINDS[: KINDS.index(op.kind)][-1:]
+        if before and op._replace(kind=before) not in seen:
+            raise PlanError(f"op {op} stands before its {before}")
+        seen.add(op)
+    if wanted - seen:
+        raise PlanError(f"op {min(wanted - seen)} is missing")
+
+
+def stuck_op(orders: Sequence[Sequence[PlannedOp]], last_chunk: Mapping[int, int]) -> PlannedOp | None:
+    """An op that would wait forever for another stage, None if all can be run.
+
+    Args:
+        orders: the valid orders of all stages, of all replicas that send each other results.
+        last_chunk: of each micro-batch's own replica.
+    """
+    done: set[PlannedOp] = set()
+    following = [0] * len(orders)
+    waiting: dict[PlannedOp, int] = {}
+    ready = list(range(len(orders)))
+    while ready:
+        place = ready.pop()
+        while following[place] < len(orders[place]):
+            op = orders[place][following[place]]
+            needed = _needed(op, last_chunk[op.micro_batch])
+            if needed is not None and needed not in done:
+                waiting[needed] = place
+                break
+            done.add(op)
+            following[place] += 1
+            if op in waiting:
+                ready.append(waiting.pop(op))
+    return next((order[at] for order, at in zip(orders, following, strict=True) if at < len(order)), None)
+
+
+def _needed(op: PlannedOp, last_chunk: int) -> PlannedOp | None:
+    """The op of another chunk whose result it works on."""
+    if op.kind == "F" and op.chunk > 0:
+        return op._replace(chunk=op.chunk - 1)
+    if op.kind == "B" and op.chunk < last_chunk:
+        return op._replace(chunk=op.chunk + 1)
+    return None
