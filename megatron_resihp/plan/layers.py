@@ -45,6 +45,13 @@ def check_chunks(chunks: Sequence[Chunk], stages: int) -> None:
         raise PlanError(f"stage {idle[0]} has no chunk; give it one without layers if it shall have none")
 
 
+def in_turns(stage_of_chunk: Sequence[int], stages: int) -> bool:
+    """Whether chunks are dealt to the stages as Megatron does: 0, 1, …, 0, 1, …"""
+    return len(stage_of_chunk) % stages == 0 and list(stage_of_chunk) == [
+        number % stages for number in range(len(stage_of_chunk))
+    ]
+
+
 def chunks_from(counts: Sequence[int], stages: int) -> tuple[Chunk, ...]:
     """Chunks of so many layers each, dealt to the stages in turns as Megatron does.
 
@@ -137,6 +144,6 @@ def layout_of(chunks: Sequence[Chunk], letters: str) -> str:
     if not chunks or chunks[-1].end != len(letters):
         raise PlanError(f"the chunks hold {chunks[-1].end if chunks else 0} layers, the model has {len(letters)}")
     stages = 1 + max(chunk.stage for chunk in chunks)
-    if len(chunks) % stages or any(chunk.stage != number % stages for number, chunk in enumerate(chunks)):
+    if not in_turns([chunk.stage for chunk in chunks], stages):
         raise PlanError("Megatron's layout deals chunks to the stages in turns; these are placed otherwise")
     return format_layout([letters[chunk.first : chunk.end] for chunk in chunks])

@@ -6,7 +6,7 @@ Whether a plan fits a model and its devices' memory takes more than the plan to 
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_resihp.plan.errors import PlanError
-from megatron_resihp.plan.layers import check_chunks
+from megatron_resihp.plan.layers import check_chunks, in_turns
 from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica
 from megatron_resihp.plan.schedule import PlannedOp, check_order, stuck_op
 
@@ -121,6 +121,8 @@ def _check_schedules(replicas: Sequence[Replica], migrations: Sequence[Migration
     explicit = []
     for number, replica in enumerate(replicas):
         if replica.schedule is None:
+            if not in_turns(replica.stage_of_chunk, len(replica.stages)):
+                raise PlanError(f"replica {number} doesn't list its ops, and its chunks aren't dealt in turns")
             continue
         try:
             replica.schedule.check_shape(len(replica.stages), replica.chunks, len(replica.micro_batches))

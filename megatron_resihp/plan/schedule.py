@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from megatron_resihp.plan.errors import PlanError
-from megatron_resihp.plan.layers import Chunk
+from megatron_resihp.plan.layers import Chunk, in_turns
 
 ONE_F_ONE_B: Final = "1f1b"
 INTERLEAVED: Final = "interleaved"
@@ -79,7 +79,7 @@ class Schedule:
             if len(self.orders) != stages:
                 raise PlanError(f"ops are listed for {len(self.orders)} of {stages} stages")
         elif self.name == INTERLEAVED:
-            if len(homes) % stages or homes != [number % stages for number in range(len(homes))]:
+            if not in_turns(homes, stages):
                 raise PlanError("interleaved needs chunks that are dealt to the stages in turns")
             self._check_groups(stages, micro_batches)
         elif homes != list(range(stages)):

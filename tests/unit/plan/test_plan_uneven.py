@@ -151,6 +151,7 @@ class TestRules:
                 lambda: two([(0, 0, 2), (1, 2, 4), (1, 4, 6), (0, 6, 8)], schedule=Schedule("interleaved")),
                 "dealt to the stages in turns",
             ),
+            (lambda: two([(1, 0, 5), (0, 5, 10)]), "replica 0 doesn't list its ops, and its chunks aren't dealt"),
             (lambda: two([(0, 0, 5), (1, 5, 10)], schedule=Schedule("interleaved", 1)), "group of 1 .* smaller"),
             (lambda: Schedule("gpipe"), "unknown schedule 'gpipe'; known are 1f1b, interleaved"),
             (lambda: Schedule("1f1b", 2), "only interleaved has groups"),

@@ -1,0 +1,238 @@
+"""Memory that a plan takes on each worker: weights, gradients, optimizer, and the activations of its order of ops.
+
+Imports numpy, `pipeline`, `plan` and this room.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_resihp.cost.layers import Layer, LayerKind, Model
+from megatron_resihp.cost.parts import Part, ShardError
+from megatron_resihp.cost.training import Recompute, Training
+from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.pipeline.schedules import interleaved, zero_bubble_h1
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Schedule, Shard, even_chunks
+from megatron_resihp.plan.schedule import KINDS, ZERO_BUBBLE
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on one worker.
+
+    Attributes:
+        weights, gradients, optimizer: of the parameters that it holds.
+        activations: the most that its order of ops keeps alive from F to B (and W).
+        working: what recomputation needs besides, for one layer at a time.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+
+
+def check_plan(plan: ParallelPlan, model: Model, training: Training, capacity: int | Mapping[int, int]) -> None:
+    """Whether a plan can be run with this model on these devices.
+
+    Args:
+        plan, model, training: what is run.
+        capacity: bytes that each worker's device has for it: one number, or one for each worker id.
+
+    Raises:
+        PlanError: the plan has other layers than the model; members of a stage can't share a layer, or share one
+            unevenly in a plan that isn't marked so; or memory is exceeded, with the worst worker and by how much.
+    """
+    over = {
+        worker: use.total - (capacity if isinstance(capacity, int) else capacity[worker])
+        for worker, use in memory_of(plan, model, training).items()
+    }
+    worst = max(over, key=lambda worker: (over[worker], -worker))
+    if over[worst] > 0:
+        raise PlanError(f"memory exceeded on worker {worst} by {over[worst]} bytes")
+    uneven = any(model.uneven(degree) for replica in plan.replicas for degree in set(replica.shape) - {0})
+    if uneven and not plan.uneven_shards:
+        raise PlanError("members of a stage hold unlike shards, and the plan isn't marked so")
+
+
+def memory_of(
+    plan: ParallelPlan, model: Model, training: Training, kept_until_w: float = 1.0
+) -> dict[int, MemoryUse]:
+    """Bytes on each worker of the plan, standbys included: they keep their shard and step, and hold no activations.
+
+    Where the job's own schedule runs, it is taken to be 1F1B, or interleaved 1F1B with several chunks in a stage.
+
+    Args:
+        plan, model, training: what is run. A plan without layers has Megatron's even split.
+        kept_until_w: the share of activations that an op order with W keeps from B to W; the rest is freed at B.
+
+    Raises:
+        PlanError: the plan has other layers than the model, or members of a stage can't share a layer.
+    """
+    replicas = [with_layers(replica, model) for replica in plan.replicas]
+    accountant = _Accountant(model, training, replicas, kept_until_w)
+    used: dict[int, MemoryUse] = {}
+    alike: dict[tuple[object, ...], dict[Coordinate, MemoryUse]] = {}
+    try:
+        for replica in replicas:
+            key = (replica.shape, replica.chunks, replica.schedule, len(replica.micro_batches))
+            if key not in alike:
+                alike[key] = accountant.of_replica(replica)
+            used |= {worker: alike[key][coordinate] for worker, coordinate in replica.workers()}
+        for worker, kept in plan.standbys.items():
+            if isinstance(kept, Coordinate):
+                shards = _shards(replicas[0], kept)
+            else:
+                shards = kept or ()
+            used[worker] = accountant.of_state(shards)
+    except ShardError as error:
+        raise PlanError(str(error)) from None
+    return used
+
+
+def with_layers(replica: Replica, model: Model) -> Replica:
+    """The replica with its layers spelt out, where it leaves them to Megatron's even split.
+
+    Raises:
+        PlanError: the layers can't be split evenly, or the replica has another number of them than the model.
+    """
+    if not replica.chunks:
+        after = sum(layer.kind in (LayerKind.MTP, LayerKind.HEAD) for layer in model.layers)
+        chunks = even_chunks(len(model.layers) - 1 - after, len(replica.stages), after)
+        return replace(replica, chunks=chunks)
+    if replica.chunks[-1].end != len(model.layers):
+        raise PlanError(f"the plan has {replica.chunks[-1].end} layers, the model {len(model.layers)}")
+    return replica
+
+
+class _Accountant:
+    """Bytes of shards and chunks of one job."""
+
+    def __init__(self, model: Model, training: Training, replicas: Sequence[Replica], kept_until_w: float) -> None:
+        self._layers = model.layers
+        self._training = training
+        self._kept_until_w = kept_until_w
+        self._copies = [0] * len(model.layers)
+        """Of each layer: the replicas that hold it, at least the one whose shards are asked for."""
+        for replica in replicas:
+            for chunk in replica.chunks:
+                for layer in range(chunk.first, chunk.end) if replica.stages[chunk.stage] else ():
+                    self._copies[layer] += 1
+        self._copies = [max(copies, 1) for copies in self._copies]
+
+    def of_replica(self, replica: Replica) -> dict[Coordinate, MemoryUse]:
+        return {
+            Coordinate(stage, tp_rank): self._of_member(replica, Coordinate(stage, tp_rank))
+            for stage, members in enumerate(replica.stages)
+            for tp_rank in range(len(members))
+        }
+
+    def _of_member(self, replica: Replica, coordinate: Coordinate) -> MemoryUse:
+        degree = len(replica.stages[coordinate.stage])
+        sizes = [
+            sum(self._kept(layer, degree, coordinate.tp_rank) for layer in self._layers[chunk.first : chunk.end])
+            for chunk in replica.chunks
+        ]
+        own = [chunk for chunk in replica.chunks if chunk.stage == coordinate.stage]
+        layers = [layer for chunk in own for layer in self._layers[chunk.first : chunk.end]]
+        again = [
+            self._of_all(layer, degree, coordinate.tp_rank) - self._kept(layer, degree, coordinate.tp_rank)
+            for layer in layers
+        ]
+        state = self.of_state(_shards(replica, coordinate))
+        peak = self._peak(replica, coordinate.stage, sizes)
+        return replace(state, activations=ceil(peak), working=ceil(max(again, default=0)))
+
+    def _peak(self, replica: Replica, stage: int, sizes: Sequence[float]) -> float:
+        kinds, chunks = _ops(replica, stage)
+        splits = bool((kinds == OpKind.W).any())
+        kept = self._kept_until_w if splits else 0.0
+        change = np.array([1.0, kept - 1.0, -kept])[kinds] * np.asarray(sizes)[chunks]
+        return float(change.cumsum().max(initial=0.0))
+
+    def of_state(self, shards: Sequence[Shard]) -> MemoryUse:
+        """Of weights, gradients and optimizer. Layers that copy the embedding need no copy where it is."""
+        training = self._training
+        held, optimizer = Fraction(0), Fraction(0)
+        has_embedding = any(shard.first == 0 for shard in shards)
+        for shard in shards:
+            for number in range(shard.first, shard.end):
+                for part in self._layers[number].parts:
+                    if part.copy and has_embedding:
+                        continue
+                    parameters, sharers = self._parameters(part, shard, self._copies[number])
+                    held += parameters
+                    optimizer += parameters / sharers if training.distributed_optimizer else parameters
+        return MemoryUse(
+            ceil(held * training.weight_bytes),
+            ceil(held * training.gradient_bytes),
+            ceil(optimizer * training.optimizer_bytes),
+            0,
+            0,
+        )
+
+    def _parameters(self, part: Part, shard: Shard, copies: int) -> tuple[Fraction, Fraction]:
+        """Of a part, in a shard; and how many workers hold the same ones."""
+        if not part.experts:
+            return part.parameters * part.share(shard.tp_degree, shard.tp_rank), Fraction(copies)
+        tensor = self._training.expert_tensor_parallel or shard.tp_degree
+        parameters = part.parameters * part.share(tensor, shard.tp_rank % tensor) / self._training.expert_parallel
+        return parameters, Fraction(copies * shard.tp_degree, tensor * self._training.expert_parallel)
+
+    def _kept(self, layer: Layer, degree: int, rank: int) -> float:
+        """Bytes of one micro-batch that a layer keeps from F to B."""
+        training = self._training
+        if training.recompute is Recompute.FULL and layer.recomputable:
+            return layer.input_bytes * training.tokens / (degree if training.sequence_parallel else 1)
+        return self._of_all(layer, degree, rank, with_scores=training.recompute is Recompute.NONE)
+
+    def _of_all(self, layer: Layer, degree: int, rank: int, with_scores: bool = True) -> float:
+        """The same without recomputation."""
+        training = self._training
+        total = 0.0
+        for part in layer.parts:
+            size = part.token_bytes * training.tokens + with_scores * part.square_bytes * training.squares
+            alike = not part.units and training.sequence_parallel
+            total += size * float(Fraction(1, degree) if alike else part.share(degree, rank))
+        return total
+
+
+def _shards(replica: Replica, coordinate: Coordinate) -> tuple[Shard, ...]:
+    degree = len(replica.stages[coordinate.stage])
+    return tuple(
+        Shard(chunk.first, chunk.end, coordinate.tp_rank, degree)
+        for chunk in replica.chunks
+        if chunk.stage == coordinate.stage and chunk.end > chunk.first
+    )
+
+
+def _ops(replica: Replica, stage: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Kinds and chunks of a stage's ops, in order."""
+    return _ops_of(replica.schedule, replica.chunks, len(replica.stages), len(replica.micro_batches))[stage]
+
+
+@lru_cache(maxsize=256)
+def _ops_of(
+    schedule: Schedule | None, chunks: tuple[Chunk, ...], stages: int, micro_batches: int
+) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    if schedule is not None and schedule.orders:
+        pairs = [[(KINDS.index(op.kind), op.chunk) for op in order] for order in schedule.orders]
+    else:
+        if schedule is not None and schedule.name == ZERO_BUBBLE:
+            program = zero_bubble_h1(stages, micro_batches)
+        else:
+            group_size = schedule.group_size if schedule is not None else None
+            program = interleaved(stages, len(chunks) // stages, micro_batches, group_size)
+        pairs = [[(int(op.kind), op.stage) for op in order] for order in program.ops]
+    arrays = [np.array(of_stage, np.int64).reshape(-1, 2).T for of_stage in pairs]
+    return [(kinds, chunk) for kinds, chunk in arrays]

@@ -1,0 +1,96 @@
+"""How a model is trained, as far as memory and work depend on it. Imports the standard library."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+MASTER_AND_MOMENTS: Final = 12
+"""Bytes of optimizer state per parameter with 16-bit weights: fp32 weight and Adam's two moments."""
+MOMENTS: Final = 8
+
+
+class Recompute(StrEnum):
+    """Which activations are computed again in the backward: none, attention's scores, or whole layers."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class TrainingError(ValueError):
+    """Arguments that ask for what is not modelled; the message names the argument."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Settings of a job that a failure doesn't change.
+
+    Attributes:
+        sequence_length: tokens of a sample.
+        micro_batch_size: samples of a micro-batch.
+        recompute: what is computed again.
+        sequence_parallel: whether what tensor-parallel members would hold alike is cut along the sequence.
+        distributed_optimizer: whether the holders of a shard share its optimizer state out.
+        weight_bytes, gradient_bytes, optimizer_bytes: per parameter.
+        expert_parallel: workers that share out routed experts.
+        expert_tensor_parallel: that share out each of them; None: as many as share the other layers.
+    """
+
+    sequence_length: int
+    micro_batch_size: int = 1
+    recompute: Recompute = Recompute.NONE
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    optimizer_bytes: int = MASTER_AND_MOMENTS
+    expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.micro_batch_size * self.sequence_length
+
+    @property
+    def squares(self) -> int:
+        """Σ l² of a micro-batch, at most: each sample one document."""
+        return self.tokens * self.sequence_length
+
+
+def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
+    """Megatron's arguments → Training; what is absent has Megatron's default.
+
+    Raises:
+        TrainingError: `seq_length` is missing, or the recomputation is of a kind that is not modelled.
+    """
+    if not arguments.get("seq_length"):
+        raise TrainingError("seq_length is missing")
+    half = bool(arguments.get("bf16") or arguments.get("fp16"))
+    half_gradients = arguments.get("grad_reduce_in_bf16") or arguments.get("fp16")
+    return Training(
+        sequence_length=arguments["seq_length"],
+        micro_batch_size=arguments.get("micro_batch_size") or 1,
+        recompute=_recompute(arguments),
+        sequence_parallel=bool(arguments.get("sequence_parallel")),
+        distributed_optimizer=bool(arguments.get("use_distributed_optimizer")),
+        weight_bytes=2 if half else 4,
+        gradient_bytes=2 if half_gradients and not arguments.get("accumulate_allreduce_grads_in_fp32") else 4,
+        optimizer_bytes=MASTER_AND_MOMENTS if half else MOMENTS,
+        expert_parallel=arguments.get("expert_model_parallel_size") or 1,
+        expert_tensor_parallel=arguments.get("expert_tensor_parallel_size"),
+    )
+
+
+def _recompute(arguments: Mapping[str, Any]) -> Recompute:
+    granularity = arguments.get("recompute_granularity")
+    if granularity is None:
+        return Recompute.SELECTIVE if arguments.get("recompute_activations") else Recompute.NONE
+    if granularity == Recompute.SELECTIVE:
+        modules = arguments.get("recompute_modules") or ["core_attn"]
+        if list(modules) != ["core_attn"]:
+            raise TrainingError(f"recompute_modules {modules}: only core_attn is modelled")
+    elif arguments.get("recompute_method") == "block" or (arguments.get("recompute_num_layers") or 1) != 1:
+        raise TrainingError("full recomputation is modelled layer by layer: recompute_method uniform of one layer")
+    return Recompute(granularity)

@@ -1,0 +1,244 @@
+"""Memory of a plan's workers, beside arithmetic by hand and Megatron's own report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_resihp.cost.layers import Model, model_from_arguments
+from megatron_resihp.cost.memory import MemoryUse, check_plan, memory_of
+from megatron_resihp.cost.presets import PRESETS, preset
+from megatron_resihp.cost.training import Recompute, Training, TrainingError, training_from_arguments
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Schedule, Shard, deal
+
+GPT: dict[str, Any] = {
+    "num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 2048, "vocab_size": 1024,
+    "padded_vocab_size": 1024, "bf16": True, "position_embedding_type": "rope", "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True, "normalization": "RMSNorm", "seq_length": 256, "micro_batch_size": 2,
+    "sequence_parallel": True, "recompute_granularity": "selective",
+}  # fmt: skip
+MODEL = model_from_arguments(GPT)
+TRAINING = training_from_arguments(GPT)
+LAYER = 4 * 512 * 512 + 2 * 512 * 2048 + 2 * 512
+EMBEDDING = 1024 * 512
+TOKENS = 2 * 256
+
+
+def rectangle(tp: int, pp: int, replicas: int, micro_batches: int, **more: Any) -> ParallelPlan:
+    hands = deal([micro_batches] * replicas)
+    numbers = iter(range(tp * pp * replicas))
+    stages = [tuple(tuple(next(numbers) for _ in range(tp)) for _ in range(pp)) for _ in range(replicas)]
+    return ParallelPlan(tuple(Replica(each, hand, **more) for each, hand in zip(stages, hands, strict=True)))
+
+
+def megatrons(tp: int, pp: int, dp: int, distributed: bool, vpp: int | None = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        **GPT, kv_channels=64, group_query_attention=False, num_query_groups=8, num_experts=None, swiglu=False,
+        moe_shared_expert_intermediate_size=None, mtp_num_layers=None, multi_latent_attention=False,
+        moe_latent_size=None, expert_tensor_parallel_size=1, expert_model_parallel_size=1,
+        pipeline_model_parallel_size=pp, tensor_model_parallel_size=tp, world_size=tp * pp * dp,
+        data_parallel_size=dp, use_distributed_optimizer=distributed, virtual_pipeline_model_parallel_size=vpp,
+    )  # fmt: skip
+
+
+class TestState:
+    def test_of_a_worker_by_hand(self) -> None:
+        use = memory_of(rectangle(2, 2, 2, 4), MODEL, TRAINING)[0]
+        # Four of eight layers and the embedding, each halved but for the two norms of a layer.
+        parameters = 4 * ((LAYER - 1024) // 2 + 1024) + EMBEDDING // 2
+        assert (use.weights, use.gradients, use.optimizer) == (2 * parameters, 4 * parameters, 12 * parameters)
+
+    @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 4), (2, 4, 2), (4, 2, 1)])
+    @pytest.mark.parametrize("distributed", [False, True])
+    def test_as_megatron_reports_it_for_the_first_stage(self, tp: int, pp: int, dp: int, distributed: bool) -> None:
+        report = pytest.importorskip("megatron.training.theoretical_memory_usage")
+        training = replace(TRAINING, distributed_optimizer=distributed)
+        use = memory_of(rectangle(tp, pp, dp, pp), MODEL, training)[0]
+        reported = report.compute_weight_and_optimizer_memory(megatrons(tp, pp, dp, distributed))
+        # Megatron shares the final norm out over the stages; here it is the head's.
+        final_norm = 0 if pp == 1 else 512 * (6 + 12 / dp if distributed else 18) / pp
+        assert use.weights + use.gradients + use.optimizer + final_norm == pytest.approx(reported, abs=3)
+
+    def test_of_tied_embeddings_is_held_at_both_ends(self) -> None:
+        model = model_from_arguments({**GPT, "untie_embeddings_and_output_weights": False})
+        ends = memory_of(rectangle(1, 2, 1, 2), model, TRAINING)
+        assert ends[1].weights - ends[0].weights == 2 * 512
+        whole = memory_of(rectangle(1, 1, 1, 1), model, TRAINING)[0]
+        assert whole.weights == 2 * model.parameters == 2 * (8 * LAYER + EMBEDDING + 512)
+
+    def test_of_standbys_is_that_of_the_shard_they_keep(self) -> None:
+        plan = replace(rectangle(2, 2, 1, 2), standbys={8: Coordinate(1, 0), 9: None})
+        used = memory_of(plan, MODEL, TRAINING)
+        assert used[8] == replace(used[2], activations=0, working=0)
+        assert used[9].total == 0
+
+    def test_in_fp32(self) -> None:
+        training = training_from_arguments({**GPT, "bf16": False})
+        use = memory_of(rectangle(1, 1, 1, 1), MODEL, training)[0]
+        assert use.weights == use.gradients == use.optimizer // 2 == 4 * MODEL.parameters
+
+    def test_of_experts_that_workers_share_out(self) -> None:
+        model, name = preset("deepseek-v2-lite"), "deepseek-v2-lite"
+        experts = 26 * 64 * 3 * 2048 * 1408
+        settings = {**PRESETS[name], "seq_length": 4096, "expert_model_parallel_size": 8}
+        training = training_from_arguments({**settings, "use_distributed_optimizer": True})
+        use = memory_of(rectangle(1, 1, 16, 1), model, training)[0]
+        other = model.parameters - experts
+        assert use.weights == 2 * (other + experts // 8)
+        # 16 workers share the optimizer state of the one kind, two hold the same experts of the other.
+        assert use.optimizer == 12 * (other // 16 + experts // 8 // 2)
+
+
+class TestActivations:
+    @pytest.mark.parametrize(("tp", "pp", "micro_batches"), [(1, 1, 4), (2, 1, 1), (2, 4, 8), (4, 2, 8), (1, 8, 3)])
+    def test_as_megatron_reports_them_for_the_first_stage(self, tp: int, pp: int, micro_batches: int) -> None:
+        report = pytest.importorskip("megatron.training.theoretical_memory_usage")
+        use = memory_of(rectangle(tp, pp, 1, micro_batches), MODEL, TRAINING)[0]
+        reported = report.compute_activation_memory(megatrons(tp, pp, 1, False), num_microbatches=micro_batches)
+        assert use.activations == pytest.approx(reported, rel=1e-12, abs=1)
+
+    def test_of_interleaving_are_as_megatron_reports_them(self) -> None:
+        report = pytest.importorskip("megatron.training.theoretical_memory_usage")
+        chunks = (Chunk(0, 0, 3), Chunk(1, 3, 5), Chunk(0, 5, 7), Chunk(1, 7, 10))
+        plan = rectangle(2, 2, 1, 4, chunks=chunks, schedule=Schedule("interleaved"))
+        use = memory_of(plan, MODEL, TRAINING)[0]
+        reported = report.compute_activation_memory(megatrons(2, 2, 1, False, vpp=2), num_microbatches=4)
+        # In flight are five chunks of two layers, four of them with the embedding (after F of micro-batch 3 through
+        # chunk 0); Megatron takes the embedding 2 · 1.25 times.
+        embedding = TOKENS * (8 + 512) / 2
+        assert use.activations - 4 * embedding == pytest.approx(reported - 2.5 * embedding, abs=1)
+
+    def test_by_hand_with_each_recomputation(self) -> None:
+        arguments = {**GPT, "attention_backend": "unfused"}
+        plan = rectangle(2, 2, 1, 4)
+        uses = {}
+        for granularity in (None, "selective", "full"):
+            settings = {**arguments, "recompute_granularity": granularity}
+            uses[granularity] = memory_of(plan, model_from_arguments(settings), training_from_arguments(settings))[0]
+        embedding, layer, scores = TOKENS * (8 + 512), 34 * 512 * TOKENS, 5 * 8 * TOKENS * 256
+        # Two micro-batches in flight, four layers and the embedding, halved by tensor and sequence parallelism.
+        assert uses[None].activations == 2 * (4 * (layer + scores) + embedding) // 2
+        assert uses["selective"].activations == 2 * (4 * layer + embedding) // 2
+        assert uses["full"].activations == 2 * (4 * 2 * 512 * TOKENS + embedding) // 2
+        again = (layer - 2 * 512 * TOKENS + scores) // 2
+        assert [uses[each].working for each in (None, "selective", "full")] == [0, scores // 2, again]
+
+    def test_follow_the_order_of_ops(self) -> None:
+        plan = rectangle(1, 1, 1, 2)
+        peaks = []
+        for order in ("F0.0 B0.0 F1.0 B1.0", "F0.0 F1.0 B0.0 B1.0", "F0.0 B0.0 F1.0 B1.0 W0.0 W1.0"):
+            schedule = Schedule.from_dict({"name": "explicit", "orders": [order]})
+            replicas = (replace(plan.replicas[0], schedule=schedule),)
+            peaks.append(memory_of(replace(plan, replicas=replicas), MODEL, TRAINING, kept_until_w=0.5)[0].activations)
+        assert peaks == [peaks[0], 2 * peaks[0], 1.5 * peaks[0]]
+
+    def test_zero_bubble_keeps_the_head_alive_as_often_as_the_embedding(self) -> None:
+        one, zero = (
+            memory_of(rectangle(1, 4, 1, 8, schedule=Schedule(name)), MODEL, TRAINING)
+            for name in ("1f1b", "zero-bubble-h1")
+        )
+        assert zero[0].activations == one[0].activations
+        # With 1F1B the last stage has one micro-batch in flight, with W held back four.
+        assert zero[3].activations == 4 * one[3].activations > one[0].activations
+
+
+class TestUnevenPlans:
+    plan = ParallelPlan(
+        (
+            Replica(((0, 1, 2), (3,)), (0, 2, 4), (Chunk(0, 0, 7), Chunk(1, 7, 10)), Schedule("1f1b")),
+            Replica(((4, 5), (6,)), (1, 3), (Chunk(0, 0, 4), Chunk(1, 4, 10)), Schedule("1f1b")),
+        ),
+        {7: (Shard(1, 3, 1, 2),)},
+        uneven_shards=True,
+    )
+
+    def test_members_hold_their_own_share(self) -> None:
+        used = memory_of(self.plan, MODEL, TRAINING)
+        head, columns, rows = 4 * 64 * 512, [683, 683, 682], [342, 341, 341]
+        for rank, groups in enumerate((3, 3, 2)):
+            layer = groups * head + columns[rank] * 2 * 512 + 2 * 512
+            assert used[rank].weights == 2 * (6 * layer + rows[rank] * 512)
+        assert used[0].activations > used[2].activations
+        assert used[7].weights == 2 * 2 * ((LAYER - 1024) // 2 + 1024)
+
+    @given(degrees=st.lists(st.integers(1, 8), min_size=1, max_size=4))
+    def test_a_stage_holds_each_parameter_once(self, degrees: list[int]) -> None:
+        numbers = iter(range(100))
+        stages = tuple(tuple(next(numbers) for _ in range(degree)) for degree in degrees)
+        counts = [10 // len(degrees)] * (len(degrees) - 1)
+        ends = [sum(counts[:number]) for number in range(len(degrees))] + [10]
+        chunks = tuple(Chunk(number, *ends[number : number + 2]) for number in range(len(degrees)))
+        plan = ParallelPlan((Replica(stages, (0,), chunks),), uneven_shards=True)
+        used = memory_of(plan, MODEL, TRAINING)
+        norms = sum(
+            (len(members) - 1) * 512 * (2 * 1 if layer.kind.startswith("trans") else layer.kind == "head")
+            for members, chunk in zip(stages, chunks, strict=True)
+            for layer in MODEL.layers[chunk.first : chunk.end]
+        )
+        assert sum(use.weights for use in used.values()) == 2 * (MODEL.parameters + norms)
+
+
+class TestChecks:
+    def check(self, plan: ParallelPlan, model: Model = MODEL, capacity: int = 10**12) -> None:
+        check_plan(plan, model, TRAINING, capacity)
+
+    def test_a_plan_that_fits(self) -> None:
+        plan = rectangle(2, 2, 2, 4)
+        most = max(use.total for use in memory_of(plan, MODEL, TRAINING).values())
+        self.check(plan, capacity=most)
+        worst = next(w for w, use in memory_of(plan, MODEL, TRAINING).items() if use.total == most)
+        with pytest.raises(PlanError, match=f"memory exceeded on worker {worst} by 7 bytes"):
+            self.check(plan, capacity=most - 7)
+
+    def test_each_worker_has_its_own_capacity(self) -> None:
+        plan = rectangle(1, 1, 2, 1)
+        need = memory_of(plan, MODEL, TRAINING)[0].total
+        with pytest.raises(PlanError, match="on worker 1 by 1 bytes"):
+            check_plan(plan, MODEL, TRAINING, {0: need, 1: need - 1})
+
+    def test_uneven_shards_have_to_be_marked(self) -> None:
+        plan = replace(TestUnevenPlans.plan, uneven_shards=False)
+        with pytest.raises(PlanError, match="unlike shards, and the plan isn't marked so"):
+            self.check(plan)
+        self.check(TestUnevenPlans.plan)
+
+    def test_layers_are_those_of_the_model(self) -> None:
+        with pytest.raises(PlanError, match="the plan has 10 layers, the model 34"):
+            self.check(TestUnevenPlans.plan, preset("llama2-7b"))
+        with pytest.raises(PlanError, match="8 layers can't be split evenly over 3 stages"):
+            self.check(rectangle(1, 3, 1, 1))
+
+    def test_too_many_members_for_a_layer(self) -> None:
+        with pytest.raises(PlanError, match="16 TP members can't share 8 query groups"):
+            self.check(rectangle(16, 1, 1, 1))
+
+    def test_use_adds_up(self) -> None:
+        assert MemoryUse(1, 2, 3, 4, 5).total == 15
+
+
+class TestArguments:
+    def test_recomputation(self) -> None:
+        for change, expected in (
+            ({"recompute_activations": True}, Recompute.SELECTIVE),
+            ({"recompute_granularity": "selective"}, Recompute.SELECTIVE),
+            ({"recompute_granularity": "full"}, Recompute.FULL),
+        ):
+            assert training_from_arguments({"seq_length": 8, **change}).recompute is expected
+        assert training_from_arguments({"seq_length": 8}) == Training(8, weight_bytes=4, optimizer_bytes=8)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"seq_length": None}, "seq_length is missing"),
+            ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "only core_attn"),
+            ({"recompute_granularity": "full", "recompute_method": "block"}, "layer by layer"),
+        ],
+    )
+    def test_what_is_not_modelled_is_refused(self, change: dict[str, Any], message: str) -> None:
+        with pytest.raises(TrainingError, match=message):
+            training_from_arguments({**GPT, **change})
