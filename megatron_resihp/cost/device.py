@@ -1,0 +1,131 @@
+"""Seconds of a plan's ops on a device that is known by its peak, before anything was measured.
+
+Imports numpy, `plan` and this room.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_resihp.cost.layers import Layer, Model
+from megatron_resihp.cost.memory import with_layers
+from megatron_resihp.cost.training import Recompute, Training
+from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.plan import Replica
+
+Array = NDArray[np.float64]
+F, B, W = OpKind
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a healthy device does in a second, and its links.
+
+    Attributes:
+        flops: peak FLOP/s in the training's precision.
+        efficiency: share of the peak that layers reach without tensor parallelism.
+        tp_efficiency: share of that which is left to each member of a group of a degree, for some degrees; linear
+            between them, level beyond the last.
+        memory: bytes that training may use.
+        latency, bandwidth: of a transfer between stages, in seconds and bytes/s.
+    """
+
+    flops: float
+    efficiency: float = 1.0
+    tp_efficiency: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
+    memory: int = 80 * 2**30
+    latency: float = 0.0
+    bandwidth: float = float("inf")
+
+    def rate(self, degree: int) -> float:
+        """FLOP/s of a healthy member of a tensor-parallel group."""
+        degrees = sorted(self.tp_efficiency)
+        shares = [self.tp_efficiency[each] for each in degrees]
+        return self.flops * self.efficiency * float(np.interp(degree, degrees, shares))
+
+
+def layer_work(model: Model, training: Training, degree: int, tp_rank: int = 0) -> Array:
+    """FLOPs of a tensor-parallel member in each layer: [3 (F, B, W), layers, 2 (per token, per token² of a document)].
+
+    What is recomputed counts to B. Looking words up is taken to cost nothing. TP rank 0 has the largest share of all.
+
+    Raises:
+        ShardError: so many members can't share a layer.
+    """
+    made = {layer: _work_of(layer, training, degree, tp_rank) for layer in set(model.layers)}
+    return np.stack([made[layer] for layer in model.layers], axis=1)
+
+
+def _work_of(layer: Layer, training: Training, degree: int, tp_rank: int) -> Array:
+    work = np.zeros((len(OpKind), 2))
+    for part in layer.parts:
+        # Members that hold a part alike share its tokens out, where the sequence is cut.
+        alike = not part.units and training.sequence_parallel
+        share = 1 / degree if alike else float(part.share(degree, tp_rank))
+        forward = np.array([part.weight_flops + part.token_flops, part.square_flops])
+        work[F] += share * forward
+        work[B] += share * np.array([part.weight_flops + 2 * part.token_flops, 2 * part.square_flops])
+        work[W] += share * np.array([part.weight_flops, 0.0])
+    if training.recompute is Recompute.FULL and layer.recomputable:
+        work[B] += work[F]
+    elif training.recompute is Recompute.SELECTIVE:
+        work[B, 1] += work[F, 1]
+    return work
+
+
+def durations(
+    replica: Replica,
+    model: Model,
+    training: Training,
+    device: Device,
+    tokens: ArrayLike,
+    squares: ArrayLike,
+    speed: Mapping[int, float] | None = None,
+) -> Array:
+    """Seconds of each op of a replica, [3 (F, B, W), chunks, micro-batches], as `pipeline.simulate` takes them.
+
+    A stage is as fast as its slowest member, with the share of the work that this one has.
+
+    Args:
+        replica: who runs what; a stage without members takes infinitely long.
+        model, training, device: what is run on what.
+        tokens, squares: N and Σ l² of the micro-batches, each [micro-batches].
+        speed: of workers that are not healthy, in (0, 1].
+
+    Raises:
+        PlanError: the replica has other layers than the model.
+        ShardError: members of a stage can't share a layer.
+    """
+    replica = with_layers(replica, model)
+    workload = np.stack([np.asarray(tokens, np.float64), np.asarray(squares, np.float64)])
+    seconds = np.full((len(OpKind), len(replica.chunks), workload.shape[1]), np.inf)
+    for number, chunk in enumerate(replica.chunks):
+        members = replica.stages[chunk.stage]
+        each = []
+        for tp_rank, worker in enumerate(members):
+            work = layer_work(model, training, len(members), tp_rank)[:, chunk.first : chunk.end].sum(axis=1)
+            each.append(work @ workload / (device.rate(len(members)) * (speed or {}).get(worker, 1.0)))
+        if each:
+            seconds[:, number] = np.max(each, axis=0)
+    if not (replica.schedule and replica.schedule.splits_backward):
+        seconds[B] += seconds[W]
+        seconds[W] = 0.0
+    return seconds
+
+
+def transfers(replica: Replica, model: Model, device: Device, tokens: ArrayLike) -> Array:
+    """Seconds of each transfer between chunks, [2 (activations, their gradients), chunks − 1, micro-batches].
+
+    A result is cut in as many pieces as the larger of both groups has members, each of which is sent once, at the same
+    time as the others.
+
+    Raises:
+        PlanError: the replica has other layers than the model.
+    """
+    replica = with_layers(replica, model)
+    degrees = np.array([len(replica.stages[chunk.stage]) for chunk in replica.chunks])
+    lanes = np.maximum(np.maximum(degrees[1:], degrees[:-1]), 1)
+    pieces = model.hidden_bytes * np.asarray(tokens, np.float64) / lanes[:, np.newaxis]
+    return np.broadcast_to(device.latency + pieces / device.bandwidth, (2, *pieces.shape)).copy()

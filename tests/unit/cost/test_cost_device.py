@@ -1,0 +1,133 @@
+"""Seconds of ops on a device of known peak, and the iteration time that no plan can beat."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_resihp.cost.bounds import iteration_bound
+from megatron_resihp.cost.device import Device, durations, layer_work, transfers
+from megatron_resihp.cost.layers import model_from_arguments
+from megatron_resihp.cost.presets import PRESETS, preset
+from megatron_resihp.cost.training import Recompute, Training
+from megatron_resihp.pipeline.bounds import makespan_lower_bound
+from megatron_resihp.pipeline.schedules import one_f_one_b, zero_bubble_h1
+from megatron_resihp.pipeline.simulate import simulate
+from megatron_resihp.plan import Chunk, Replica, Schedule
+
+MODEL = model_from_arguments({**PRESETS["llama2-7b"], "num_layers": 6})
+TRAINING = Training(4096, sequence_parallel=True)
+DEVICE = Device(312e12, 0.5, {1: 1.0, 2: 0.95, 4: 0.9, 8: 0.8})
+F, B, W = range(3)
+
+
+class TestWork:
+    def test_of_a_llama_layer_by_hand(self) -> None:
+        work = layer_work(MODEL, TRAINING, 1)
+        products = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
+        assert work[:, 1].tolist() == [[products, 2 * 4096], [products, 4 * 4096], [products, 0]]
+        assert work[:, 0].tolist() == [[0, 0]] * 3
+        assert work[:, -1].tolist() == [[2 * 4096 * 32000, 0]] * 3
+
+    @pytest.mark.parametrize(
+        ("recompute", "share"), [(Recompute.NONE, 0), (Recompute.SELECTIVE, 1), (Recompute.FULL, 1)]
+    )
+    def test_recomputation_counts_to_the_backward(self, recompute: Recompute, share: int) -> None:
+        plain, again = (layer_work(MODEL, replace(TRAINING, recompute=each), 1) for each in (Recompute.NONE, recompute))
+        extra = again[B] - plain[B]
+        assert extra[1, 1] == share * plain[F, 1, 1]
+        assert extra[1, 0] == (plain[F, 1, 0] if recompute is Recompute.FULL else 0)
+        assert not extra[-1].any(), "the head is never computed again"
+
+    @given(degree=st.integers(1, 8), name=st.sampled_from(["llama2-70b", "qwen2.5-14b", "nemotron-h-8b"]))
+    @settings(max_examples=15)
+    def test_members_share_it_out_and_rank_0_has_most(self, degree: int, name: str) -> None:
+        model = preset(name)
+        each = [layer_work(model, TRAINING, degree, tp_rank) for tp_rank in range(degree)]
+        assert np.allclose(sum(each), layer_work(model, TRAINING, 1))
+        assert all((each[0] >= other).all() for other in each)
+
+
+class TestDurations:
+    stages = Replica(((0, 1, 2, 3), (4, 5)), (0, 1), (Chunk(0, 0, 4), Chunk(1, 4, 8)))
+
+    def test_by_hand(self) -> None:
+        times = durations(self.stages, MODEL, TRAINING, DEVICE, [4096, 2048], [4096**2, 2048 * 1024])
+        products = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
+        rate = 312e12 * 0.5
+        assert times[F, 0, 0] == pytest.approx(3 * (products * 4096 + 2 * 4096 * 4096**2) / 4 / (rate * 0.9))
+        assert times[F, 0, 1] == pytest.approx(3 * (products * 2048 + 2 * 4096 * 2048 * 1024) / 4 / (rate * 0.9))
+        head = 2 * 4096 * 32000 * 4096
+        assert times[B, 1, 0] == pytest.approx(
+            (3 * (2 * products * 4096 + 4 * 4096 * 4096**2) + 2 * head) / 2 / (rate * 0.95)
+        )
+        assert not times[W].any()
+
+    def test_a_slow_member_slows_its_stage_only(self) -> None:
+        healthy, slow = (
+            durations(self.stages, MODEL, TRAINING, DEVICE, [4096], [4096**2], speed) for speed in ({}, {2: 0.5})
+        )
+        assert slow[:, 0] == pytest.approx(2 * healthy[:, 0]) and (slow[:, 1] == healthy[:, 1]).all()
+
+    def test_the_backward_is_split_where_the_schedule_splits_it(self) -> None:
+        whole, split = (
+            durations(replace(self.stages, schedule=Schedule(name)), MODEL, TRAINING, DEVICE, [4096], [0])
+            for name in ("1f1b", "zero-bubble-h1")
+        )
+        assert whole[B] == pytest.approx(split[B] + split[W]) and (split[W] > 0).all()
+
+    def test_a_degree_between_known_ones(self) -> None:
+        assert DEVICE.rate(3) == pytest.approx(312e12 * 0.5 * 0.925) and DEVICE.rate(16) == DEVICE.rate(8)
+
+    def test_a_transfer_goes_over_as_many_lanes_as_the_larger_group_has(self) -> None:
+        device = replace(DEVICE, latency=1e-5, bandwidth=25e9)
+        times = transfers(self.stages, MODEL, device, [4096])
+        assert times.shape == (2, 1, 1) and times[0, 0, 0] == pytest.approx(1e-5 + 2 * 4096 * 4096 / 4 / 25e9)
+
+
+class TestBound:
+    @given(
+        degrees=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+        micro_batches=st.integers(1, 6),
+        zero_bubble=st.booleans(),
+        data=st.data(),
+    )
+    @settings(max_examples=40, deadline=None)
+    def test_no_pipeline_beats_it(
+        self, degrees: list[int], micro_batches: int, zero_bubble: bool, data: st.DataObject
+    ) -> None:
+        numbers = iter(range(100))
+        stages = tuple(tuple(next(numbers) for _ in range(degree)) for degree in degrees)
+        cuts = sorted(data.draw(st.lists(st.integers(0, 8), min_size=len(degrees) - 1, max_size=len(degrees) - 1)))
+        chunks = tuple(Chunk(n, *ends) for n, ends in enumerate(zip([0, *cuts], [*cuts, 8], strict=True)))
+        speed = {worker: data.draw(st.floats(0.1, 1.0)) for members in stages for worker in members}
+        lengths = data.draw(st.lists(st.integers(1, 4096), min_size=micro_batches, max_size=micro_batches))
+        squares = [length**2 for length in lengths]
+        schedule = Schedule("zero-bubble-h1" if zero_bubble else "1f1b")
+        replica = Replica(stages, tuple(range(micro_batches)), chunks, schedule)
+        times = durations(replica, MODEL, TRAINING, DEVICE, lengths, squares, speed)
+        program = (zero_bubble_h1 if zero_bubble else one_f_one_b)(len(stages), micro_batches)
+        bound = iteration_bound(MODEL, TRAINING, DEVICE, speed, lengths, squares)
+        assert bound.seconds <= simulate(program, times).makespan * (1 + 1e-9)
+        assert bound.seconds <= makespan_lower_bound(range(len(stages)), times, 0.0, zero_bubble) * (1 + 1e-9)
+
+    def test_is_met_by_one_worker(self) -> None:
+        replica = Replica(((0,),), (0, 1))
+        times = durations(replica, MODEL, TRAINING, DEVICE, [4096, 100], [4096**2, 100], {0: 0.5})
+        bound = iteration_bound(MODEL, TRAINING, DEVICE, {0: 0.5}, [4096, 100], [4096**2, 100])
+        assert bound.seconds == pytest.approx(times.sum())
+
+    def test_is_the_critical_path_where_there_are_many_workers(self) -> None:
+        bound = iteration_bound(MODEL, TRAINING, DEVICE, dict.fromkeys(range(64), 1.0), [4096], [4096**2])
+        assert bound.seconds == bound.critical_path > bound.work
+
+    def test_memory_that_cannot_hold_the_model(self) -> None:
+        parameters = 18 * MODEL.parameters
+        for workers, fits in ((4, True), (3, False)):
+            device = replace(DEVICE, memory=-(-parameters // 4))
+            bound = iteration_bound(MODEL, TRAINING, device, dict.fromkeys(range(workers), 1.0), [4096], [4096**2])
+            assert bound.fits is fits and (bound.seconds < float("inf")) is fits
