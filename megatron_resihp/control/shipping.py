@@ -42,9 +42,10 @@ class Outbox[T]:
         self._encode = encode
         self._limit = limit
         self._lost = 0
-        self._waiting: queue.SimpleQueue[tuple[T, int]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[T, int] | None] = queue.SimpleQueue()
         self._works = True
-        threading.Thread(target=self._send, name="resihp-records", daemon=True).start()
+        self._thread = threading.Thread(target=self._send, name="resihp-records", daemon=True)
+        self._thread.start()
 
     def offer(self, item: T) -> None:
         """Send it soon, or drop and count it where too many wait."""
@@ -54,10 +55,15 @@ class Outbox[T]:
         self._waiting.put((item, self._lost))
         self._lost = 0
 
+    def close(self, timeout_s: float) -> None:
+        """Send what waits, and end."""
+        self._waiting.put(None)
+        self._thread.join(timeout_s)
+
     def _send(self) -> None:
         try:
-            while True:
-                message = self._encode(*self._waiting.get())
+            while (offered := self._waiting.get()) is not None:
+                message = self._encode(*offered)
                 self._socket.sendall(LENGTH.pack(len(message)) + message)
         except OSError:
             pass  # the agent is gone, or has no use for records any more

@@ -24,6 +24,8 @@ Event = dict[str, Any]
 
 COST_MODEL_NAME: Final = "cost_model.json"
 FALSE_ALARMS_PER_JOB: Final = 0.01
+MOST_KEPT: Final = 4 << 30
+"""Bytes of records that are kept with a run: 24 hours of 256 workers with iterations of ten seconds."""
 NEVER: Final = float("inf")
 
 
@@ -49,7 +51,7 @@ class DetectionService:
         self._assembler = Assembler()
         self._monitor: Monitor | None = None
         self._layout: Layout | None = None
-        self._judged = 0
+        self._kept = self._judged = 0
         self._model_saved = False
         self._noticed: dict[Any, int] = {}
 
@@ -73,7 +75,7 @@ class DetectionService:
 
     def take(self, message: bytes, now: float) -> list[Event]:
         """A message of a worker."""
-        events = self._record(lambda recorder: recorder.message(message))
+        events = self._keep(message)
         return events + self._judge(self._assembler.add(message, now))
 
     def look(self, now: float) -> list[Event]:
@@ -166,6 +168,17 @@ class DetectionService:
             return [_failed("recording", error)]
         return []
 
+    def _keep(self, message: bytes) -> list[Event]:
+        self._kept += len(message)
+        if self._recorder is not None and self._kept > MOST_KEPT:
+            error = OSError(f"the run's records take {MOST_KEPT >> 30} GiB; later ones are judged and not kept")
+            return [*self._record(Recorder.close), self._stop_recording(error)]
+        return self._record(lambda recorder: recorder.message(message))
+
+    def _stop_recording(self, error: Exception) -> Event:
+        self._recorder = None
+        return _failed("recording", error)
+
     def _record(self, action: Callable[[Recorder], None]) -> list[Event]:
         """Write to the recording; a full disk ends it and nothing else."""
         if self._recorder is None:
@@ -173,8 +186,7 @@ class DetectionService:
         try:
             action(self._recorder)
         except OSError as error:
-            self._recorder = None
-            return [_failed("recording", error)]
+            return [self._stop_recording(error)]
         return []
 
     def _save_model(self) -> list[Event]:

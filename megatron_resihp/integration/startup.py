@@ -3,6 +3,7 @@
 Replaces training.initialize_megatron, parallel_state.initialize_model_parallel and training.setup_model_and_optimizer.
 """
 
+import atexit
 import functools
 import os
 import socket
@@ -29,6 +30,8 @@ from megatron_resihp.integration.step import install_step
 from megatron_resihp.integration.world import build_world
 
 CONNECT_TIMEOUT_S = 300.0
+LAST_RECORDS_S = 1.0
+"""How long a worker that has finished waits for its last records to be sent."""
 CONFIG_HOOKS = (
     "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func", "timers",
 )  # fmt: skip
@@ -48,6 +51,7 @@ def create_runtime(config: ResihpConfig) -> Runtime:
     control = WorkerControl(store, worker, abort)
     communicators.append(Communicators(store.clone().torch_store, worker, control.broken))
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), _pack)
+    atexit.register(outbox.close, LAST_RECORDS_S)
     runtime = Runtime(config, control, communicators[0], get_args(), outbox.offer)
     runtime.probes.watch_garbage_collection()
     if config.resihp_emulate is not None:

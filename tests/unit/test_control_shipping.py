@@ -76,6 +76,19 @@ def test_messages_of_all_workers_arrive_in_the_order_in_which_each_sent_them() -
         assert [m for m in arrived if m.startswith(f"{worker}:")] == [f"{worker}:{n}/0" for n in range(10)]
 
 
+def test_closing_sends_what_waits() -> None:
+    relay, sink = Relay(), Sink()
+    kept, given = socket.socketpair()
+    relay.add(kept)
+    outbox = Outbox(given, encode)
+    for number in range(20):
+        outbox.offer(str(number))
+    outbox.close(WAIT_S)
+    relay.start(sink.deliver)
+    assert len(sink.take(20)) == 20
+    relay.close(WAIT_S)
+
+
 def test_a_worker_whose_agent_does_not_read_drops_and_says_how_many(pair: Any) -> None:
     ours, theirs = pair
     big = "x" * 1_000_000  # more than the socket takes

@@ -43,7 +43,7 @@ def test_links_lead_somewhere(repository: Path, page: str) -> None:
 def test_the_design_names_patches_that_exist(repository: Path) -> None:
     """Every target in the table of replaced parts is the target of a Patch, and the other way round."""
     room = repository / "megatron_resihp" / "integration"
-    source = "".join((room / name).read_text() for name in ("seams.py", "enable.py"))
+    source = "".join((room / name).read_text() for name in ("seams.py", "probe_seams.py", "enable.py"))
     patched = {target.rpartition(".")[2] for target in re.findall(r"[\w}]:([\w.]+)\"", source)}
     table = (repository / "docs" / "design.md").read_text().partition("## What is replaced")[2].partition("\n## ")[0]
     targets = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]

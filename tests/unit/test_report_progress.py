@@ -100,3 +100,25 @@ def test_a_closed_stream_does_not_end_the_run(synthetic_run: Callable[..., Any],
     for event in synthetic_run().events:
         progress.feed(event)
     progress.close()
+
+
+VERDICT = {
+    "kind": "compute", "change": "onset", "workers": [5], "speed": 0.804, "speed_low": 0.79, "speed_high": 0.82,
+    "since": 61, "iteration": 63,
+}  # fmt: skip
+
+
+def test_verdicts_are_told_in_words(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.write("verdict", **VERDICT)
+    run.write("verdict", **VERDICT | {"kind": "link", "workers": [1, 3], "speed_low": None})
+    run.write("verdict", **VERDICT | {"change": "recovery", "since": 90, "iteration": 93})
+    run.write("notice", what="data", workers=[0, 2], seconds=4.0, iteration=95)
+    run.write("detection_failed", part="verdicts", error="RuntimeError: no judgement")
+    lines = follow(run.events, isatty=False).splitlines()
+    link = "the link between workers 1 and 3"
+    assert "iteration 63: worker 5 runs at 80 % (79 to 82 %) of its healthy speed since iteration 61" in lines
+    assert f"iteration 63: {link} runs at 80 % of its healthy speed since iteration 61" in lines
+    assert "iteration 93: worker 5 is back at full speed since iteration 90" in lines
+    assert "iteration 95: data held up worker 0 and worker 2 for 4.0 s" in lines
+    assert "the detector's verdicts gave up, training goes on: RuntimeError: no judgement" in lines

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_resihp.report.run_summary import RunSummary
 from megatron_resihp.report.shape import describe
 from megatron_resihp.report.summary import summarize, with_reference
 from megatron_resihp.report.terminal import WIDTH, console_for, render
@@ -117,3 +118,18 @@ def test_shapes_of_unlike_replicas() -> None:
     uneven = {"stages": [[4, 5], [6]]}
     assert describe({"replicas": [even, uneven, even]}) == "DP3: 2x PP2 TP2, 1x PP2 TP2/1"
     assert describe({"replicas": [uneven]}) == "DP1 PP2 TP2/1"
+
+
+def test_what_the_detector_found_and_left_out(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    seen = {"iterations": 200, "records": 1600, "faults": {"unpaired": 12}, "warm": True}
+    run.write("detection", **seen)
+    text = page(summarize(run.events))
+    assert "no worker or link was found slow (200 iterations judged)" in text
+    assert "measurements left out: 12 unpaired" in text
+    run.write(
+        "verdict", kind="compute", change="onset", workers=[5], speed=0.8, since=61, iteration=63, evidence={"z": 9.0}
+    )
+    summary = summarize(run.events)
+    assert "iteration 63: worker 5 runs at 80 % of its healthy speed since iteration 61" in page(summary)
+    assert RunSummary.from_json(summary.to_json()) == summary

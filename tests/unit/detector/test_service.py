@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_resihp.detector import service
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.recording import FILE_NAME, Recording
 from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
@@ -170,7 +171,16 @@ def test_a_directory_that_cannot_be_written_ends_the_recording_and_not_the_judgi
     assert [event["workers"] for event in job.named("verdict")][:1] == [[SLOW]]
 
 
+def test_a_recording_does_not_grow_for_ever(job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(service, "MOST_KEPT", 10_000)
+    job.run(range(1, 10))
+    job.finish()
+    assert [event["part"] for event in job.named("detection_failed")] == ["recording"]
+    assert 5_000 < (tmp_path / FILE_NAME).stat().st_size < 15_000
+    assert job.named("detection")[0]["records"] == 9 * REPLICAS
+
+
 def test_nothing_is_said_of_a_run_without_the_plugin(tmp_path: Path) -> None:
-    service = DetectionService(tmp_path, lambda order: None)
-    service.note({"event": "run_started", "nproc_per_node": 8})
-    assert service.look(1.0) == service.finish() == []
+    desk = DetectionService(tmp_path, lambda order: None)
+    desk.note({"event": "run_started", "nproc_per_node": 8})
+    assert desk.look(1.0) == desk.finish() == []
