@@ -32,17 +32,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import print_result
 
-from megatron_resihp.detector.baselines.change_points import ChangePoints
-from megatron_resihp.detector.baselines.greyhound import Greyhound, GreyhoundSettings
+from megatron_resihp.detector.baselines.greyhound import Greyhound
 from megatron_resihp.detector.baselines.resihp import Resihp
 from megatron_resihp.detector.baselines.validation import Finding
 from megatron_resihp.detector.interface import Detector
 from megatron_resihp.detector.monitor import Monitor
+from megatron_resihp.detector.table import Table
 from megatron_resihp.detector.verdict import Kind
 from megatron_resihp.simulator.draws import SEQUENCES, Purpose, draw_job
 from megatron_resihp.simulator.jobs import SyntheticJob
 from megatron_resihp.simulator.noise import NOISES
-from megatron_resihp.simulator.scoring import FaultScore, JobScore, watch
+from megatron_resihp.simulator.scoring import WINDOW, FaultScore, JobScore, watch
 from megatron_resihp.simulator.shapes import SHAPES
 from megatron_resihp.simulator.summary import summarize
 
@@ -107,21 +107,20 @@ def run_chunk(row: Row, draw: Draw, first: int, last: int) -> list[JobScore]:
 
 def run_rows(rows: Sequence[Row], draw: Draw, processes: int) -> Iterator[tuple[Row, list[JobScore]]]:
     """Rows with their scores, as they are finished."""
-    parts: dict[Row, list[list[JobScore]]] = {row: [] for row in rows}
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        chunks: dict[Row, list[Future[list[JobScore]]]] = {}
         row_of: dict[Future[list[JobScore]], Row] = {}
         for row in rows:
-            count = draw.count(row)
-            for first in range(0, count, CHUNK):
-                row_of[pool.submit(run_chunk, row, draw, first, min(first + CHUNK, count))] = row
-        waiting = {row: sum(other == row for other in row_of.values()) for row in rows}
+            starts = range(0, draw.count(row), CHUNK)
+            ends = [min(start + CHUNK, draw.count(row)) for start in starts]
+            chunks[row] = [pool.submit(run_chunk, row, draw, *chunk) for chunk in zip(starts, ends, strict=True)]
+            row_of |= dict.fromkeys(chunks[row], row)
         try:
             for future in as_completed(row_of):
                 row = row_of[future]
-                parts[row].append(future.result())
-                waiting[row] -= 1
-                if not waiting[row]:
-                    yield row, [score for part in parts.pop(row) for score in part]
+                future.result()  # a failure ends the run at once
+                if row in chunks and all(chunk.done() for chunk in chunks[row]):
+                    yield row, [score for chunk in chunks.pop(row) for score in chunk.result()]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -191,22 +190,25 @@ HEADER = f"{'value, 95 % bounds':24}" + " | ".join(
 
 
 def steady_series(seed: int) -> dict[str, int]:
-    """Greyhound on 18 series of a steady workload with a labelled slow-down each: how many it finds."""
-    rng, rise = np.random.default_rng(seed), 1 + GreyhoundSettings().smallest_rise
+    """Greyhound on 18 series of a steady workload with a labelled slow-down each: how many it finds in time."""
+    rng = np.random.default_rng(seed)
     found = false = 0
     for factor in np.linspace(1.15, 2.0, 18):
         series = 1 + rng.uniform(0.01, 0.02) * rng.standard_normal(300)
-        onset, judged, alarms = int(rng.integers(60, 180)), 0, []
-        series[onset : onset + 60] *= factor
-        changes = ChangePoints(GreyhoundSettings().change_points)
-        for position, value in enumerate(series):
-            change = changes.update(float(value))
-            if change is not None and change.start >= judged and change.after >= rise * change.before:
-                judged = position + 1
-                alarms.append(position)
-        right = [position for position in alarms if onset <= position < onset + 30]
-        found += len(right) == 1
-        false += len(alarms) - min(1, len(right))
+        onset = int(rng.integers(60, 180))
+        slow = range(onset, onset + 60)
+        series[slow.start - 1 : slow.stop - 1] *= factor
+        culprit = Finding(Kind.COMPUTE, (0,), float(1 / factor))
+        unknown = np.full((series.size, 1), np.nan)
+        table = Table(np.zeros(1, np.int64), np.arange(1, 301), series[:, None], unknown, unknown, False, ())
+        detector = Greyhound(
+            table.layout(), FALSE_ALARMS_PER_JOB, series.size,
+            validate=lambda iteration, slow=slow, culprit=culprit: [culprit] if iteration in slow else [],
+        )  # fmt: skip
+        verdicts = [verdict for observations in table.observations() for verdict in detector.observe(observations)]
+        right = [verdict for verdict in verdicts if verdict.workers and verdict.iteration <= onset + WINDOW]
+        found += len(right)
+        false += len(verdicts) - len(right)
     return {"found": found, "of": 18, "false": false}
 
 

@@ -1,6 +1,6 @@
 """The published detectors, on iteration times whose truth is known."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from megatron_resihp.detector.baselines.greyhound import Greyhound
 from megatron_resihp.detector.baselines.resihp import Resihp
 from megatron_resihp.detector.baselines.validation import Finding, Validate, Validation
 from megatron_resihp.detector.interface import iteration_seconds
-from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.table import Table
 from megatron_resihp.detector.verdict import Kind, Verdict
 from megatron_resihp.simulator.draws import Purpose, draw_job
 from megatron_resihp.simulator.faults import Fault
@@ -18,22 +18,18 @@ from megatron_resihp.simulator.noise import NOISES
 from megatron_resihp.simulator.shapes import SHAPES
 
 SLOW = Finding(Kind.COMPUTE, (0,), 0.7)
-EMPTY = np.zeros((1, 3, 1, 0))
-LAYOUT = Layout(0, *[np.zeros(1, np.int64)] * 5, links=np.zeros((0, 2), np.int64))
 
 
-def observed(seconds: float, iteration: int) -> IterationObservations:
-    """An iteration of which only the time is known."""
-    nothing = np.zeros((1, 0))
-    return IterationObservations(
-        0, iteration, EMPTY, EMPTY, nothing, nothing, nothing, nothing, nothing,
-        seconds=np.array([seconds]), reported=np.array([True]),
-    )  # fmt: skip
+def times(series: np.ndarray) -> Table:
+    """A job of which only the iteration times are known."""
+    unknown = np.full((series.size, 1), np.nan)
+    return Table(np.zeros(1, np.int64), np.arange(1, series.size + 1), series[:, None], unknown, unknown, False, ())
 
 
-def greyhound_on(series: Sequence[float], validate: Validate = lambda iteration: []) -> list[Verdict]:
-    detector = Greyhound(LAYOUT, 0.01, len(series), validate=validate)
-    return [v for i, seconds in enumerate(series, start=1) for v in detector.observe(observed(seconds, i))]
+def greyhound_on(series: np.ndarray, validate: Validate = lambda iteration: []) -> list[Verdict]:
+    table = times(series)
+    detector = Greyhound(table.layout(), 0.01, series.size, validate=validate)
+    return [verdict for observations in table.observations() for verdict in detector.observe(observations)]
 
 
 def steady(length: int, noise: float, rng: np.random.Generator) -> np.ndarray:
@@ -89,7 +85,8 @@ def test_an_iteration_without_a_time_is_passed_over() -> None:
 def test_the_iteration_time_is_the_slowest_workers_that_reported() -> None:
     job = draw_job(Purpose.TUNING, 0, NOISES[0], SHAPES[0], 0)
     assert iteration_seconds(job.iteration(3)) == pytest.approx(job.seconds[2])
-    assert np.isnan(iteration_seconds(observed(float("nan"), 1)))
+    (unknown,) = times(np.array([np.nan])).observations()
+    assert np.isnan(iteration_seconds(unknown))
 
 
 def watched(job: SyntheticJob, detector: type[Greyhound] | type[Resihp]) -> list[Verdict]:
