@@ -20,8 +20,6 @@ ENOUGH: Final = 4000
 """Measurements of an op kind in a stage from which its cost is fitted; more would only take longer."""
 LEAST_NOISE: Final = 1e-3
 UNKNOWN: Final = LinkCost(float("nan"), float("nan"), False, float("nan"))
-UPDATE_EVERY: Final = 8
-"""Iterations between updates of the cost model: what it follows takes a hundred."""
 
 
 class Expected:
@@ -44,9 +42,10 @@ class Expected:
         waited = np.isfinite(np.stack([each.waited for each in warm_up])).any(axis=(0, 4))
         self.hidden = waited & shared[:, None, None]
         self._cost = CurrentCost(CostModel(*self._fit(warm_up)))
+        noise = self.model.ops.noise[np.isfinite(self.model.ops.noise)]
+        self._op_noise = max(float(np.median(noise)), LEAST_NOISE) if noise.size else LEAST_NOISE
         self._link_costs: dict[Link, LinkCost] = {}
         self._set_links(layout, warm_up)
-        self._since_update = 0
 
     def _fit(self, warm_up: Sequence[IterationObservations]) -> tuple[Fits, Fits]:
         most = np.bincount(self._stage).max() * warm_up[0].tokens.shape[1]
@@ -90,7 +89,7 @@ class Expected:
     def workers(self, observations: IterationObservations) -> NDArray[np.float64]:
         """[workers] residuals of compute."""
         predicted = self.model.own_compute(self._stage, *workload(observations))
-        return robust_average(self.own(observations), predicted, self._op_noise())
+        return robust_average(self.own(observations), predicted, self._op_noise)
 
     def links(self, observations: IterationObservations) -> NDArray[np.float64]:
         """[links] residuals of transfers."""
@@ -105,11 +104,6 @@ class Expected:
         fixed = self._latency[link] / healthy if healthy > 0 else 0.0
         return float((1 - fixed) / max(np.exp(excess) - fixed, 1 - fixed))
 
-    def _op_noise(self) -> float:
-        noise = self.model.ops.noise
-        known = noise[np.isfinite(noise)]
-        return max(float(np.median(known)), LEAST_NOISE) if known.size else LEAST_NOISE
-
     def learn(
         self, observations: IterationObservations, level: NDArray[np.float64], suspect: NDArray[np.bool_]
     ) -> None:
@@ -120,10 +114,6 @@ class Expected:
             level: [workers] log of each device's own level against its stage's; taken out before learning.
             suspect: [workers] who teaches nothing.
         """
-        self._since_update += 1
-        if self._since_update < UPDATE_EVERY:
-            return
-        self._since_update = 0
         own = self.own(observations) * np.exp(-level)[:, None, None, None]
         self._cost.update(self._stage, own, np.full_like(own, np.nan), *workload(observations), suspect)
 

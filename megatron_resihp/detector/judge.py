@@ -21,6 +21,8 @@ from megatron_resihp.detector.units import Units, has_peers
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
 
+LEARN_EVERY: Final = 8
+"""Iterations between updates of the cost model: what it follows takes a hundred."""
 CONFIDENCE: Final = 1.96
 """Standard errors on both sides of an estimate that hold the truth with 95 % probability."""
 
@@ -110,8 +112,9 @@ class Judge:
         residuals = np.where(left_out, np.nan, self.expected.workers(observations))
         found = self.workers.update(self._units.average(residuals), observations.iteration)
         found_links = self.links.update(self.expected.links(observations), observations.iteration)
-        suspect = self._units.spread(self.workers.suspect()) | left_out
-        self.expected.learn(observations, self._units.spread(self.workers.healthy_level()), suspect)
+        if observations.iteration % LEARN_EVERY == 0:
+            suspect = self._units.spread(self.workers.suspect()) | left_out
+            self.expected.learn(observations, self._units.spread(self.workers.healthy_level()), suspect)
         return self._verdicts(found, found_links, observations)
 
     # Verdicts

@@ -44,9 +44,8 @@ class Noise:
         self._weight = np.minimum((~np.isnan(near)).sum(axis=0).astype(np.float64), MEMORY)
         self._near, self._far = (np.nan_to_num(np.nanmean(_or_nan(each), axis=0)) for each in (near, far))
         self._tail = np.zeros((warm_up.shape[1], _BINS + 1))
-        self.refresh()
-        for residuals in warm_up:
-            self._count(residuals, np.isfinite(residuals))
+        self._refresh()
+        self._count(warm_up, np.isfinite(warm_up))
 
     def learn(
         self,
@@ -55,13 +54,16 @@ class Noise:
         later: NDArray[np.float64],
         healthy: NDArray[np.bool_],
     ) -> None:
-        """Take in each healthy unit's residual, the one that followed it, and the one FAR after it."""
-        step = np.where(healthy, 1.0 / (np.minimum(self._weight, MEMORY) + 1.0), 0.0)
+        """Take in residuals, [iterations, families, units]: the healthy ones, those that followed them by one
+        iteration, and those FAR later."""
+        count = healthy.sum(axis=0)
+        step = 1.0 / (np.minimum(self._weight, MEMORY) + np.maximum(count, 1))
         first, second, third = (np.clip(each, -self.clip, self.clip) for each in (oldest, following, later))
-        self._near += step * np.where(healthy, (second - first) ** 2 / 2 - self._near, 0.0)
-        self._far += step * np.where(healthy, (third - first) ** 2 / 2 - self._far, 0.0)
-        self._weight += healthy
+        self._near += step * np.where(healthy, (second - first) ** 2 / 2 - self._near, 0.0).sum(axis=0)
+        self._far += step * np.where(healthy, (third - first) ** 2 / 2 - self._far, 0.0).sum(axis=0)
+        self._weight += count
         self._count(oldest, healthy)
+        self._refresh()
 
     def move(self, source: NDArray[np.int64]) -> None:
         """Go on with other units: number `source` of the old ones each, -1 for one that was not known."""
@@ -72,10 +74,9 @@ class Noise:
             for values, mean in zip((self._near, self._far), pooled, strict=True)
         )
         self._weight = np.where(known, self._weight[:, source], 0.0)
-        self.refresh()
+        self._refresh()
 
-    def refresh(self) -> None:
-        """Let `variance`, `drift` and `clip` say what has been learned."""
+    def _refresh(self) -> None:
         near, far = _pooled(self._near, self._weight), _pooled(self._far, self._weight)
         own = self._weight / (self._weight + SHRINKAGE)
         # A unit may be noisier than the others; that it is quieter is more often luck than truth.
@@ -88,7 +89,7 @@ class Noise:
     def _count(self, residuals: NDArray[np.float64], valid: NDArray[np.bool_]) -> None:
         units = np.where(valid, residuals, -1.0) / np.sqrt(self.variance)
         places = np.clip(units / _BIN, 0, _BINS).astype(np.int64)
-        places += (np.arange(len(places)) * (_BINS + 1))[:, None]
+        places += (np.arange(places.shape[1]) * (_BINS + 1))[:, None]
         self._tail += np.bincount(places[valid], minlength=self._tail.size).reshape(self._tail.shape)
 
     def quantile(self, exceedance: float) -> NDArray[np.float64]:

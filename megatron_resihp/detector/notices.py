@@ -39,6 +39,8 @@ class Notice:
 def data_stall(observations: IterationObservations, layout: Layout) -> Notice | None:
     """The data-loader stall of this iteration, if there was one."""
     seconds = np.nan_to_num(observations.spans[:, SpanKind.DATA])
+    if not seconds.any():
+        return None
     with np.errstate(invalid="ignore"):
         stalled = seconds > STALL_SHARE * np.nan_to_num(observations.seconds, nan=np.inf)
     if not stalled.any():
@@ -56,6 +58,9 @@ class Disturbances:
     def see(self, observations: IterationObservations) -> NDArray[np.bool_]:
         """[workers] whose measurements of this iteration are to be left out."""
         beside = np.nan_to_num(observations.spans[:, DISTURBING]).sum(axis=1)
+        if not beside.any():
+            self._successive[:] = 0
+            return np.zeros(beside.size, dtype=np.bool_)
         compute = np.nan_to_num(observations.compute).sum(axis=(1, 2, 3))
         disturbed = beside > DISTURBING_SHARE * compute
         self._successive = np.where(disturbed, self._successive + 1, 0)

@@ -43,8 +43,9 @@ FAR_FROM_MEDIAN: Final = 2.0
 FEWEST_PEERS: Final = 4
 OUTLYING: Final = 6.0
 REFRESH: Final = 8
-"""Iterations after which thresholds are computed anew from the noise learned."""
-_OF_UNITS = ("slow", "excess", "_first_excess", "_began", "_raised", "_offset", "_recent", "_when", "_count")
+"""Iterations after which noise, levels and thresholds are computed anew."""
+KEPT: Final = LONGEST + REFRESH
+_OF_UNITS = ("slow", "excess", "_first_excess", "_began", "_offset", "_recent", "_when", "_count", "_unlearned")
 """The tracker's arrays whose last axis are units."""
 
 
@@ -99,17 +100,17 @@ class Tracker:
         self._first_excess = np.zeros(units)
         self._began = np.zeros(units, dtype=np.int64)
         self._offset = np.zeros((FAMILIES, units))
-        self._recent = np.zeros((LONGEST, FAMILIES, units))
-        self._when = np.zeros((LONGEST, FAMILIES, units), dtype=np.int64)
+        self._recent = np.zeros((KEPT, FAMILIES, units))
+        self._when = np.zeros((KEPT, FAMILIES, units), dtype=np.int64)
         self._count = np.zeros((FAMILIES, units), dtype=np.int64)
+        self._unlearned = np.zeros((FAMILIES, units), dtype=np.int64)
         centred = np.stack([self._centred(row - self.level) for row in history])
         self._offset = column_medians(centred)
         self.noise = Noise(centred - self._offset, smallest_clip=CLIP_SHARE * smallest)
         self._offset = np.where(slow, 0.0, np.clip(self._offset, -FARTHEST_DRIFT, FARTHEST_DRIFT))
-        for iteration, row in zip(iterations[-LONGEST:], centred[-LONGEST:], strict=True):
+        for iteration, row in zip(iterations[-KEPT:], centred[-KEPT:], strict=True):
             self._push(row, int(iteration))
         self._began[slow] = iterations[0]
-        self._raised = np.zeros(units, dtype=bool)
         self._shortest_run = RUNS[0]
         self._alpha = 0.0
         self._refresh_in = 0
@@ -123,10 +124,9 @@ class Tracker:
     def update(self, residuals: NDArray[np.float64], iteration: int) -> list[Finding]:
         """Take in one iteration's residuals, [units], NaN where unknown."""
         centred = self._centred(residuals - self.level)
-        self._learn_oldest(np.isfinite(centred))
         self._push(centred, iteration)
         if self._refresh_in <= 0:
-            self.noise.refresh()
+            self._learn_oldest()
             self._limits = thresholds(self.noise, self._alpha, self._smallest, self._shortest_run)
             self._refresh_in = REFRESH
         self._refresh_in -= 1
@@ -161,7 +161,9 @@ class Tracker:
 
     def suspect(self) -> NDArray[np.bool_]:
         """[units] who is slow, or may be so soon: nothing normal is to be learned from it."""
-        return self.slow | self._raised
+        newest = (self._recent - self._offset)[: MEANS[0], JOB]
+        mean = np.clip(newest, -self.noise.clip[JOB], self.noise.clip[JOB]).mean(axis=0)
+        return self.slow | (mean > RAISED * np.sqrt(self.noise.variance[JOB] / MEANS[0] + self.noise.drift[JOB]))
 
     def healthy_level(self) -> NDArray[np.float64]:
         """[units] log of the device's own healthy level against the prediction."""
@@ -187,21 +189,26 @@ class Tracker:
             else:
                 moved = np.concatenate([np.broadcast_to(newest, (1, *arriving.shape)), store[:-1]])
                 np.copyto(store, moved, where=arriving, casting="unsafe")
-        self._count = np.minimum(self._count + arriving, LONGEST)
+        self._count = np.minimum(self._count + arriving, KEPT)
+        self._unlearned = np.minimum(self._unlearned + arriving, REFRESH)
 
-    def _learn_oldest(self, arriving: NDArray[np.bool_]) -> None:
-        """What leaves the ring was not part of any alarm: only now it counts as healthy."""
-        known = arriving & (self._count == LONGEST) & ~self.slow
-        oldest, following, later = (self._recent[-1 - lag] - self._offset for lag in (0, 1, FAR))
+    def _learn_oldest(self) -> None:
+        """Residuals too old for any test were not part of an alarm: only now they count as healthy."""
+        row = np.arange(REFRESH)[:, None, None]
+        known = (row < self._unlearned) & (row + LONGEST < self._count) & ~self.slow
+        oldest, following, later = (
+            self._recent[LONGEST - lag : LONGEST - lag + REFRESH] - self._offset for lag in (0, 1, FAR)
+        )
         self.noise.learn(oldest, following, later, known)
-        moved = self._offset + np.where(known, np.clip(oldest, -self.noise.clip, self.noise.clip), 0.0) / TRACKING
-        self._offset = np.clip(moved, -FARTHEST_DRIFT, FARTHEST_DRIFT)
+        change = np.where(known, np.clip(oldest, -self.noise.clip, self.noise.clip), 0.0).sum(axis=0) / TRACKING
+        self._offset = np.clip(self._offset + change, -FARTHEST_DRIFT, FARTHEST_DRIFT)
+        self._unlearned[:] = 0
 
     def _longest_transient(self) -> int:
         """The longest run in warm-up of residuals that a run test would count: it ended by itself."""
         limit = thresholds(self.noise, self._alpha, self._smallest, RUNS[0]).runs[0]
         newest = self._recent - self._offset
-        known = np.arange(LONGEST)[:, None, None] < self._count
+        known = np.arange(KEPT)[:, None, None] < self._count
         run = np.zeros(self._count.shape, dtype=np.int64)
         longest = 0
         for above in (newest > limit) & known:
@@ -213,9 +220,7 @@ class Tracker:
 
     def _onsets(self, candidates: NDArray[np.bool_]) -> list[Finding]:
         newest = self._recent - self._offset
-        windows = np.where(candidates, crossing(newest, self._count, self.noise.clip, self._limits), 0)
-        short = np.clip(newest[: MEANS[0], JOB], -self.noise.clip[JOB], self.noise.clip[JOB]).mean(axis=0)
-        self._raised = short > RAISED * np.sqrt(self.noise.variance[JOB] / MEANS[0] + self.noise.drift[JOB])
+        windows = np.where(candidates, crossing(newest[:LONGEST], self._count, self.noise.clip, self._limits), 0)
         findings = []
         for unit in map(int, np.flatnonzero(windows.any(axis=0))):
             family = JOB if windows[JOB, unit] else NODE
