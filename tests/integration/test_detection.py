@@ -1,0 +1,50 @@
+"""Eight real workers on the emulated clock, with packed documents: what is slow is named, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Job, Jobs, tiny
+
+WARM_UP = 50
+SLOW, SLOW_CLEARED = 60, 75
+LINK, LINK_CLEARED = 85, 100
+HEALTHY = 200
+"""Iterations that are judged and that no drill touches."""
+END = WARM_UP + HEALTHY + (SLOW_CLEARED - SLOW) + (LINK_CLEARED - LINK)
+
+JOB_S = 480.0
+"""Four minutes on two cores that nothing else uses."""
+
+
+@pytest.mark.timeout(JOB_S + 60)
+def test_a_slow_worker_and_a_slow_link_are_named_and_nothing_else_is(jobs: Jobs, documents: Path) -> None:
+    arguments = tiny(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, global_batch_size=8, train_iters=END,
+        seq_length=64, max_position_embeddings=64, mock_data=False, data_path=documents, vocab_size=257,
+        data_cache_path=documents.with_name("cache"), dataloader_inter_document_masking=True, resihp_emulate="h800",
+        resihp_drill=[
+            f"slow:5:0.8@{SLOW}", f"clear@{SLOW_CLEARED}", f"link:1-5:0.1@{LINK}", f"clear@{LINK_CLEARED}",
+        ],
+    )  # fmt: skip
+    job = jobs.start(arguments, workers=8).wait(JOB_S)
+    assert job.code == 0, job.tails()
+    assert job.summary.completed and job.events("detection")[-1]["warm"]
+
+    worker_found, worker_back = verdicts(job, "compute", [5])
+    assert worker_found["iteration"] <= SLOW + 5 and worker_found["speed"] == pytest.approx(0.8, abs=0.03)
+    assert SLOW_CLEARED <= worker_back["iteration"] <= SLOW_CLEARED + 10
+    link_found, link_back = verdicts(job, "link", [1, 5])
+    assert LINK <= link_found["iteration"] < LINK_CLEARED <= link_back["iteration"]
+    others = [event for event in job.events("verdict") if event["workers"] not in ([5], [1, 5])]
+    assert not others, others
+
+
+def verdicts(job: Job, kind: str, workers: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The one onset and the one recovery of what a drill slowed."""
+    found = [event for event in job.events("verdict") if event["workers"] == workers]
+    onsets, recoveries = ([event for event in found if event["change"] == change] for change in ("onset", "recovery"))
+    assert {event["kind"] for event in found} == {kind} and len(onsets) == len(recoveries) == 1, found
+    return onsets[0], recoveries[0]
