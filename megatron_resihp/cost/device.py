@@ -54,8 +54,8 @@ def layer_work(model: Model, training: Training, degree: int, tp_rank: int = 0) 
     Raises:
         ShardError: so many members can't share a layer.
     """
-    made = {layer: _work_of(layer, training, degree, tp_rank) for layer in set(model.layers)}
-    return np.stack([made[layer] for layer in model.layers], axis=1)
+    distinct, index = model.distinct
+    return np.stack([_work_of(layer, training, degree, tp_rank) for layer in distinct], axis=1)[:, list(index)]
 
 
 def _work_of(layer: Layer, training: Training, degree: int, tp_rank: int) -> Array:
@@ -73,6 +73,20 @@ def _work_of(layer: Layer, training: Training, degree: int, tp_rank: int) -> Arr
     elif training.recompute is Recompute.SELECTIVE:
         work[B, 1] += work[F, 1]
     return work
+
+
+class _Work:
+    """layer_work of the members that are asked for, each computed once."""
+
+    def __init__(self, model: Model, training: Training) -> None:
+        self._model, self._training = model, training
+        self._known: dict[tuple[int, int], Array] = {}
+
+    def of(self, degree: int, tp_rank: int) -> Array:
+        key = (degree, tp_rank if self._model.uneven(degree) else 0)
+        if key not in self._known:
+            self._known[key] = layer_work(self._model, self._training, *key)
+        return self._known[key]
 
 
 def durations(
@@ -101,14 +115,15 @@ def durations(
     replica = with_layers(replica, model)
     workload = np.stack([np.asarray(tokens, np.float64), np.asarray(squares, np.float64)])
     seconds = np.full((len(OpKind), len(replica.chunks), workload.shape[1]), np.inf)
+    work = _Work(model, training)
     for number, chunk in enumerate(replica.chunks):
         members = replica.stages[chunk.stage]
         each = []
         for tp_rank, worker in enumerate(members):
-            work = layer_work(model, training, len(members), tp_rank)[:, chunk.first : chunk.end].sum(axis=1)
-            each.append(work @ workload / (device.rate(len(members)) * (speed or {}).get(worker, 1.0)))
+            own = work.of(len(members), tp_rank)[:, chunk.first : chunk.end].sum(axis=1)
+            each.append(own / (device.rate(len(members)) * (speed or {}).get(worker, 1.0)))
         if each:
-            seconds[:, number] = np.max(each, axis=0)
+            seconds[:, number] = np.max(np.unique(each, axis=0) @ workload, axis=0)
     if not (replica.schedule and replica.schedule.splits_backward):
         seconds[B] += seconds[W]
         seconds[W] = 0.0

@@ -104,9 +104,16 @@ class Model:
             raise ModelError(f"Megatron's pipeline layout has no letter for {', '.join(sorted(unknown))} layers")
         return "".join(LETTERS[layer.kind] for layer in self.layers)
 
+    @cached_property
+    def distinct(self) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
+        """The layers without repetition, and for each layer of the model which of them it is."""
+        first: dict[Layer, int] = {}
+        index = tuple(first.setdefault(layer, len(first)) for layer in self.layers)
+        return tuple(first), index
+
     def uneven(self, degree: int) -> bool:
         """Whether a tensor-parallel group of this degree would hold unlike shards of some layer."""
-        return any(part.uneven(degree) for layer in set(self.layers) for part in layer.parts)
+        return any(part.uneven(degree) for layer in self.distinct[0] for part in layer.parts)
 
 
 def model_from_arguments(arguments: Mapping[str, Any]) -> Model:

@@ -16,9 +16,9 @@ from megatron_resihp.cost.layers import Layer, LayerKind, Model
 from megatron_resihp.cost.parts import Part, ShardError
 from megatron_resihp.cost.training import Recompute, Training
 from megatron_resihp.pipeline.op import OpKind
-from megatron_resihp.pipeline.schedules import interleaved, zero_bubble_h1
+from megatron_resihp.pipeline.planned import known_program
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Schedule, Shard, even_chunks
-from megatron_resihp.plan.schedule import KINDS, ZERO_BUBBLE
+from megatron_resihp.plan.schedule import KINDS
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,10 @@ class _Accountant:
     """Bytes of shards and chunks of one job."""
 
     def __init__(self, model: Model, training: Training, replicas: Sequence[Replica], kept_until_w: float) -> None:
-        self._layers = model.layers
+        self._model = model
+        self._distinct, self._index = model.distinct
+        self._kept_by: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._state_by: dict[tuple[int, int, int, int, bool], tuple[Fraction, Fraction]] = {}
         self._training = training
         self._kept_until_w = kept_until_w
         self._copies = [0] * len(model.layers)
@@ -139,19 +142,16 @@ class _Accountant:
 
     def _of_member(self, replica: Replica, coordinate: Coordinate) -> MemoryUse:
         degree = len(replica.stages[coordinate.stage])
-        sizes = [
-            sum(self._kept(layer, degree, coordinate.tp_rank) for layer in self._layers[chunk.first : chunk.end])
-            for chunk in replica.chunks
-        ]
-        own = [chunk for chunk in replica.chunks if chunk.stage == coordinate.stage]
-        layers = [layer for chunk in own for layer in self._layers[chunk.first : chunk.end]]
-        again = [
-            self._of_all(layer, degree, coordinate.tp_rank) - self._kept(layer, degree, coordinate.tp_rank)
-            for layer in layers
-        ]
-        state = self.of_state(_shards(replica, coordinate))
+        rank = coordinate.tp_rank if self._uneven(degree) else 0
+        sizes, again = [0.0] * len(replica.chunks), 0.0
+        for number, chunk in enumerate(replica.chunks):
+            for layer in range(chunk.first, chunk.end) if chunk.stage == coordinate.stage else ():
+                kept, whole = self._activations(self._index[layer], degree, rank)
+                sizes[number] += kept
+                again = max(again, whole - kept)
         peak = self._peak(replica, coordinate.stage, sizes)
-        return replace(state, activations=ceil(peak), working=ceil(max(again, default=0)))
+        state = self.of_state(_shards(replica, coordinate))
+        return replace(state, activations=ceil(peak), working=ceil(again))
 
     def _peak(self, replica: Replica, stage: int, sizes: Sequence[float]) -> float:
         kinds, chunks = _ops(replica, stage)
@@ -165,14 +165,15 @@ class _Accountant:
         training = self._training
         held, optimizer = Fraction(0), Fraction(0)
         has_embedding = any(shard.first == 0 for shard in shards)
-        for shard in shards:
-            for number in range(shard.first, shard.end):
-                for part in self._layers[number].parts:
-                    if part.copy and has_embedding:
-                        continue
-                    parameters, sharers = self._parameters(part, shard, self._copies[number])
-                    held += parameters
-                    optimizer += parameters / sharers if training.distributed_optimizer else parameters
+        for first, end, tp_rank, degree in shards:
+            rank = tp_rank if self._uneven(degree) else 0
+            for number in range(first, end):
+                key = (self._index[number], degree, rank, self._copies[number], has_embedding)
+                if key not in self._state_by:
+                    self._state_by[key] = self._state(*key)
+                parameters, with_optimizer = self._state_by[key]
+                held += parameters
+                optimizer += with_optimizer
         return MemoryUse(
             ceil(held * training.weight_bytes),
             ceil(held * training.gradient_bytes),
@@ -181,13 +182,39 @@ class _Accountant:
             0,
         )
 
-    def _parameters(self, part: Part, shard: Shard, copies: int) -> tuple[Fraction, Fraction]:
-        """Of a part, in a shard; and how many workers hold the same ones."""
+    def _uneven(self, degree: int) -> bool:
+        """Whether it matters which member of a group one is."""
+        experts = self._training.expert_tensor_parallel
+        return self._model.uneven(degree) or (experts is not None and self._model.uneven(experts))
+
+    def _state(
+        self, distinct: int, degree: int, rank: int, copies: int, has_embedding: bool
+    ) -> tuple[Fraction, Fraction]:
+        """Parameters of a layer that a member holds, and of how many it holds the optimizer's state."""
+        held, optimizer = Fraction(0), Fraction(0)
+        for part in self._distinct[distinct].parts:
+            if part.copy and has_embedding:
+                continue
+            parameters, sharers = self._parameters(part, degree, rank, copies)
+            held += parameters
+            optimizer += parameters / sharers if self._training.distributed_optimizer else parameters
+        return held, optimizer
+
+    def _parameters(self, part: Part, degree: int, rank: int, copies: int) -> tuple[Fraction, Fraction]:
+        """Of a part, on a member; and how many workers hold the same ones."""
         if not part.experts:
-            return part.parameters * part.share(shard.tp_degree, shard.tp_rank), Fraction(copies)
-        tensor = self._training.expert_tensor_parallel or shard.tp_degree
-        parameters = part.parameters * part.share(tensor, shard.tp_rank % tensor) / self._training.expert_parallel
-        return parameters, Fraction(copies * shard.tp_degree, tensor * self._training.expert_parallel)
+            return part.parameters * part.share(degree, rank), Fraction(copies)
+        tensor = self._training.expert_tensor_parallel or degree
+        parameters = part.parameters * part.share(tensor, rank % tensor) / self._training.expert_parallel
+        return parameters, Fraction(copies * degree, tensor * self._training.expert_parallel)
+
+    def _activations(self, distinct: int, degree: int, rank: int) -> tuple[float, float]:
+        """Bytes of one micro-batch that a layer keeps from F to B; and without recomputation."""
+        key = (distinct, degree, rank)
+        if key not in self._kept_by:
+            layer = self._distinct[distinct]
+            self._kept_by[key] = (self._kept(layer, degree, rank), self._of_all(layer, degree, rank))
+        return self._kept_by[key]
 
     def _kept(self, layer: Layer, degree: int, rank: int) -> float:
         """Bytes of one micro-batch that a layer keeps from F to B."""
@@ -228,11 +255,7 @@ def _ops_of(
     if schedule is not None and schedule.orders:
         pairs = [[(KINDS.index(op.kind), op.chunk) for op in order] for order in schedule.orders]
     else:
-        if schedule is not None and schedule.name == ZERO_BUBBLE:
-            program = zero_bubble_h1(stages, micro_batches)
-        else:
-            group_size = schedule.group_size if schedule is not None else None
-            program = interleaved(stages, len(chunks) // stages, micro_batches, group_size)
+        program = known_program(schedule, stages, len(chunks), micro_batches)
         pairs = [[(int(op.kind), op.stage) for op in order] for order in program.ops]
     arrays = [np.array(of_stage, np.int64).reshape(-1, 2).T for of_stage in pairs]
     return [(kinds, chunk) for kinds, chunk in arrays]

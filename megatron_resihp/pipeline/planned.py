@@ -1,0 +1,51 @@
+"""A plan's schedules ↔ programs. Imports `plan` and this room."""
+
+from collections.abc import Sequence
+
+from megatron_resihp.pipeline.op import Op, OpKind
+from megatron_resihp.pipeline.program import Program, ProgramError
+from megatron_resihp.pipeline.schedules import interleaved, zero_bubble_h1
+from megatron_resihp.plan import PlannedOp, Replica, Schedule
+from megatron_resihp.plan.schedule import EXPLICIT, ZERO_BUBBLE
+
+
+def program_of(replica: Replica) -> Program:
+    """The program of a replica: its chunks are the stages, its own micro-batches count from 0.
+
+    Where the job's own schedule runs, it is taken to be 1F1B, or interleaved 1F1B with several chunks in a stage.
+
+    Raises:
+        ProgramError: the replica takes part in migrations, so that its ops alone make no program.
+    """
+    schedule, homes = replica.schedule, replica.stage_of_chunk
+    if schedule is None or schedule.name != EXPLICIT:
+        return known_program(schedule, len(replica.stages), len(homes), len(replica.micro_batches))
+    local = {micro_batch: number for number, micro_batch in enumerate(replica.micro_batches)}
+    foreign = next((op for order in schedule.orders for op in order if op.micro_batch not in local), None)
+    if foreign is not None:
+        raise ProgramError(f"{foreign} is of another replica's micro-batch; its ops alone make no program")
+    orders = tuple(
+        tuple(Op(OpKind[op.kind], op.chunk, local[op.micro_batch]) for op in order) for order in schedule.orders
+    )
+    return Program(orders, homes, len(local), schedule.splits_backward)
+
+
+def known_program(schedule: Schedule | None, stages: int, chunks: int, micro_batches: int) -> Program:
+    """The program of a schedule that is known by name, or of the job's own (None).
+
+    Raises:
+        ProgramError: there is no such program of this size.
+    """
+    if schedule is not None and schedule.name == ZERO_BUBBLE:
+        return zero_bubble_h1(stages, micro_batches)
+    group_size = schedule.group_size if schedule is not None else None
+    return interleaved(stages, chunks // stages, micro_batches, group_size)
+
+
+def explicit_schedule(program: Program, micro_batches: Sequence[int]) -> Schedule:
+    """A program as a schedule that a plan can hold; its micro-batches 0, 1, … are these of the global batch."""
+    orders = tuple(
+        tuple(PlannedOp(OpKind(op.kind).name, op.stage, micro_batches[op.micro_batch]) for op in ops)
+        for ops in program.ops
+    )
+    return Schedule(EXPLICIT, orders=orders)
