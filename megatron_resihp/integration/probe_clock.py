@@ -67,6 +67,7 @@ class DeviceClock:
         self._used = 0
         self._anchor: Any = None
         self._anchored_at = 0.0
+        self._before_anchor = 0
 
     def mark(self) -> float:
         if self._used == len(self._events):
@@ -81,17 +82,22 @@ class DeviceClock:
             self._anchor = torch.cuda.Event(enable_timing=True)
         self._anchor.record()
         self._anchored_at = time.monotonic()
+        self._before_anchor = self._used
 
     def resolve(self, marks: NDArray[np.float64]) -> NDArray[np.float64]:
         seconds = np.full(self._used + 1, np.nan)
         if self._anchor is not None:
-            for index in range(self._used):
-                seconds[index] = self._anchored_at + self._anchor.elapsed_time(self._events[index]) / 1e3
+            for index, event in enumerate(self._events[: self._used]):
+                # Asked the other way round, CUDA promises nothing.
+                if index < self._before_anchor:
+                    seconds[index] = self._anchored_at - event.elapsed_time(self._anchor) / 1e3
+                else:
+                    seconds[index] = self._anchored_at + self._anchor.elapsed_time(event) / 1e3
         # The last element stands for marks that are NaN.
         return seconds[np.where(np.isnan(marks), self._used, marks).astype(np.int64)]
 
     def reset(self) -> None:
-        self._used = 0
+        self._used = self._before_anchor = 0
 
 
 def make_clock() -> Clock:

@@ -55,6 +55,7 @@ class Probes:
         self._unsent: Sheet | None = None
         self._micro_batches: Sequence[int] = ()
         self._workers: Sequence[int] = ()
+        self._sampled: set[int] = set()
         self._pauses: list[tuple[int, float, float]] = []
         self._pause_began = 0.0
         self._op: tuple[OpKind, int, int] | None = None
@@ -76,6 +77,7 @@ class Probes:
         """
         self._sheet.epoch, self._sheet.iteration = epoch, iteration
         self._micro_batches, self._workers = micro_batches, workers
+        self._sampled = {each for turn, each in enumerate(micro_batches) if (iteration + turn) % SAMPLE == 0}
         self._sheet.start = time.monotonic()
         self.recording = True
         self.begin_schedule()
@@ -177,8 +179,7 @@ class Probes:
             row = self._received.pop(id(tensor), None)
             if row is not None:
                 row[CHUNK], row[MICRO_BATCH] = chunk, micro_batch
-        times_waits = self._clock.immediate or (self._sheet.iteration + micro_batch) % SAMPLE == 0
-        if times_waits:
+        if self._clock.immediate or micro_batch in self._sampled:
             self.timed_group = self.tp_group
         self._first_wait = len(self._sheet.waits)
         self._waited = self._batch_came = 0.0
