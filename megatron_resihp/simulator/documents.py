@@ -106,7 +106,9 @@ def pack(lengths: NDArray[np.int64], sequence: int, count: int) -> NDArray[np.fl
     ends = np.cumsum(lengths)
     if ends[-1] < sequence * count:
         raise ValueError(f"documents of {ends[-1]} tokens do not fill {count} sequences of {sequence}")
-    cuts = np.union1d(ends[ends < sequence * count], np.arange(1, count + 1) * sequence)
+    # Two sorted runs; where a document ends with its sequence, the piece between the two cuts is empty.
+    cuts = np.concatenate([ends[ends < sequence * count], np.arange(1, count + 1) * sequence])
+    cuts.sort(kind="stable")
     pieces = np.diff(cuts, prepend=0)
     return np.bincount((cuts - 1) // sequence, weights=pieces.astype(np.float64) ** 2, minlength=count)
 
