@@ -97,6 +97,15 @@ class TestWithoutEmulation:
         assert "no job runs in" in drill(run.run_dir, "clear", refused=True)
 
 
+def test_training_goes_on_while_one_worker_is_sliced_and_another_dies(jobs: Jobs) -> None:
+    layout: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+    drills = ["slow:1:0.2@2", "slow:2:0.5@2", "kill:2@4:backward"]
+    job = jobs.run(tiny(**layout, resihp_drill=drills), workers=4)
+    check_training(job, jobs.reference(tiny(**layout), workers=4))
+    assert [event["speeds"] for event in job.events("drill_set")] == [{"1": 0.2}, {"1": 0.2, "2": 0.5}]
+    assert [event["dead"] for event in job.events("worker_dead")] == [2]
+
+
 class TestEmulation:
     LAYOUT = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "train_iters": 24}
 

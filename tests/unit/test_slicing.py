@@ -80,6 +80,19 @@ class TestSlicer:
             assert eventually(lambda: state(busy.pid) == "T")
             assert eventually(lambda: state(busy.pid) != "T")
 
+    @pytest.mark.parametrize(("speed", "least", "most"), [(0.2, 0.5, 1.0), (0.8, 0.02, 0.5)])
+    def test_it_is_stopped_for_about_the_rest_of_the_time(
+        self, slicer: Slicer, busy: subprocess.Popen[bytes], speed: float, least: float, most: float
+    ) -> None:
+        slicer.slow({3: speed})
+        stopped, looked = 0.0, time.monotonic()
+        end = looked + 0.5
+        while looked < end:
+            before, looked = looked, time.monotonic()
+            stopped += (looked - before) * (state(busy.pid) == "T")
+            time.sleep(0.0005)
+        assert least < stopped / 0.5 < most
+
     @pytest.mark.parametrize("end", [lambda s: s.slow({}), lambda s: s.forget(3), lambda s: s.close()])
     def test_it_is_never_left_stopped(
         self, slicer: Slicer, busy: subprocess.Popen[bytes], end: Callable[[Slicer], None]
