@@ -4,7 +4,7 @@ Imports numpy, `cost` and `pipeline`. Fitted for one epoch's plan from its first
 replica comes from the simulator, the iteration waits for the slowest replica, and what is beside the pipeline is added.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Final
@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_resihp.cost.model import CostModel, fit_links, fit_ops, term
+from megatron_resihp.cost.model import CostModel, fit_links, fit_ops, own_seconds, term
 from megatron_resihp.detector.interface import iteration_seconds
 from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.records import OpKind, SpanKind
@@ -69,17 +69,17 @@ class Prediction:
         )
 
     def micro_batches(self, observations: Sequence[IterationObservations]) -> tuple[Array, Array]:
-        """Measured and predicted time that a micro-batch takes on a worker, all its ops: [iterations, workers,
-        micro-batches] each, NaN where one of the ops was not measured."""
-        compute = stacked(observations, "compute")
-        known = np.isfinite(compute).any(axis=(0, 1, 4))[None, None, ..., None]
-        measured = np.where(known, compute, 0.0).sum(axis=(2, 3))
-        predicted = np.where(known, self._durations(observations), 0.0).sum(axis=(2, 3))
+        """Measured and predicted own compute that a micro-batch takes of a worker, all its ops: [iterations, workers,
+        micro-batches] each, NaN where that of one of the ops was not measured."""
+        own = own_seconds(stacked(observations, "compute"), stacked(observations, "waited"))
+        known = np.isfinite(own).any(axis=(0, 1, 4))[None, None, ..., None]
+        predicted = self._predicted(self.model.own_compute, observations)
+        measured, predicted = (np.where(known, each, 0.0).sum(axis=(2, 3)) for each in (own, predicted))
         return measured, predicted
 
     def iterations(self, observations: Sequence[IterationObservations]) -> Array:
         """[iterations] predicted seconds; NaN where the workload is not known."""
-        durations = self._durations(observations)
+        durations = self._predicted(self.model.durations, observations)
         slowest = np.zeros(len(observations))
         for replica in np.unique(self._layout.replica):
             slowest = np.maximum(slowest, self._replica(int(replica), durations))
@@ -102,11 +102,12 @@ class Prediction:
         seconds = makespans(program, np.nan_to_num(ops), np.array(boundaries)[None, :, None])
         return np.where(unknown, np.nan, seconds)
 
-    def _durations(self, observations: Sequence[IterationObservations]) -> Array:
-        """Predicted, [iterations, workers, kinds, chunks, micro-batches]; 0 for kinds of ops that there are not."""
+    def _predicted(self, costs: Callable[..., Array], observations: Sequence[IterationObservations]) -> Array:
+        """One of the model's costs, [iterations, workers, kinds, chunks, micro-batches]; 0 for kinds of ops that there
+        are not."""
         features = [stacked(observations, name) for name in ("tokens", "squares")]
         predicted = np.stack([
-            self.model.durations(self._layout.stage, *of_iteration)
+            costs(self._layout.stage, *of_iteration)
             for of_iteration in zip(*self._features(*features), strict=True)
         ])  # fmt: skip
         return np.where(self._measured.any(axis=1)[None, None, :, None, None], predicted, 0.0)
