@@ -10,7 +10,7 @@ from functools import cache
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from megatron_resihp.cost.model import CostModel, fit_links, fit_ops, own_seconds, term
 from megatron_resihp.detector.interface import iteration_seconds
@@ -145,8 +145,9 @@ def stacked(observations: Sequence[IterationObservations], name: str) -> Array:
     return result
 
 
-def mape(measured: Array, predicted: Array) -> float:
-    """Mean of |measured − predicted| / measured over what both know; NaN without any."""
+def mape(measured: Array, predicted: ArrayLike) -> float:
+    """Mean of |measured − predicted| / measured over what both know; NaN without any. `predicted` is broadcast."""
+    predicted = np.broadcast_to(predicted, measured.shape)
     known = np.isfinite(measured) & np.isfinite(predicted) & (measured > 0)
     if not known.any():
         return float("nan")
