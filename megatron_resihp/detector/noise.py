@@ -23,6 +23,8 @@ SHRINKAGE: Final = 30.0
 """A unit's own variance counts like this many residuals less than what all units say together."""
 CLIP: Final = 3.0
 """Residuals count as at most this many standard deviations."""
+SIGNIFICANT: Final = 1.5
+"""Standard errors that V(FAR) − V(1) must exceed to be drift."""
 _BIN, _BINS = 0.05, 400
 
 
@@ -49,20 +51,21 @@ class Noise:
 
     def learn(
         self,
-        oldest: NDArray[np.float64],
+        residuals: NDArray[np.float64],
         following: NDArray[np.float64],
-        later: NDArray[np.float64],
         healthy: NDArray[np.bool_],
+        earlier: NDArray[np.float64],
+        both_healthy: NDArray[np.bool_],
     ) -> None:
-        """Take in residuals, [iterations, families, units]: the healthy ones, those that followed them by one
-        iteration, and those FAR later."""
+        """Take in residuals, [iterations, families, units], those that followed them by one iteration, and those that
+        came FAR earlier; all of them too old to be part of a fault that has not been found yet."""
         count = healthy.sum(axis=0)
         step = 1.0 / (np.minimum(self._weight, MEMORY) + np.maximum(count, 1))
-        first, second, third = (np.clip(each, -self.clip, self.clip) for each in (oldest, following, later))
+        first, second, third = (np.clip(each, -self.clip, self.clip) for each in (residuals, following, earlier))
         self._near += step * np.where(healthy, (second - first) ** 2 / 2 - self._near, 0.0).sum(axis=0)
-        self._far += step * np.where(healthy, (third - first) ** 2 / 2 - self._far, 0.0).sum(axis=0)
+        self._far += step * np.where(both_healthy, (first - third) ** 2 / 2 - self._far, 0.0).sum(axis=0)
         self._weight += count
-        self._count(oldest, healthy)
+        self._count(residuals, healthy)
         self._refresh()
 
     def move(self, source: NDArray[np.int64]) -> None:
@@ -82,7 +85,11 @@ class Noise:
         # A unit may be noisier than the others; that it is quieter is more often luck than truth.
         self.variance = np.maximum(own * self._near + (1 - own) * near, near) + 1e-12
         # A random walk through V(FAR) is an upper bound for how an AR(1) drift goes on growing.
-        growth = np.maximum(far - near, 0.0) * HORIZON / FAR
+        # What sampling error alone may have added to V(FAR) − V(1) is no drift: each ½ D² has variance 2 V², and of
+        # pairs that share a residual half as much again.
+        pairs = np.maximum(self._weight.clip(max=MEMORY).sum(axis=1, keepdims=True), 1.0)
+        chance = SIGNIFICANT * near * np.sqrt(6.0 / pairs)
+        growth = np.maximum(far - near - chance, 0.0) * HORIZON / FAR
         self.drift = growth + self.variance / np.maximum(self._weight.clip(max=MEMORY), 1.0)
         self.clip = np.maximum(self._smallest_clip, CLIP * np.sqrt(self.variance + self.drift))
 
@@ -91,6 +98,11 @@ class Noise:
         places = np.clip(units / _BIN, 0, _BINS).astype(np.int64)
         places += (np.arange(places.shape[1]) * (_BINS + 1))[:, None]
         self._tail += np.bincount(places[valid], minlength=self._tail.size).reshape(self._tail.shape)
+
+    @property
+    def freedom(self) -> float:
+        """Residuals of a unit that variances were learned from, on average."""
+        return float(np.minimum(self._weight, MEMORY).mean()) if self._weight.size else 1.0
 
     def quantile(self, exceedance: float) -> NDArray[np.float64]:
         """[families] the standardised residual that healthy ones exceed with at most this probability.

@@ -6,7 +6,7 @@ Nikiforov, Detection of Abrupt Changes, section 2.4), with the false-alarm proba
 - run test, for large slowdowns: all of the last n residuals exceed a threshold u. If healthy residuals exceed u with
   probability q independently, the chance of such a run is qⁿ; u is the quantile at q = α^(1/n) of the residuals seen.
   With n = 3 that quantile is far inside what has been seen, whatever the tail, and one stall (or two) cannot alarm.
-- mean test, for small ones: the mean of the last n clipped residuals exceeds z(α) √(v/n + d), with v the variance
+- mean test, for small ones: the mean of the last n clipped residuals exceeds t(α) √(v/n + d), with v the variance
   of a residual and d that of drift; clipping makes the sum nearly Gaussian and bounds what a stall adds.
 
 Arithmetic of the budget: a user accepts A false alarms in a job of T iterations with U units (workers and links). Each
@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm
+from scipy.stats import t
 
 from megatron_resihp.detector.noise import Noise
 
@@ -31,6 +31,7 @@ FAMILIES: Final = 2
 WINDOW_PER_TRANSIENT: Final = 2.5
 """A mean is taken over windows so many times as long as the transients that have been seen."""
 
+FEWEST_FREEDOM: Final = 10.0
 _LENGTHS = np.array(RUNS + MEANS)
 _RUN_ROWS, _MEAN_ROWS = np.array(RUNS) - 1, np.array(MEANS) - 1
 _MEAN_LENGTHS = np.array(MEANS, dtype=np.float64)[:, None, None]
@@ -63,7 +64,8 @@ def thresholds(noise: Noise, alpha: float, smallest: float, shortest_run: int) -
         smallest: slowdowns below it are not searched.
         shortest_run: runs shorter than this do not count: transients of that length have been seen.
     """
-    z = float(norm.isf(alpha))
+    # Student's t: the variances are estimates from so many residuals.
+    z = float(t.isf(alpha, max(noise.freedom, FEWEST_FREEDOM)))
     runs = [noise.quantile(alpha ** (1 / n)) if n >= shortest_run else np.full(FAMILIES, np.inf) for n in RUNS]
     # A drift as large as this has itself a probability of less than α, so it is added, not averaged away.
     run_limits = np.array(runs)[..., None] * np.sqrt(noise.variance) + z * np.sqrt(noise.drift)

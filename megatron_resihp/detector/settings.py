@@ -20,5 +20,5 @@ class Settings:
     warm_up: int = 50
     skipped: int = 2
     settling: int = 8
-    smallest_slowdown: float = 0.025
+    smallest_slowdown: float = 0.03
     peer_slowdown: float = 0.10

@@ -44,7 +44,7 @@ FEWEST_PEERS: Final = 4
 OUTLYING: Final = 6.0
 REFRESH: Final = 8
 """Iterations after which noise, levels and thresholds are computed anew."""
-KEPT: Final = LONGEST + REFRESH
+KEPT: Final = LONGEST + REFRESH + FAR
 _OF_UNITS = ("slow", "excess", "_first_excess", "_began", "_offset", "_recent", "_when", "_count", "_unlearned")
 """The tracker's arrays whose last axis are units."""
 
@@ -196,10 +196,11 @@ class Tracker:
         """Residuals too old for any test were not part of an alarm: only now they count as healthy."""
         row = np.arange(REFRESH)[:, None, None]
         known = (row < self._unlearned) & (row + LONGEST < self._count) & ~self.slow
-        oldest, following, later = (
-            self._recent[LONGEST - lag : LONGEST - lag + REFRESH] - self._offset for lag in (0, 1, FAR)
+        far = known & (row + LONGEST + FAR < self._count)
+        oldest, following, earlier = (
+            self._recent[LONGEST + lag : LONGEST + lag + REFRESH] - self._offset for lag in (0, -1, FAR)
         )
-        self.noise.learn(oldest, following, later, known)
+        self.noise.learn(oldest, following, known, earlier, far)
         change = np.where(known, np.clip(oldest, -self.noise.clip, self.noise.clip), 0.0).sum(axis=0) / TRACKING
         self._offset = np.clip(self._offset + change, -FARTHEST_DRIFT, FARTHEST_DRIFT)
         self._unlearned[:] = 0
@@ -299,7 +300,7 @@ class Tracker:
 
     def _series(self, unit: int) -> NDArray[np.float64]:
         """The unit's residuals since its level last changed, newest first."""
-        return self._recent[: self._count[JOB, unit], JOB, unit] - self._offset[JOB, unit]
+        return self._recent[: min(self._count[JOB, unit], LONGEST), JOB, unit] - self._offset[JOB, unit]
 
     def _since(self, family: int, unit: int, series: NDArray[np.float64], window: int) -> int:
         """Iteration from which the newest residuals have another mean than 0, as the newest `window` of them say."""
