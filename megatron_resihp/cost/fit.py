@@ -183,10 +183,10 @@ def nonnegative_least_squares(
     matrix, vector = matrix / (unit[:, :, None] * unit[:, None, :]), vector / unit
     for subset in map(list, _SUBSETS):
         # Where columns are collinear any solution will do; the ridge is far below the noise of the times.
-        part = matrix[:, subset][:, :, subset] + 1e-12 * np.eye(len(subset))
+        part = matrix[:, subset][:, :, subset] + 1e-13 * np.eye(len(subset))
         found = np.linalg.solve(part, vector[:, subset, None])[..., 0]
         explained = (found * vector[:, subset]).sum(axis=1)
-        better = allowed[:, subset].all(axis=1) & (found >= 0).all(axis=1) & (explained > gain * (1 + 1e-9))
+        better = allowed[:, subset].all(axis=1) & (found >= 0).all(axis=1) & (explained > gain * (1 + 1e-11))
         candidate = np.zeros_like(vector)
         candidate[:, subset] = found
         best = np.where(better[:, None], candidate, best)
