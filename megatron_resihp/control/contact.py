@@ -23,20 +23,29 @@ CONNECT_S: Final = 5.0
 
 @dataclass(frozen=True)
 class Contact:
-    """Where a job's store is, and a token that only this job's store holds under messages.RUN."""
+    """Where a job's store is, and a token that this job's store holds under messages.RUN: it tells the job from another
+    that has the port by now, and is no secret."""
 
     store: Address
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @contextmanager
     def published(self, run_dir: Path) -> Iterator[None]:
-        """Leave the file in the run directory for as long as the job runs."""
-        path = run_dir / FILE_NAME
-        path.write_text(json.dumps({"store": str(self.store), "token": self.token}) + "\n")
+        """Leave the file in the run directory for as long as the job runs.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path, text = run_dir / FILE_NAME, json.dumps({"store": str(self.store), "token": self.token}) + "\n"
+        unfinished = path.with_suffix(f".{self.token}")
+        unfinished.write_text(text)
+        unfinished.replace(path)
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            # Another job may have been started in the same directory.
+            if path.exists() and path.read_text() == text:
+                path.unlink(missing_ok=True)
 
 
 def reach(run_dir: Path) -> Store:
@@ -48,7 +57,7 @@ def reach(run_dir: Path) -> Store:
     try:
         data = json.loads((run_dir / FILE_NAME).read_text())
         address, token = parse_address(data["store"]), data["token"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"no job runs in {run_dir}") from error
     try:
         store = connect(*address, CONNECT_S)
@@ -57,4 +66,4 @@ def reach(run_dir: Path) -> Store:
             return store
     except (StoreError, TimeoutError):
         pass
-    raise StoreError(f"no job runs in {run_dir} any more")
+    raise StoreError(f"no job runs in {run_dir} any more, or it is still starting")

@@ -104,9 +104,11 @@ class Coordinator:
             self._slowness.take(slowdown, self._membership.dead)
             answer = {"done": str(slowdown)}
             actions = [Log(self._drill_set(slowdown)), Notify(self._slowness.notice())]
-        except ConfigError as error:
+        except (ConfigError, KeyError, TypeError) as error:
             answer = {"refused": str(error)}
-        if "answer" in message:
+            if number is not None:
+                actions = [Log({"event": "drill_refused", "workers": message["workers"], "reason": str(error)})]
+        if str(message.get("answer", "")).startswith(messages.ANSWERS):
             self._store.set(message["answer"], json.dumps(answer))
         return actions
 

@@ -40,7 +40,7 @@ def run(namespace: argparse.Namespace) -> int:
     """Do what the parsed arguments ask; returns the exit code."""
     try:
         slowdown = Slowdown(tuple(namespace.workers), factor_of(namespace.factor))
-        store = contact.reach(namespace.run_dir or _newest(RUNS))
+        store = contact.reach(namespace.run_dir) if namespace.run_dir else _reach_newest(RUNS)
         answer = ask(store, slowdown)
     except (ConfigError, StoreError, TimeoutError) as error:
         print(f"resihp: {error}", file=sys.stderr)
@@ -59,7 +59,7 @@ def ask(store: Store, slowdown: Slowdown) -> dict[str, Any]:
         TimeoutError: it does not answer.
         StoreError: it is gone.
     """
-    key = f"answer/{secrets.token_hex(8)}"
+    key = f"{messages.ANSWERS}{secrets.token_hex(8)}"
     message = {
         "type": "slowdown", "workers": slowdown.workers, "factor": slowdown.factor, "iteration": None, "answer": key,
     }  # fmt: skip
@@ -78,8 +78,11 @@ def _worker(text: str) -> int:
     return int(text)
 
 
-def _newest(runs: Path) -> Path:
-    found = sorted(runs.glob(f"*/{contact.FILE_NAME}"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise StoreError(f"no job runs in {runs}; give --run-dir")
-    return found[-1].parent
+def _reach_newest(runs: Path) -> Store:
+    """The store of the newest job that runs; a job that was killed leaves its file behind."""
+    for name in sorted((path.parent.name for path in runs.glob(f"*/{contact.FILE_NAME}")), reverse=True):
+        try:
+            return contact.reach(runs / name)
+        except StoreError:
+            continue
+    raise StoreError(f"no job runs in {runs}; give --run-dir")

@@ -236,7 +236,10 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
     address = Address(address.host, listener.getsockname()[1])
     contact = Contact(address)
     sink = _make_sink(make_event_sink, run_dir)
-    stack.enter_context(contact.published(run_dir))
+    try:
+        stack.enter_context(contact.published(run_dir))
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
     return _Seat(address, run_dir, listener, lifelines, records, sink, contact.token)
 
 

@@ -21,6 +21,9 @@ RECORDS_ADDRESS: Final = "records_address"
 RUN: Final = "run"
 """Key of a token that this run alone has, by which others know that they talk to it."""
 
+ANSWERS: Final = "answer/"
+"""What the keys begin with under which commands find the coordinator's answers."""
+
 SLOWNESS: Final = "slowness"
 """Kind of the notice of what drills have slowed: {"emulated", "speeds", "links"}; for agents if not emulated."""
 

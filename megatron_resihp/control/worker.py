@@ -111,10 +111,10 @@ class WorkerControl:
         order = self._validation
         return order if order is not None and order["epoch"] == self.epoch else None
 
-    def take_validation(self) -> dict[str, Any] | None:
-        """The same, once."""
-        order, self._validation = self.validation, None
-        return order
+    def drop_validation(self, order: dict[str, Any] | None) -> None:
+        """This one has been taken; one that came meanwhile stays."""
+        if self._validation is order:
+            self._validation = None
 
     def broken(self) -> bool:
         """Whether the current epoch is marked as broken or the job has ended."""
@@ -148,7 +148,8 @@ class WorkerControl:
         with self._news:
             if not self._news.wait_for(lambda: self._finishing or self.broken(), timeout_s):
                 raise TimeoutError(f"the coordinator did not answer within {timeout_s:g} s")
-            # The others are leaving because they are done, unless one of them dies on the way.
+            # The others are leaving because they are done, unless one of them dies on the way. Either is heard of,
+            # and so is the end of the coordinator.
             self._news.wait_for(self.broken)
         if self._end is not None:
             raise self._end
@@ -159,6 +160,7 @@ class WorkerControl:
         Raises:
             JobEnded: there is nothing to come, or this worker was given up for dead.
         """
+        self._finishing = False  # who was about to leave has to stay
         self.tell("muster", epoch=self.epoch, record=record.to_dict(), held=held)
         epoch = self.epoch + 1
         data = json.loads(self._await(messages.plan_key(epoch), mind_epoch=False))

@@ -48,6 +48,11 @@ class Sheet:
         self.workload: dict[int, Any] = {}
         self._record: IterationRecord | None = None
 
+    def fetch(self) -> None:
+        """Copy from the device what is there, all at once; it must have been reached."""
+        if self.workload:
+            self.workload = dict(zip(self.workload, _numbers(list(self.workload.values())), strict=True))
+
     def record(self) -> IterationRecord:
         """The notes as a record; every mark must have been reached. Made once, no notes may be taken afterwards."""
         if self._record is None:
@@ -75,7 +80,7 @@ class Sheet:
         numbers = np.array([op for op, _, _ in self.waits], np.int64)
         marks = np.array([wait[1:] for wait in self.waits], np.float64).reshape(-1, 2)
         seconds = self.clock.resolve(marks[:, 1]) - self.clock.resolve(marks[:, 0])
-        ops["waited"] += np.bincount(numbers, seconds, minlength=len(ops))
+        ops["waited"] += np.bincount(numbers, seconds, minlength=len(ops))[: len(ops)]
 
 
 def _numbers(found: Sequence[Any]) -> list[Workload]:

@@ -5,7 +5,9 @@ assignments, and nothing waits for the device. Imports torch's events through th
 """
 
 import gc
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +21,9 @@ NOBODY = object()
 """Stands where no group is."""
 SAMPLE = 4
 """Where timing a collective costs events, only those of one micro-batch in so many are timed, taking turns."""
+
+MOST_PAUSES = 256
+"""Of garbage collections since the last record; the newest count."""
 
 PadOp = Callable[[OpKind, int, float, float, float, float], None]
 """(kind, chunk, tokens, squares, started, waited), called at the end of an op, before its end is noted. `started`:
@@ -56,7 +61,9 @@ class Probes:
         self._micro_batches: Sequence[int] = ()
         self._workers: Sequence[int] = ()
         self._sampled: set[int] = set()
-        self._pauses: list[tuple[int, float, float]] = []
+        # Nobody takes those of a standby.
+        self._pauses: deque[tuple[int, float, float]] = deque(maxlen=MOST_PAUSES)
+        self._broken = False
         self._pause_began = 0.0
         self._op: tuple[OpKind, int, int] | None = None
         self._entered = self._batch_came = self._opened = self._waited = 0.0
@@ -79,7 +86,7 @@ class Probes:
         self._micro_batches, self._workers = micro_batches, workers
         self._sampled = {each for turn, each in enumerate(micro_batches) if (iteration + turn) % SAMPLE == 0}
         self._sheet.start = time.monotonic()
-        self.recording = True
+        self.recording = not self._broken
         self.begin_schedule()
 
     def abandon(self) -> None:
@@ -87,6 +94,9 @@ class Probes:
         self.recording = False
         self._clock.reset()
         self._sheet = Sheet(self._clock, self._worker)
+        # Groups of the old epoch are to be freed now, not when the next iteration begins.
+        self.tp_group = None
+        self._op, self.timed_group = None, NOBODY
 
     def begin_schedule(self) -> None:
         """Ops begin; those of an earlier attempt at the same iteration are dropped."""
@@ -98,12 +108,15 @@ class Probes:
         self._op, self.timed_group = None, NOBODY
 
     def synchronized(self) -> None:
-        """The host has just waited for the device, for reasons of its own: marks can be read now."""
+        """The host has just waited for the device, for reasons of its own: marks can be read from now on."""
         self._clock.anchor()
-        self.flush()
+        if self._unsent is not None:
+            self._unsent.fetch()
 
     def finish(self) -> None:
         """The iteration is over; its record is sent as soon as all its marks can be read."""
+        if not self.recording:
+            return
         self._sheet.end = time.monotonic()
         self.recording = False
         self._unsent = self._sheet
@@ -118,11 +131,17 @@ class Probes:
         if self._unsent is None:
             return
         sheet, self._unsent = self._unsent, None
-        pauses, self._pauses = self._pauses, []
-        sheet.spans += pauses
+        while self._pauses:
+            sheet.spans.append(self._pauses.popleft())
         if not sheet.clock.immediate:
-            sheet.record()
-            sheet.clock.reset()
+            try:
+                sheet.record()
+            except Exception as error:  # measuring must not end a job
+                print(f"resihp: worker {self._worker} measures no more ({error!r}); training goes on", file=sys.stderr)
+                self._broken = True
+                return
+            finally:
+                sheet.clock.reset()
         self._send(sheet)
 
     @property
@@ -255,7 +274,7 @@ class Probes:
         gc.callbacks.append(self._on_collection)
 
     def _on_collection(self, phase: str, _: dict[str, int]) -> None:
-        # Comes at any moment and in any thread: touches nothing but a list.
+        # Comes at any moment and in any thread: touches nothing but a queue.
         if phase == "start":
             self._pause_began = time.monotonic()
         else:

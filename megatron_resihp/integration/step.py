@@ -48,6 +48,8 @@ def agreed_step(runtime: Runtime) -> StepResult:
     runtime.reach("step")
     with runtime.probes.marked_span(SpanKind.OPTIMIZER):
         take_step(runtime, outcome)
+    # The device has work now, and nobody waits for this worker.
+    runtime.probes.flush()
     return True, outcome.grad_norm, None
 
 
@@ -104,9 +106,10 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
     if runtime.works and runtime.is_last_stage and runtime.held is not None and runtime.held.tp_rank == 0:
         _add_losses(runtime, values)
     runtime.everybody.sum(values)
-    if number and float(values[VALIDATION]) == number * len(runtime.everybody.workers):
+    if order is not None and float(values[VALIDATION]) == number * len(runtime.everybody.workers):
         # Everybody has heard of it, and everybody sees that now.
-        runtime.to_validate = runtime.control.take_validation()
+        runtime.to_validate = order
+        runtime.control.drop_validation(order)
     if not runtime.works:
         _note_counters(runtime, values)
     pairs = values[LOSSES_FROM:].view(LOSS_SLOTS, 2).tolist()

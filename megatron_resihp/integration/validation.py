@@ -36,16 +36,20 @@ def validate(runtime: Runtime) -> None:
 
 
 def _time_gemm(runtime: Runtime, gemm: Mapping[str, Any]) -> list[float]:
-    """Seconds of each repeat; on an emulated device those of a forward op, as nothing else is emulated."""
+    """Seconds of each repeat, none where the device has no room for the matrices; on an emulated device those of a
+    forward op, as nothing else is emulated."""
     args = runtime.args
     if runtime.pad_op is not None:
         tokens = float(args.micro_batch_size * args.seq_length)
         pad, squares = runtime.pad_op, tokens * args.seq_length
         return _time(lambda: pad(OpKind.F, 0, tokens, squares, time.monotonic(), 0.0), gemm["repeats"])
-    left = torch.ones(gemm["m"], gemm["k"], dtype=args.params_dtype, device="cuda")
-    right = torch.ones(gemm["k"], gemm["n"], dtype=args.params_dtype, device="cuda")
-    torch.matmul(left, right)  # the first one may choose an algorithm
-    return _time(lambda: torch.matmul(left, right), gemm["repeats"])
+    try:
+        left = torch.ones(gemm["m"], gemm["k"], dtype=args.params_dtype, device="cuda")
+        right = torch.ones(gemm["k"], gemm["n"], dtype=args.params_dtype, device="cuda")
+        torch.matmul(left, right)  # the first one may choose an algorithm
+        return _time(lambda: torch.matmul(left, right), gemm["repeats"])
+    except torch.OutOfMemoryError:
+        return []
 
 
 def _time_transfer(runtime: Runtime, transfer: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,9 +64,8 @@ def _time_transfer(runtime: Runtime, transfer: Mapping[str, Any]) -> dict[str, A
     def travel() -> None:
         for tensor, outward in ((there, True), (back, False)):
             post = dist.isend if outward == sends else dist.irecv
-            work = post(tensor, rank, group)
-            assert work is not None
-            work.wait()
+            for work in dist.batch_isend_irecv([dist.P2POp(post, tensor, rank, group)]):
+                work.wait()
 
     return {"peer": peer, "size": transfer["size"], "seconds": _time(travel, transfer["repeats"])}
 

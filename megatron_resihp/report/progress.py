@@ -122,6 +122,7 @@ class _Run:
             names.FIRST_STEP: self._first_step,
             names.DRILL: self._drill,
             names.DRILL_SET: self._drill_set,
+            names.DRILL_REFUSED: self._drill_refused,
             names.EVALUATION: self._evaluation,
             names.CHECKPOINT: self._checkpoint,
             names.SALVAGE: self._salvage,
@@ -217,6 +218,9 @@ class _Run:
             return ["drill: all workers and links at full speed"]
         name = "worker" if len(event["workers"]) == 1 else "link"
         return [f"drill: {name} {'-'.join(map(str, event['workers']))} at {number(event['factor']):g} of its speed"]
+
+    def _drill_refused(self, event: Event) -> list[str]:
+        return [f"drill for {'-'.join(map(str, event['workers']))} not set: {event['reason']}"]
 
     def _evaluation(self, event: Event) -> list[str]:
         losses = listing(f"{name} {number(value):.4f}" for name, value in event["loss"].items())

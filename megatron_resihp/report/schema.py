@@ -255,6 +255,14 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("links", NAMED_NUMBERS, 'links that are slowed now, as "A-B", with their factors', required=False),
         ),
     ),
+    names.DRILL_REFUSED: EventSchema(
+        "coordinator",
+        "A scheduled slowdown could not be set when its iteration began.",
+        (
+            Field("workers", INTEGERS, "the worker, or the two ends of a link"),
+            Field("reason", TEXT, "why"),
+        ),
+    ),
     names.EMULATION: EventSchema(
         "each worker",
         "How well the emulated clock was kept, at the end of training.",

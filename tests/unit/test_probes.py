@@ -11,7 +11,7 @@ import torch
 
 from megatron_resihp.detector.records import IterationRecord, OpKind, SpanKind
 from megatron_resihp.integration.probe_clock import HostClock
-from megatron_resihp.integration.probes import SAMPLE, Probes
+from megatron_resihp.integration.probes import MOST_PAUSES, SAMPLE, Probes
 
 GROUP = object()
 WORKERS = (10, 11, 12, 13)
@@ -150,12 +150,35 @@ def test_a_broken_iteration_leaves_nothing_in_the_next_record() -> None:
     run_micro_batch(probes, 0)
     probes.open_forward(0, 1, [])
     probes.abandon()
+    assert probes.tp_group is None, "the group of the broken epoch must be free to go"
+    probes.tp_group = GROUP
     probes.begin(1, 4, (0, 1), WORKERS)
     run_micro_batch(probes, 1)
     probes.finish()
     (record,) = sent
     assert record.epoch == 1 and record.ops["micro_batch"].tolist() == [1, 1]
     assert len(record.transfers) == 4
+
+
+def test_a_record_that_cannot_be_made_ends_the_measuring_and_not_the_training(capsys: Any) -> None:
+    clocks = [FakeClock(), FakeClock()]
+    waiting = iter(clocks)
+    probes, sent = make(lambda: next(waiting))
+    probes.begin(0, 1, (0,), WORKERS)
+    run_micro_batch(probes, 0)
+    probes.finish()
+    probes.flush()  # the device was not waited for, so the marks cannot be read
+    assert "measures no more" in capsys.readouterr().err
+    probes.begin(0, 2, (0,), WORKERS)
+    assert not probes.recording and not sent
+
+
+def test_collections_of_a_standby_do_not_pile_up() -> None:
+    probes, _ = make()
+    for _ in range(3 * MOST_PAUSES):
+        probes._on_collection("start", {})
+        probes._on_collection("stop", {})
+    assert len(probes._pauses) == MOST_PAUSES
 
 
 def test_spans_between_iterations_go_to_the_next_record() -> None:
@@ -175,6 +198,7 @@ def test_marks_of_a_device_are_read_only_after_the_host_has_waited_for_it() -> N
         for index in range(2):
             run_micro_batch(probes, index)
         probes.synchronized()
+        probes.flush()
         assert len(sent) == iteration - 1
         probes.finish()
     (record,) = sent
@@ -190,6 +214,7 @@ def test_on_a_device_waiting_is_timed_on_a_sample_of_micro_batches() -> None:
         for index in range(len(micro_batches)):
             run_micro_batch(probes, index)
         probes.synchronized()
+        probes.flush()
         probes.finish()
     timed = [set(r.ops["micro_batch"][(r.ops["kind"] == OpKind.F) & (r.ops["waited"] > 0)].tolist()) for r in sent]
     assert all(len(found) == 2 for found in timed)
