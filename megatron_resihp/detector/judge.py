@@ -5,7 +5,7 @@ tensor-parallel group were never timed its members all look alike: the group is 
 until validation names the culprit. Imports numpy and this room.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import exp, log
 from typing import Final
@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.detector.expected import Expected
+from megatron_resihp.detector.levels import healthy_levels
 from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.settings import Settings
-from megatron_resihp.detector.tracker import Finding, Tracker, healthy_levels
-from megatron_resihp.detector.units import Units, has_peers
+from megatron_resihp.detector.tracker import JOB, Finding, Known, Tracker
+from megatron_resihp.detector.units import Members, Units, has_peers
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
 
@@ -58,8 +59,10 @@ class Judge:
         level, slow = healthy_levels(history, np.arange(len(layout.links)), settings.peer_slowdown)
         self.links = Tracker(_sender_node(layout), history, numbers, smallest, level, slow)
         self._share_budget()
-        self._suspicions: dict[tuple[int, ...], Suspicion] = {}
-        self._named: dict[tuple[int, ...], dict[int, float]] = {}
+        self._suspicions: dict[Members, Suspicion] = {}
+        self._named: dict[Members, dict[int, float]] = {}
+        self._idle_workers: dict[Members, Known] = {}
+        self._idle_links: dict[Members, Known] = {}
         self._link_size = _usual_size(warm_up)
 
     def _share_budget(self) -> None:
@@ -72,34 +75,39 @@ class Judge:
         slow_workers, slow_links = self.workers.slow_from_the_start(), self.links.slow_from_the_start()
         return self._verdicts(slow_workers, slow_links, observations)
 
-    def moved(self, layout: Layout, settling: Sequence[IterationObservations]) -> None:
+    def moved(self, layout: Layout, settling: Sequence[IterationObservations]) -> list[Verdict]:
         """Go on with another epoch's layout, after its first iterations: what work costs is learned anew, what is known
-        of devices and links stays."""
+        of devices and links stays, of those too that have no work now. Returns who else is slow from the start."""
         shared = has_peers(layout)
-        slowness = {worker: self._level_of(worker) for worker in layout.workers.tolist()}
-        level = np.array([slowness[worker] for worker in layout.workers.tolist()])
+        level = np.array([self._level_of(worker) for worker in layout.workers.tolist()])
         self.expected.move(layout, settling, level, shared)
-        old_units, old_layout = self._units, self._layout
+        units, links = self._units.members, _pairs(self._layout)
         self._layout = layout
         self._units = Units(layout, shared & ~self.expected.hidden.any(axis=(1, 2)))
-        numbers = {members: number for number, members in enumerate(old_units.members)}
-        source = np.array([numbers.get(members, -1) for members in self._units.members])
+        numbers = np.array([each.iteration for each in settling])
+
         history = np.stack([self._units.average(self.expected.workers(each)) for each in settling])
-        self.workers.move(source, self._units.node, history)
-        pairs = {frozenset(pair): number for number, pair in enumerate(old_layout.links.tolist())}
-        source = np.array([pairs.get(frozenset(pair), -1) for pair in layout.links.tolist()], dtype=np.int64)
-        self.links.move(source, _sender_node(layout), np.stack([self.expected.links(each) for each in settling]))
+        source, returning = _sources(units, self._units.members, self.workers, self._idle_workers)
+        levels = healthy_levels(history, self._units.stage, self._settings.peer_slowdown)
+        slow = self.workers.move(source, returning, self._units.node, history, numbers, *levels)
+
+        history = np.stack([self.expected.links(each) for each in settling])
+        source, returning = _sources(links, _pairs(layout), self.links, self._idle_links)
+        levels = healthy_levels(history, np.arange(len(layout.links)), self._settings.peer_slowdown)
+        slow_links = self.links.move(source, returning, _sender_node(layout), history, numbers, *levels)
+
         self._share_budget()
         self._link_size = _usual_size(settling)
-        kept = set(self._units.members)
-        self._suspicions = {members: each for members, each in self._suspicions.items() if members in kept}
-        self._named = {members: each for members, each in self._named.items() if members in kept}
+        return self._verdicts(slow, slow_links, settling[-1])
 
     def _level_of(self, worker: int) -> float:
         """Log of the worker's present level against the prediction, slowness included; 0 of an unknown worker."""
         for unit, members in enumerate(self._units.members):
             if worker in members:
                 return float(self.workers.healthy_level()[unit] + self.workers.excess[unit])
+        for members, known in self._idle_workers.items():
+            if worker in members:
+                return float(known.level + known.offset[JOB] + known.excess)
         return 0.0
 
     def judge(self, observations: IterationObservations, left_out: NDArray[np.bool_]) -> list[Verdict]:
@@ -144,8 +152,8 @@ class Judge:
         return _verdict(Kind.LINK, (first, second), finding, speeds, observations)
 
     def suspicions(self) -> list[Suspicion]:
-        """Groups of which somebody is slow and nobody knows who."""
-        return list(self._suspicions.values())
+        """Groups that have work, of which somebody is slow and nobody knows who."""
+        return [each for members, each in self._suspicions.items() if members in self._units.members]
 
     def settle(
         self, suspicion: Suspicion, culprits: Mapping[int, float], observations: IterationObservations
@@ -173,20 +181,45 @@ class Judge:
 
     def speed(self, worker: int) -> float:
         """p of a worker as last estimated, 1.0 unless it is slow."""
-        for unit in np.flatnonzero(self.workers.slow):
-            members = self._units.members[unit]
+        for members, excess in _slow(self._units.members, self.workers, self._idle_workers):
             named = self._named.get(members, {})
             if worker in (members if len(members) == 1 else named):
-                return named[worker] if len(named) > 1 else _speed(float(self.workers.excess[unit]))
+                return named[worker] if len(named) > 1 else _speed(excess)
         return 1.0
 
     def link_speed(self, ends: tuple[int, int]) -> float:
         """p of a link as last estimated, 1.0 unless it is slow."""
-        for link in np.flatnonzero(self.links.slow):
-            if set(ends) == set(map(int, self._layout.links[link])):
-                size = float(self._link_size[link])
-                return self.expected.bandwidth(int(link), float(self.links.excess[link]), size)
+        pairs = _pairs(self._layout)
+        for pair, excess in _slow(pairs, self.links, self._idle_links):
+            if set(ends) == set(pair):
+                if pair not in pairs:
+                    return _speed(excess)
+                link = pairs.index(pair)
+                return self.expected.bandwidth(link, excess, float(self._link_size[link]))
         return 1.0
+
+
+def _sources(
+    before: Sequence[Members], now: Sequence[Members], tracker: Tracker, idle: dict[Members, Known]
+) -> tuple[NDArray[np.int64], dict[int, Known]]:
+    """For `Tracker.move`: each unit's number before, and what is known of those that had no work. What is known of
+    units that have none now is kept in `idle`."""
+    number = {members: place for place, members in enumerate(before)}
+    returning = {place: idle.pop(members) for place, members in enumerate(now) if members in idle}
+    present = set(now)
+    idle |= {members: known for members, known in zip(before, tracker.known(), strict=True) if members not in present}
+    return np.array([number.get(members, -1) for members in now], dtype=np.int64), returning
+
+
+def _slow(
+    units: Sequence[Members], tracker: Tracker, idle: Mapping[Members, Known]
+) -> Iterator[tuple[Members, float]]:
+    """Who is known to be slow, with or without work, and the excess."""
+    for unit in map(int, np.flatnonzero(tracker.slow)):
+        yield units[unit], float(tracker.excess[unit])
+    for members, known in idle.items():
+        if known.slow:
+            yield members, known.excess
 
 
 def _speed(excess: float) -> float:
@@ -221,6 +254,11 @@ def _verdict(
         epoch=observations.epoch,
         evidence=evidence,
     )
+
+
+def _pairs(layout: Layout) -> list[Members]:
+    """The ends of each link, the smaller id first."""
+    return [(min(pair), max(pair)) for pair in layout.links.tolist()]
 
 
 def _sender_node(layout: Layout) -> NDArray[np.int64]:

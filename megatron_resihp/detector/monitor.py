@@ -138,8 +138,7 @@ class Monitor:
             return []
         learned, self._learning = self._learning, []
         if self._judge:
-            self._judge.moved(self._layout, learned)
-            return []
+            return self._judge.moved(self._layout, learned)
         self._judge = Judge(self._layout, learned, *self._budget, self._settings)
         return self._judge.first_verdicts(observations)
 

@@ -5,6 +5,7 @@ the node shares is gone; and JOB, against the job's level only, where a node tha
 Imports numpy and this room.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.detector.common_mode import job_level, peer_medians
+from megatron_resihp.detector.levels import column_medians
 from megatron_resihp.detector.noise import FAR, Noise
 from megatron_resihp.detector.sequential import (
     FAMILIES,
@@ -40,8 +42,6 @@ RAISED: Final = 2.5
 """Standard errors above 0 of a short mean that make a unit suspect."""
 FAR_FROM_MEDIAN: Final = 2.0
 """Residuals farther from the median than this many standard deviations count as that far in a mean."""
-FEWEST_PEERS: Final = 4
-OUTLYING: Final = 6.0
 REFRESH: Final = 8
 """Iterations after which noise, levels and thresholds are computed anew."""
 KEPT: Final = LONGEST + REFRESH + FAR
@@ -70,6 +70,25 @@ class Finding:
     since: int
     window: int
     noise: float
+
+
+@dataclass(frozen=True)
+class Known:
+    """What stays known of a unit that has no work.
+
+    Attributes:
+        level: its healthy level.
+        offset: [families] how far it had drifted from there.
+        slow: whether it was slow.
+        excess: by how much then, log of the ratio of times.
+        began: since which iteration.
+    """
+
+    level: float
+    offset: NDArray[np.float64]
+    slow: bool
+    excess: float
+    began: int
 
 
 class Tracker:
@@ -119,7 +138,7 @@ class Tracker:
         """Set the accepted false alarms of a job of so many iterations and units, all trackers' units together."""
         self._alpha = window_probability(false_alarms, iterations, units)
         self._refresh_in = 0
-        self._shortest_run = min(max(RUNS[0], self._longest_transient() + 1), RUNS[-1])
+        self._shortest_run = min(max(self._shortest_run, self._longest_transient() + 1), RUNS[-1])
 
     def update(self, residuals: NDArray[np.float64], iteration: int) -> list[Finding]:
         """Take in one iteration's residuals, [units], NaN where unknown."""
@@ -136,28 +155,65 @@ class Tracker:
 
     def slow_from_the_start(self) -> list[Finding]:
         """Those that warm-up found to be slow."""
-        return [self._begin(int(unit), Change.ONSET, int(self._began[unit])) for unit in np.flatnonzero(self.slow)]
+        return self._from_the_start(self.slow)
+
+    def _from_the_start(self, slow: NDArray[np.bool_]) -> list[Finding]:
+        return [self._begin(int(unit), Change.ONSET, int(self._began[unit])) for unit in np.flatnonzero(slow)]
 
     def state(self, unit: int, since: int) -> Finding:
         """A slow unit as it is now, as if it had just been found."""
         noise = float(np.sqrt(self.noise.variance[JOB, unit]))
         return Finding(unit, Change.ONSET, float(self.excess[unit]), self.error(unit), since, 0, noise)
 
-    def move(self, source: NDArray[np.int64], group: NDArray[np.int64], history: NDArray[np.float64]) -> None:
-        """Go on with other units in another order.
+    def known(self) -> list[Known]:
+        """What is known of each unit, to be given to `move` when it comes back."""
+        return [
+            Known(float(self.level[unit]), self._offset[:, unit].copy(), bool(self.slow[unit]),
+                  float(self.excess[unit]), int(self._began[unit]))
+            for unit in range(self.level.size)
+        ]  # fmt: skip
+
+    def move(
+        self,
+        source: NDArray[np.int64],
+        returning: Mapping[int, Known],
+        group: NDArray[np.int64],
+        history: NDArray[np.float64],
+        iterations: NDArray[np.int64],
+        level: NDArray[np.float64],
+        slow: NDArray[np.bool_],
+    ) -> list[Finding]:
+        """Go on with other units in another order; returns which of the new ones are slow from the start.
 
         Args:
-            source: [new units] the number that the unit had, -1 for one that was not known.
+            source: [new units] the number that the unit had, -1 for one that had no work.
+            returning: what was known of those that had none, by their number.
             group: [new units] as in the constructor.
             history: [iterations, new units] residuals, from which the unknown ones' levels are learned.
+            iterations: [iterations] their numbers.
+            level, slow: what `healthy_levels` says of the history.
         """
-        known = source >= 0
+        present, empty = source >= 0, not self.level.size
         self._group = group
-        for name in _OF_UNITS:
-            values = getattr(self, name)[..., source]
-            setattr(self, name, np.where(known, values, np.zeros_like(values)))
-        self.level = np.where(known, self.level[source], column_medians(history))
-        self.noise.move(source)
+        for name in ("level", *_OF_UNITS):
+            setattr(self, name, _moved(getattr(self, name), source))
+        self.level = np.where(present, self.level, level)
+        for unit, known in returning.items():
+            self.level[unit], self._offset[:, unit] = known.level, known.offset
+            self.slow[unit], self._began[unit] = known.slow, known.began
+            self.excess[unit] = self._first_excess[unit] = known.excess
+        new = slow & ~present
+        new[list(returning)] = False
+        self.slow |= new
+        self._began[new] = iterations[0]
+        centred = np.stack([self._centred(row - self.level) for row in history])
+        if empty:
+            self.noise = Noise(centred - column_medians(centred), smallest_clip=CLIP_SHARE * self._smallest)
+        else:
+            self.noise.move(source)
+        for iteration, row in zip(iterations, centred, strict=True):
+            self._push(np.where(new, row, np.nan), int(iteration))
+        return self._from_the_start(new)
 
     def suspect(self) -> NDArray[np.bool_]:
         """[units] who is slow, or may be so soon: nothing normal is to be learned from it."""
@@ -206,10 +262,10 @@ class Tracker:
         self._unlearned[:] = 0
 
     def _longest_transient(self) -> int:
-        """The longest run in warm-up of residuals that a run test would count: it ended by itself."""
+        """The longest run of a healthy unit's residuals that a run test would count: it ended by itself."""
         limit = thresholds(self.noise, self._alpha, self._smallest, RUNS[0]).runs[0]
         newest = self._recent - self._offset
-        known = np.arange(KEPT)[:, None, None] < self._count
+        known = (np.arange(KEPT)[:, None, None] < self._count) & ~self.slow
         run = np.zeros(self._count.shape, dtype=np.int64)
         longest = 0
         for above in (newest > limit) & known:
@@ -315,37 +371,6 @@ class Tracker:
         return float(np.clip(series, centre - reach, centre + reach).mean())
 
 
-def healthy_levels(
-    history: NDArray[np.float64], peers: NDArray[np.int64], slowest: float
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Each unit's healthy level, and who was slow throughout warm-up.
-
-    The level is the median of the unit's residuals. Who is farther above its peers' median than `slowest` and than
-    OUTLYING robust standard deviations of the peers' levels is taken to have been slow from the start, its healthy
-    level to be its peers'. Fewer than FEWEST_PEERS peers don't say.
-
-    Args:
-        history: [iterations, units], NaN where unknown.
-        peers: [units] units of the same number have the same work.
-        slowest: share of additional time.
-    """
-    level = column_medians(history)
-    slow = np.zeros(level.size, dtype=bool)
-    for number in np.unique(peers):
-        members = np.flatnonzero(peers == number)
-        if members.size < FEWEST_PEERS:
-            continue
-        centre = np.median(level[members])
-        spread = 1.4826 * np.median(np.abs(level[members] - centre))
-        slow[members] = level[members] - centre > max(np.log1p(slowest), OUTLYING * spread)
-        level[members[slow[members]]] = centre
-    return level, slow
-
-
-def column_medians(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Median over the first axis, 0 where nothing is known."""
-    known = ~np.isnan(values).all(axis=0)
-    result = np.zeros(values.shape[1:])
-    if values.size:
-        result[known] = np.nanmedian(values[:, known], axis=0)
-    return result
+def _moved(values: NDArray, source: NDArray[np.int64]) -> NDArray:
+    """Columns of the last axis by number; zeros for -1."""
+    return np.concatenate([values, np.zeros_like(values, shape=(*values.shape[:-1], 1))], axis=-1)[..., source]

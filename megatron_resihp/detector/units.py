@@ -5,6 +5,9 @@ from numpy.typing import NDArray
 
 from megatron_resihp.detector.observations import Layout
 
+Members = tuple[int, ...]
+"""Worker ids of a unit, or of a link's ends."""
+
 
 def tensor_groups(layout: Layout) -> NDArray[np.int64]:
     """[workers] number of each worker's tensor-parallel group: same replica and stage."""

@@ -1,0 +1,45 @@
+"""Levels of units' residuals: who is healthy, and who was slow all the time. Imports numpy."""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+FEWEST_PEERS: Final = 4
+OUTLYING: Final = 6.0
+
+
+def healthy_levels(
+    history: NDArray[np.float64], peers: NDArray[np.int64], slowest: float
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Each unit's healthy level, and who was slow throughout warm-up.
+
+    The level is the median of the unit's residuals. Who is farther above its peers' median than `slowest` and than
+    OUTLYING robust standard deviations of the peers' levels is taken to have been slow from the start, its healthy
+    level to be its peers'. Fewer than FEWEST_PEERS peers don't say.
+
+    Args:
+        history: [iterations, units], NaN where unknown.
+        peers: [units] units of the same number have the same work.
+        slowest: share of additional time.
+    """
+    level = column_medians(history)
+    slow = np.zeros(level.size, dtype=bool)
+    for number in np.unique(peers):
+        members = np.flatnonzero(peers == number)
+        if members.size < FEWEST_PEERS:
+            continue
+        centre = np.median(level[members])
+        spread = 1.4826 * np.median(np.abs(level[members] - centre))
+        slow[members] = level[members] - centre > max(np.log1p(slowest), OUTLYING * spread)
+        level[members[slow[members]]] = centre
+    return level, slow
+
+
+def column_medians(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Median over the first axis, 0 where nothing is known."""
+    known = ~np.isnan(values).all(axis=0)
+    result = np.zeros(values.shape[1:])
+    if values.size:
+        result[known] = np.nanmedian(values[:, known], axis=0)
+    return result

@@ -1,0 +1,110 @@
+"""What the detector knows across epochs: workers and links that leave, come back, or are new."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_resihp.detector.monitor import Monitor
+from megatron_resihp.detector.observations import Layout
+from megatron_resihp.detector.settings import Settings
+from megatron_resihp.detector.verdict import Change, Kind
+
+WARM = Settings(warm_up=30)
+BY_WORKER = ("workers", "replica", "stage", "tp_rank", "node")
+REPLICAS = [np.array([0, 1, 4, 5]), np.array([2, 3, 6, 7])]
+
+
+def part(layout: Layout, epoch: int, rows: np.ndarray) -> Layout:
+    """A later epoch's layout, of these workers only."""
+    links = layout.links[np.isin(layout.links, layout.workers[rows]).all(axis=1)]
+    return replace(layout, epoch=epoch, links=links, **{name: getattr(layout, name)[rows] for name in BY_WORKER})
+
+
+def go_on(monitor, job, layout, first, last):
+    """Watch a job from one iteration to another in this layout; its verdicts."""
+    if layout is not job.layout:
+        monitor.change_layout(layout)
+    later = replace(job, layout=layout)
+    return [verdict for each in later.iterations(last, first) for verdict in monitor.observe(each)]
+
+
+def told(verdicts):
+    return [(each.kind, each.change, each.workers) for each in verdicts]
+
+
+@pytest.fixture
+def watched(small_job):
+    """(job) → its monitor after 80 iterations, and its verdicts."""
+
+    def watch(job):
+        monitor = Monitor(job.layout, 0.01, 1000, WARM)
+        return monitor, go_on(monitor, job, job.layout, 1, 80)
+
+    return watch
+
+
+@pytest.mark.parametrize("device", [5, (1, 5)])
+def test_a_slow_device_stays_slow_while_an_epoch_leaves_it_out_and_when_it_returns(
+    small_job, slow_from, watched, device
+):
+    job = small_job({device: slow_from(60, 0.7, 200)})
+    monitor, verdicts = watched(job)
+    assert [each.change for each in verdicts] == [Change.ONSET]
+
+    def speed():
+        return monitor.speed(device) if device == 5 else monitor.link_speed(device)
+
+    assert go_on(monitor, job, part(job.layout, 1, REPLICAS[1]), 81, 120) == []
+    assert abs(speed() - 0.7) < 0.02
+    back = replace(job.layout, epoch=2)
+    assert go_on(monitor, job, back, 121, 160) == []
+    assert abs(speed() - 0.7) < 0.02
+    last = [verdict for each in replace(job, layout=back).iterations(230, 161) for verdict in monitor.observe(each)]
+    assert [each.change for each in last] == [Change.RECOVERY] and last[0].since == 200
+
+
+def test_a_suspicion_outlives_an_epoch_without_its_group(small_job, slow_from, watched):
+    job = small_job({5: slow_from(60, 0.8)}, timed=False)
+    monitor, _ = watched(job)
+    assert [each.workers for each in monitor.suspicions()] == [(4, 5)]
+    go_on(monitor, job, part(job.layout, 1, REPLICAS[1]), 81, 100)
+    assert monitor.suspicions() == []
+    go_on(monitor, job, replace(job.layout, epoch=2), 101, 120)
+    (suspicion,) = monitor.suspicions()
+    (verdict,) = monitor.settle(suspicion, {5: 0.8})
+    assert verdict.workers == (5,)
+    go_on(monitor, job, part(job.layout, 3, REPLICAS[1]), 121, 140)
+    assert abs(monitor.speed(5) - 0.8) < 0.02
+
+
+def test_a_new_worker_that_is_slow_is_told_by_its_peers(small_job, slow_from):
+    job = small_job({6: slow_from(1, 0.7)})
+    monitor = Monitor(part(job.layout, 0, np.array([0, 1, 2, 3, 4, 5, 7])), 0.01, 1000, WARM)
+    few = replace(job, layout=part(job.layout, 0, np.array([0, 1, 2, 3, 4, 5, 7])))
+    assert [verdict for each in few.iterations(60) for verdict in monitor.observe(each)] == []
+    verdicts = go_on(monitor, job, replace(job.layout, epoch=1), 61, 100)
+    assert told(verdicts) == [(Kind.COMPUTE, Change.ONSET, (6,))] and verdicts[0].iteration <= 71
+    assert abs(monitor.speed(6) - 0.7) < 0.02
+
+
+def test_links_may_come_with_a_later_epoch(small_job, slow_from):
+    job = small_job({(1, 5): slow_from(110, 0.4)})
+    monitor = Monitor(replace(job.layout, links=job.layout.links[:0]), 0.01, 1000, WARM)
+    alone = replace(job, layout=replace(job.layout, links=job.layout.links[:0]))
+    assert [verdict for each in alone.iterations(60) for verdict in monitor.observe(each)] == []
+    verdicts = go_on(monitor, job, replace(job.layout, epoch=1), 61, 140)
+    assert told(verdicts) == [(Kind.LINK, Change.ONSET, (1, 5))]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_worker_that_is_known_to_be_slow_does_not_delay_the_verdict_on_others(small_job, slow_from, moved):
+    job = small_job({6: slow_from(60 if moved else 1, 0.7), 1: slow_from(110, 0.6)}, noise=0.03)
+    monitor = Monitor(job.layout, 0.01, 1000, Settings(warm_up=50))
+    verdicts = go_on(monitor, job, job.layout, 1, 80)
+    layout = replace(job.layout, epoch=1) if moved else job.layout
+    verdicts += go_on(monitor, job, layout, 81, 130)
+    assert [each.workers for each in verdicts] == [(6,), (1,)]
+    assert verdicts[1].iteration <= 113
