@@ -173,6 +173,6 @@ def rounded(value: Any, digits: int = 3) -> Any:
     return [rounded(item, digits) for item in value] if isinstance(value, list) else value
 
 
-def print_result(result: dict[str, Any]) -> None:
+def print_result(result: dict[str, Any], digits: int = 3) -> None:
     """The result as JSON in the last line of standard output."""
-    print(json.dumps(rounded(result)), flush=True)
+    print(json.dumps(rounded(result, digits)), flush=True)
