@@ -18,11 +18,13 @@ HEALTHY = 200
 """Iterations that are judged and that no drill touches."""
 END = WARM_UP + HEALTHY + (SLOW_CLEARED - SLOW) + (LINK_CLEARED - LINK)
 
-ETHERNET = 3.125e9
-"""Bytes per second of a network on which a transfer takes 21 ms of the emulated clock, far more than a busy machine
+ETHERNET = 1.25e9
+"""Bytes per second of a network on which a transfer takes 32 ms of the emulated clock, far more than a busy machine
 adds to a real one: the devices' own network would hide a slow link behind that."""
+TIME_SCALE = 0.15
+"""Seconds of the emulated clock per second of the device: as short as two cores can do."""
 JOB_S = 480.0
-"""It takes about four minutes."""
+"""It takes about three minutes."""
 
 
 @pytest.mark.timeout(JOB_S + 60)
@@ -30,6 +32,7 @@ def test_a_slow_worker_and_a_slow_link_are_named_and_nothing_else_is(
     jobs: Jobs, documents: Path, tmp_path: Path
 ) -> None:
     profile = json.loads((BUILT_IN / "h800.json").read_text())
+    profile["time_scale"] = TIME_SCALE
     profile["links"]["between_nodes"]["bytes_per_s"] = ETHERNET
     (tmp_path / "profile.json").write_text(json.dumps(profile))
     arguments = tiny(
