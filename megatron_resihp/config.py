@@ -151,6 +151,11 @@ class ResihpConfig:
         "most 1.", metavar="N",
     )  # fmt: skip
 
+    resihp_cost_model: str | None = _flag(
+        None, "The cost_model.json of an earlier run of the job, so that slow workers are looked for from the first "
+        "iterations on; without it, the one in the run directory if there is one.", metavar="FILE",
+    )  # fmt: skip
+
     def drills(self) -> tuple[Drill, ...]:
         """The failures to stage.
 

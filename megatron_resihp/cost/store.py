@@ -15,16 +15,17 @@ from megatron_resihp.cost.model import CostModel, LinkCost
 
 FILE_NAME: Final = "cost_model.json"
 VERSION: Final = 1
+MEND: Final = "remove it to warm up anew"
 
 
 class CostModelError(Exception):
     """A file is no cost model that this version can read; the message is "cause; mend" in one line."""
 
 
-def save(model: CostModel, path: Path) -> None:
-    """Write the model; a reader never sees half a file. Raises OSError."""
+def save(model: CostModel, path: Path, sections: Mapping[str, Any] | None = None) -> None:
+    """Write the model, and what others keep beside it; a reader never sees half a file. Raises OSError."""
     partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(to_json(model), allow_nan=False))
+    partial.write_text(json.dumps({**to_json(model), **(sections or {})}, allow_nan=False))
     os.replace(partial, path)
 
 
@@ -34,20 +35,29 @@ def load(path: Path) -> CostModel:
     Raises:
         CostModelError: the file is missing, damaged, or of another version.
     """
-    mend = "remove it to warm up anew"
+    data = read(path)
+    try:
+        return from_json(data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CostModelError(f"{path} is no complete cost model ({error!r}); {MEND}") from None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The file's plain values, sections of others too.
+
+    Raises:
+        CostModelError: the file is missing, no JSON, or of another version.
+    """
     try:
         data = json.loads(path.read_text())
     except OSError as error:
         raise CostModelError(f"{path} cannot be read ({error.strerror}); give the file that a run has saved") from None
     except ValueError:
-        raise CostModelError(f"{path} is not JSON; {mend}") from None
+        raise CostModelError(f"{path} is not JSON; {MEND}") from None
     found = data.get("version") if isinstance(data, dict) else None
     if found != VERSION:
-        raise CostModelError(f"{path} is a cost model of version {found}, this is version {VERSION}; {mend}")
-    try:
-        return from_json(data)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CostModelError(f"{path} is no complete cost model ({error!r}); {mend}") from None
+        raise CostModelError(f"{path} is a cost model of version {found}, this is version {VERSION}; {MEND}")
+    return dict(data)
 
 
 def to_json(model: CostModel) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Imports numpy and the room `cost`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -15,10 +16,15 @@ from megatron_resihp.cost.fit import Fits, masked_median
 from megatron_resihp.cost.model import CostModel, Link, LinkCost, fit_links, fit_ops
 from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.residuals import robust_average
+from megatron_resihp.detector.units import has_peers
 
 ENOUGH: Final = 4000
 """Measurements of an op kind in a stage from which its cost is fitted; more would only take longer."""
 LEAST_NOISE: Final = 1e-3
+MISFIT: Final = 1.5
+"""Ops that scatter by so many times their noise are not those that the costs were learned from."""
+IRRELEVANT: Final = 0.01
+"""Scatter that does not matter, whatever the noise was."""
 UNKNOWN: Final = LinkCost(float("nan"), float("nan"), False, float("nan"))
 
 
@@ -28,24 +34,37 @@ class Expected:
     Attributes:
         hidden: [workers, kinds, chunks] ops whose duration says nothing of their worker unless waits were timed: those
             of tensor-parallel groups that were seen to wait.
+        op_noise: relative standard deviation of an op's own compute.
     """
 
-    def __init__(self, layout: Layout, warm_up: Sequence[IterationObservations], shared: NDArray[np.bool_]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        warm_up: Sequence[IterationObservations],
+        shared: NDArray[np.bool_],
+        known: CostModel | None = None,
+    ) -> None:
         """Fit from warm-up.
 
         Args:
             layout: of the iterations.
             warm_up: iterations to learn from.
             shared: [workers] who is in a tensor-parallel group with others.
+            known: costs that an earlier run has learned, which only have to be scaled to these iterations. Of links
+                it is known how their time depends on the size; a plain level is learned anew.
         """
-        self._stage = layout.stage
-        waited = np.isfinite(np.stack([each.waited for each in warm_up])).any(axis=(0, 4))
-        self.hidden = waited & shared[:, None, None]
-        self._cost = CurrentCost(CostModel(*self._fit(warm_up)))
-        noise = self.model.ops.noise[np.isfinite(self.model.ops.noise)]
-        self._op_noise = max(float(np.median(noise)), LEAST_NOISE) if noise.size else LEAST_NOISE
         self._link_costs: dict[Link, LinkCost] = {}
-        self._set_links(layout, warm_up)
+        if known is None:
+            self._stage = layout.stage
+            self.hidden = _hidden(warm_up, shared)
+            self._cost = CurrentCost(CostModel(*self._fit(warm_up)))
+            self._set_links(layout, warm_up)
+        else:
+            self._cost = CurrentCost(known)
+            self._link_costs = {pair: link for pair, link in known.links.items() if link.informative}
+            self.move(layout, warm_up, np.zeros(layout.workers.size), shared)
+        noise = self.model.ops.noise[np.isfinite(self.model.ops.noise)]
+        self.op_noise = max(float(np.median(noise)), LEAST_NOISE) if noise.size else LEAST_NOISE
 
     def _fit(self, warm_up: Sequence[IterationObservations]) -> tuple[Fits, Fits]:
         most = np.bincount(self._stage).max() * warm_up[0].tokens.shape[1]
@@ -86,10 +105,13 @@ class Expected:
         known = (timed | ~self.hidden[..., None]) & observations.reported[:, None, None, None]
         return np.where(known & (own > 0) & np.isfinite(own), own, np.nan)
 
+    def predicted(self, observations: IterationObservations) -> NDArray[np.float64]:
+        """Seconds that each op should take its worker, shape of `compute`."""
+        return self.model.own_compute(self._stage, *workload(observations))
+
     def workers(self, observations: IterationObservations) -> NDArray[np.float64]:
         """[workers] residuals of compute."""
-        predicted = self.model.own_compute(self._stage, *workload(observations))
-        return robust_average(self.own(observations), predicted, self._op_noise)
+        return robust_average(self.own(observations), self.predicted(observations), self.op_noise)
 
     def links(self, observations: IterationObservations) -> NDArray[np.float64]:
         """[links] residuals of transfers."""
@@ -136,8 +158,7 @@ class Expected:
         nearest = np.minimum(np.arange(stages), self.model.ops.alpha.shape[0] - 1)
         ops = _select(self.model.ops, nearest)
         self._stage = layout.stage
-        waited = np.isfinite(np.stack([each.waited for each in settling])).any(axis=(0, 4))
-        self.hidden = waited & shared[:, None, None]
+        self.hidden = _hidden(settling, shared)
         model = CostModel(ops, _select(self.model.collectives, nearest))
         ratios = []
         for each in settling:
@@ -154,12 +175,33 @@ class Expected:
         self._set_links(layout, settling)
 
 
+def explains(model: CostModel, layout: Layout, observed: Sequence[IterationObservations]) -> bool:
+    """Whether each worker's ops scatter around the model's predictions, scaled to that worker, as its own noise does,
+    and not as with another model, other kernels or another kind of schedule."""
+    if model.ops.alpha.shape[1:] != observed[0].compute.shape[1:3]:
+        return False
+    expected = Expected(layout, observed, has_peers(layout), model)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        residuals = np.log([expected.own(each) / expected.predicted(each) for each in observed])
+    by_op = np.moveaxis(residuals, 0, -1).reshape(math.prod(residuals.shape[1:4]), -1)
+    known = np.isfinite(by_op)
+    deviation = np.abs(by_op - masked_median(by_op, known)[:, None])
+    scatter = 1.4826 * masked_median(deviation.reshape(1, -1), known.reshape(1, -1))[0]
+    return bool(scatter <= max(MISFIT * expected.op_noise, IRRELEVANT))
+
+
 def workload(observations: IterationObservations) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """N and Σ l², [workers, micro-batches]; 1 and 0 where nothing is known of any, so that a level can be fitted."""
     tokens, squares = observations.tokens, observations.squares
     if np.isfinite(tokens).any() and np.isfinite(squares).any():
         return tokens, squares
     return np.ones_like(tokens), np.zeros_like(squares)
+
+
+def _hidden(observed: Sequence[IterationObservations], shared: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """[workers, kinds, chunks]; see `Expected.hidden`."""
+    waited = np.isfinite(np.stack([each.waited for each in observed])).any(axis=(0, 4))
+    return waited & shared[:, None, None]
 
 
 def _by_bytes(cost: LinkCost, size: float) -> LinkCost:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.detector.expected import Expected
+from megatron_resihp.detector.learned import Learned, UnitsNoise
 from megatron_resihp.detector.levels import healthy_levels
 from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.settings import Settings
@@ -43,21 +44,24 @@ class Judge:
         false_alarms: float,
         iterations: int,
         settings: Settings,
+        known: Learned | None = None,
     ) -> None:
-        """Learn from warm-up; the arguments are those of `Monitor`."""
+        """Learn from warm-up, or from a few iterations what is not known; the arguments are those of `Monitor`."""
         self._layout, self._settings = layout, settings
         self._budget = false_alarms, iterations
         shared = has_peers(layout)
-        self.expected = Expected(layout, warm_up, shared)
+        self.expected = Expected(layout, warm_up, shared, known.model if known else None)
         self._units = Units(layout, shared & ~self.expected.hidden.any(axis=(1, 2)))
         numbers = np.array([each.iteration for each in warm_up])
         history = np.stack([self._units.average(self.expected.workers(each)) for each in warm_up])
         level, slow = healthy_levels(history, self._units.stage, settings.peer_slowdown)
         smallest = settings.smallest_slowdown
-        self.workers = Tracker(self._units.node, history, numbers, smallest, level, slow)
+        noise = known.workers.of(self._units.members) if known else None
+        self.workers = Tracker(self._units.node, history, numbers, smallest, level, slow, noise)
         history = np.stack([self.expected.links(each) for each in warm_up])
         level, slow = healthy_levels(history, np.arange(len(layout.links)), settings.peer_slowdown)
-        self.links = Tracker(_sender_node(layout), history, numbers, smallest, level, slow)
+        noise = known.links.of(_pairs(layout)) if known else None
+        self.links = Tracker(_sender_node(layout), history, numbers, smallest, level, slow, noise)
         self._share_budget()
         self._suspicions: dict[Members, Suspicion] = {}
         self._named: dict[Members, dict[int, float]] = {}
@@ -124,6 +128,14 @@ class Judge:
             suspect = self._units.spread(self.workers.suspect()) | left_out
             self.expected.learn(observations, self._units.spread(self.workers.healthy_level()), suspect)
         return self._verdicts(found, found_links, observations)
+
+    def learned(self) -> Learned:
+        """What another run of the job can start from."""
+        return Learned(
+            self.expected.model,
+            UnitsNoise(tuple(self._units.members), self.workers.known_noise()),
+            UnitsNoise(tuple(_pairs(self._layout)), self.links.known_noise()),
+        )
 
     # Verdicts
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from megatron_resihp.cost.model import CostModel
+from megatron_resihp.detector.expected import explains
 from megatron_resihp.detector.judge import Judge
+from megatron_resihp.detector.learned import Learned
 from megatron_resihp.detector.notices import Disturbances, Notice, data_stall
 from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.settings import Settings
@@ -48,30 +50,47 @@ class Monitor:
         false_alarms_per_job: float = 0.01,
         expected_iterations: int = 100_000,
         settings: Settings | None = None,
+        known: Learned | None = None,
     ) -> None:
-        """A detector that knows nothing yet of the job.
+        """A detector that knows nothing yet of the job's devices.
 
         Args:
             layout: the workers and links in the order of the observations' arrays.
             false_alarms_per_job: how many false alarms the user accepts in a whole job, on average.
             expected_iterations: how many iterations the job is expected to have.
             settings: the rest.
+            known: what an earlier run of the job has learned. It then begins like a new epoch: its first iterations
+                tell the devices' levels. If they contradict the known costs, warm-up is as usual.
         """
         self._settings = settings or Settings()
         self._budget = false_alarms_per_job, expected_iterations
         self._layout = layout
         self._judge: Judge | None = None
+        self._known = known
         self._notices: list[Notice] = []
         self._last: IterationObservations | None = None
         self.counters = Counters()
-        self._begin_epoch(self._settings.warm_up)
+        self._begin_epoch()
 
-    def _begin_epoch(self, learning: int) -> None:
-        self._to_skip, self._to_learn = self._settings.skipped, learning
+    def _begin_epoch(self) -> None:
+        self._to_skip, self._to_learn = self._settings.skipped, self._needed()
         self._learning: list[IterationObservations] = []
         self._disturbances = Disturbances(self._layout.workers.size)
 
+    def _needed(self) -> int:
+        """Iterations of an epoch to learn from."""
+        return self._settings.settling if self._judge or self._known else self._settings.warm_up
+
     # What others ask
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it judges, or will, by what an earlier run has learned."""
+        return self._known is not None
+
+    def learned(self) -> Learned | None:
+        """What another run of the job can start from, once warm-up is over."""
+        return self._judge.learned() if self._judge else None
 
     @property
     def model(self) -> CostModel | None:
@@ -111,7 +130,7 @@ class Monitor:
     def change_layout(self, layout: Layout) -> None:
         """A new epoch has begun: its first iterations are not judged."""
         self._layout = layout
-        self._begin_epoch(self._settings.settling if self._judge else self._settings.warm_up)
+        self._begin_epoch()
 
     def observe(self, observations: IterationObservations) -> list[Verdict]:
         """What is new after this iteration; iterations come in growing order."""
@@ -131,7 +150,7 @@ class Monitor:
     def _learn(self, observations: IterationObservations) -> list[Verdict]:
         if self._learning and self._learning[-1].compute.shape != observations.compute.shape:
             self._learning.clear()
-            self._to_learn = self._settings.settling if self._judge else self._settings.warm_up
+            self._to_learn = self._needed()
         self._learning.append(observations)
         self._to_learn -= 1
         if self._to_learn > 0:
@@ -139,7 +158,11 @@ class Monitor:
         learned, self._learning = self._learning, []
         if self._judge:
             return self._judge.moved(self._layout, learned)
-        self._judge = Judge(self._layout, learned, *self._budget, self._settings)
+        if self._known and not explains(self._known.model, self._layout, learned):
+            self._known = None
+            self._to_learn, self._learning = max(self._needed() - len(learned), 1), learned
+            return []
+        self._judge = Judge(self._layout, learned, *self._budget, self._settings, self._known)
         return self._judge.first_verdicts(observations)
 
     def _acceptable(self, observations: IterationObservations) -> bool:

@@ -8,6 +8,7 @@ formula: heavy tails and stalls raise the thresholds by themselves.
 Arrays are [families, units]; see `tracker` for families.
 """
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -26,18 +27,69 @@ CLIP: Final = 3.0
 SIGNIFICANT: Final = 1.5
 """Standard errors that V(FAR) − V(1) must exceed to be drift."""
 _BIN, _BINS = 0.05, 400
+EARLIER_RUN: Final = 50.0
+"""What an earlier run learned of a unit counts like so many residuals, a warm-up's worth: the devices may be others."""
+MEDIAN_EFFICIENCY: Final = 2 / np.pi
+"""A median says as much of a level as the mean of this share of the residuals."""
+
+LATER_RESIDUAL: Final = 0.25
+"""A level learned from a few residuals follows later ones so slowly (`tracker`) that each is worth this part of one."""
+
+
+@dataclass(frozen=True)
+class KnownNoise:
+    """What was learned of some units' noise, to be used in another run.
+
+    Attributes:
+        near, far: [families, units] the variogram at lags 1 and FAR.
+        weight: [families, units] residuals that they were learned from.
+        tail: [families, bins] how many standardised residuals were that large.
+        transient: iterations of the longest slowdown that ended by itself and must not alarm.
+    """
+
+    near: NDArray[np.float64]
+    far: NDArray[np.float64]
+    weight: NDArray[np.float64]
+    tail: NDArray[np.float64]
+    transient: int = 0
+
+    @property
+    def shape_is_sound(self) -> bool:
+        """Whether the arrays fit each other and hold what they can hold."""
+        arrays = (self.near, self.far, self.weight, self.tail)
+        alike = self.near.ndim == 2 and self.near.shape == self.far.shape == self.weight.shape
+        sized = alike and self.tail.shape == (self.near.shape[0], _BINS + 1)
+        return sized and all(bool((np.isfinite(each) & (each >= 0)).all()) for each in arrays)
+
+    def of(self, source: NDArray[np.int64]) -> "KnownNoise | None":
+        """Of other units: number `source` of these each, -1 for one that was not known and counts as average.
+
+        A family without residuals is as noisy as the noisiest; None if nothing is known at all.
+        """
+        if not self.weight.any():
+            return None
+        weight = self.weight[:, source]
+        known = (source >= 0) & (weight > 0)
+        near, far = (np.where(known, values[:, source], self._usual(values)) for values in (self.near, self.far))
+        weight = np.where(known, np.minimum(weight, EARLIER_RUN), EARLIER_RUN)
+        return KnownNoise(near, far, weight, self.tail, self.transient)
+
+    def _usual(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        usual = _pooled(values, self.weight)
+        return np.where(self.weight.any(axis=1, keepdims=True), usual, usual.max())
 
 
 class Noise:
     """Learned from healthy residuals only; who is healthy is the caller's business."""
 
-    def __init__(self, warm_up: NDArray[np.float64], smallest_clip: float) -> None:
+    def __init__(self, warm_up: NDArray[np.float64], smallest_clip: float, known: KnownNoise | None = None) -> None:
         """From warm-up's residuals, [iterations, families, units], NaN where unknown, each unit's median 0.
 
         Args:
             warm_up: the residuals.
             smallest_clip: residuals are never clipped closer than this, so that a fault far above the noise is not
                 clipped down to it.
+            known: what an earlier run says of these units; then the residuals tell their levels and nothing else.
         """
         self._smallest_clip = smallest_clip
         spread = np.nan_to_num(1.4826 * _median(np.abs(warm_up)))
@@ -46,8 +98,15 @@ class Noise:
         self._weight = np.minimum((~np.isnan(near)).sum(axis=0).astype(np.float64), MEMORY)
         self._near, self._far = (np.nan_to_num(np.nanmean(_or_nan(each), axis=0)) for each in (near, far))
         self._tail = np.zeros((warm_up.shape[1], _BINS + 1))
+        self._of_level, self._worth = self._weight.copy(), 1.0
+        """Residuals that say what a unit's level is, and how many more a further one counts for."""
+        if known is not None:
+            self._worth = LATER_RESIDUAL
+            self._of_level = MEDIAN_EFFICIENCY * np.isfinite(warm_up).sum(axis=0)
+            self._near, self._far, self._weight, self._tail = known.near, known.far, known.weight, known.tail.copy()
         self._refresh()
-        self._count(warm_up, np.isfinite(warm_up))
+        if known is None:
+            self._count(warm_up, np.isfinite(warm_up))
 
     def learn(
         self,
@@ -62,9 +121,10 @@ class Noise:
         count = healthy.sum(axis=0)
         step = 1.0 / (np.minimum(self._weight, MEMORY) + np.maximum(count, 1))
         first, second, third = (np.clip(each, -self.clip, self.clip) for each in (residuals, following, earlier))
-        self._near += step * np.where(healthy, (second - first) ** 2 / 2 - self._near, 0.0).sum(axis=0)
-        self._far += step * np.where(both_healthy, (first - third) ** 2 / 2 - self._far, 0.0).sum(axis=0)
-        self._weight += count
+        self._near = self._near + step * np.where(healthy, (second - first) ** 2 / 2 - self._near, 0.0).sum(axis=0)
+        self._far = self._far + step * np.where(both_healthy, (first - third) ** 2 / 2 - self._far, 0.0).sum(axis=0)
+        self._weight = self._weight + count
+        self._of_level = self._of_level + self._worth * count
         self._count(residuals, healthy)
         self._refresh()
 
@@ -76,8 +136,14 @@ class Noise:
             np.where(known, values[:, source], mean)
             for values, mean in zip((self._near, self._far), pooled, strict=True)
         )
-        self._weight = np.where(known, self._weight[:, source], 0.0)
+        self._weight, self._of_level = (
+            np.where(known, values[:, source], 0.0) for values in (self._weight, self._of_level)
+        )
         self._refresh()
+
+    def known(self) -> KnownNoise:
+        """What was learned."""
+        return KnownNoise(self._near, self._far, self._weight, self._tail)
 
     def _refresh(self) -> None:
         near, far = _pooled(self._near, self._weight), _pooled(self._far, self._weight)
@@ -90,7 +156,7 @@ class Noise:
         pairs = np.maximum(self._weight.clip(max=MEMORY).sum(axis=1, keepdims=True), 1.0)
         chance = SIGNIFICANT * near * np.sqrt(6.0 / pairs)
         growth = np.maximum(far - near - chance, 0.0) * HORIZON / FAR
-        self.drift = growth + self.variance / np.maximum(self._weight.clip(max=MEMORY), 1.0)
+        self.drift = growth + self.variance / np.maximum(self._of_level.clip(max=MEMORY), 1.0)
         self.clip = np.maximum(self._smallest_clip, CLIP * np.sqrt(self.variance + self.drift))
 
     def _count(self, residuals: NDArray[np.float64], valid: NDArray[np.bool_]) -> None:

@@ -9,10 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_resihp.cost import store
+from megatron_resihp.cost.store import FILE_NAME as COST_MODEL_NAME
+from megatron_resihp.cost.store import CostModelError
 from megatron_resihp.detector.assemble import Assembler
 from megatron_resihp.detector.inquiry import Inquiries, Order
+from megatron_resihp.detector.keeper import Keeper
 from megatron_resihp.detector.layout import layout_of
+from megatron_resihp.detector.learned import Learned, load
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.notices import Notice
 from megatron_resihp.detector.observations import IterationObservations, Layout
@@ -22,7 +25,6 @@ from megatron_resihp.plan import ParallelPlan
 
 Event = dict[str, Any]
 
-COST_MODEL_NAME: Final = "cost_model.json"
 FALSE_ALARMS_PER_JOB: Final = 0.01
 MOST_KEPT: Final = 4 << 30
 """Bytes of records that are kept with a run: 24 hours of 256 workers with iterations of ten seconds."""
@@ -52,7 +54,10 @@ class DetectionService:
         self._monitor: Monitor | None = None
         self._layout: Layout | None = None
         self._kept = self._judged = 0
-        self._model_saved = False
+        self._keeper = Keeper(run_dir / COST_MODEL_NAME)
+        self._known: Learned | None = None
+        self._known_from: Path | None = None
+        """Where the monitor's costs come from, until that has been told."""
         self._noticed: dict[Any, int] = {}
 
     def note(self, event: Event) -> list[Event]:
@@ -64,7 +69,7 @@ class DetectionService:
                 self._job = event
                 if "gemm" in event:
                     self._inquiries = Inquiries(tuple(event["gemm"]), event["transfer_bytes"])
-                return self._open_recording()
+                return self._open_recording() + self._load()
             case "epoch_started":
                 plan = ParallelPlan.from_dict(event["plan"])
                 nodes = {worker: worker // self._workers_per_node for worker in plan.members}
@@ -107,9 +112,10 @@ class DetectionService:
             self._inquiries.drop()
         if self._monitor is None:
             budget = self._job.get("false_alarms_per_job", FALSE_ALARMS_PER_JOB)
-            self._monitor = Monitor(layout, budget, self._job["train_iters"])
+            self._monitor = Monitor(layout, budget, self._job["train_iters"], known=self._known)
         else:
             self._monitor.change_layout(layout)
+        self._keeper.begin(layout)
         return self._record(lambda recorder: recorder.layout(layout))
 
     def _judge(self, completed: Iterable[IterationObservations]) -> list[Event]:
@@ -118,11 +124,29 @@ class DetectionService:
             assert self._monitor is not None
             self._judged += 1
             events += self._tell(self._monitor.observe(observations))
+            events += self._resumed(observations.iteration)
+            events += self._learn(observations)
             self._inquire(observations.iteration)
             events += [event for notice in self._monitor.take_notices() for event in self._notice(notice)]
-        if not self._model_saved and self._monitor is not None and self._monitor.model is not None:
-            events += self._save_model()
         return events
+
+    def _resumed(self, iteration: int) -> list[Event]:
+        """Whether an earlier run's costs are those of this one, told once that is known."""
+        assert self._monitor is not None
+        if self._known_from is None or (self._monitor.resumed and not self._monitor.watching):
+            return []
+        path, self._known_from = self._known_from, None
+        return [{
+            "event": "detection_resumed", "path": str(path), "fits": self._monitor.resumed, "iteration": iteration,
+        }]  # fmt: skip
+
+    def _learn(self, observations: IterationObservations) -> list[Event]:
+        try:
+            complete = self._keeper.add(observations)
+        except Exception as error:
+            # What is fitted there is for other runs: whatever keeps it from being so is no reason to judge no more.
+            return [_failed("cost model", error), *self._save_model()]
+        return self._save_model() if complete else []
 
     def _tell(self, verdicts: Iterable[Verdict]) -> list[Event]:
         events = []
@@ -189,12 +213,25 @@ class DetectionService:
             return [self._stop_recording(error)]
         return []
 
-    def _save_model(self) -> list[Event]:
-        if self._monitor is None or self._monitor.model is None:
+    def _load(self) -> list[Event]:
+        """What an earlier run has learned: the one that was named, or the one that used this directory before."""
+        named = self._job.get("cost_model")
+        path = Path(named) if named else self._run_dir / COST_MODEL_NAME
+        if self._monitor is not None or (named is None and not path.exists()):
             return []
-        self._model_saved = True
         try:
-            store.save(self._monitor.model, self._run_dir / COST_MODEL_NAME)
+            self._known = load(path)
+        except CostModelError as error:
+            return [_failed("cost model", error)]
+        self._known_from = path
+        return []
+
+    def _save_model(self) -> list[Event]:
+        known = self._monitor.learned() if self._monitor is not None else None
+        if known is None:
+            return []
+        try:
+            self._keeper.save(known)
         except OSError as error:
             return [_failed("cost model", error)]
         return []

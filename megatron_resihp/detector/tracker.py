@@ -6,7 +6,7 @@ Imports numpy and this room.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_resihp.detector.common_mode import job_level, peer_medians
 from megatron_resihp.detector.levels import column_medians
-from megatron_resihp.detector.noise import FAR, Noise
+from megatron_resihp.detector.noise import FAR, KnownNoise, Noise
 from megatron_resihp.detector.sequential import (
     FAMILIES,
     LONGEST,
@@ -102,6 +102,7 @@ class Tracker:
         smallest: float,
         level: NDArray[np.float64],
         slow: NDArray[np.bool_],
+        known: KnownNoise | None = None,
     ) -> None:
         """Learn from warm-up.
 
@@ -111,6 +112,7 @@ class Tracker:
             iterations: [warm-up iterations] their numbers.
             smallest: slowdown that is never reported, as log of the ratio of times.
             level, slow: what `healthy_levels` says of the history.
+            known: the units' noise, where an earlier run has learned it; a few iterations tell the levels then.
         """
         units = group.size
         self._group, self._smallest = group, smallest
@@ -125,12 +127,12 @@ class Tracker:
         self._unlearned = np.zeros((FAMILIES, units), dtype=np.int64)
         centred = np.stack([self._centred(row - self.level) for row in history])
         self._offset = column_medians(centred)
-        self.noise = Noise(centred - self._offset, smallest_clip=CLIP_SHARE * smallest)
+        self.noise = Noise(centred - self._offset, CLIP_SHARE * smallest, known)
         self._offset = np.where(slow, 0.0, np.clip(self._offset, -FARTHEST_DRIFT, FARTHEST_DRIFT))
         for iteration, row in zip(iterations[-KEPT:], centred[-KEPT:], strict=True):
             self._push(row, int(iteration))
         self._began[slow] = iterations[0]
-        self._shortest_run = RUNS[0]
+        self._shortest_run = max(RUNS[0], known.transient + 1) if known else RUNS[0]
         self._alpha = 0.0
         self._refresh_in = 0
 
@@ -214,6 +216,10 @@ class Tracker:
         for iteration, row in zip(iterations, centred, strict=True):
             self._push(np.where(new, row, np.nan), int(iteration))
         return self._from_the_start(new)
+
+    def known_noise(self) -> KnownNoise:
+        """What was learned of the noise, for another run."""
+        return replace(self.noise.known(), transient=self._shortest_run - 1)
 
     def suspect(self) -> NDArray[np.bool_]:
         """[units] who is slow, or may be so soon: nothing normal is to be learned from it."""

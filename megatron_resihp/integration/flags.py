@@ -83,6 +83,8 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
         _check_drills(config, args.world_size)
         if config.resihp_emulate is not None:
             _check_emulation(config.resihp_emulate)
+        if config.resihp_cost_model is not None:
+            _check_cost_model(Path(config.resihp_cost_model))
     except (ConfigError, ProfileError) as error:
         fail(str(error))
     assert _parser is not None
@@ -110,6 +112,17 @@ def _check_emulation(profile: str) -> None:
     if not cpu.installed():
         raise ConfigError("--resihp-emulate is for CPU workers; start the job with `resihp launch --stand-in`")
     load_profile(profile)
+
+
+def _check_cost_model(path: Path) -> None:
+    # Here, because importing them takes as long as a short job's iterations.
+    from megatron_resihp.cost.store import CostModelError
+    from megatron_resihp.detector.learned import load
+
+    try:
+        load(path)
+    except CostModelError as error:
+        raise ConfigError(f"--resihp-cost-model {error}") from None
 
 
 def _check_sizes(args: argparse.Namespace) -> None:

@@ -97,6 +97,7 @@ def job_fields(args: Any, config: ResihpConfig) -> dict[str, Any]:
         ],
         "transfer_bytes": args.micro_batch_size * args.seq_length * args.hidden_size * args.params_dtype.itemsize,
         "false_alarms_per_job": config.resihp_false_alarms_per_job,
+        "cost_model": config.resihp_cost_model and os.path.abspath(config.resihp_cost_model),
     }
 
 

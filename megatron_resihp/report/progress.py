@@ -131,6 +131,7 @@ class _Run:
                 f"iteration {e['iteration']}: worker {e['worker']} was tested for {duration(number(e['seconds']))}"
             ],
             names.NOTICE: _notice,
+            names.DETECTION_RESUMED: _detection_resumed,
             names.DETECTION_FAILED: lambda e: [f"the detector's {e['part']} gave up, training goes on: {e['error']}"],
             names.RUN_FINISHED: self._run_finished,
         }
@@ -249,6 +250,12 @@ def _notice(event: Event) -> list[str]:
     workers = listing(f"worker {worker}" for worker in event["workers"])
     what = event["what"].replace("_", " ")
     return [f"iteration {event['iteration']}: {what} held up {workers} for {duration(number(event['seconds']))}"]
+
+
+def _detection_resumed(event: Event) -> list[str]:
+    if not event["fits"]:
+        return [f"the costs in {event['path']} are not this job's: slow workers are looked for after the usual warm-up"]
+    return [f"slow workers are looked for from iteration {event['iteration'] + 1} on, by the costs in {event['path']}"]
 
 
 def _outcome(plan: shape.Plan | None, recovery: Event) -> str:

@@ -114,6 +114,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("gemm", INTEGERS, "m, n and k of a matrix product of the training", required=False),
             Field("transfer_bytes", INTEGER, "size of a micro-batch's activations", required=False),
             Field("false_alarms_per_job", NUMBER, "what the detector may get wrong, on average", required=False),
+            Field("cost_model", TEXT, "file that the detector was to start from; null: none named", required=False),
             Field("emulated", TEXT, "device profile of the emulated clock; null: none", required=False),
             Field(
                 "first_iteration", INTEGER, "iteration already done at the start; missing: as the first step shows",
@@ -336,6 +337,15 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("workers", INTEGERS, "the workers that it held up"),
             Field("seconds", NUMBER, "the longest of their waits"),
             Field("iteration", INTEGER, "when"),
+        ),
+    ),
+    names.DETECTION_RESUMED: EventSchema(
+        "the detector, on node 0",
+        "The detector was given what an earlier run has learned.",
+        (
+            Field("path", TEXT, "the file"),
+            Field("fits", FLAG, "whether it fits this job; if not, warm-up is as usual"),
+            Field("iteration", INTEGER, "when that was known; if it fits, later ones are judged"),
         ),
     ),
     names.DETECTION: EventSchema(

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_resihp.detector import service
+from megatron_resihp.detector import prediction, service
+from megatron_resihp.detector.learned import load
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.recording import FILE_NAME, Recording
 from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
@@ -169,6 +170,60 @@ def test_a_directory_that_cannot_be_written_ends_the_recording_and_not_the_judgi
     parts = [event["part"] for event in job.named("detection_failed")]
     assert parts == ["recording", "cost model"]
     assert [event["workers"] for event in job.named("verdict")][:1] == [[SLOW]]
+
+
+def test_the_costs_of_ops_and_iterations_and_their_errors_are_kept(job: Job, tmp_path: Path) -> None:
+    job.run(range(1, LEARNED))
+    model = load(tmp_path / COST_MODEL_NAME).model
+    assert model.ops.informative[0, :2].all() and model.terms["rest"] == pytest.approx(0.01, abs=0.005)
+    assert 0 < model.micro_batch_mape < 0.03 and 0 < model.iteration_mape < 0.03
+
+
+@pytest.mark.parametrize("same_directory", [True, False])
+def test_a_resumed_job_needs_no_warm_up(job: Job, tmp_path: Path, same_directory: bool) -> None:
+    job.run(range(1, LEARNED))
+    job.finish()
+    path = tmp_path / COST_MODEL_NAME
+    resumed = Job(tmp_path) if same_directory else Job(tmp_path / "elsewhere", cost_model=str(path))
+    resumed.run(range(LEARNED, LEARNED + 15))
+    resumed.run(range(LEARNED + 15, LEARNED + 25), slow=True)
+    (told,) = resumed.named("detection_resumed")
+    assert told["path"] == str(path) and told["fits"] and told["iteration"] == LEARNED + 9
+    assert not problems({"time": 0.0, **told})
+    assert [event["workers"] for event in resumed.named("verdict")][:1] == [[SLOW]]
+
+
+def test_a_resumed_job_that_ends_early_keeps_what_was_known(job: Job, tmp_path: Path) -> None:
+    job.run(range(1, LEARNED))
+    job.finish()
+    before = (tmp_path / COST_MODEL_NAME).read_text()
+    again = Job(tmp_path)
+    again.run(range(LEARNED, LEARNED + 15))
+    again.finish()
+    assert (tmp_path / COST_MODEL_NAME).read_text() == before
+
+
+def test_a_damaged_file_in_the_directory_is_told_and_the_job_warms_up(tmp_path: Path) -> None:
+    (tmp_path / COST_MODEL_NAME).write_text("{")
+    job = Job(tmp_path)
+    job.run(range(1, LEARNED))
+    job.finish()
+    (failure,) = job.named("detection_failed")
+    assert failure["part"] == "cost model" and "is not JSON" in failure["error"]
+    assert job.named("detection")[0]["warm"] and load(tmp_path / COST_MODEL_NAME)
+
+
+def test_what_cannot_be_predicted_is_judged_and_kept_all_the_same(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no such program")
+
+    monkeypatch.setattr(prediction, "Prediction", fail)
+    job.run(range(1, LEARNED))
+    job.run(range(LEARNED, LEARNED + 10), slow=True)
+    assert [event["part"] for event in job.named("detection_failed")] == ["cost model"]
+    assert [event["workers"] for event in job.named("verdict")][:1] == [[SLOW]] and load(tmp_path / COST_MODEL_NAME)
 
 
 def test_a_recording_does_not_grow_for_ever(job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

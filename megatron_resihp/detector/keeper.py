@@ -1,0 +1,59 @@
+"""Keeps what a run learns in its cost model file. Imports numpy, `cost` and this room; numba once there is something.
+
+The costs of ops are the monitor's, which follow the devices. Collectives, links, what an iteration has beside its
+pipeline, and how well all this predicts are fitted from the first iterations of each epoch.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_resihp.cost.model import CostModel
+from megatron_resihp.detector.learned import Learned, save
+from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.settings import Settings
+
+
+class Keeper:
+    """Takes each iteration; says when there is something to save."""
+
+    def __init__(self, path: Path, settings: Settings | None = None) -> None:
+        self._path = path
+        self._settings = settings or Settings()
+        self._layout: Layout | None = None
+        self._to_skip = 0
+        self._waiting: list[IterationObservations] = []
+        self._complete = False
+        self._model: CostModel | None = None
+
+    def begin(self, layout: Layout) -> None:
+        """An epoch begins."""
+        self._layout, self._model, self._complete = layout, None, False
+        self._to_skip, self._waiting = self._settings.skipped, []
+
+    def add(self, observations: IterationObservations) -> bool:
+        """Take in an iteration; returns whether it was the last that the epoch's fit needed."""
+        if self._complete or self._layout is None or observations.epoch != self._layout.epoch:
+            return False
+        if self._to_skip > 0:
+            self._to_skip -= 1
+            return False
+        self._waiting.append(observations)
+        if len(self._waiting) < self._settings.warm_up:
+            return False
+        # Only now, because the simulator's machine code takes a second that the start of a job need not wait for.
+        from megatron_resihp.detector.prediction import Prediction
+
+        self._complete = True
+        observed, self._waiting = self._waiting, []
+        self._model = Prediction(self._layout, observed).model
+        return True
+
+    def save(self, learned: Learned) -> None:
+        """Write what was learned, completed by what was fitted here; nothing while an epoch has just begun.
+
+        Raises OSError.
+        """
+        if not self._complete:
+            return
+        model = learned.model if self._model is None else replace(self._model, ops=learned.model.ops)
+        save(replace(learned, model=model), self._path)
