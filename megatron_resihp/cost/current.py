@@ -26,9 +26,10 @@ class CurrentCost:
     """A cost model whose ops follow slow changes of the devices, and that does not learn a fault as normal."""
 
     def __init__(self, model: CostModel, memory: float = MEMORY) -> None:
-        """`model` counts like the measurements that it was fitted from, but for no more than a memory's worth."""
+        """`model` counts like the measurements that it was fitted from, but for no more than a memory's worth; `memory`
+        is in iterations."""
         self.model = model
-        self._kept = float(np.exp(-1.0 / memory))
+        self._memory = memory
         ops = model.ops
         self._samples = ops.samples.reshape(-1).astype(np.float64)
         self._matrix = ops.information.reshape(-1, 3, 3) * self._samples[:, None, None]
@@ -43,6 +44,7 @@ class CurrentCost:
         tokens: NDArray[np.float64],
         squares: NDArray[np.float64],
         suspect: NDArray[np.bool_],
+        iterations: int = 1,
     ) -> CostModel:
         """Learn from one iteration's measurements; returns the model, which is `model` from now on.
 
@@ -51,6 +53,7 @@ class CurrentCost:
             compute, waited: [workers, kinds, chunks, micro-batches], as in the detector's observations.
             tokens, squares: [workers, micro-batches].
             suspect: [workers], whose measurements may not be learned as normal.
+            iterations: how many have passed since the last update.
         """
         stages = np.asarray(stage, np.int64)
         own = np.where(suspect[:, None, None, None], np.nan, own_seconds(compute[None], waited[None])[0])
@@ -64,13 +67,15 @@ class CurrentCost:
         columns = [np.nan_to_num(by_stage(each[None], stages, len(self.model.ops.alpha))) for each in values]
         flat = [each.reshape(-1, each.shape[-1]) for each in columns]
         matrix, vector = moments(np.stack(flat[:3], axis=-1), flat[3], flat[4])
-        self._learn(matrix, vector, (flat[4] > 0).sum(axis=1))
+        self._learn(matrix, vector, (flat[4] > 0).sum(axis=1), float(np.exp(-iterations / self._memory)))
         return self.model
 
-    def _learn(self, matrix: NDArray[np.float64], vector: NDArray[np.float64], count: NDArray[np.int64]) -> None:
-        worth = count / (1.0 - self._kept)
+    def _learn(
+        self, matrix: NDArray[np.float64], vector: NDArray[np.float64], count: NDArray[np.int64], fading: float
+    ) -> None:
+        worth = count / (1.0 - fading)
         excess = np.where((count > 0) & (self._samples > worth), worth / np.maximum(self._samples, 1.0), 1.0)
-        kept = np.where(count > 0, np.minimum(self._kept, excess), 1.0)
+        kept = np.where(count > 0, np.minimum(fading, excess), 1.0)
         self._samples = self._samples * kept + count
         self._matrix = self._matrix * kept[:, None, None] + matrix
         self._vector = self._vector * kept[:, None] + vector

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron_resihp.cost.current import CurrentCost
 from megatron_resihp.cost.fit import Fits, masked_median
 from megatron_resihp.cost.model import CostModel, Link, LinkCost, fit_links, fit_ops
-from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.observations import IterationObservations, Layout, padded, stacked
 from megatron_resihp.detector.residuals import robust_average
 from megatron_resihp.detector.units import has_peers
 
@@ -67,16 +67,16 @@ class Expected:
         self.op_noise = max(float(np.median(noise)), LEAST_NOISE) if noise.size else LEAST_NOISE
 
     def _fit(self, warm_up: Sequence[IterationObservations]) -> tuple[Fits, Fits]:
-        most = np.bincount(self._stage).max() * warm_up[0].tokens.shape[1]
+        most = np.bincount(self._stage).max() * max(each.tokens.shape[1] for each in warm_up)
         some = warm_up[:: max(1, len(warm_up) * most // ENOUGH)]
-        own = np.stack([self.own(each) for each in some])
-        features = [np.stack([workload(each)[number] for each in some]) for number in (0, 1)]
+        own = padded([self.own(each) for each in some])
+        features = [padded([workload(each)[number] for each in some]) for number in (0, 1)]
         return fit_ops(self._stage, own, np.full_like(own, np.nan), *features)
 
     def _set_links(self, layout: Layout, observed: Sequence[IterationObservations]) -> None:
         """Fit links that were not known before; the others keep their costs, or a slow link would become normal."""
-        sizes = np.stack([each.transfer_bytes for each in observed])
-        costs = fit_links(layout.links, np.stack([each.transfer for each in observed]), sizes)
+        sizes = stacked(observed, "transfer_bytes")
+        costs = fit_links(layout.links, stacked(observed, "transfer"), sizes)
         by_link = np.moveaxis(sizes, 1, 0).reshape(len(layout.links), sizes.shape[0] * sizes.shape[2])
         usual = masked_median(by_link, np.isfinite(by_link))
         for (first, second), size in zip(layout.links.tolist(), usual, strict=True):
@@ -127,7 +127,11 @@ class Expected:
         return float((1 - fixed) / max(np.exp(excess) - fixed, 1 - fixed))
 
     def learn(
-        self, observations: IterationObservations, level: NDArray[np.float64], suspect: NDArray[np.bool_]
+        self,
+        observations: IterationObservations,
+        level: NDArray[np.float64],
+        suspect: NDArray[np.bool_],
+        iterations: int,
     ) -> None:
         """Follow slow changes of what work costs.
 
@@ -135,9 +139,10 @@ class Expected:
             observations: of one iteration.
             level: [workers] log of each device's own level against its stage's; taken out before learning.
             suspect: [workers] who teaches nothing.
+            iterations: how many have passed since the last time.
         """
         own = self.own(observations) * np.exp(-level)[:, None, None, None]
-        self._cost.update(self._stage, own, np.full_like(own, np.nan), *workload(observations), suspect)
+        self._cost.update(self._stage, own, np.full_like(own, np.nan), *workload(observations), suspect, iterations)
 
     def move(
         self,
@@ -155,19 +160,21 @@ class Expected:
             shared: as in the constructor.
         """
         stages = int(layout.stage.max()) + 1
-        nearest = np.minimum(np.arange(stages), self.model.ops.alpha.shape[0] - 1)
-        ops = _select(self.model.ops, nearest)
+        chunks = settling[0].compute.shape[2]
+        nearest = [np.minimum(np.arange(count), self.model.ops.alpha.shape[axis] - 1)
+                   for axis, count in ((0, stages), (2, chunks))]  # fmt: skip
+        ops, collectives = (_select(fits, *nearest) for fits in (self.model.ops, self.model.collectives))
         self._stage = layout.stage
         self.hidden = _hidden(settling, shared)
-        model = CostModel(ops, _select(self.model.collectives, nearest))
+        model = CostModel(ops, collectives)
         ratios = []
         for each in settling:
             predicted = model.own_compute(self._stage, *workload(each))
             ratios.append(np.log(self.own(each) / predicted) - level[:, None, None, None])
         scale = np.ones(ops.alpha.shape)
-        stacked = np.stack(ratios)
+        ratio = padded(ratios)
         for stage in range(stages):
-            of_stage = stacked[:, layout.stage == stage]
+            of_stage = ratio[:, layout.stage == stage]
             of_stage = np.moveaxis(of_stage, (2, 3), (0, 1)).reshape(*scale.shape[1:], -1)
             known = np.isfinite(of_stage).any(axis=-1)
             scale[stage][known] = np.exp(np.nanmedian(of_stage[known], axis=-1))
@@ -182,7 +189,7 @@ def explains(model: CostModel, layout: Layout, observed: Sequence[IterationObser
         return False
     expected = Expected(layout, observed, has_peers(layout), model)
     with np.errstate(divide="ignore", invalid="ignore"):
-        residuals = np.log([expected.own(each) / expected.predicted(each) for each in observed])
+        residuals = np.log(padded([expected.own(each) / expected.predicted(each) for each in observed]))
     by_op = np.moveaxis(residuals, 0, -1).reshape(math.prod(residuals.shape[1:4]), -1)
     known = np.isfinite(by_op)
     deviation = np.abs(by_op - masked_median(by_op, known)[:, None])
@@ -200,7 +207,7 @@ def workload(observations: IterationObservations) -> tuple[NDArray[np.float64], 
 
 def _hidden(observed: Sequence[IterationObservations], shared: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """[workers, kinds, chunks]; see `Expected.hidden`."""
-    waited = np.isfinite(np.stack([each.waited for each in observed])).any(axis=(0, 4))
+    waited = np.isfinite(stacked(observed, "waited")).any(axis=(0, 4))
     return waited & shared[:, None, None]
 
 
@@ -212,8 +219,8 @@ def _by_bytes(cost: LinkCost, size: float) -> LinkCost:
     return replace(cost, latency=0.0, seconds_per_byte=cost.latency / size)
 
 
-def _select(fits: Fits, stages: NDArray[np.int64]) -> Fits:
-    return Fits(**{name: getattr(fits, name)[stages] for name in fits.__dataclass_fields__})
+def _select(fits: Fits, stages: NDArray[np.int64], chunks: NDArray[np.int64]) -> Fits:
+    return Fits(**{name: getattr(fits, name)[stages][:, :, chunks] for name in fits.__dataclass_fields__})
 
 
 def _scaled(fits: Fits, scale: NDArray[np.float64]) -> Fits:

@@ -4,16 +4,18 @@ It waits out what is not representative, warms up, and then judges every iterati
 left out; nothing that arrives can end it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
 
 from megatron_resihp.cost.model import CostModel
 from megatron_resihp.detector.expected import explains
 from megatron_resihp.detector.judge import Judge
 from megatron_resihp.detector.learned import Learned
 from megatron_resihp.detector.notices import Disturbances, Notice, data_stall
-from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.observations import IterationObservations, Layout, with_chunks, without
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Verdict
@@ -143,19 +145,16 @@ class Monitor:
             self._to_skip -= 1
             return []
         if self._to_learn > 0:
-            return self._learn(observations)
+            return self._learn(without(observations, left_out))
         assert self._judge is not None
         return self._judge.judge(observations, left_out)
 
     def _learn(self, observations: IterationObservations) -> list[Verdict]:
-        if self._learning and self._learning[-1].compute.shape != observations.compute.shape:
-            self._learning.clear()
-            self._to_learn = self._needed()
         self._learning.append(observations)
         self._to_learn -= 1
         if self._to_learn > 0:
             return []
-        learned, self._learning = self._learning, []
+        learned, self._learning = _alike(self._learning), []
         if self._judge:
             return self._judge.moved(self._layout, learned)
         if self._known and not explains(self._known.model, self._layout, learned):
@@ -185,3 +184,9 @@ class Monitor:
         notice = data_stall(observations, self._layout)
         if notice:
             self._notices = [*self._notices[-MOST_NOTICES + 1 :], notice]
+
+
+def _alike(observed: Sequence[IterationObservations]) -> list[IterationObservations]:
+    """The same with as many model chunks as most of them have."""
+    chunks = int(np.bincount([each.compute.shape[2] for each in observed]).argmax())
+    return [with_chunks(each, chunks) for each in observed]

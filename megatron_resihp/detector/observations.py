@@ -3,7 +3,8 @@
 Imports numpy.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,3 +60,35 @@ class IterationObservations:
     spans: NDArray[np.float64]
     seconds: NDArray[np.float64]
     reported: NDArray[np.bool_]
+
+
+def stacked(observations: Sequence[IterationObservations], name: str) -> NDArray[np.float64]:
+    """One array of all iterations, padded with NaN where some recorded less than others."""
+    return padded([getattr(each, name) for each in observations])
+
+
+def padded(arrays: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """One array of all of them, padded with NaN to the largest."""
+    shape = np.max([array.shape for array in arrays], axis=0)
+    result = np.full((len(arrays), *shape), np.nan)
+    for row, array in zip(result, arrays, strict=True):
+        row[tuple(map(slice, array.shape))] = array
+    return result
+
+
+def with_chunks(observations: IterationObservations, chunks: int) -> IterationObservations:
+    """The same with so many model chunks of a worker: others hold nothing, or were told of by a damaged record."""
+    compute, waited = observations.compute, observations.waited
+    if compute.shape[2] == chunks:
+        return observations
+    missing = [(0, 0), (0, 0), (0, max(chunks - compute.shape[2], 0)), (0, 0)]
+    compute, waited = (np.pad(each[:, :, :chunks], missing, constant_values=np.nan) for each in (compute, waited))
+    return replace(observations, compute=compute, waited=waited)
+
+
+def without(observations: IterationObservations, workers: NDArray[np.bool_]) -> IterationObservations:
+    """The same without what these workers, [workers], measured of their ops."""
+    if not workers.any():
+        return observations
+    compute = np.where(workers[:, None, None, None], np.nan, observations.compute)
+    return replace(observations, compute=compute)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_resihp.cost.model import CostModel, fit_links, fit_ops, own_seconds, term
 from megatron_resihp.detector.interface import iteration_seconds
-from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.observations import IterationObservations, Layout, stacked
 from megatron_resihp.detector.records import OpKind, SpanKind
 from megatron_resihp.pipeline.program import Program
 from megatron_resihp.pipeline.schedules import interleaved, one_f_one_b, zero_bubble_h1
@@ -133,16 +133,6 @@ def program_of(stages: int, chunks: int, micro_batches: int, splits_backward: bo
     if splits_backward:
         return zero_bubble_h1(stages, micro_batches)
     return interleaved(stages, chunks, micro_batches) if chunks > 1 else one_f_one_b(stages, micro_batches)
-
-
-def stacked(observations: Sequence[IterationObservations], name: str) -> Array:
-    """One array of all iterations, padded with NaN where some recorded less than others."""
-    arrays = [getattr(each, name) for each in observations]
-    shape = np.max([array.shape for array in arrays], axis=0)
-    result = np.full((len(arrays), *shape), np.nan)
-    for row, array in zip(result, arrays, strict=True):
-        row[tuple(map(slice, array.shape))] = array
-    return result
 
 
 def mape(measured: Array, predicted: ArrayLike) -> float:

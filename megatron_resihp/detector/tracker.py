@@ -36,6 +36,8 @@ CLIP_SHARE: Final = 2.0
 """Residuals are never clipped closer than this times the smallest slowdown: two stalls of six iterations stay below."""
 RECOVERY_ODDS: Final = 1e6
 """How much likelier "healthy again" has to be than "as slow as before"."""
+RECOVERED: Final = 3.0
+"""Standard errors by which the level of a unit that recovers by and by has to lie below the smallest slowdown."""
 SEVERITY_WINDOW: Final = 8
 SMALLEST_SEVERITY: Final = 0.04
 RAISED: Final = 2.5
@@ -304,7 +306,10 @@ class Tracker:
         return findings
 
     def _recovery(self, unit: int, series: NDArray[np.float64]) -> Finding | None:
-        """Wald's sequential probability ratio test of level 0 against the level before, over the newest residuals."""
+        """Wald's sequential probability ratio test of level 0 against the level before, over the newest residuals.
+
+        Where the slowness faded there is no level before: then all residuals that are kept have to be small.
+        """
         clip = self.noise.clip[JOB, unit]
         for window in (n for n in (*RUNS, *MEANS) if n < series.size):
             rest = series[window:]
@@ -318,6 +323,9 @@ class Tracker:
                     return self._begin(unit, Change.SEVERITY, since, window)
                 self._remember_transient(since - int(self._began[unit]))
                 return self._begin(unit, Change.RECOVERY, since, window)
+        error = np.sqrt(self.noise.variance[JOB, unit] / LONGEST + self.noise.drift[JOB, unit])
+        if series.size == LONGEST and self._mean(unit, series) + RECOVERED * error < self._smallest:
+            return self._begin(unit, Change.RECOVERY, int(self._when[LONGEST - 1, JOB, unit]), LONGEST)
         return None
 
     def _severity(self, unit: int, series: NDArray[np.float64]) -> Finding | None:

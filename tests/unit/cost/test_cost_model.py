@@ -104,6 +104,18 @@ def test_slow_change_is_followed() -> None:
     assert follow(current, np.full(4, 1.02), NOBODY) / before == pytest.approx(1.02, abs=0.004)
 
 
+def test_memory_is_in_iterations_however_often_there_are_updates() -> None:
+    data, found = warm_up(141, noise=0.001, seed=1), []
+    for every in (1, 7):
+        current = CurrentCost(model(iterations=150), memory=100)
+        for number in range(0, 141, every):
+            measured = (1.01 * data[name][number] for name in ("compute", "waited"))
+            features = (data[name][number] for name in ("tokens", "squares"))
+            current.update(STAGE, *measured, *features, NOBODY, iterations=every)
+        found.append(current.model.own_compute(STAGE, np.full((4, 1), 5e3), np.full((4, 1), 1e7)))
+    assert found[1] == pytest.approx(found[0], rel=0.001)
+
+
 def test_a_suspect_teaches_nothing() -> None:
     current = CurrentCost(model(), memory=50)
     before = current.model.ops.alpha[:, 0, 0].copy()

@@ -60,6 +60,16 @@ def test_recovery_is_seen_and_a_second_onset_too(small_job, slow_from):
     assert verdicts[1].since == 80 and verdicts[1].speed == 1.0
 
 
+@pytest.mark.parametrize("iterations", [40, 100, 200])
+def test_a_recovery_by_and_by_is_seen(small_job, iterations):
+    def speed(iteration):
+        return float(np.interp(iteration, [59, 60, 90, 90 + iterations], [1.0, 0.9, 0.9, 1.0]))
+
+    monitor, verdicts = watch(small_job({3: speed}, noise=0.05), 90 + iterations + 40)
+    assert verdicts[0].change is Change.ONSET and verdicts[-1].change is Change.RECOVERY
+    assert {each.change for each in verdicts[1:-1]} <= {Change.SEVERITY} and monitor.speed(3) == 1.0
+
+
 def test_new_severity_is_told(small_job, slow_from):
     def speed(iteration):
         return slow_from(60, 0.9)(iteration) * slow_from(90, 0.7)(iteration)
