@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from megatron_resihp.cost.current import CurrentCost
 from megatron_resihp.cost.fit import Fits, masked_median
 from megatron_resihp.cost.model import CostModel, Link, LinkCost, fit_links, fit_ops
+from megatron_resihp.detector.levels import healthy_levels
 from megatron_resihp.detector.observations import IterationObservations, Layout, padded, stacked
 from megatron_resihp.detector.residuals import robust_average
-from megatron_resihp.detector.units import has_peers
+from megatron_resihp.detector.settings import Settings
+from megatron_resihp.detector.units import alike_links, has_peers
 
 ENOUGH: Final = 4000
 """Measurements of an op kind in a stage from which its cost is fitted; more would only take longer."""
@@ -43,6 +45,7 @@ class Expected:
         warm_up: Sequence[IterationObservations],
         shared: NDArray[np.bool_],
         known: CostModel | None = None,
+        peer_slowdown: float = Settings.peer_slowdown,
     ) -> None:
         """Fit from warm-up.
 
@@ -52,7 +55,9 @@ class Expected:
             shared: [workers] who is in a tensor-parallel group with others.
             known: costs that an earlier run has learned, which only have to be scaled to these iterations. Of links
                 it is known how their time depends on the size; a plain level is learned anew.
+            peer_slowdown: see `Settings`.
         """
+        self._peer_slowdown = peer_slowdown
         self._link_costs: dict[Link, LinkCost] = {}
         if known is None:
             self._stage = layout.stage
@@ -74,16 +79,22 @@ class Expected:
         return fit_ops(self._stage, own, np.full_like(own, np.nan), *features)
 
     def _set_links(self, layout: Layout, observed: Sequence[IterationObservations]) -> None:
-        """Fit links that were not known before; the others keep their costs, or a slow link would become normal."""
+        """Fit links that were not known before; the others keep their costs, or a slow link would become normal. For
+        the same reason one that is slow from the start gets its peers' costs."""
         sizes = stacked(observed, "transfer_bytes")
         costs = fit_links(layout.links, stacked(observed, "transfer"), sizes)
         by_link = np.moveaxis(sizes, 1, 0).reshape(len(layout.links), sizes.shape[0] * sizes.shape[2])
         usual = masked_median(by_link, np.isfinite(by_link))
-        for (first, second), size in zip(layout.links.tolist(), usual, strict=True):
-            pair = (min(first, second), max(first, second))
+        pairs = [(min(pair), max(pair)) for pair in layout.links.tolist()]
+        found = [_by_bytes(costs.get(pair, UNKNOWN), float(size)) for pair, size in zip(pairs, usual, strict=True)]
+        seconds = np.array([cost.seconds(size) for cost, size in zip(found, usual, strict=True)])
+        with np.errstate(divide="ignore"):
+            seen = np.where(seconds > 0, np.log(seconds), np.nan)[None]
+        level, _ = healthy_levels(seen, alike_links(layout), self._peer_slowdown)
+        for pair, cost, excess in zip(pairs, found, np.nan_to_num(seen[0] - level), strict=True):
             if pair in costs:
-                self._link_costs.setdefault(pair, _by_bytes(costs[pair], float(size)))
-        known = [self._link_costs.get((min(pair), max(pair)), UNKNOWN) for pair in layout.links.tolist()]
+                self._link_costs.setdefault(pair, _faster(cost, float(np.exp(excess))))
+        known = [self._link_costs.get(pair, UNKNOWN) for pair in pairs]
         self._latency = np.array([link.latency for link in known])
         self._per_byte = np.array([link.seconds_per_byte for link in known])
         noise = [link.noise for link in known if np.isfinite(link.noise)]
@@ -214,9 +225,13 @@ def _hidden(observed: Sequence[IterationObservations], shared: NDArray[np.bool_]
 def _by_bytes(cost: LinkCost, size: float) -> LinkCost:
     """Where all transfers were of one size nothing tells latency from bandwidth: bandwidth it is, for in training the
     tensors are large."""
-    if cost.informative or size <= 0:
+    if cost.informative or not size > 0:
         return cost
     return replace(cost, latency=0.0, seconds_per_byte=cost.latency / size)
+
+
+def _faster(cost: LinkCost, factor: float) -> LinkCost:
+    return replace(cost, latency=cost.latency / factor, seconds_per_byte=cost.seconds_per_byte / factor)
 
 
 def _select(fits: Fits, stages: NDArray[np.int64], chunks: NDArray[np.int64]) -> Fits:

@@ -11,7 +11,7 @@ from megatron_resihp.detector.observations import Layout
 from megatron_resihp.detector.validation import Suspicion, culprits, plan_validation
 
 PAUSE: Final = 50
-"""Iterations after which the same suspects may be asked again."""
+"""Iterations after which the same suspects may be asked again, and answers that are missing are given up."""
 
 Settled = tuple[Suspicion, Mapping[int, float]]
 """A suspicion with its culprits and their speeds."""
@@ -30,20 +30,22 @@ class Inquiries:
     def __init__(self, gemm_shape: tuple[int, int, int], transfer_size: int) -> None:
         self._gemm_shape = gemm_shape
         self._transfer_size = transfer_size
-        self._number = 0
+        self._number = self._asked_at = 0
         self._suspicions: Sequence[Suspicion] = ()
         self._seconds: dict[int, Sequence[float]] = {}
         self._not_before: dict[tuple[int, ...], int] = {}
 
     def ask(self, suspicions: Sequence[Suspicion], layout: Layout, iteration: int) -> Order | None:
         """What to have measured; None while answers are awaited, or if there is nothing new to ask."""
+        if iteration >= self._asked_at + PAUSE:
+            self.drop()
         fresh = [each for each in suspicions if iteration >= self._not_before.get(each.workers, 0)]
         if self._suspicions or not fresh:
             return None
         links = [(first, second) for first, second in layout.links.tolist()]
         plan = plan_validation(fresh, [self._gemm_shape], links, self._transfer_size)
         self._number += 1
-        self._suspicions, self._seconds = fresh, {}
+        self._suspicions, self._seconds, self._asked_at = fresh, {}, iteration
         self._not_before |= {each.workers: iteration + PAUSE for each in fresh}
         return {
             "kind": "validate", "number": self._number, "epoch": layout.epoch,
@@ -64,5 +66,5 @@ class Inquiries:
         return found
 
     def drop(self) -> None:
-        """Await no answers any more: the epoch has ended."""
+        """Await no answers any more: the epoch has ended, or one was lost."""
         self._suspicions, self._seconds = (), {}

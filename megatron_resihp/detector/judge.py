@@ -19,7 +19,7 @@ from megatron_resihp.detector.levels import healthy_levels
 from megatron_resihp.detector.observations import IterationObservations, Layout, with_chunks
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.tracker import JOB, Finding, Known, Tracker
-from megatron_resihp.detector.units import Members, Units, has_peers
+from megatron_resihp.detector.units import Members, Units, alike_links, has_peers
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
 
@@ -51,7 +51,8 @@ class Judge:
         self._layout, self._settings = layout, settings
         self._budget = false_alarms, iterations
         shared = has_peers(layout)
-        self.expected = Expected(layout, warm_up, shared, known.model if known else None)
+        costs = known.model if known else None
+        self.expected = Expected(layout, warm_up, shared, costs, settings.peer_slowdown)
         self._units = Units(layout, shared & ~self.expected.hidden.any(axis=(1, 2)))
         numbers = np.array([each.iteration for each in warm_up])
         history = np.stack([self._units.average(self.expected.workers(each)) for each in warm_up])
@@ -60,7 +61,7 @@ class Judge:
         noise = known.workers.of(self._units.members) if known else None
         self.workers = Tracker(self._units.node, history, numbers, smallest, level, slow, noise)
         history = np.stack([self.expected.links(each) for each in warm_up])
-        level, slow = healthy_levels(history, np.arange(len(layout.links)), settings.peer_slowdown)
+        level, slow = healthy_levels(history, alike_links(layout), settings.peer_slowdown)
         noise = known.links.of(_pairs(layout)) if known else None
         self.links = Tracker(_sender_node(layout), history, numbers, smallest, level, slow, noise)
         self._share_budget()
@@ -98,7 +99,7 @@ class Judge:
 
         history = np.stack([self.expected.links(each) for each in settling])
         source, returning = _sources(links, _pairs(layout), self.links, self._idle_links)
-        levels = healthy_levels(history, np.arange(len(layout.links)), self._settings.peer_slowdown)
+        levels = healthy_levels(history, alike_links(layout), self._settings.peer_slowdown)
         slow_links = self.links.move(source, returning, _sender_node(layout), history, numbers, *levels)
 
         self._share_budget()
@@ -172,15 +173,16 @@ class Judge:
     def settle(
         self, suspicion: Suspicion, culprits: Mapping[int, float], observations: IterationObservations
     ) -> list[Verdict]:
-        """Validation of a suspicion is over. Without a culprit nobody is named until the group changes again.
+        """Validation of a suspicion is over. Where it found nobody the suspicion stays, to be validated again.
 
         Args:
             suspicion: one of `suspicions`.
             culprits: what `validation.culprits` says.
             observations: the last ones.
         """
-        if self._suspicions.pop(suspicion.workers, None) is None or not culprits:
+        if suspicion.workers not in (each.workers for each in self.suspicions()) or not culprits:
             return []
+        del self._suspicions[suspicion.workers]
         unit = self._units.members.index(suspicion.workers)
         self._named[suspicion.workers] = dict(culprits)
         finding = self.workers.state(unit, suspicion.since)

@@ -14,7 +14,7 @@ class Settings:
         smallest_slowdown: slowdowns (as log of the ratio of times) below this are never reported: devices drift by
             fractions of it.
         peer_slowdown: how much slower than its stage's other workers one has to be in warm-up to be reported as slow
-            from the start, where it has no healthy level of its own yet.
+            from the start, where it has no healthy level of its own yet; a link, than others between the same stages.
     """
 
     warm_up: int = 50

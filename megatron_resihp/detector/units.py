@@ -21,6 +21,18 @@ def has_peers(layout: Layout) -> NDArray[np.bool_]:
     return np.bincount(group)[group] > 1
 
 
+def alike_links(layout: Layout) -> NDArray[np.int64]:
+    """[links] a number that links share between the same stages, all on one node or all between nodes."""
+    if not len(layout.links):
+        return np.zeros(0, dtype=np.int64)
+    order = np.argsort(layout.workers)
+    ends = order[np.searchsorted(layout.workers[order], layout.links)]
+    stages = np.sort(layout.stage[ends], axis=1)
+    crossing = layout.node[ends[:, 0]] != layout.node[ends[:, 1]]
+    _, group = np.unique(np.column_stack([stages, crossing]), axis=0, return_inverse=True)
+    return group.reshape(-1)
+
+
 class Units:
     """Workers, and groups of workers, by number.
 

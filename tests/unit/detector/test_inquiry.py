@@ -57,3 +57,13 @@ def test_answers_to_what_is_over_mean_nothing(inquiries: Inquiries) -> None:
     inquiries.answer(1, 0, FAST)
     inquiries.drop()
     assert inquiries.answer(1, 1, SLOW) == []
+
+
+def test_a_lost_answer_does_not_end_validation(inquiries: Inquiries) -> None:
+    other = Suspicion((2, 3), 0.4, 95, 101)
+    inquiries.ask([PAIR], LAYOUT, 100)
+    inquiries.answer(1, 0, FAST)
+    assert inquiries.ask([PAIR, other], LAYOUT, 100 + PAUSE - 1) is None
+    order = inquiries.ask([PAIR, other], LAYOUT, 100 + PAUSE)
+    assert order is not None and order["gemms"][0]["workers"] == (0, 1, 2, 3)
+    assert inquiries.answer(1, 1, SLOW) == [], "it answers what is over"

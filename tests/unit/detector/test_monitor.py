@@ -90,6 +90,14 @@ def test_who_was_slow_from_the_start_is_told_by_its_peers(small_job, slow_from):
     assert abs(verdicts[0].speed - 0.7) < 0.02
 
 
+def test_a_link_that_was_slow_from_the_start_is_told_by_its_peers(small_job, slow_from):
+    monitor, verdicts = watch(small_job({(2, 6): slow_from(1, 0.6, 70)}), 60)
+    assert [(each.kind, each.change, each.workers) for each in verdicts] == [(Kind.LINK, Change.ONSET, (2, 6))]
+    assert abs(monitor.link_speed((2, 6)) - 0.6) < 0.02
+    _, last = watch(small_job({(2, 6): slow_from(1, 0.6, 70)}), 90, monitor, 61)
+    assert [(each.change, each.workers) for each in last] == [(Change.RECOVERY, (2, 6))]
+
+
 def test_documents_all_alike_are_judged_by_plain_levels(small_job, slow_from):
     monitor, verdicts = watch(small_job({2: slow_from(60, 0.9)}, alike=True), 90)
     assert [each.workers for each in verdicts] == [(2,)]
@@ -106,6 +114,15 @@ def test_untimed_waits_leave_a_suspicion_until_validation_names_the_culprit(smal
     (verdict,) = monitor.settle(suspicion, found)
     assert verdict.workers == (5,) and abs(verdict.speed - 0.8) < 0.02 and monitor.suspicions() == []
     assert abs(monitor.speed(5) - 0.8) < 0.02 and monitor.speed(4) == 1.0
+
+
+def test_a_suspicion_stays_where_validation_finds_nobody(small_job, slow_from):
+    job = small_job({5: slow_from(60, 0.8, 100)}, timed=False)
+    monitor, _ = watch(job, 80)
+    (suspicion,) = monitor.suspicions()
+    assert monitor.settle(suspicion, {}) == [] and monitor.suspicions() == [suspicion]
+    watch(job, 120, monitor, 81)
+    assert monitor.suspicions() == [] and monitor.settle(suspicion, {5: 0.8}) == []
 
 
 def test_garbage_collection_is_not_the_devices_doing(small_job, slow_from):
