@@ -134,9 +134,9 @@ def judge_all(traces: Path) -> dict[str, Any]:
     """All recorded jobs; which of them are there is up to the directory."""
     jobs: dict[str, Any] = {f"bytedance_{name}": judge_bytedance(traces, name) for name in EXPECTED}
     jobs |= {f"pai_{number}": judge_pai(traces, number) for number in (1, 2, 3, 4)}
-    straggler = [at for at, *workers in jobs["pai_1"]["onsets"] if workers == [PAI_STRAGGLER]]
-    inside = [at for at in straggler if PAI_FROM <= at <= PAI_TO]
-    jobs["pai_1"]["right"] = bool(inside)
+    named = [(at, workers) for at, *workers in jobs["pai_1"]["onsets"] if PAI_FROM <= at <= PAI_TO]
+    inside = [at for at, workers in named if workers == [PAI_STRAGGLER]]
+    jobs["pai_1"]["right"] = bool(inside) and len(inside) == len(named)
     return {
         **{f"{name}_right": jobs[f"bytedance_{name}"]["right"] for name in EXPECTED},
         "PAI_1_found": bool(inside),

@@ -1,1 +1,1 @@
-"""What work costs: workload features, fitted coefficients, links, layers, memory. Imports numpy and scipy, no torch."""
+"""What work costs: fitted coefficients, links, layers, memory. Imports numpy and scipy, no torch."""

@@ -106,12 +106,6 @@ class Assembler:
             judged += self._judge(iteration, pending)
         return judged
 
-    def due_at(self) -> float | None:
-        """When `poll` will have something to do at the latest; None while nothing is waited for."""
-        if not self._pending:
-            return None
-        return self._pending[min(self._pending)].first_at + self._patience_s
-
     def _judge(self, iteration: int, pending: _Pending) -> list[IterationObservations]:
         assert self._joiner is not None
         missing = len(self._latest) - len(pending.records)

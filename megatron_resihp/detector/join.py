@@ -62,7 +62,7 @@ class Joiner:
         return IterationObservations(
             epoch=self.layout.epoch, iteration=iteration, compute=compute, waited=waited, tokens=tokens,
             squares=squares, transfer=transfer, transfer_bytes=size,
-            spans=self._spans(rows, records, seconds, counters), seconds=seconds, reported=reported,
+            spans=self._spans(rows, records, counters), seconds=seconds, reported=reported,
         )  # fmt: skip
 
     def _ops(
@@ -112,11 +112,7 @@ class Joiner:
         return tokens, squares
 
     def _spans(
-        self,
-        rows: NDArray[np.int64],
-        records: Sequence[IterationRecord],
-        seconds: NDArray[np.float64],
-        counters: Counters,
+        self, rows: NDArray[np.int64], records: Sequence[IterationRecord], counters: Counters
     ) -> NDArray[np.float64]:
         span_rows, spans = _concatenate(rows, [record.spans for record in records], SPAN)
         # Evaluations and saves come between iterations and may last longer than one.

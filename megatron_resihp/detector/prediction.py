@@ -1,7 +1,8 @@
 """How long an iteration should take on healthy devices: the cost model through the pipeline's program.
 
-Imports numpy, `cost` and `pipeline`. Fitted for one epoch's plan from its first iterations; the makespan of each
-replica comes from the simulator, the iteration waits for the slowest replica, and what is beside the pipeline is added.
+Imports numpy, `plan`, `cost` and `pipeline`. Fitted for one epoch's plan from its first iterations; the makespan of
+each replica comes from the simulator, the iteration waits for the slowest replica, and what is beside the pipeline is
+added.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +17,11 @@ from megatron_resihp.cost.model import CostModel, fit_links, fit_ops, own_second
 from megatron_resihp.detector.interface import iteration_seconds
 from megatron_resihp.detector.observations import IterationObservations, Layout, stacked
 from megatron_resihp.detector.records import OpKind, SpanKind
+from megatron_resihp.pipeline.planned import known_program
 from megatron_resihp.pipeline.program import Program
-from megatron_resihp.pipeline.schedules import interleaved, one_f_one_b, zero_bubble_h1
 from megatron_resihp.pipeline.simulate import makespans
+from megatron_resihp.plan import Schedule
+from megatron_resihp.plan.schedule import ZERO_BUBBLE
 
 Array = NDArray[np.float64]
 
@@ -90,7 +93,7 @@ class Prediction:
         rows = np.flatnonzero(self._layout.replica == replica)
         first = [int(rows[self._layout.stage[rows] == stage][0]) for stage in np.unique(self._layout.stage[rows])]
         count, chunks = int(self._counts[first].max()), durations.shape[3]
-        program = program_of(len(first), chunks, count, bool(self._measured[OpKind.W].any()))
+        program = _program(len(first), chunks, count, bool(self._measured[OpKind.W].any()))
         # Chunk c of stage s is the pipeline's stage c · stages + s.
         ops = np.moveaxis(durations[:, first, :, :, :count], (2, 3), (1, 2))
         ops = ops.reshape(len(durations), len(OpKind), chunks * len(first), count)
@@ -128,11 +131,9 @@ class Prediction:
 
 
 @cache
-def program_of(stages: int, chunks: int, micro_batches: int, splits_backward: bool) -> Program:
+def _program(stages: int, chunks: int, micro_batches: int, splits_backward: bool) -> Program:
     """The program that Megatron runs for such a pipeline; ZB-H1 where the backward is split."""
-    if splits_backward:
-        return zero_bubble_h1(stages, micro_batches)
-    return interleaved(stages, chunks, micro_batches) if chunks > 1 else one_f_one_b(stages, micro_batches)
+    return known_program(Schedule(ZERO_BUBBLE) if splits_backward else None, stages, chunks * stages, micro_batches)
 
 
 def mape(measured: Array, predicted: ArrayLike) -> float:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.cost.features import packed, unpacked
 from megatron_resihp.cost.fit import Finding, fit
 
 ALPHA, BETA, GAMMA = 1e-6, 3e-10, 2e-3
@@ -120,15 +119,3 @@ def test_a_warm_up_of_256_workers_is_fitted_quickly() -> None:
     began = time.process_time()
     fit(np.full(shape, 8192.0), squares, seconds)
     assert time.process_time() - began < 1.0
-
-
-def test_features_of_packed_documents() -> None:
-    assert packed([0, 3, 5, 10]) == (10, 9 + 4 + 25)
-    assert packed(np.array([0, 7], dtype=np.int32)) == unpacked(1, 7)
-    assert unpacked(2, 7) == (14, 98)
-
-
-@pytest.mark.parametrize("lengths", [[], [1, 2], [0, 5, 3]])
-def test_lengths_that_cannot_be_are_refused(lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match="start at 0"):
-        packed(lengths)
