@@ -50,7 +50,7 @@ def main(command: Sequence[str]) -> NoReturn:
     if end.error is not None:
         # No exit hooks: some wait for peers, which wait for this process.
         lifeline.last_word(FAILED)
-        _tell(type="failed", error=end.error)
+        _tell(type="failed", error=end.error, code=end.code)
     elif end.code == 0:
         _tell(type="done")
         _run_exit_hooks()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron_resihp.control.messages import FENCED_EXIT
+from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
 from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
 from megatron_resihp.plan import Coordinate, ParallelPlan
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_rectangular
@@ -243,9 +243,10 @@ class Membership:
         worker, error = message["worker"], message["error"]
         if worker in self.dead:
             return []
+        refused = self.phase is Phase.STARTING and message["code"] == REFUSED_EXIT
         return [
             Log({"event": "worker_failed", "failed": worker, "error": error}),
-            *self._end(1, f"worker {worker} failed: {error}"),
+            *self._end(REFUSED_EXIT if refused else 1, f"worker {worker} failed: {error}"),
         ]
 
     # What agents say
@@ -259,7 +260,7 @@ class Membership:
         if code == FENCED_EXIT:
             return self._die({worker: "fenced itself"}, message["time"], now)
         if code > 0:
-            return self._on_failed({"worker": worker, "error": f"exit code {code}"}, now)
+            return self._on_failed({"worker": worker, "error": f"exit code {code}", "code": code}, now)
         return self._die({worker: f"exit signal {-code}"}, message["time"], now)
 
     def _on_silent(self, message: Message, now: float) -> list[Action]:

@@ -27,6 +27,9 @@ ANSWERS: Final = "answer/"
 SLOWNESS: Final = "slowness"
 """Kind of the notice of what drills have slowed: {"emulated", "speeds", "links"}; for agents if not emulated."""
 
+REFUSED_EXIT: Final = 2
+"""Exit code of a worker that refuses its arguments, as argparse does, and of the job that it was to begin."""
+
 FENCED_EXIT: Final = 75
 """Exit code of a worker that was given up for dead and is not."""
 

@@ -178,6 +178,13 @@ class TestStartUp:
         end = only(End, job.ready(3, state="other"))
         assert end.code == 1 and "state differs between holders of stage 1 TP rank 0" in end.reason
 
+    @pytest.mark.parametrize("news", [{"type": "failed", "error": "exit code 2"}, {"type": "exited", "time": 0.0}])
+    def test_a_refusal_before_training_is_told_from_a_failure(self, news: dict[str, object]) -> None:
+        """argparse and the plugin refuse arguments with 2; the same code of a user's script later is a failure."""
+        for job, code in ((Job(), 2), (Job().start(), 1)):
+            end = only(End, job.membership.handle({"worker": 2, "code": 2, **news}, 0.0))
+            assert end.code == code
+
     def test_a_stop_signal(self) -> None:
         job = Job()
         job.describe(0)
@@ -454,7 +461,7 @@ class TestEnd:
 
     def test_a_worker_fails(self) -> None:
         """A user's bug is raised as in stock Megatron: no recovery."""
-        actions = Job().start().tell("failed", 2, error="ValueError: x")
+        actions = Job().start().tell("failed", 2, error="ValueError: x", code=1)
         end = only(End, actions)
         assert end.code == 1 and end.reason == "worker 2 failed: ValueError: x"
         assert events(actions, "worker_failed")[0]["failed"] == 2
