@@ -22,8 +22,8 @@ ETHERNET = 1.25e9
 """Bytes per second of a network on which a transfer takes 43 ms of the emulated clock, far more than a busy machine
 adds to a real one: the devices' own network would hide a slow link behind that."""
 TIME_SCALE = 0.2
-"""Seconds of the emulated clock per second of the device. At 0.1 two cores are late so often that a worker really is 3 %
-slower than the others, and is found."""
+"""Seconds of the emulated clock per second of the device. At 0.1 two cores are late so often that a worker really is
+3 % slower than the others, and is found."""
 JOB_S = 480.0
 """It takes about four minutes."""
 
