@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import print_result
 
+from megatron_resihp.config import FALSE_ALARMS_PER_JOB
 from megatron_resihp.detector.baselines.greyhound import Greyhound
 from megatron_resihp.detector.baselines.resihp import Resihp
 from megatron_resihp.detector.baselines.validation import Finding
@@ -47,8 +48,6 @@ from megatron_resihp.simulator.shapes import SHAPES
 from megatron_resihp.simulator.summary import summarize
 
 DETECTORS = ("this", "greyhound", "resihp")
-FALSE_ALARMS_PER_JOB = 0.01
-"""What the user asks for; the product's default."""
 CHUNK = 20
 """Jobs that a process takes at a time."""
 UNSCORED_SHARE = 6

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common import print_result
 
+from megatron_resihp.config import FALSE_ALARMS_PER_JOB
 from megatron_resihp.detector.counters import Counters
 from megatron_resihp.detector.join import Joiner
 from megatron_resihp.detector.observations import IterationObservations, Layout
@@ -37,7 +38,6 @@ from megatron_resihp.detector.table import Table
 from megatron_resihp.detector.verdict import Change
 
 WORKERS_A_NODE = 8
-FALSE_ALARMS_PER_JOB = 0.01
 BYTEDANCE_WARM_UP = 20
 """Of 32 to 44 recorded steps; the default would leave none to judge."""
 OPS = {"forward-compute": OpKind.F, "backward-compute": OpKind.B}

@@ -13,6 +13,9 @@ DRILL_POINTS = (
     "recovery-muster", "recovery-rebuild", "recovery-ready",
 )  # fmt: skip
 
+FALSE_ALARMS_PER_JOB: Final = 0.01
+"""How many false reports of a slow worker or link are accepted in a job where nobody says otherwise."""
+
 SLOWEST: Final = 0.01
 """The smallest factor of a slowdown."""
 
@@ -147,8 +150,8 @@ class ResihpConfig:
     )  # fmt: skip
 
     resihp_false_alarms_per_job: float = _flag(
-        0.01, "How many false reports of a slow worker or link you accept in a whole job, on average: more than 0, at "
-        "most 1.", metavar="N",
+        FALSE_ALARMS_PER_JOB, "How many false reports of a slow worker or link you accept in a whole job, on "
+        "average: more than 0, at most 1.", metavar="N",
     )  # fmt: skip
 
     resihp_cost_model: str | None = _flag(

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from megatron_resihp.config import FALSE_ALARMS_PER_JOB
 from megatron_resihp.cost.model import CostModel
 from megatron_resihp.detector.expected import explains
 from megatron_resihp.detector.judge import Judge
@@ -49,7 +50,7 @@ class Monitor:
     def __init__(
         self,
         layout: Layout,
-        false_alarms_per_job: float = 0.01,
+        false_alarms_per_job: float = FALSE_ALARMS_PER_JOB,
         expected_iterations: int = 100_000,
         settings: Settings | None = None,
         known: Learned | None = None,

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_resihp.config import FALSE_ALARMS_PER_JOB
 from megatron_resihp.cost.store import FILE_NAME as COST_MODEL_NAME
 from megatron_resihp.cost.store import CostModelError
 from megatron_resihp.detector.assemble import Assembler
@@ -25,7 +26,6 @@ from megatron_resihp.plan import ParallelPlan
 
 Event = dict[str, Any]
 
-FALSE_ALARMS_PER_JOB: Final = 0.01
 MOST_KEPT: Final = 4 << 30
 """Bytes of records that are kept with a run: 24 hours of 256 workers with iterations of ten seconds."""
 NEVER: Final = float("inf")
@@ -239,10 +239,7 @@ class DetectionService:
 
 def verdict_event(verdict: Verdict) -> Event:
     """A verdict as the event log holds it."""
-    plain = asdict(verdict)
-    return {
-        "event": "verdict", **plain, "workers": list(verdict.workers), "evidence": dict(verdict.evidence),
-    }  # fmt: skip
+    return {"event": "verdict", **verdict.to_dict()}
 
 
 def _failed(part: str, error: Exception) -> Event:

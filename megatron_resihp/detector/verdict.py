@@ -4,8 +4,9 @@ Imports only the standard library.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Kind(StrEnum):
@@ -49,3 +50,7 @@ class Verdict:
     iteration: int
     epoch: int
     evidence: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as event logs and files hold them."""
+        return {**asdict(self), "workers": list(self.workers), "evidence": dict(self.evidence)}

@@ -10,10 +10,11 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_resihp.config import FALSE_ALARMS_PER_JOB
 from megatron_resihp.detector import recording, table
 from megatron_resihp.detector.counters import Counters
 from megatron_resihp.detector.replay import Replay, Step, replay, steps_of
@@ -22,7 +23,6 @@ from megatron_resihp.detector.verdict import Verdict
 
 VERDICTS_NAME: Final = "verdicts.json"
 PICTURE_NAME: Final = "detection.png"
-FALSE_ALARMS_PER_JOB: Final = 0.01
 
 EPILOG = f"""\
 RUN_DIR is the run directory of a job that was started with `resihp launch` and --resihp.
@@ -175,7 +175,7 @@ def to_json(found: Detection) -> dict[str, Any]:
 
 def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
     """A verdict as plain values."""
-    values = {**asdict(verdict), "workers": list(verdict.workers), "evidence": dict(verdict.evidence)}
+    values = verdict.to_dict()
     return {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()} | {
         "evidence": {name: _finite(value) for name, value in verdict.evidence.items()}
     }

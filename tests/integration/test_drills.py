@@ -143,7 +143,7 @@ class TestEmulation:
 
     def test_a_profile_that_is_none(self, jobs: Jobs) -> None:
         job = jobs.run(tiny(resihp_emulate="nowhere.json"), workers=1)
-        assert job.code == 1 and "device profile nowhere.json: No such file" in job.log(0)
+        assert job.code == 2 and "device profile nowhere.json: No such file" in job.log(0)
         assert "Traceback" not in job.log(0)
 
 

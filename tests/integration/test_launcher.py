@@ -225,18 +225,18 @@ def script(tmp_path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
+    ("text", "error", "code"),
     [
-        ("import argparse; argparse.ArgumentParser().parse_args(['--lerning-rate', '3'])", "exit code 2"),
-        ("import sys; sys.exit('no data')", "no data"),
-        ("import nothing_of_that_name", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
-        ("1 +", "SyntaxError: invalid syntax"),
-        ("import os; os.kill(os.getpid(), 9)", "worker 0 (exit signal 9) died during start-up"),
+        ("import argparse; argparse.ArgumentParser().parse_args(['--lerning-rate', '3'])", "exit code 2", 2),
+        ("import sys; sys.exit('no data')", "no data", 1),
+        ("import nothing_of_that_name", "ModuleNotFoundError: No module named 'nothing_of_that_name'", 1),
+        ("1 +", "SyntaxError: invalid syntax", 1),
+        ("import os; os.kill(os.getpid(), 9)", "worker 0 (exit signal 9) died during start-up", 1),
     ],
 )
-def test_scripts_that_fail(launch: Launch, tmp_path: Path, text: str, error: str) -> None:
+def test_scripts_that_fail(launch: Launch, tmp_path: Path, text: str, error: str, code: int) -> None:
     run = launch(script=script(tmp_path, text), workers_per_node=1)
-    assert run.end() == 1
+    assert run.end() == code
     assert error in run.events("run_finished")[-1]["reason"]
     assert "worker 0 ended with" in run.output()
 
