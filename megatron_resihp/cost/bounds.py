@@ -1,19 +1,13 @@
 """How fast an iteration can be at best with the devices that are left, whatever the plan.
 
-Imports numpy, `pipeline` and this room.
+Imports `pipeline` and this room.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-import numpy as np
-from numpy.typing import ArrayLike
-
-from megatron_resihp.cost.device import Device, layer_work
-from megatron_resihp.cost.layers import Model
-from megatron_resihp.cost.parts import ShardError
-from megatron_resihp.cost.training import Training
+from megatron_resihp.cost.job import JobCost
 from megatron_resihp.pipeline.op import OpKind
 
 
@@ -23,7 +17,7 @@ class IterationBound:
 
     Attributes:
         work: all FLOPs over the speeds of all workers.
-        critical_path: of the slowest micro-batch, every layer shared by the fastest workers.
+        critical_path: of a micro-batch, every layer shared by the fastest workers.
         fits: whether memory holds one copy of weights, gradients and optimizer at all.
     """
 
@@ -37,9 +31,7 @@ class IterationBound:
         return max(self.work, self.critical_path) if self.fits else float("inf")
 
 
-def iteration_bound(
-    model: Model, training: Training, device: Device, speed: Mapping[int, float], tokens: ArrayLike, squares: ArrayLike
-) -> IterationBound:
+def iteration_bound(cost: JobCost, speed: Mapping[int, float]) -> IterationBound:
     """The bound for a given health.
 
     Work conservation: a worker in a group of degree k does at most p · rate(k) FLOP/s of the model, so all together
@@ -48,30 +40,19 @@ def iteration_bound(
     be run beside.
 
     Args:
-        model, training, device: what is run on what.
+        cost: what is run on what.
         speed: p of every live worker, in (0, 1].
-        tokens, squares: N and Σ l² of all micro-batches of an iteration, each [micro-batches].
     """
-    workload = np.stack([np.asarray(tokens, np.float64), np.asarray(squares, np.float64)])
-    work = layer_work(model, training, 1).sum(axis=1)
+    alone = cost.seconds(1)
     fastest = list(accumulate(sorted(speed.values(), reverse=True)))
-    rates = {degree: device.rate(degree) for degree in range(1, len(fastest) + 1) if _can_share(model, degree)}
+    rates = {
+        degree: cost.device.rate(degree) / cost.device.rate(1) for degree in cost.degrees if degree <= len(fastest)
+    }
     group = max((rates[degree] * fastest[degree - 1] for degree in rates), default=0.0)
-    chain = float((work[[OpKind.F, OpKind.B]] @ workload).sum(axis=0).max(initial=0.0))
+    training = cost.training
     state = training.weight_bytes + training.gradient_bytes + training.optimizer_bytes
-    everything = float((work @ workload).sum())
     return IterationBound(
-        work=everything / (fastest[-1] * max(rates.values())) if rates else float("inf"),
-        critical_path=chain / group if rates else float("inf"),
-        fits=model.parameters * state <= device.memory * len(speed),
+        work=cost.micro_batches * float(alone.sum()) / (fastest[-1] * max(rates.values())) if rates else float("inf"),
+        critical_path=float(alone[[OpKind.F, OpKind.B]].sum()) / group if rates else float("inf"),
+        fits=cost.model.parameters * state <= cost.device.memory * len(speed),
     )
-
-
-def _can_share(model: Model, degree: int) -> bool:
-    try:
-        for layer in set(model.layers):
-            for part in layer.parts:
-                part.share(degree, 0)
-    except ShardError:
-        return False
-    return True

@@ -100,6 +100,36 @@ def memory_of(
     return used
 
 
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes that each layer takes on the tensor-parallel member with the largest share, each [layers].
+
+    Attributes:
+        state: weights, gradients and optimizer.
+        kept: activations of one micro-batch, from F to B.
+        working: what recomputation needs besides while the layer's backward runs.
+    """
+
+    state: NDArray[np.float64]
+    kept: NDArray[np.float64]
+    working: NDArray[np.float64]
+
+
+def layer_bytes(model: Model, training: Training, degree: int, copies: int = 1) -> LayerBytes:
+    """What `memory_of` adds up, layer by layer, for searches; a tied head counts as if the embedding were elsewhere.
+
+    Args:
+        model, training: what is trained.
+        degree: tensor-parallel degree.
+        copies: replicas that hold each layer, among which a distributed optimizer's state is shared out.
+
+    Raises:
+        ShardError: so many members can't share a layer.
+    """
+    accountant = _Accountant(model, training, [], 1.0, copies)
+    return LayerBytes(*np.array([accountant.of_layer(number, degree) for number in range(len(model.layers))]).T)
+
+
 def with_layers(replica: Replica, model: Model) -> Replica:
     """The replica with its layers spelt out, where it leaves them to Megatron's even split.
 
@@ -118,7 +148,9 @@ def with_layers(replica: Replica, model: Model) -> Replica:
 class _Accountant:
     """Bytes of shards and chunks of one job."""
 
-    def __init__(self, model: Model, training: Training, replicas: Sequence[Replica], kept_until_w: float) -> None:
+    def __init__(
+        self, model: Model, training: Training, replicas: Sequence[Replica], kept_until_w: float, copies: int = 1
+    ) -> None:
         self._model = model
         self._distinct, self._index = model.distinct
         self._kept_by: dict[tuple[int, int, int], tuple[float, float]] = {}
@@ -126,12 +158,17 @@ class _Accountant:
         self._training = training
         self._kept_until_w = kept_until_w
         self._copies = [0] * len(model.layers)
-        """Of each layer: the replicas that hold it, at least the one whose shards are asked for."""
+        """Of each layer: the replicas that hold it, at least `copies`."""
         for replica in replicas:
             for chunk in replica.chunks:
                 for layer in range(chunk.first, chunk.end) if replica.stages[chunk.stage] else ():
                     self._copies[layer] += 1
-        self._copies = [max(copies, 1) for copies in self._copies]
+        self._copies = [max(held, copies) for held in self._copies]
+
+    def of_layer(self, number: int, degree: int) -> tuple[float, float, float]:
+        """Bytes of state, of kept activations and of working memory, on the member with the largest share."""
+        kept, whole = self._activations(self._index[number], degree, 0)
+        return self.of_state((Shard(number, number + 1, 0, degree),)).total, kept, whole - kept
 
     def of_replica(self, replica: Replica) -> dict[Coordinate, MemoryUse]:
         return {

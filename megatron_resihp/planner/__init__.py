@@ -1,4 +1,8 @@
-"""From the survivors and what they hold to the next plan. Pure functions; imports only `plan`, no torch."""
+"""From the current plan, the health of what is left and what work costs to the next plan. Pure functions, no torch.
+
+Imports numpy, scipy, `plan`, `pipeline` and `cost`. `rectangular` serves what the executor can run today; `strategies`
+holds everything else.
+"""
 
 from megatron_resihp.planner.rectangular import JobShape, NoPlanError, initial_plan, plan_rectangular
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_resihp.cost.bounds import iteration_bound
 from megatron_resihp.cost.device import Device, durations, layer_work, transfers
+from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.presets import PRESETS, preset
 from megatron_resihp.cost.training import Recompute, Training
@@ -105,29 +106,29 @@ class TestBound:
         cuts = sorted(data.draw(st.lists(st.integers(0, 8), min_size=len(degrees) - 1, max_size=len(degrees) - 1)))
         chunks = tuple(Chunk(n, *ends) for n, ends in enumerate(zip([0, *cuts], [*cuts, 8], strict=True)))
         speed = {worker: data.draw(st.floats(0.1, 1.0)) for members in stages for worker in members}
-        lengths = data.draw(st.lists(st.integers(1, 4096), min_size=micro_batches, max_size=micro_batches))
-        squares = [length**2 for length in lengths]
+        squares = data.draw(st.integers(1, 4096**2))
         schedule = Schedule("zero-bubble-h1" if zero_bubble else "1f1b")
         replica = Replica(stages, tuple(range(micro_batches)), chunks, schedule)
-        times = durations(replica, MODEL, TRAINING, DEVICE, lengths, squares, speed)
+        tokens = [TRAINING.tokens] * micro_batches
+        times = durations(replica, MODEL, TRAINING, DEVICE, tokens, [squares] * micro_batches, speed)
         program = (zero_bubble_h1 if zero_bubble else one_f_one_b)(len(stages), micro_batches)
-        bound = iteration_bound(MODEL, TRAINING, DEVICE, speed, lengths, squares)
+        bound = iteration_bound(JobCost(MODEL, TRAINING, DEVICE, micro_batches, squares=squares), speed)
         assert bound.seconds <= simulate(program, times).makespan * (1 + 1e-9)
         assert bound.seconds <= makespan_lower_bound(range(len(stages)), times, 0.0, zero_bubble) * (1 + 1e-9)
 
     def test_is_met_by_one_worker(self) -> None:
         replica = Replica(((0,),), (0, 1))
-        times = durations(replica, MODEL, TRAINING, DEVICE, [4096, 100], [4096**2, 100], {0: 0.5})
-        bound = iteration_bound(MODEL, TRAINING, DEVICE, {0: 0.5}, [4096, 100], [4096**2, 100])
+        times = durations(replica, MODEL, TRAINING, DEVICE, [4096, 4096], [4096**2, 4096**2], {0: 0.5})
+        bound = iteration_bound(JobCost(MODEL, TRAINING, DEVICE, 2), {0: 0.5})
         assert bound.seconds == pytest.approx(times.sum())
 
     def test_is_the_critical_path_where_there_are_many_workers(self) -> None:
-        bound = iteration_bound(MODEL, TRAINING, DEVICE, dict.fromkeys(range(64), 1.0), [4096], [4096**2])
+        bound = iteration_bound(JobCost(MODEL, TRAINING, DEVICE, 1), dict.fromkeys(range(64), 1.0))
         assert bound.seconds == bound.critical_path > bound.work
 
     def test_memory_that_cannot_hold_the_model(self) -> None:
         parameters = 18 * MODEL.parameters
         for workers, fits in ((4, True), (3, False)):
             device = replace(DEVICE, memory=-(-parameters // 4))
-            bound = iteration_bound(MODEL, TRAINING, device, dict.fromkeys(range(workers), 1.0), [4096], [4096**2])
+            bound = iteration_bound(JobCost(MODEL, TRAINING, device, 1), dict.fromkeys(range(workers), 1.0))
             assert bound.fits is fits and (bound.seconds < float("inf")) is fits

@@ -1,0 +1,113 @@
+"""What the parts of a plan cost in one job, layer by layer: the planner's view of time and memory.
+
+Imports numpy, `pipeline` and this room.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_resihp.cost.device import Device, layer_work
+from megatron_resihp.cost.layers import Model
+from megatron_resihp.cost.memory import LayerBytes, layer_bytes
+from megatron_resihp.cost.parts import ShardError
+from megatron_resihp.cost.training import Training
+from megatron_resihp.pipeline.op import OpKind
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class JobCost:
+    """A job's work on its devices, for a typical micro-batch.
+
+    Attributes:
+        model, training, device: what is run on what. `device.latency` and `device.bandwidth` are those of a healthy
+            link between nodes.
+        micro_batches: of a global batch, over all replicas.
+        workers_per_node: worker w lives on node w // workers_per_node; tensor-parallel groups stay inside a node.
+        squares: Σ l² of the documents of a typical micro-batch, tokens²; None: each sample is one document.
+        alone: measured seconds of F, B and W of each layer for a micro-batch on one healthy device without tensor
+            parallelism, [3, layers]; None: from the device's peak.
+        rebuild_s: seconds that building new process groups takes.
+        until_next_event_s: expected seconds until the next change of health, over which the cost of getting to a plan
+            has to pay for itself.
+    """
+
+    model: Model
+    training: Training
+    device: Device
+    micro_batches: int
+    workers_per_node: int = 8
+    squares: float | None = None
+    alone: Array | None = None
+    rebuild_s: float = 2.0
+    until_next_event_s: float = float("inf")
+
+    @property
+    def layers(self) -> int:
+        return len(self.model.layers)
+
+    def seconds(self, degree: int) -> Array:
+        """Of F, B and W of each layer on the healthy member with the largest share, [3, layers]; read only.
+
+        Raises:
+            ShardError: so many members can't share a layer.
+        """
+        return self._seconds(degree)
+
+    def bytes(self, degree: int, copies: int = 1) -> LayerBytes:
+        """Memory of each layer on the member with the largest share; see `cost.memory.layer_bytes`. Read only."""
+        return self._bytes(degree, copies)
+
+    def transfer(self, sender_degree: int, receiver_degree: int) -> float:
+        """Seconds of a stage's result over a healthy link, in as many pieces as the larger group has members."""
+        pieces = max(sender_degree, receiver_degree)
+        size = self.model.hidden_bytes * self.training.tokens / pieces
+        return self.device.latency + size / self.device.bandwidth
+
+    @cached_property
+    def degrees(self) -> tuple[int, ...]:
+        """The tensor-parallel degrees up to a node's workers for which the model's layers can be laid out."""
+        return tuple(degree for degree in range(1, self.workers_per_node + 1) if self._can_share(degree))
+
+    def uneven(self, degree: int) -> bool:
+        """Whether members of a group of this degree hold unlike shards, which an executor has to know of."""
+        return self.model.uneven(degree)
+
+    def _can_share(self, degree: int) -> bool:
+        try:
+            self.seconds(degree)
+        except ShardError:
+            return False
+        return True
+
+    @cached_property
+    def _seconds(self) -> Callable[[int], Array]:
+        return cache(self._seconds_of)
+
+    @cached_property
+    def _bytes(self) -> Callable[[int, int], LayerBytes]:
+        return cache(lambda degree, copies: layer_bytes(self.model, self.training, degree, copies))
+
+    def _seconds_of(self, degree: int) -> Array:
+        work = self._work(degree)
+        if self.alone is None:
+            seconds = work / self.device.rate(degree)
+        else:
+            whole = self._work(1)
+            share = np.full(whole.shape, 1 / degree)
+            np.divide(work, whole, out=share, where=whole > 0)
+            seconds = self.alone * share * (self.device.rate(1) / self.device.rate(degree))
+        seconds.setflags(write=False)
+        return seconds
+
+    def _work(self, degree: int) -> Array:
+        """FLOPs of each layer for a typical micro-batch, [3, layers]."""
+        squares = self.training.squares if self.squares is None else self.squares
+        work: Array = layer_work(self.model, self.training, degree) @ np.array([self.training.tokens, squares])
+        assert work.shape == (len(OpKind), self.layers)
+        return work

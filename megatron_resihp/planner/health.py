@@ -1,0 +1,45 @@
+"""How well the devices and links are: what a planner is told. Imports only the standard library."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+
+class HealthError(ValueError):
+    """A health that can't be; the message names the worker or link."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """Of each live worker and slow link.
+
+    Attributes:
+        speed: p of every live worker, in (0, 1], relative to the device's own healthy speed. Who is not in it is dead.
+        link: speed of slow links in (0, 1], by pair of workers, the smaller id first; links not in it are healthy.
+
+    Raises:
+        HealthError: on construction, for a speed outside of (0, 1] or a link between unknown workers.
+    """
+
+    speed: Mapping[int, float]
+    link: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for worker, speed in self.speed.items():
+            if not 0 < speed <= 1:
+                raise HealthError(f"worker {worker} has speed {speed:g}; it must be above 0 and at most 1")
+        for (first, second), speed in self.link.items():
+            if not 0 < speed <= 1:
+                raise HealthError(f"link {first}-{second} has speed {speed:g}; it must be above 0 and at most 1")
+            if not first < second:
+                raise HealthError(f"link {first}-{second} must name the smaller worker id first")
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        return tuple(sorted(self.speed))
+
+    def between(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> float:
+        """Speed of the slowest link between two groups of workers."""
+        if not self.link:
+            return 1.0
+        return min(self.link.get((min(pair), max(pair)), 1.0) for pair in product(senders, receivers))

@@ -1,0 +1,1 @@
+"""One module for each way to plan, all of one signature. Imports what the planner may."""
