@@ -119,6 +119,14 @@ def factor_of(text: str) -> float:
         raise ConfigError(f"{text!r} is no number; give one from {SLOWEST:g} to 1") from None
 
 
+def check_false_alarms(flag: str, rate: float) -> None:
+    """Raises:
+    ConfigError: so many false alarms a job, given with `flag`, cannot be.
+    """
+    if not 0 < rate <= 1:  # not NaN either
+        raise ConfigError(f"{flag} {rate:g} cannot be; give more than 0 and at most 1")
+
+
 def _flag(default: Any, help_text: str, **options: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **options})
 
@@ -182,9 +190,7 @@ class ResihpConfig:
         """Raises:
         ConfigError: a value cannot be.
         """
-        budget = self.resihp_false_alarms_per_job
-        if not 0 < budget <= 1:
-            raise ConfigError(f"--resihp-false-alarms-per-job {budget:g} cannot be; give more than 0 and at most 1")
+        check_false_alarms("--resihp-false-alarms-per-job", self.resihp_false_alarms_per_job)
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> "ResihpConfig":

@@ -13,7 +13,7 @@ from megatron_resihp.detector.verdict import Change, Kind, Verdict
 from megatron_resihp.report.words import count
 
 if TYPE_CHECKING:
-    from megatron_resihp.report.detect_command import Detection
+    from megatron_resihp.report.detection import Detection
 
 MOST_LEFT_OUT = 5
 

@@ -1,6 +1,8 @@
 """`resihp detect`: a run's records or a table in; verdicts, a file and a picture out; bad input in one line."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_resihp.cli import main
+from megatron_resihp.config import ConfigError, ResihpConfig
 from megatron_resihp.detector.layout import layout_of
 from megatron_resihp.detector.recording import FILE_NAME, Recorder
 from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
@@ -203,3 +206,24 @@ def test_options_out_of_range_are_refused(
 ) -> None:
     assert detect(write_table(tmp_path / "times.csv", slow=None), *option) == 2
     assert option[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, 1.5, float("nan")])
+def test_a_job_and_a_replay_accept_the_same_rates(tmp_path: Path, rate: float) -> None:
+    try:
+        ResihpConfig(resihp_false_alarms_per_job=rate).check()
+        expected = 0
+    except ConfigError:
+        expected = 2
+    assert detect(write_table(tmp_path / "times.csv", slow=None), "--false-alarms-per-job", rate) == expected
+
+
+def test_the_command_starts_without_what_only_detection_needs() -> None:
+    script = (
+        "import sys; from megatron_resihp.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(*sorted({'numpy', 'scipy', 'numba', 'torch'} & set(sys.modules)), file=sys.stderr)"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "detect" in shown.stdout
+    assert shown.stderr.split() == []
