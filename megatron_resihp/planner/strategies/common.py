@@ -1,0 +1,96 @@
+"""What several published strategies share: spelt-out layers, groups inside nodes, standbys, the last check.
+
+Imports the standard library, `plan`, `cost` and this room.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.cost.memory import check_plan, with_layers
+from megatron_resihp.plan import Kept, ParallelPlan, PlanError, Replica, deal, even_counts
+from megatron_resihp.plan.schedule import EXPLICIT
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.rectangular import NoPlanError
+
+Group = tuple[int, ...]
+"""The members of a tensor-parallel group."""
+
+
+def spelt_out(plan: ParallelPlan, cost: JobCost) -> ParallelPlan:
+    """The plan with the layers of each stage, where it leaves them to the job's own split.
+
+    Raises:
+        NoPlanError: the plan has other layers than the model.
+    """
+    try:
+        return replace(plan, replicas=tuple(with_layers(replica, cost.model) for replica in plan.replicas))
+    except PlanError as error:
+        raise NoPlanError(f"the current plan doesn't fit the job: {error}") from None
+
+
+def job_degree(plan: ParallelPlan, cost: JobCost) -> int:
+    """The job's tensor-parallel degree: the largest even power of two in the plan, which published strategies keep."""
+    largest = max(degree for replica in plan.replicas for degree in replica.shape)
+    usable = [k for k in cost.degrees if k <= largest and k.bit_count() == 1 and not cost.uneven(k)]
+    if not usable:
+        raise NoPlanError(f"no power of two up to {largest} can share the model's layers evenly")
+    return max(usable)
+
+
+def groups_in_nodes(workers: Iterable[int], degree: int, health: Health, cost: JobCost) -> list[Group]:
+    """As many groups of a degree as the nodes' workers can form, like speeds together, the fastest groups first."""
+    nodes: dict[int, list[int]] = defaultdict(list)
+    for worker in sorted(workers, key=lambda worker: (-health.speed[worker], worker)):
+        nodes[worker // cost.workers_per_node].append(worker)
+    groups = [
+        tuple(sorted(members[first : first + degree]))
+        for members in nodes.values()
+        for first in range(0, len(members) - degree + 1, degree)
+    ]
+    return sorted(groups, key=lambda group: (-speed_of(group, health), group))
+
+
+def speed_of(group: Sequence[int], health: Health) -> float:
+    """A group is as fast as its slowest member."""
+    return min(health.speed[worker] for worker in group)
+
+
+def with_shares(replicas: Sequence[Replica], counts: Sequence[int]) -> tuple[Replica, ...]:
+    """The replicas with so many micro-batches each; an explicit order of ops for others than these is dropped."""
+    changed = []
+    for replica, share in zip(replicas, deal(counts), strict=True):
+        explicit = replica.schedule is not None and replica.schedule.name == EXPLICIT
+        schedule = None if explicit and share != replica.micro_batches else replica.schedule
+        changed.append(replace(replica, micro_batches=share, schedule=schedule))
+    return tuple(changed)
+
+
+def evenly_shared(replicas: Sequence[Replica], cost: JobCost) -> tuple[Replica, ...]:
+    """The replicas with the global batch shared out evenly; none of them may be left without work."""
+    return with_shares(replicas, even_counts(cost.micro_batches, len(replicas)))
+
+
+def next_plan(replicas: Sequence[Replica], plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+    """A plan of these replicas in which all other live workers are standbys that keep what they hold.
+
+    Args:
+        replicas: with layers and micro-batches.
+        plan: the one in force, with layers.
+        health, cost: as for a strategy.
+
+    Raises:
+        NoPlanError: a rule of plans is broken, or the plan doesn't fit in memory.
+    """
+    working = {worker for replica in replicas for worker, _ in replica.workers()}
+    standbys: dict[int, Kept] = {
+        worker: plan.shards_of(worker) or None for worker in health.live if worker not in working
+    }
+    uneven = any(cost.uneven(degree) for replica in replicas for degree in set(replica.shape) - {0})
+    try:
+        following = ParallelPlan(tuple(replicas), standbys, uneven_shards=uneven)
+        check_plan(following, cost.model, cost.training, cost.device.memory)
+    except PlanError as error:
+        raise NoPlanError(str(error)) from None
+    return following

@@ -1,0 +1,46 @@
+"""The simplest way to go on without a restart: a replica that lost a worker is left out.
+
+Imports the standard library, `plan`, `cost` and this room.
+"""
+
+from dataclasses import replace
+from itertools import batched
+
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.rectangular import NoPlanError
+from megatron_resihp.planner.strategies.common import (
+    evenly_shared,
+    groups_in_nodes,
+    job_degree,
+    next_plan,
+    spelt_out,
+)
+
+
+def drop_replica(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+    """Replicas that lost nobody share out the batch; the live workers of the others become standbys.
+
+    When workers come back, further replicas are formed of them and the standbys.
+
+    Raises:
+        NoPlanError: every replica lost a worker, or memory is too small for the optimizer's share of the rest.
+    """
+    plan = spelt_out(plan, cost)
+    whole = [replica for replica in plan.replicas if all(worker in health.speed for worker, _ in replica.workers())]
+    if not whole:
+        raise NoPlanError(f"each of the {len(plan.replicas)} replicas lost a worker")
+    if any(worker not in plan.members for worker in health.live):
+        whole += _formed(whole, plan, health, cost)
+    return next_plan(evenly_shared(whole[: cost.micro_batches], cost), plan, health, cost)
+
+
+def _formed(whole: list[Replica], plan: ParallelPlan, health: Health, cost: JobCost) -> list[Replica]:
+    """Replicas like the first of the whole ones, of who isn't in any of them."""
+    degree, model = job_degree(plan, cost), whole[0]
+    working = {worker for replica in whole for worker, _ in replica.workers()}
+    groups = groups_in_nodes(set(health.live) - working, degree, health, cost)
+    count = len(groups) // len(model.stages)
+    rows = batched(sorted(groups[: count * len(model.stages)]), len(model.stages))
+    return [replace(model, stages=tuple(row)) for row in rows]

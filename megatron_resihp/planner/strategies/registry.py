@@ -1,0 +1,56 @@
+"""All ways to plan by name. Imports the other files of this package."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from megatron_resihp.planner.strategies.drop_replica import drop_replica
+from megatron_resihp.planner.strategies.restart import restart
+from megatron_resihp.planner.strategy import Strategy
+
+
+class Change(StrEnum):
+    """How a job gets from one plan to the next."""
+
+    IN_PLACE = "in place"
+    RESTART = "restart from a checkpoint"
+
+
+class ReactsTo(StrEnum):
+    """What makes a strategy plan anew."""
+
+    DEAD = "dead workers"
+    SLOW = "slow workers and links"
+    BOTH = "dead and slow workers"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A strategy and what people and the simulator need to know of it.
+
+    Attributes:
+        strategy: the function.
+        summary: what it does, one line for people.
+        change: how it gets to its plans.
+        reacts_to: which changes of health it makes a new plan for.
+    """
+
+    strategy: Strategy
+    summary: str
+    change: Change
+    reacts_to: ReactsTo
+
+
+STRATEGIES: Final[Mapping[str, Entry]] = {
+    "restart": Entry(
+        restart,
+        "starts again from the last checkpoint, as complete replicas of the original shape",
+        Change.RESTART,
+        ReactsTo.DEAD,
+    ),
+    "drop-replica": Entry(
+        drop_replica, "leaves out replicas that lost a worker; the others do their work", Change.IN_PLACE, ReactsTo.DEAD
+    ),
+}
+"""In the order in which comparisons show them."""

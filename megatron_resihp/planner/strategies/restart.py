@@ -1,0 +1,41 @@
+"""The usual answer to a failure: start the job again from its last checkpoint on what is left.
+
+Imports the standard library, `plan`, `cost` and this room.
+"""
+
+from itertools import batched
+
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.rectangular import NoPlanError
+from megatron_resihp.planner.strategies.common import (
+    evenly_shared,
+    groups_in_nodes,
+    job_degree,
+    next_plan,
+    spelt_out,
+)
+
+
+def restart(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+    """Complete replicas of the job's own TP × PP and layers, as many as survivors can form and the batch divides by.
+
+    What is taken where schedulers and users differ: a node that lost workers is used with those that are left, as long
+    as they make whole tensor-parallel groups; the global batch has to be a multiple of the replicas, as unmodified
+    Megatron demands. Of more groups than are needed the fastest are taken.
+
+    Raises:
+        NoPlanError: too few workers for one replica, or too little memory for the replicas that are left.
+    """
+    plan = spelt_out(plan, cost)
+    degree, original = job_degree(plan, cost), plan.replicas[0]
+    groups = groups_in_nodes(health.live, degree, health, cost)
+    stages = len(original.stages)
+    most = min(len(groups) // stages, cost.micro_batches)
+    replicas = next((count for count in range(most, 0, -1) if cost.micro_batches % count == 0), 0)
+    if not replicas:
+        raise NoPlanError(f"{len(groups)} groups of {degree} workers are left; a replica takes {stages}")
+    chosen = sorted(groups[: replicas * stages])
+    formed = [Replica(tuple(row), (), original.chunks) for row in batched(chosen, stages)]
+    return next_plan(evenly_shared(formed, cost), plan, health, cost)
