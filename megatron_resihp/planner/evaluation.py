@@ -68,7 +68,7 @@ def timeline_of(replica: Replica, health: Health, cost: JobCost) -> Timeline:
     """When each op of a replica runs."""
     replica = with_layers(replica, cost.model)
     seconds = stage_seconds(replica, health, cost)[..., np.newaxis]
-    return simulate(program_of(replica), seconds, _transfers(replica, health, cost))
+    return simulate(program_of(replica), seconds, transfer_seconds(replica, health, cost))
 
 
 def stage_seconds(replica: Replica, health: Health, cost: JobCost) -> Array:
@@ -87,7 +87,7 @@ def stage_seconds(replica: Replica, health: Health, cost: JobCost) -> Array:
     return seconds
 
 
-def _transfers(replica: Replica, health: Health, cost: JobCost) -> Array:
+def transfer_seconds(replica: Replica, health: Health, cost: JobCost) -> Array:
     """Seconds of each transfer, [2, chunks − 1, 1]."""
     groups = [replica.stages[chunk.stage] for chunk in replica.chunks]
     seconds = [
