@@ -6,11 +6,11 @@ Imports the standard library, `plan`, `cost` and this room.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan, with_layers
 from megatron_resihp.plan import Kept, ParallelPlan, PlanError, Replica, deal, even_counts
-from megatron_resihp.plan.schedule import EXPLICIT
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.rectangular import NoPlanError
 
@@ -39,6 +39,21 @@ def job_degree(plan: ParallelPlan, cost: JobCost) -> int:
     return max(usable)
 
 
+def require_state(plan: ParallelPlan, health: Health) -> None:
+    """Raises NoPlanError unless the live workers of a plan with layers hold every layer's state between them."""
+    held: dict[int, set[tuple[Fraction, Fraction]]] = defaultdict(set)
+    for shard in {shard for worker in plan.members if worker in health.speed for shard in plan.shards_of(worker)}:
+        part = (Fraction(shard.tp_rank, shard.tp_degree), Fraction(shard.tp_rank + 1, shard.tp_degree))
+        for layer in range(shard.first, shard.end):
+            held[layer].add(part)
+    for layer in range(plan.replicas[0].chunks[-1].end):
+        reached = Fraction(0)
+        for first, end in sorted(held[layer]):
+            reached = max(reached, end) if first <= reached else reached
+        if reached < 1:
+            raise NoPlanError(f"the state of layer {layer} is not held by the survivors")
+
+
 def groups_in_nodes(workers: Iterable[int], degree: int, health: Health, cost: JobCost) -> list[Group]:
     """As many groups of a degree as the nodes' workers can form, like speeds together, the fastest groups first."""
     nodes: dict[int, list[int]] = defaultdict(list)
@@ -61,8 +76,8 @@ def with_shares(replicas: Sequence[Replica], counts: Sequence[int]) -> tuple[Rep
     """The replicas with so many micro-batches each; an explicit order of ops for others than these is dropped."""
     changed = []
     for replica, share in zip(replicas, deal(counts), strict=True):
-        explicit = replica.schedule is not None and replica.schedule.name == EXPLICIT
-        schedule = None if explicit and share != replica.micro_batches else replica.schedule
+        orders = replica.schedule.orders if replica.schedule else ()
+        schedule = None if orders and {op.micro_batch for op in orders[0]} != set(share) else replica.schedule
         changed.append(replace(replica, micro_batches=share, schedule=schedule))
     return tuple(changed)
 

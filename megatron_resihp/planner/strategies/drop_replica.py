@@ -28,12 +28,16 @@ def drop_replica(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelP
         NoPlanError: every replica lost a worker, or memory is too small for the optimizer's share of the rest.
     """
     plan = spelt_out(plan, cost)
-    whole = [replica for replica in plan.replicas if all(worker in health.speed for worker, _ in replica.workers())]
+    whole = [replica for replica in plan.replicas if _is_whole(replica, health)]
     if not whole:
         raise NoPlanError(f"each of the {len(plan.replicas)} replicas lost a worker")
     if any(worker not in plan.members for worker in health.live):
         whole += _formed(whole, plan, health, cost)
     return next_plan(evenly_shared(whole[: cost.micro_batches], cost), plan, health, cost)
+
+
+def _is_whole(replica: Replica, health: Health) -> bool:
+    return all(replica.stages) and all(worker in health.speed for worker, _ in replica.workers())
 
 
 def _formed(whole: list[Replica], plan: ParallelPlan, health: Health, cost: JobCost) -> list[Replica]:

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Final
 
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
+from megatron_resihp.planner.strategies.oobleck import oobleck
 from megatron_resihp.planner.strategies.restart import restart
 from megatron_resihp.planner.strategy import Strategy
 
@@ -51,6 +52,12 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
     ),
     "drop-replica": Entry(
         drop_replica, "leaves out replicas that lost a worker; the others do their work", Change.IN_PLACE, ReactsTo.DEAD
+    ),
+    "oobleck": Entry(
+        oobleck,
+        "gives pipelines that lost a group of workers smaller templates, lets them borrow or merges them",
+        Change.IN_PLACE,
+        ReactsTo.DEAD,
     ),
 }
 """In the order in which comparisons show them."""
