@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     drill.set_defaults(run=drill_command.run)
     _add_report(commands.add_parser("report", help="say what happened in a run, from its event log"))
     _add_detect(commands.add_parser("detect", help="say who was slow, from a run's records or a table of times"))
+    _add_plan(commands.add_parser("plan", help="say how a job should go on when workers are dead or slow"))
     return parser
 
 
@@ -56,6 +57,13 @@ def _add_detect(parser: argparse.ArgumentParser) -> None:
 
     detect_command.add_arguments(parser)
     parser.set_defaults(run=detect_command.run)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    from megatron_resihp.report import plan_command
+
+    plan_command.add_arguments(parser)
+    parser.set_defaults(run=plan_command.run)
 
 
 class RunReport:

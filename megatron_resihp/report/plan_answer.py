@@ -1,0 +1,104 @@
+"""What strategies answer to a health: plan, throughput, planning time. Imports `plan`, `cost` and `planner`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.plan import ParallelPlan, differences
+from megatron_resihp.planner import NoPlanError
+from megatron_resihp.planner.evaluation import Evaluation, evaluate
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one strategy.
+
+    Attributes:
+        strategy: its name.
+        planning_s: how long it thought.
+        plan, evaluation: None if there is no plan.
+        reason: why there is none.
+    """
+
+    strategy: str
+    planning_s: float
+    plan: ParallelPlan | None = None
+    evaluation: Evaluation | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is asked.
+
+    Attributes:
+        title: the job, in words.
+        plan: the one in force.
+        health, cost: of what is left.
+    """
+
+    title: str
+    plan: ParallelPlan
+    health: Health
+    cost: JobCost
+
+    @property
+    def healthy(self) -> Evaluation:
+        """The plan in force with all its workers well."""
+        return evaluate(self.plan, Health(dict.fromkeys(self.plan.members, 1.0)), self.cost)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Workers of the plan in force that are dead, if it gives them work."""
+        return tuple(worker for worker in self.plan.working if worker not in self.health.speed)
+
+    @property
+    def unmitigated(self) -> Evaluation | None:
+        """The plan in force with the health as it is; None if it can't go on."""
+        return None if self.lost else evaluate(self.plan, self.health, self.cost)
+
+
+def ask(name: str, strategy: Strategy, situation: Situation, clock: Callable[[], float]) -> Answer:
+    """One strategy's plan, judged by simulation."""
+    begun = clock()
+    try:
+        plan = strategy(situation.plan, situation.health, situation.cost)
+    except NoPlanError as error:
+        return Answer(name, clock() - begun, reason=str(error))
+    planning_s = clock() - begun
+    return Answer(name, planning_s, plan, evaluate(plan, situation.health, situation.cost))
+
+
+def to_json(situation: Situation, answers: Mapping[str, Answer]) -> dict[str, Any]:
+    """All of it as plain values."""
+    unmitigated = situation.unmitigated
+    return {
+        "job": situation.title,
+        "live": len(situation.health.live),
+        "dead": sorted(set(situation.plan.members) - set(situation.health.speed)),
+        "slow": {str(worker): speed for worker, speed in situation.health.speed.items() if speed < 1},
+        "links": {f"{a}-{b}": speed for (a, b), speed in situation.health.link.items()},
+        "plan": situation.plan.to_dict(),
+        "healthy_samples_per_s": situation.healthy.samples_per_s,
+        "unmitigated_samples_per_s": unmitigated.samples_per_s if unmitigated else None,
+        "strategies": {name: _answer_to_json(situation, answer) for name, answer in answers.items()},
+    }
+
+
+def _answer_to_json(situation: Situation, answer: Answer) -> dict[str, Any]:
+    if answer.plan is None or answer.evaluation is None:
+        return {"no_plan": answer.reason, "planning_s": answer.planning_s}
+    return {
+        "samples_per_s": answer.evaluation.samples_per_s,
+        "iteration_s": answer.evaluation.iteration_s,
+        "share_of_bound": answer.evaluation.share_of_bound,
+        "planning_s": answer.planning_s,
+        "digest": answer.plan.digest,
+        "plan": answer.plan.to_dict(),
+        "differences": list(differences(situation.plan, answer.plan)),
+    }

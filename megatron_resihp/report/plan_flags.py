@@ -1,0 +1,45 @@
+"""The flags of `resihp plan` that give a job's sizes and its workers' health.
+
+May import: the standard library and `cost.presets`, which needs no numpy, so that the `resihp` command starts quickly.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_resihp.cost.presets import PRESETS
+
+
+def add_size_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that give a job's sizes."""
+    job = parser.add_argument_group("the job, unless RUN_DIR is given")
+    job.add_argument("--model", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
+    job.add_argument("--gpus", type=int, metavar="N", help="how many (default TP x PP x DP)")
+    job.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel degree (default 1)")
+    job.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default 1)")
+    job.add_argument("--dp", type=int, metavar="N", help="replicas (default: as many as --gpus gives)")
+    job.add_argument("--micro-batches", type=int, default=64, metavar="N", help="of a global batch (default 64)")
+    job.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="samples in each (default 1)")
+    job.add_argument("--seq-length", type=int, default=4096, metavar="N", help="tokens of a sample (default 4096)")
+    job.add_argument(
+        "--recompute", choices=("none", "selective", "full"), default="none", help="of activations (default none)"
+    )
+    job.add_argument("--sequence-parallel", action="store_true", help="as in Megatron")
+    job.add_argument("--distributed-optimizer", action="store_true", help="as in Megatron")
+    device = parser.add_argument_group("the devices")
+    device.add_argument("--workers-per-node", type=int, metavar="N", help="default 8, or as RUN_DIR says")
+    device.add_argument("--memory-gb", type=float, default=80.0, metavar="GB", help="of each GPU, GiB (default 80)")
+    device.add_argument("--tflops", type=float, default=312.0, metavar="X", help="peak (default %(default)g)")
+    device.add_argument("--gbps", type=float, default=25.0, metavar="X", help="Gb/s of each GPU to others (default 25)")
+
+
+def add_health_arguments(parser: argparse.ArgumentParser) -> None:
+    """The three flags."""
+    group = parser.add_argument_group("how the workers are")
+    group.add_argument("--dead", nargs="+", default=[], metavar="W", help="workers that are gone, such as 3 or 8-15")
+    group.add_argument(
+        "--slow", nargs="+", default=[], metavar="W=P", help="workers at speed P, in (0, 1], of their own: 5=0.5"
+    )
+    group.add_argument(
+        "--link", nargs="+", default=[], metavar="A-B=F", help="links at F, in (0, 1], of their bandwidth: 1-5=0.3"
+    )

@@ -1,0 +1,80 @@
+"""The timelines of an iteration before and after a plan. Imports matplotlib, `pipeline`, `planner` and this room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.pipeline.simulate import Timeline
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.planner.evaluation import timeline_of
+from megatron_resihp.planner.health import Health
+from megatron_resihp.report.plan_answer import Answer, Situation
+
+COLOURS: Final = {OpKind.F: "#8fb4dd", OpKind.B: "#1f5fa8", OpKind.W: "#f2b27a"}
+NAMES: Final = {OpKind.F: "forward", OpKind.B: "backward", OpKind.W: "weight gradient"}
+MOST_REPLICAS: Final = 4
+
+
+def draw(situation: Situation, answer: Answer, path: Path) -> None:
+    """Write the picture: replicas of both plans, at most MOST_REPLICAS of each, on one time axis.
+
+    Raises:
+        OSError, ValueError: it can't be written.
+    """
+    if answer.plan is None:
+        raise ValueError("there is no plan to draw")
+    before = Health(dict.fromkeys(situation.plan.members, 1.0) | _alive(situation))
+    title = "before" if not situation.lost else "before, as if the dead workers were well"
+    parts = [(title, situation.plan, before), (f"after, by {answer.strategy}", answer.plan, situation.health)]
+    rows = [sum(len(r.stages) for r in plan.replicas[:MOST_REPLICAS]) for _, plan, _ in parts]
+    figure = Figure(figsize=(10.0, 1.6 + 0.24 * sum(rows)), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=rows)
+    for axes, (name, plan, health) in zip(panels, parts, strict=True):
+        _panel(axes, name, plan, health, situation)
+    panels[-1].set_xlabel("seconds from the start of the iteration")
+    figure.legend(
+        handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in OpKind],
+        loc="outside upper right", ncols=3, frameon=False, fontsize=8,
+    )  # fmt: skip
+    figure.savefig(path)
+
+
+def _alive(situation: Situation) -> dict[int, float]:
+    return {worker: p for worker, p in situation.health.speed.items() if worker in situation.plan.members}
+
+
+def _panel(axes: Axes, name: str, plan: ParallelPlan, health: Health, situation: Situation) -> None:
+    row, labels = 0, []
+    shown = plan.replicas[:MOST_REPLICAS]
+    slowest = 0.0
+    for number, replica in enumerate(shown):
+        timeline = timeline_of(replica, health, situation.cost)
+        slowest = max(slowest, timeline.makespan)
+        _bars(axes, timeline, row)
+        labels += [f"replica {number}, stage {stage}" for stage in range(len(replica.stages))]
+        row += len(replica.stages)
+    axes.axvline(slowest, color="#b3261e", linewidth=0.9)
+    axes.set_yticks(range(row), labels, fontsize=7)
+    axes.set_ylim(row - 0.4, -0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    rest = len(plan.replicas) - len(shown)
+    axes.set_title(f"{name}: {slowest:.3g} s{f' ({rest} more replicas not shown)' if rest else ''}", fontsize=9)
+
+
+def _bars(axes: Axes, timeline: Timeline, row: int) -> None:
+    home = timeline.program.device_of_stage
+    for kind in OpKind:
+        start, end = timeline.start[kind], timeline.end[kind]
+        for chunk, device in enumerate(home):
+            ran = ~np.isnan(start[chunk])
+            spans = list(zip(start[chunk][ran], (end - start)[chunk][ran], strict=True))
+            axes.broken_barh(spans, (row + device - 0.4, 0.8), color=COLOURS[kind], edgecolor="white", linewidth=0.3)

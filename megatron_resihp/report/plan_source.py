@@ -1,0 +1,175 @@
+"""A job to plan for, from flags or from a run directory: the plan in force, the workers, and what work costs.
+
+May import: the standard library, `plan`, `cost`, `simulator` and this room's modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_resihp.cost.device import Device
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.cost.layers import Model, ModelError, model_from_arguments
+from megatron_resihp.cost.memory import with_layers
+from megatron_resihp.cost.presets import preset
+from megatron_resihp.cost.training import Recompute, Training, TrainingError, training_from_arguments
+from megatron_resihp.plan import ParallelPlan, PlanError
+from megatron_resihp.report import events as names
+from megatron_resihp.report.events import FILE_NAME, Event, read_events
+from megatron_resihp.simulator.sizes import Sizes, SizesError, a100
+
+_NEGATED: Final = {"disable_bias_linear": "add_bias_linear"}
+"""Megatron's flags that switch an argument off whose name they don't bear."""
+
+
+class SourceError(ValueError):
+    """No job can be read from what was given; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A job.
+
+    Attributes:
+        title: in words.
+        plan: the one in force, with its layers.
+        cost: what work costs in it.
+    """
+
+    title: str
+    plan: ParallelPlan
+    cost: JobCost
+
+
+def source_of(namespace: argparse.Namespace) -> Source:
+    """The job that the arguments name.
+
+    Raises:
+        SourceError: there is no such job.
+    """
+    for name in ("memory_gb", "tflops", "gbps"):
+        if not getattr(namespace, name) > 0:
+            raise SourceError(f"--{name.replace('_', '-')} must be above 0, got {getattr(namespace, name):g}")
+    try:
+        if namespace.run_dir is not None:
+            return _of_run(namespace.run_dir, namespace)
+        return _of_flags(namespace)
+    except (ModelError, TrainingError, SizesError, PlanError) as error:
+        raise SourceError(str(error)) from None
+
+
+def _of_flags(namespace: argparse.Namespace) -> Source:
+    if namespace.model is None:
+        raise SourceError("--model is missing; give it with --gpus, --tp and --pp, or give a run directory")
+    model = preset(namespace.model)
+    for name in ("gpus", "tp", "pp", "dp", "micro_batches", "micro_batch_size", "seq_length", "workers_per_node"):
+        value = getattr(namespace, name)
+        if value is not None and value < 1:
+            raise SourceError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    training = Training(
+        sequence_length=namespace.seq_length,
+        micro_batch_size=namespace.micro_batch_size,
+        recompute=Recompute(namespace.recompute),
+        sequence_parallel=namespace.sequence_parallel,
+        distributed_optimizer=namespace.distributed_optimizer,
+    )
+    sizes = Sizes(
+        model=model,
+        training=training,
+        device=_device(namespace),
+        tensor=namespace.tp,
+        pipeline=namespace.pp,
+        data=_replicas(namespace),
+        micro_batches=namespace.micro_batches,
+        workers_per_node=namespace.workers_per_node or 8,
+    )
+    title = f"{namespace.model}, {sizes.workers} GPUs, TP {sizes.tensor} × PP {sizes.pipeline} × DP {sizes.data}"
+    return Source(f"{title}, {sizes.micro_batches} micro-batches", sizes.plan(), sizes.cost())
+
+
+def _replicas(namespace: argparse.Namespace) -> int:
+    size = namespace.tp * namespace.pp
+    if namespace.gpus is None:
+        return namespace.dp or 1
+    replicas = namespace.gpus // size
+    if replicas < 1:
+        raise SourceError(f"{namespace.gpus} GPUs are too few for one replica of TP {namespace.tp} × PP {namespace.pp}")
+    if namespace.gpus != size * (namespace.dp or replicas):
+        layout = f"TP {namespace.tp} × PP {namespace.pp}"
+        wrong = f"not {layout} × DP {namespace.dp}" if namespace.dp else f"no multiple of {layout}"
+        raise SourceError(f"{namespace.gpus} GPUs are {wrong}")
+    return namespace.dp or replicas
+
+
+def _device(namespace: argparse.Namespace) -> Device:
+    return a100(flops=namespace.tflops * 1e12, memory_gb=namespace.memory_gb, gbps=namespace.gbps)
+
+
+# ---- a run directory
+
+
+def _of_run(run_dir: Path, namespace: argparse.Namespace) -> Source:
+    path = run_dir / FILE_NAME
+    try:
+        found = read_events(path).events
+    except OSError:
+        raise SourceError(f"{run_dir} has no {FILE_NAME}; give the run directory of a started run") from None
+    started, epoch = _last(found, names.RUN_STARTED), _last(found, names.EPOCH_STARTED)
+    if started is None or epoch is None or not started.get("command"):
+        raise SourceError(f"{path} says neither the job's flags nor its plan; give the directory of a run that trained")
+    arguments = megatron_arguments(started["command"])
+    model = _model(arguments, path)
+    plan = ParallelPlan.from_dict(epoch["plan"])
+    plan = replace(plan, replicas=tuple(with_layers(replica, model) for replica in plan.replicas))
+    cost = JobCost(
+        model=model,
+        training=training_from_arguments(arguments),
+        device=_device(namespace),
+        micro_batches=plan.micro_batch_count,
+        workers_per_node=namespace.workers_per_node or started.get("nproc_per_node") or 8,
+    )
+    return Source(f"{run_dir}, epoch {epoch['epoch']}, {len(plan.members)} live workers", plan, cost)
+
+
+def _model(arguments: Mapping[str, Any], path: Path) -> Model:
+    try:
+        return model_from_arguments(arguments)
+    except ModelError as error:
+        raise SourceError(f"{path}: the job's flags don't give the model's sizes: {error}") from None
+
+
+def _last(found: Sequence[Event], name: str) -> Event | None:
+    return next((event for event in reversed(found) if event["event"] == name), None)
+
+
+def megatron_arguments(command: Sequence[str]) -> dict[str, Any]:
+    """A command line's flags as Megatron's arguments: "--num-layers 4 --bf16" → {"num_layers": 4, "bf16": True}."""
+    arguments: dict[str, Any] = {}
+    values: list[str] = []
+    name = ""
+    for text in [*command, "--"]:
+        if text.startswith("--"):
+            if name:
+                arguments[name] = [*map(_plain, values)] if len(values) > 1 else _plain(values[0]) if values else True
+            flag, _, value = text[2:].partition("=")
+            name, values = flag.replace("-", "_"), [value] if value else []
+        else:
+            values.append(text)
+    for off, on in _NEGATED.items():
+        if arguments.pop(off, False):
+            arguments[on] = False
+    return arguments
+
+
+def _plain(text: str) -> Any:
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,83 @@
+"""`resihp plan` once its arguments are known: ask strategies, print, draw.
+
+May import: the standard library, rich, `plan`, `cost`, `planner`, `simulator` and this room's modules; matplotlib only
+to draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
+from megatron_resihp.report.health_flags import HealthFlagError, health_of
+from megatron_resihp.report.plan_answer import Answer, Situation, ask, to_json
+from megatron_resihp.report.plan_source import SourceError, source_of
+from megatron_resihp.report.plan_terminal import render
+from megatron_resihp.report.terminal import console_for
+
+DEFAULT: Final = "joint" if "joint" in STRATEGIES else next(iter(STRATEGIES))
+
+
+class BadInput(Exception):
+    """The user has to mend something; the message is one line."""
+
+
+def plan(namespace: argparse.Namespace) -> int:
+    """Answer; 0, or 1 if there is no plan.
+
+    Raises:
+        BadInput: the arguments describe no job, no health or no strategy, or the picture can't be written.
+    """
+    try:
+        situation = _situation(namespace)
+    except (HealthFlagError, SourceError) as error:
+        raise BadInput(str(error)) from None
+    strategies = _strategies(namespace)
+    answers = {name: ask(name, entry.strategy, situation, time.perf_counter) for name, entry in strategies.items()}
+    shown = _shown(namespace, answers)
+    if namespace.json:
+        print(json.dumps(to_json(situation, answers), indent=2, allow_nan=False))
+    else:
+        render(situation, answers, shown, console_for(sys.stdout))
+    if namespace.plot is not None and shown.plan is not None:
+        _draw(situation, shown, namespace.plot)
+    return 0 if shown.plan is not None else 1
+
+
+def _situation(namespace: argparse.Namespace) -> Situation:
+    source = source_of(namespace)
+    health = health_of(namespace.dead, namespace.slow, namespace.link, source.plan.members)
+    if not health.live:
+        raise BadInput("all workers are dead; leave at least one")
+    return Situation(source.title, source.plan, health, source.cost)
+
+
+def _strategies(namespace: argparse.Namespace) -> Mapping[str, Entry]:
+    chosen = namespace.strategy or DEFAULT
+    if chosen not in STRATEGIES:
+        raise BadInput(f"unknown strategy {chosen!r}; known are {', '.join(STRATEGIES)}")
+    return STRATEGIES if namespace.compare else {chosen: STRATEGIES[chosen]}
+
+
+def _shown(namespace: argparse.Namespace, answers: Mapping[str, Answer]) -> Answer:
+    """The answer whose plan is spelt out: the one asked for or, of all, the fastest."""
+    if not namespace.compare or namespace.strategy:
+        return answers[namespace.strategy or DEFAULT]
+    return max(answers.values(), key=lambda a: a.evaluation.samples_per_s if a.evaluation else 0.0)
+
+
+def _draw(situation: Situation, shown: Answer, path: Path) -> None:
+    from megatron_resihp.report.plan_picture import draw
+
+    try:
+        draw(situation, shown, path)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written ({error.strerror}); give --plot another file") from None
+    except ValueError as error:
+        raise BadInput(f"{path} cannot be drawn ({error}); give --plot a name that ends in .png") from None

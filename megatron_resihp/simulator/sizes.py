@@ -1,0 +1,124 @@
+"""The sizes of a job as a command line or a scenario gives them → what work costs in it, and the layout it starts with.
+
+Imports `plan`, `cost` and `planner`.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_resihp.cost.device import Device
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.cost.layers import LayerKind, Model
+from megatron_resihp.cost.memory import check_plan
+from megatron_resihp.cost.parts import ShardError
+from megatron_resihp.cost.training import Training
+from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, deal, even_counts
+from megatron_resihp.plan.layers import chunks_from
+
+A100_FLOPS: Final = 312e12
+EFFICIENCY: Final = 0.45
+"""Share of a device's peak that layers reach alone, where nothing was measured."""
+TP_EFFICIENCY: Final = {1: 1.0, 2: 0.97, 4: 0.93, 8: 0.86}
+"""Share of that which is left in a tensor-parallel group inside a node, whose all-reduces are not hidden."""
+LATENCY_S: Final = 20e-6
+GBPS: Final = 25.0
+"""Gb/s from node to node for each of 8 GPUs that share a link of 200 Gb/s (ResiHP's testbed, arXiv 2605.06374)."""
+
+
+class SizesError(ValueError):
+    """Sizes that no job can have; the message is one line for whoever gave them."""
+
+
+def a100(
+    flops: float = A100_FLOPS, efficiency: float = EFFICIENCY, memory_gb: float = 80.0, gbps: float = GBPS
+) -> Device:
+    """A GPU that is known by its data sheet; the defaults are an A100's."""
+    return Device(
+        flops=flops,
+        efficiency=efficiency,
+        tp_efficiency=TP_EFFICIENCY,
+        memory=int(memory_gb * 2**30),
+        latency=LATENCY_S,
+        bandwidth=gbps * 1e9 / 8,
+    )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A job with a rectangular layout.
+
+    Attributes:
+        model, training, device: what is trained on what.
+        tensor, pipeline, data: degrees of parallelism at the start.
+        micro_batches: of a global batch, over all replicas.
+        workers_per_node: worker w lives on node w // workers_per_node.
+    """
+
+    model: Model
+    training: Training
+    device: Device
+    tensor: int
+    pipeline: int
+    data: int
+    micro_batches: int
+    workers_per_node: int = 8
+
+    @property
+    def workers(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def cost(self) -> JobCost:
+        return JobCost(
+            model=self.model,
+            training=self.training,
+            device=self.device,
+            micro_batches=self.micro_batches,
+            workers_per_node=self.workers_per_node,
+        )
+
+    def plan(self) -> ParallelPlan:
+        """Megatron's layout of ranks 0, 1, …: TP peers next to each other, then replicas, then stages.
+
+        Raises:
+            SizesError: the sizes don't fit each other, the model or the memory.
+        """
+        self._check()
+        chunks = start_chunks(self.model, self.pipeline)
+        shares = deal(even_counts(self.micro_batches, self.data))
+        plan = ParallelPlan(tuple(Replica(self._stages(r), shares[r], chunks) for r in range(self.data)))
+        try:
+            check_plan(plan, self.model, self.training, self.device.memory)
+        except PlanError as error:
+            raise SizesError(f"the layout at the start can't be run: {error}") from None
+        return plan
+
+    def _stages(self, replica: int) -> tuple[tuple[int, ...], ...]:
+        firsts = (self.tensor * (replica + self.data * stage) for stage in range(self.pipeline))
+        return tuple(tuple(range(first, first + self.tensor)) for first in firsts)
+
+    def _check(self) -> None:
+        for name in ("tensor", "pipeline", "data", "micro_batches", "workers_per_node"):
+            if getattr(self, name) < 1:
+                raise SizesError(f"{name.replace('_', ' ')} must be at least 1, got {getattr(self, name)}")
+        if self.workers_per_node % self.tensor:
+            raise SizesError(f"TP groups of {self.tensor} don't fit into nodes of {self.workers_per_node}")
+        if self.micro_batches < self.data:
+            raise SizesError(f"{self.micro_batches} micro-batches are fewer than {self.data} replicas")
+        if self.pipeline > len(self.model.layers) - 2:
+            raise SizesError(f"{self.pipeline} stages are more than the model's {len(self.model.layers) - 2} layers")
+        try:
+            self.cost().seconds(self.tensor)
+        except ShardError as error:
+            raise SizesError(str(error)) from None
+
+
+def start_chunks(model: Model, stages: int) -> tuple[Chunk, ...]:
+    """One chunk for each stage, with equal numbers of decoder layers, or one more in each of the first ones.
+
+    The embedding is in the first chunk, and what follows the decoder in the last.
+    """
+    after = sum(layer.kind in (LayerKind.MTP, LayerKind.HEAD) for layer in model.layers)
+    counts = list(even_counts(len(model.layers) - 1 - after, stages))
+    counts[0] += 1
+    counts[-1] += after
+    return chunks_from(counts, stages)

@@ -1,0 +1,142 @@
+"""`resihp plan`: sizes or a run directory and a health in; tables, JSON and a picture out; bad input in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_resihp.cli import main
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.planner.strategies.registry import STRATEGIES
+from megatron_resihp.report.plan_source import megatron_arguments
+
+SIZES = ("--model", "llama2-7b", "--gpus", 16, "--tp", 4, "--pp", 2, "--micro-batches", 8)
+
+
+def plan(*arguments: Any) -> int:
+    return main(["plan", *map(str, arguments)])
+
+
+def as_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_all_strategies_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*SIZES, "--dead", 5, "--compare") == 0
+    shown = capsys.readouterr().out
+    assert "dead: 5" in shown and "now stopped" in shown
+    assert not [name for name in STRATEGIES if f"\n {name} " not in shown]
+
+
+def test_the_plan_in_json_leaves_the_dead_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*SIZES, "--dead", "5,12-13", "--slow", "1=0.5", "--strategy", "drop-replica", "--json") == 0
+    found = as_json(capsys)
+    assert (found["dead"], found["slow"], found["unmitigated_samples_per_s"]) == ([5, 12, 13], {"1": 0.5}, None)
+    answer = found["strategies"]["drop-replica"]
+    assert not {5, 12, 13} & set(ParallelPlan.from_dict(answer["plan"]).members)
+    assert 0 < answer["samples_per_s"] < found["healthy_samples_per_s"]
+    assert 0 < answer["share_of_bound"] <= 1
+    assert answer["differences"]
+
+
+def test_with_everybody_well_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*SIZES, "--strategy", "drop-replica") == 0
+    shown = capsys.readouterr().out
+    assert "all workers are well" in shown and "nothing to change" in shown
+
+
+def test_no_plan_is_told_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*SIZES, "--dead", "0-12", "--strategy", "drop-replica") == 1
+    assert "no plan: " in capsys.readouterr().out
+
+
+def test_timelines_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*SIZES, "--dead", 5, "--strategy", "drop-replica", "--plot", tmp_path / "plan.png") == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan() == 2
+    assert "--slow" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "llama9-1b", "--gpus", 8), "unknown model 'llama9-1b'"),
+        (("--gpus", 8), "--model is missing"),
+        (("--model", "llama2-7b", "--gpus", 4, "--tp", 4, "--pp", 2), "4 GPUs are too few"),
+        (("--model", "llama2-7b", "--gpus", 17, "--tp", 4, "--pp", 2), "no multiple"),
+        (("--model", "llama2-7b", "--gpus", 16, "--tp", 4, "--pp", 2, "--dp", 3), "not TP 4 × PP 2 × DP 3"),
+        (("--model", "llama2-7b", "--gpus", 0), "--gpus must be at least 1"),
+        (("--model", "llama2-7b", "--gpus", 16, "--tp", 16), "TP groups of 16 don't fit into nodes of 8"),
+        (("--model", "llama2-70b", "--gpus", 8, "--tp", 8), "memory exceeded on worker"),
+        (("--model", "llama2-7b", "--gpus", 80, "--pp", 40), "40 stages are more than"),
+        (("--model", "llama2-7b", "--gpus", 16, "--micro-batches", 4), "fewer than 16 replicas"),
+        ((*SIZES, "--memory-gb", 0), "--memory-gb must be above 0"),
+        ((*SIZES, "--slow", "3=0"), "speed 0"),
+        ((*SIZES, "--slow", "3=1.5"), "speed 1.5"),
+        ((*SIZES, "--slow", "3=nan"), "speed nan"),
+        ((*SIZES, "--slow", "3"), "--slow 3 can't be read"),
+        ((*SIZES, "--slow", "3=0.5", "1-4=0.7"), "--slow names worker 3 twice"),
+        ((*SIZES, "--dead", "3", "--slow", "3=0.5"), "worker 3 is given as dead and as slow"),
+        ((*SIZES, "--dead", "16"), "worker 16"),
+        ((*SIZES, "--dead", "3", "3"), "names worker 3 twice"),
+        ((*SIZES, "--dead", "x"), "--dead x can't be read"),
+        ((*SIZES, "--dead", "0-15"), "all workers are dead"),
+        ((*SIZES, "--link", "3-3=0.5"), "--link 3-3=0.5 can't be read"),
+        ((*SIZES, "--link", "3-4=2"), "link 3-4 has speed 2"),
+        ((*SIZES, "--link", "3-4=0.5", "4-3=0.5"), "link 3-4 twice"),
+        ((*SIZES, "--dead", "3", "--link", "3-4=0.5"), "worker 3 is given as dead and as an end"),
+        ((*SIZES, "--strategy", "prayer"), "unknown strategy 'prayer'"),
+        (("missing-run",), "missing-run has no events.jsonl"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments: tuple[Any, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*arguments) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.startswith("resihp: ") and told.count("\n") == 1
+
+
+def write_run(run_dir: Path, command: list[str], plans: list[dict[str, Any]]) -> Path:
+    run_dir.mkdir()
+    started = {"time": 0.0, "epoch": 0, "worker": None, "event": "run_started", "nproc_per_node": 8, "command": command}
+    epochs = [
+        {"time": 1.0 + number, "epoch": number, "worker": None, "event": "epoch_started", "plan": each}
+        for number, each in enumerate(plans)
+    ]
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [started, *epochs]))
+    return run_dir
+
+
+COMMAND = (
+    "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --disable-bias-linear "
+    "--max-position-embeddings 128 --micro-batch-size 1 --vocab-size 127 --lr 1e-3 --bf16 --resihp-drill a b"
+).split()
+
+
+def test_a_runs_last_plan_is_in_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = {"replicas": [{"stages": [[0, 1], [4, 5]], "micro_batches": [0, 2]},
+                          {"stages": [[2, 3], [6, 7]], "micro_batches": [1, 3]}], "standbys": {}}  # fmt: skip
+    last = {"replicas": [{"stages": [[0, 1], [6, 7]], "micro_batches": [0, 1, 2, 3]}], "standbys": {"2": None}}
+    run_dir = write_run(tmp_path / "run", COMMAND, [first, last])
+    assert plan(run_dir, "--slow", "7=0.5", "--strategy", "drop-replica", "--json") == 0
+    found = as_json(capsys)
+    assert found["live"] == 5
+    assert found["plan"]["replicas"][0]["chunks"] == [[0, 0, 3], [1, 3, 6]]
+    assert found["unmitigated_samples_per_s"] < found["healthy_samples_per_s"]
+
+
+def test_a_run_without_its_models_sizes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = [{"replicas": [{"stages": [[0]], "micro_batches": [0]}], "standbys": {}}]
+    assert plan(write_run(tmp_path / "run", ["train.py"], plans), "--compare") == 2
+    assert "the job's flags don't give the model's sizes" in capsys.readouterr().err
+
+
+def test_flags_are_read_as_megatron_reads_them() -> None:
+    arguments = megatron_arguments(COMMAND)
+    assert arguments["num_layers"] == 4 and arguments["lr"] == 1e-3 and arguments["bf16"] is True
+    assert arguments["add_bias_linear"] is False and "disable_bias_linear" not in arguments
+    assert arguments["resihp_drill"] == ["a", "b"]
