@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan, with_layers
-from megatron_resihp.plan import Kept, ParallelPlan, PlanError, Replica, deal, even_counts
+from megatron_resihp.plan import Kept, Migration, ParallelPlan, PlanError, Replica, deal, even_counts
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.rectangular import NoPlanError
 
@@ -67,6 +67,12 @@ def groups_in_nodes(workers: Iterable[int], degree: int, health: Health, cost: J
     return sorted(groups, key=lambda group: (-speed_of(group, health), group))
 
 
+def free_blocks(free: set[int], degree: int) -> list[Group]:
+    """Blocks of so many workers as Megatron numbers them, all of which are free: groups that are whole again."""
+    blocks = [tuple(range(first, first + degree)) for first in sorted(free) if first % degree == 0]
+    return [block for block in blocks if free.issuperset(block)]
+
+
 def speed_of(group: Sequence[int], health: Health) -> float:
     """A group is as fast as its slowest member."""
     return min(health.speed[worker] for worker in group)
@@ -87,13 +93,20 @@ def evenly_shared(replicas: Sequence[Replica], cost: JobCost) -> tuple[Replica, 
     return with_shares(replicas, even_counts(cost.micro_batches, len(replicas)))
 
 
-def next_plan(replicas: Sequence[Replica], plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+def next_plan(
+    replicas: Sequence[Replica],
+    plan: ParallelPlan,
+    health: Health,
+    cost: JobCost,
+    migrations: tuple[Migration, ...] = (),
+) -> ParallelPlan:
     """A plan of these replicas in which all other live workers are standbys that keep what they hold.
 
     Args:
         replicas: with layers and micro-batches.
         plan: the one in force, with layers.
         health, cost: as for a strategy.
+        migrations: between the replicas.
 
     Raises:
         NoPlanError: a rule of plans is broken, or the plan doesn't fit in memory.
@@ -104,7 +117,7 @@ def next_plan(replicas: Sequence[Replica], plan: ParallelPlan, health: Health, c
     }
     uneven = any(cost.uneven(degree) for replica in replicas for degree in set(replica.shape) - {0})
     try:
-        following = ParallelPlan(tuple(replicas), standbys, uneven_shards=uneven)
+        following = ParallelPlan(tuple(replicas), standbys, migrations, uneven)
         check_plan(following, cost.model, cost.training, cost.device.memory)
     except PlanError as error:
         raise NoPlanError(str(error)) from None

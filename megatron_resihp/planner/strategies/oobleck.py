@@ -8,12 +8,13 @@ from itertools import accumulate, pairwise
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, even_counts
+from megatron_resihp.planner.balance import balanced_chunks
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.partition import balanced_chunks
 from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.shares import fastest_shares, pace_of
 from megatron_resihp.planner.strategies.common import (
     Group,
+    free_blocks,
     job_degree,
     next_plan,
     require_state,
@@ -50,7 +51,8 @@ def oobleck(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     plan = spelt_out(plan, cost)
     degree = job_degree(plan, cost)
     pipelines = [_alive(replica, degree, health) for replica in plan.replicas]
-    returned = _returned(pipelines, degree, health)
+    working = {worker for groups in pipelines for group in groups for worker in group}
+    returned = free_blocks(set(health.live) - working, degree)
     least = _fewest_nodes(degree, cost)
     nodes = sum(map(len, pipelines)) + len(returned)
     if nodes < (FAILURES + 1) * least:
@@ -72,13 +74,6 @@ def _alive(replica: Replica, degree: int, health: Health) -> list[Group]:
         for members in replica.stages
         if len(members) == degree and all(worker in health.speed for worker in members)
     ]
-
-
-def _returned(pipelines: Sequence[Sequence[Group]], degree: int, health: Health) -> list[Group]:
-    """Whole nodes that no pipeline uses: blocks of workers as Megatron numbers them."""
-    free = set(health.live) - {worker for groups in pipelines for group in groups for worker in group}
-    blocks = [tuple(range(first, first + degree)) for first in sorted(free) if first % degree == 0]
-    return [block for block in blocks if free.issuperset(block)]
 
 
 def _fewest_nodes(degree: int, cost: JobCost) -> int:

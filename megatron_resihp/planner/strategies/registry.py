@@ -7,6 +7,7 @@ from typing import Final
 
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.oobleck import oobleck
+from megatron_resihp.planner.strategies.recycle import recycle
 from megatron_resihp.planner.strategies.restart import restart
 from megatron_resihp.planner.strategy import Strategy
 
@@ -52,6 +53,12 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
     ),
     "drop-replica": Entry(
         drop_replica, "leaves out replicas that lost a worker; the others do their work", Change.IN_PLACE, ReactsTo.DEAD
+    ),
+    "recycle": Entry(
+        recycle,
+        "sends micro-batches of dead stages through the same stages of other replicas, into their bubbles",
+        Change.IN_PLACE,
+        ReactsTo.DEAD,
     ),
     "oobleck": Entry(
         oobleck,

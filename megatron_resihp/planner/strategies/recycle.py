@@ -1,0 +1,120 @@
+"""ReCycle (Gandhi et al., SOSP 2024, arXiv 2405.14009): peers do a dead stage's work in their pipelines' bubbles.
+
+Imports the standard library, `plan`, `cost` and this room.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.rectangular import NoPlanError
+from megatron_resihp.planner.rerouting import rerouted
+from megatron_resihp.planner.strategies.common import (
+    Group,
+    evenly_shared,
+    free_blocks,
+    next_plan,
+    spelt_out,
+)
+
+
+def recycle(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+    """Micro-batches of a stage that died go through that stage in other replicas, everything else stays where it is.
+
+    1. A dead worker takes its tensor-parallel group with it: the group's stage is dead in its replica. Groups that are
+       whole again take a dead stage's place.
+    2. Failure normalization (section 4.2): which replica lost a stage doesn't matter, only how many each stage lost;
+       whole groups are moved between stages where that makes the slowest stage faster.
+    3. Adaptive pipelining (section 3.1): the micro-batches of a dead stage are dealt to its live peers in turns.
+    4. Decoupled back-propagation (section 3.2): B and W are ops of their own in replicas that take part, as far as
+       memory allows. The paper's schedules come from a MILP, solved offline; here from list scheduling with several
+       policies (`pipeline.rerouted`).
+    5. The staggered optimizer (section 3.3) lets the stages begin the next iteration one by one. No strategy is judged
+       by more than one iteration here, and a step before every stage's gradients are known can't clip by their norm: it
+       is left out of the plan.
+
+    Left open by the text: peers have to have the same layers; pipelines have one chunk per stage (1F1B). Slow workers
+    are not reacted to: ops are ordered as if all were healthy.
+
+    Raises:
+        NoPlanError: a stage lost all its data-parallel peers, replicas differ in layers, or memory is too small.
+    """
+    plan = spelt_out(plan, cost)
+    chunks = plan.replicas[0].chunks
+    if any(replica.chunks != chunks for replica in plan.replicas) or len(chunks) != len(plan.replicas[0].stages):
+        raise NoPlanError("ReCycle needs replicas with the same layers, each stage's in one chunk")
+    rows = [[_whole(members, health) for members in replica.stages] for replica in plan.replicas]
+    _require_peers(rows)
+    _fill(rows, plan, health)
+    _normalize(rows, _stage_seconds(plan.replicas[0], rows, cost), cost.micro_batches)
+    alive = [
+        replace(replica, stages=tuple(row), schedule=None if () in row or plan.migrations else replica.schedule)
+        for replica, row in zip(plan.replicas, rows, strict=True)
+        if any(row)
+    ]
+    unaware = Health({worker: 1.0 for worker in health.live})
+    replicas, migrations = rerouted(evenly_shared(alive, cost), unaware, cost)
+    return next_plan(replicas, plan, health, cost, migrations)
+
+
+def _whole(members: Group, health: Health) -> Group:
+    """The group, or nobody if one of it died."""
+    return members if all(worker in health.speed for worker in members) else ()
+
+
+def _require_peers(rows: Sequence[Sequence[Group]]) -> None:
+    for stage, groups in enumerate(zip(*rows, strict=True)):
+        if not any(groups):
+            raise NoPlanError(f"stage {stage} lost all its data-parallel peers")
+
+
+def _fill(rows: list[list[Group]], plan: ParallelPlan, health: Health) -> None:
+    """Groups that came back take dead stages' places: of the stage whose layers they hold, else where most are dead."""
+    working = {worker for row in rows for group in row for worker in group}
+    degree = max(len(group) for row in rows for group in row)
+    for block in free_blocks(set(health.live) - working, degree):
+        holes = [(r, s) for r, row in enumerate(rows) for s, group in enumerate(row) if not group]
+        if not holes:
+            return
+        first_held = {shard.first for shard in plan.shards_of(block[0])}
+        dead = [sum(not row[stage] for row in rows) for stage in range(len(rows[0]))]
+        replica, stage = min(
+            holes, key=lambda hole: (plan.replicas[0].chunks[hole[1]].first not in first_held, -dead[hole[1]], hole)
+        )
+        rows[replica][stage] = block
+
+
+def _stage_seconds(replica: Replica, rows: Sequence[Sequence[Group]], cost: JobCost) -> list[float]:
+    """Of a micro-batch in each stage, on a healthy group."""
+    degrees = [max(map(len, groups)) for groups in zip(*rows, strict=True)]
+    return [
+        float(cost.seconds(degree)[:, chunk.first : chunk.end].sum())
+        for degree, chunk in zip(degrees, replica.chunks, strict=True)
+    ]
+
+
+def _normalize(rows: list[list[Group]], seconds: Sequence[float], micro_batches: int) -> None:
+    """Move groups from other stages to the slowest one, as long as this makes the slower of both faster."""
+    while True:
+        live = [sum(map(bool, groups)) for groups in zip(*rows, strict=True)]
+
+        def busy(stage: int, change: int = 0, live: Sequence[int] = live) -> float:
+            peers = live[stage] + change
+            return seconds[stage] * ceil(micro_batches / peers) if peers else float("inf")
+
+        slowest = max(range(len(seconds)), key=busy)
+        holes = [row for row in rows if not row[slowest]]
+        givers = [
+            stage
+            for stage in range(len(seconds))
+            if max(busy(stage, -1), busy(slowest, 1)) < busy(slowest) and stage != slowest
+        ]
+        if not holes or not givers:
+            return
+        giver = min(givers, key=lambda stage: busy(stage, -1))
+        source = next((row for row in holes if row[giver]), None) or next(row for row in rows if row[giver])
+        target = source if not source[slowest] else holes[0]
+        target[slowest], source[giver] = source[giver], ()
