@@ -41,11 +41,17 @@ def rerouted(
         cost: of the job.
 
     Raises:
-        NoPlanError: no replica has workers for some stage, or memory doesn't hold one micro-batch more.
+        NoPlanError: no replica has workers for some stage, memory doesn't hold one micro-batch more, or replicas differ
+            in layers.
     """
-    migrations = tuple(_migrations(replicas, health, cost))
-    if not migrations:
+    if all(all(replica.stages) for replica in replicas):
         return tuple(replicas), ()
+    chunks = replicas[0].chunks
+    if any(replica.chunks != chunks or len(chunks) != len(replica.stages) for replica in replicas):
+        raise NoPlanError(
+            "peers can't do a dead stage's work: replicas differ in layers, or stages hold several chunks"
+        )
+    migrations = tuple(_migrations(replicas, health, cost))
     runner = {(moved.micro_batch, moved.chunk): moved.replica for moved in migrations}
     owner = {m: number for number, replica in enumerate(replicas) for m in replica.micro_batches}
     together = sorted({number for moved in migrations for number in (owner[moved.micro_batch], moved.replica)})

@@ -43,13 +43,13 @@ def recycle(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
         NoPlanError: a stage lost all its data-parallel peers, replicas differ in layers, or memory is too small.
     """
     plan = spelt_out(plan, cost)
-    chunks = plan.replicas[0].chunks
-    if any(replica.chunks != chunks for replica in plan.replicas) or len(chunks) != len(plan.replicas[0].stages):
-        raise NoPlanError("ReCycle needs replicas with the same layers, each stage's in one chunk")
     rows = [[_whole(members, health) for members in replica.stages] for replica in plan.replicas]
-    _require_peers(rows)
-    _fill(rows, plan, health)
-    _normalize(rows, _stage_seconds(plan.replicas[0], rows, cost), cost.micro_batches)
+    if any(() in row for row in rows):
+        if len({replica.chunks for replica in plan.replicas}) > 1 or len(plan.replicas[0].chunks) > len(rows[0]):
+            raise NoPlanError("ReCycle needs replicas with the same layers, each stage's in one chunk")
+        _require_peers(rows)
+        _fill(rows, plan, health)
+        _normalize(rows, _stage_seconds(plan.replicas[0], rows, cost), cost.micro_batches)
     alive = [
         replace(replica, stages=tuple(row), schedule=None if () in row or plan.migrations else replica.schedule)
         for replica, row in zip(plan.replicas, rows, strict=True)

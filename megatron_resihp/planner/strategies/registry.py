@@ -6,8 +6,8 @@ from enum import StrEnum
 from typing import Final
 
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
+from megatron_resihp.planner.strategies.greyhound import greyhound
 from megatron_resihp.planner.strategies.oobleck import oobleck
-from megatron_resihp.planner.strategies.recycle import recycle
 from megatron_resihp.planner.strategies.restart import restart
 from megatron_resihp.planner.strategy import Strategy
 
@@ -54,17 +54,17 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
     "drop-replica": Entry(
         drop_replica, "leaves out replicas that lost a worker; the others do their work", Change.IN_PLACE, ReactsTo.DEAD
     ),
-    "recycle": Entry(
-        recycle,
-        "sends micro-batches of dead stages through the same stages of other replicas, into their bubbles",
-        Change.IN_PLACE,
-        ReactsTo.DEAD,
-    ),
     "oobleck": Entry(
         oobleck,
         "gives pipelines that lost a group of workers smaller templates, lets them borrow or merges them",
         Change.IN_PLACE,
         ReactsTo.DEAD,
+    ),
+    "greyhound": Entry(
+        greyhound,
+        "shares micro-batches out by speed, then gathers slow workers in few groups and replicas, if that pays",
+        Change.IN_PLACE,
+        ReactsTo.SLOW,
     ),
 }
 """In the order in which comparisons show them."""
