@@ -377,6 +377,7 @@ def _nursery() -> NoReturn:
 
 
 def _warm_up() -> None:
+    import gc
     import runpy
 
     import megatron_resihp
@@ -385,7 +386,41 @@ def _warm_up() -> None:
     import torch._dynamo  # noqa: F401
 
     runpy.run_path(str(PRETRAIN), run_name="warm_up")
+    _import_what_jobs_import_late()
+    _save_megatron_some_work()
+    # A collection in a worker would write to every object, and so copy all of this process's memory.
+    gc.collect()
+    gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+
+
+def _import_what_jobs_import_late() -> None:
+    import megatron.core.datasets.helpers
+    import megatron.core.models.mimo
+    import megatron.core.tokenizers.text.libraries  # noqa: F401
+
+    import megatron_resihp.detector.service
+    import megatron_resihp.integration.seams
+    import megatron_resihp.report.terminal  # noqa: F401
+
+
+def _save_megatron_some_work() -> None:
+    """Two thirds of the time that a worker takes to start: its help texts, which Megatron makes from the sources of
+    its classes twice in each worker, are kept; and mock data has an index of thousands of samples in place of millions.
+    """
+    from argparse import ArgumentParser
+    from functools import cache
+
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
+
+    read_sources = ArgumentGroupFactory._get_field_docstrings
+    any_factory = object.__new__(ArgumentGroupFactory)
+    remembered = cache(lambda described: read_sources(any_factory, described))
+    ArgumentGroupFactory._get_field_docstrings = lambda _, described: remembered(described)
+    add_megatron_arguments(ArgumentParser())
+    MockGPTLowLevelDataset.size = 1000
 
 
 def _become_launcher(request: dict[str, Any]) -> NoReturn:
