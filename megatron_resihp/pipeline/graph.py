@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.pipeline.op import OpKind
@@ -38,32 +38,33 @@ class OpGraph:
 
 
 def build_graph(
-    flat: NDArray[np.int64], offsets: NDArray[np.int64], device_of_stage: tuple[int, ...], micro_batches: int
+    flat: NDArray[np.int64], offsets: NDArray[np.int64], stages: int, micro_batches: int, last_stage: ArrayLike
 ) -> OpGraph:
     """The graph of ops that are valid one by one.
 
     Args:
         flat: rows (kind, stage, micro-batch), device after device.
         offsets: where each device's rows begin, and the end.
-        device_of_stage: device of each stage.
-        micro_batches: how many there are.
+        stages, micro_batches: how many there are.
+        last_stage: whose B needs no other stage's result: of all micro-batches, or [micro-batches].
     """
-    home = np.asarray(device_of_stage, np.int64)
-    stages = len(home)
     kind, stage, micro_batch = flat.T
+    device = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    cells = 3 * stages * micro_batches
     cell = (kind * stages + stage) * micro_batches + micro_batch
     forward = (kind == _F) & (stage > 0)
-    backward = (kind == _B) & (stage < stages - 1)
-    step = np.where(forward, -1, 1)
-    source = np.where(forward | backward, cell + step * micro_batches, NONE)
+    backward = (kind == _B) & (stage < np.broadcast_to(last_stage, micro_batches)[micro_batch])
+    source = np.where(forward | backward, cell + np.where(forward, -1, 1) * micro_batches, NONE)
+    home = np.full(cells, NONE)
+    home[cell] = device
+    crosses = (source != NONE) & (home[source] != device)
     boundary = np.where(forward, stage - 1, stage)
-    crosses = (source != NONE) & (home[np.clip(stage + step, 0, stages - 1)] != home[stage])
     index = (np.where(forward, 0, stages - 1) + boundary) * micro_batches + micro_batch
     transfer = np.where(crosses, index, NONE)
-    order, stuck = _topological_order(cell, source, offsets, 3 * stages * micro_batches)
+    order, stuck = _topological_order(cell, source, offsets, cells)
     return OpGraph(
         cell=cell[order].astype(np.int32),
-        device=home[stage[order]].astype(np.int32),
+        device=device[order].astype(np.int32),
         source=source[order].astype(np.int32),
         transfer=transfer[order].astype(np.int32),
         stuck=int(stuck),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from megatron_resihp.pipeline.joint import JointProgram
 from megatron_resihp.pipeline.op import Op, OpKind
 from megatron_resihp.pipeline.program import Program, ProgramError
 from megatron_resihp.pipeline.schedules import interleaved, zero_bubble_h1
@@ -28,6 +29,29 @@ def program_of(replica: Replica) -> Program:
         tuple(Op(OpKind[op.kind], op.chunk, local[op.micro_batch]) for op in order) for order in schedule.orders
     )
     return Program(orders, homes, len(local), schedule.splits_backward)
+
+
+def joint_program_of(replicas: Sequence[Replica]) -> JointProgram:
+    """The program of replicas that take part in migrations, each of which lists its ops.
+
+    Devices are the stages, replica after replica; micro-batches are counted through the replicas as listed.
+
+    Raises:
+        ProgramError: a replica doesn't list its ops, or they are of a micro-batch of another replica.
+    """
+    indices = [micro_batch for replica in replicas for micro_batch in replica.micro_batches]
+    local = {micro_batch: number for number, micro_batch in enumerate(indices)}
+    devices = []
+    for replica in replicas:
+        if replica.schedule is None or not replica.schedule.orders:
+            raise ProgramError("a replica that takes part in migrations doesn't list its ops")
+        for order in replica.schedule.orders:
+            foreign = next((op for op in order if op.micro_batch not in local), None)
+            if foreign is not None:
+                raise ProgramError(f"{foreign} is of a micro-batch of none of these replicas")
+            devices.append([Op(OpKind[op.kind], op.chunk, local[op.micro_batch]) for op in order])
+    last = (len(replica.stage_of_chunk) - 1 for replica in replicas for _ in replica.micro_batches)
+    return JointProgram(tuple(devices), tuple(last))
 
 
 def known_program(schedule: Schedule | None, stages: int, chunks: int, micro_batches: int) -> Program:

@@ -77,7 +77,7 @@ class Program:
     @cached_property
     def graph(self) -> OpGraph:
         """The program as the arrays that the simulator runs over."""
-        return build_graph(self.flat, self.offsets, self.device_of_stage, self.micro_batches)
+        return build_graph(self.flat, self.offsets, self.stages, self.micro_batches, self.stages - 1)
 
     @cached_property
     def _position(self) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_resihp.pipeline.compiled import compiled
-from megatron_resihp.pipeline.graph import NONE
+from megatron_resihp.pipeline.graph import NONE, OpGraph
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.program import Program
 from megatron_resihp.pipeline.times import Array, checked_times
@@ -101,23 +101,37 @@ def simulate_many(program: Program, durations: ArrayLike, transfers: ArrayLike =
         ValueError: as in `simulate`.
     """
     ops, edges = _checked(program, durations, transfers)
-    times = np.empty((2, *ops.shape))
-    makespan = _run_many(*_arrays(program), ops, edges, *times)
-    start, end = times.reshape(2, len(ops), len(OpKind), program.stages, program.micro_batches)
-    start[:, len(program.kinds) :] = end[:, len(program.kinds) :] = np.nan
-    return Timelines(program, start, end, makespan)
+    start, end, makespan = run_graph(program.graph, program.devices, ops, edges)
+    shape = len(ops), len(OpKind), program.stages, program.micro_batches
+    return Timelines(program, start.reshape(shape), end.reshape(shape), makespan)
 
 
 def makespans(program: Program, durations: ArrayLike, transfers: ArrayLike = 0.0) -> Array:
     """Only the makespans, [runs], of `simulate_many`."""
     ops, edges = _checked(program, durations, transfers)
     # Nobody looks at the ops' times: all runs write them to the same row.
-    return _run_many(*_arrays(program), ops, edges, *np.empty((2, 1, ops.shape[1])))
+    return _run_many(*_arrays(program.graph), program.devices, ops, edges, *np.empty((2, 1, ops.shape[1])))
 
 
-def _arrays(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], int]:
-    graph = program.graph
-    return graph.cell, graph.device, graph.source, graph.transfer, program.devices
+def run_graph(graph: OpGraph, devices: int, durations: Array, transfers: Array) -> tuple[Array, Array, Array]:
+    """Run ops with each of many sets of durations.
+
+    Args:
+        graph: the ops.
+        devices: how many there are.
+        durations: seconds, [runs, cells].
+        transfers: seconds, [runs or 1, transfers].
+
+    Returns:
+        start and end, [runs, cells], NaN where there is no op, and makespan, [runs].
+    """
+    start, end = np.full((2, *durations.shape), np.nan)
+    makespan = _run_many(*_arrays(graph), devices, durations, transfers, start, end)
+    return start, end, makespan
+
+
+def _arrays(graph: OpGraph) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    return graph.cell, graph.device, graph.source, graph.transfer
 
 
 def _checked(program: Program, durations: ArrayLike, transfers: ArrayLike) -> tuple[Array, Array]:

@@ -3,16 +3,19 @@
 Imports numpy, `plan`, `pipeline`, `cost` and this room.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_resihp.cost.bounds import IterationBound, iteration_bound
 from megatron_resihp.cost.job import Array, JobCost
 from megatron_resihp.cost.memory import with_layers
+from megatron_resihp.pipeline.joint import JointTimeline, simulate_joint
 from megatron_resihp.pipeline.op import OpKind
-from megatron_resihp.pipeline.planned import program_of
+from megatron_resihp.pipeline.planned import joint_program_of, program_of
 from megatron_resihp.pipeline.simulate import Timeline, simulate
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.health import Health
@@ -55,10 +58,18 @@ def evaluate(plan: ParallelPlan, health: Health, cost: JobCost) -> Evaluation:
     Raises:
         PlanError: the plan has other layers than the model.
         KeyError: a working worker is dead.
-        ProgramError: the plan has migrations.
     """
+    together = migrating(plan)
+    replica_s = [
+        0.0 if number in together else timeline_of(replica, health, cost).makespan
+        for number, replica in enumerate(plan.replicas)
+    ]
+    if together:
+        finish = iter(joint_timeline(plan, health, cost).finish.tolist())
+        for number in together:
+            replica_s[number] = max(next(finish) for _ in plan.replicas[number].micro_batches)
     return Evaluation(
-        replica_s=tuple(timeline_of(replica, health, cost).makespan for replica in plan.replicas),
+        replica_s=tuple(replica_s),
         bound=iteration_bound(cost, health.speed),
         samples=cost.micro_batches * cost.training.micro_batch_size,
     )
@@ -71,14 +82,71 @@ def timeline_of(replica: Replica, health: Health, cost: JobCost) -> Timeline:
     return simulate(program_of(replica), seconds, transfer_seconds(replica, health, cost))
 
 
+def migrating(plan: ParallelPlan) -> tuple[int, ...]:
+    """The replicas that take part in migrations, so that none of them can be simulated alone."""
+    owner = {index: number for number, replica in enumerate(plan.replicas) for index in replica.micro_batches}
+    return tuple(sorted({number for moved in plan.migrations for number in (owner[moved.micro_batch], moved.replica)}))
+
+
+def joint_timeline(plan: ParallelPlan, health: Health, cost: JobCost) -> JointTimeline:
+    """When each op of the replicas that take part in migrations runs; see `pipeline.planned.joint_program_of`."""
+    replicas = [with_layers(plan.replicas[number], cost.model) for number in migrating(plan)]
+    program = joint_program_of(replicas)
+    seconds = [stage_seconds(replica, health, cost) for replica in replicas]
+    runner = np.repeat(np.arange(len(replicas)), [len(replica.stages) for replica in replicas])[program.device]
+    kind, chunk, micro_batch = program.flat.T
+    durations = np.zeros(program.shape)
+    executor = np.zeros((program.stages, program.micro_batches), np.int64)
+    for number, own in enumerate(seconds):
+        rows = runner == number
+        durations[kind[rows], chunk[rows], micro_batch[rows]] = own[kind[rows], chunk[rows]]
+        executor[chunk[rows], micro_batch[rows]] = number
+    return simulate_joint(program, durations, _joint_transfers(replicas, executor, health, cost))
+
+
+def _joint_transfers(
+    replicas: Sequence[Replica], executor: NDArray[np.int64], health: Health, cost: JobCost
+) -> Array:
+    """Seconds of each transfer, [2, chunks − 1, micro-batches].
+
+    Args:
+        replicas: all that take part.
+        executor: which of them runs each chunk of each micro-batch, [chunks, micro-batches].
+        health, cost: of the links.
+    """
+    seconds = np.zeros((len(executor) - 1, executor.shape[1]))
+    for chunk in range(len(seconds)):
+        pairs, which = np.unique(executor[chunk : chunk + 2], axis=1, return_inverse=True)
+        each = [
+            _transfer(_members(replicas[sender], chunk), _members(replicas[receiver], chunk + 1), health, cost)
+            for sender, receiver in pairs.T
+        ]
+        seconds[chunk] = np.array(each)[which.ravel()]
+    return np.broadcast_to(seconds, (2, *seconds.shape))
+
+
+def _members(replica: Replica, chunk: int) -> tuple[int, ...]:
+    """Who runs a chunk; nobody where the replica has no such chunk."""
+    return replica.stages[replica.chunks[chunk].stage] if chunk < len(replica.chunks) else ()
+
+
+def _transfer(sender: tuple[int, ...], receiver: tuple[int, ...], health: Health, cost: JobCost) -> float:
+    """0 where one of both is nobody, so that nothing is sent."""
+    if not (sender and receiver):
+        return 0.0
+    return cost.transfer(len(sender), len(receiver)) / health.between(sender, receiver)
+
+
 def stage_seconds(replica: Replica, health: Health, cost: JobCost) -> Array:
     """Of each op of one micro-batch, [3 (F, B, W), chunks]; B is the whole backward where it isn't split.
 
-    A stage is as fast as its slowest member.
+    A stage is as fast as its slowest member; one without members, whose work is migrated, has 0.
     """
     seconds = np.zeros((len(OpKind), len(replica.chunks)))
     for number, chunk in enumerate(replica.chunks):
         members = replica.stages[chunk.stage]
+        if not members:
+            continue
         speed = min(health.speed[worker] for worker in members)
         seconds[:, number] = cost.seconds(len(members))[:, chunk.first : chunk.end].sum(axis=1) / speed
     if not (replica.schedule and replica.schedule.splits_backward):
@@ -90,8 +158,5 @@ def stage_seconds(replica: Replica, health: Health, cost: JobCost) -> Array:
 def transfer_seconds(replica: Replica, health: Health, cost: JobCost) -> Array:
     """Seconds of each transfer, [2, chunks − 1, 1]."""
     groups = [replica.stages[chunk.stage] for chunk in replica.chunks]
-    seconds = [
-        cost.transfer(len(sender), len(receiver)) / health.between(sender, receiver)
-        for sender, receiver in pairwise(groups)
-    ]
+    seconds = [_transfer(sender, receiver, health, cost) for sender, receiver in pairwise(groups)]
     return np.broadcast_to(np.array(seconds)[:, np.newaxis], (2, len(seconds), 1))
