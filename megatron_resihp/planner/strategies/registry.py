@@ -8,6 +8,7 @@ from typing import Final
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.greyhound import greyhound
 from megatron_resihp.planner.strategies.oobleck import oobleck
+from megatron_resihp.planner.strategies.resihp import resihp
 from megatron_resihp.planner.strategies.restart import restart
 from megatron_resihp.planner.strategy import Strategy
 
@@ -65,6 +66,12 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
         "shares micro-batches out by speed, then gathers slow workers in few groups and replicas, if that pays",
         Change.IN_PLACE,
         ReactsTo.SLOW,
+    ),
+    "resihp": Entry(
+        resihp,
+        "makes tensor-parallel groups smaller, gives slow stages fewer layers, and moves work between replicas",
+        Change.IN_PLACE,
+        ReactsTo.BOTH,
     ),
 }
 """In the order in which comparisons show them."""

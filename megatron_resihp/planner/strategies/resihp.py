@@ -1,0 +1,260 @@
+"""ResiHP (arXiv 2605.06374): smaller tensor-parallel groups, other layers per stage, then work moved between replicas.
+
+Imports numpy, `plan`, `cost` and `planner`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import numpy as np
+
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.cost.memory import with_layers
+from megatron_resihp.plan import Migration, ParallelPlan, PlanError, Replica, Schedule, deal, even_counts
+from megatron_resihp.plan.layers import chunks_from
+from megatron_resihp.plan.schedule import ONE_F_ONE_B, ZERO_BUBBLE
+from megatron_resihp.planner.groups import Group, Grouping, regroup
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.migration import Array, Migrated, Stages, migrate
+from megatron_resihp.planner.rectangular import NoPlanError
+from megatron_resihp.planner.repartition import Lane, Partitioner
+from megatron_resihp.planner.shares import fastest_shares
+from megatron_resihp.planner.strategies.common import next_plan, spelt_out
+
+DELTAS: Final = (1.0, 2.0, 3.0)
+"""δ of Algorithm 1 is not given in the text: of these, whichever is fastest in the simulation."""
+
+AHEAD: Final = (0, 1, 2, 4, 8)
+"""Nor is how many micro-batches a stage may run ahead of 1F1B, within its memory: likewise."""
+
+NEVER: Final = float("inf")
+
+
+def resihp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+    """The three steps in their order, TP, PP, DP; see `fastest`, `Partitioner.split` and `migrate` for each.
+
+    The text leaves open, and here is taken: a replica without any live worker is dropped, and so is a stage that is
+    dead in every replica; micro-batches are dealt evenly where work is migrated, and by speed where none has to be, if
+    that is faster; the even split of layers stands while no stage is slower than another.
+
+    Raises:
+        NoPlanError: replicas of unlike stages, or no split of the layers fits what is left.
+    """
+    stages = {len(replica.stages) for replica in plan.replicas}
+    if len(stages) != 1:
+        raise NoPlanError(f"resihp needs replicas of equally many stages, not {sorted(stages)}")
+    if _nothing_to_do(plan, health):
+        return plan
+    given, plan = plan, spelt_out(plan, cost)
+    partitioner = Partitioner(cost)
+    ends = _current_ends(plan, cost)
+    powers = [degree for degree in cost.degrees if degree.bit_count() == 1 and not cost.uneven(degree)]
+    smallest = _smallest_degrees(powers, ends, len(plan.replicas), cost, partitioner)
+    grouping = _without_dead(regroup(plan, health, powers, smallest, cost.workers_per_node), cost)
+    layout = _repartition(grouping, ends, health, cost, partitioner)
+    replicas, migrations = _deal(layout, _schedule_of(plan), health, cost)
+    following = next_plan(replicas, plan, health, cost, migrations)
+    return given if following == plan else following
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Groups with layers.
+
+    Attributes:
+        groups: of each stage of each replica; empty: its work has to be migrated.
+        ends: where each stage's layers end.
+        room: micro-batches of which each group has room for activations, [replicas][stages].
+        free: who is left over.
+    """
+
+    groups: tuple[tuple[Group, ...], ...]
+    ends: tuple[int, ...]
+    room: tuple[tuple[int, ...], ...]
+    free: Group
+
+
+def _nothing_to_do(plan: ParallelPlan, health: Health) -> bool:
+    """Whether all work at full speed; only then an interleaved order can stay, which this strategy can't make."""
+    interleaved = any(len(replica.stage_of_chunk) > len(replica.stages) for replica in plan.replicas)
+    return interleaved and set(plan.working) == health.speed.keys() and set(health.speed.values()) == {1.0}
+
+
+def _current_ends(plan: ParallelPlan, cost: JobCost) -> list[int]:
+    """Where the stages' layers end now; spread evenly if they aren't one chunk each."""
+    chunks, stages = plan.replicas[0].chunks, len(plan.replicas[0].stages)
+    return [chunk.end for chunk in chunks] if len(chunks) == stages else _spread(cost.layers, stages)
+
+
+def _spread(layers: int, stages: int) -> list[int]:
+    return [round(layers * (stage + 1) / stages) for stage in range(stages)]
+
+
+def _in_flight(replicas: int, stages: int, cost: JobCost) -> list[int]:
+    """1F1B's micro-batches in flight at each stage."""
+    most = -(-cost.micro_batches // replicas)
+    return [min(stages - stage, most) for stage in range(stages)]
+
+
+def _smallest_degrees(
+    powers: Sequence[int], ends: Sequence[int], replicas: int, cost: JobCost, partitioner: Partitioner
+) -> list[int]:
+    """k_min of each stage: the smallest degree with which its present layers fit in memory."""
+    kept = zip(_ranges(ends), _in_flight(replicas, len(ends), cost), strict=True)
+    return [
+        next((k for k in powers if partitioner.room(k, replicas, first, end) >= in_flight), powers[-1])
+        for (first, end), in_flight in kept
+    ]
+
+
+def _without_dead(grouping: Grouping, cost: JobCost) -> Grouping:
+    """Without replicas and stages that nobody is left of, and without replicas beyond the micro-batches."""
+    rows = [row for row in grouping.groups if any(row)]
+    if len(rows) > cost.micro_batches:
+        rows = sorted(rows, key=lambda row: -sum(map(len, row)))[: cost.micro_batches]
+    stages = [stage for stage in range(len(grouping.groups[0])) if any(row[stage] for row in rows)]
+    if not stages:
+        raise NoPlanError("resihp: no worker is left")
+    groups = tuple(tuple(row[stage] for stage in stages) for row in rows)
+    used = {worker for row in groups for group in row for worker in group}
+    live = {*grouping.free, *(worker for row in grouping.groups for group in row for worker in group)}
+    return Grouping(groups, tuple(sorted(live - used)))
+
+
+def _repartition(
+    grouping: Grouping, near: Sequence[int], health: Health, cost: JobCost, partitioner: Partitioner
+) -> _Layout:
+    """The PP step, and who can't hold its new layers."""
+    rows = grouping.groups
+    stages = len(rows[0])
+    in_flight = _in_flight(len(rows), stages, cost)
+    lanes = [[_lane(row[stage], health) for row in rows] for stage in range(stages)]
+    if len(near) != stages:
+        near = _spread(cost.layers, stages)
+    ends = None
+    if all(sorted(each, key=repr) == sorted(lanes[0], key=repr) for each in lanes):
+        ends = _unmoved(near, lanes, in_flight, cost, partitioner)
+    ends = ends or partitioner.split(lanes, in_flight, near)
+    if ends is None:
+        raise NoPlanError("resihp: no split of the layers fits into the memory of the groups that are left")
+    kept: list[list[Group]] = [[] for _ in rows]
+    room: list[list[int]] = [[] for _ in rows]
+    for stage, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        fits = partitioner.fitting(lanes[stage], in_flight[stage], first, end)
+        for number, row in enumerate(rows):
+            kept[number].append(row[stage] if fits[number] else ())
+            degree = len(row[stage])
+            room[number].append(partitioner.room(degree, sum(fits), first, end) if fits[number] else 0)
+    standbys = {worker for row in rows for group in row for worker in group}
+    standbys -= {worker for row in kept for group in row for worker in group}
+    alive = [number for number, row in enumerate(kept) if any(row)]
+    return _Layout(
+        groups=tuple(tuple(kept[number]) for number in alive),
+        ends=tuple(ends),
+        room=tuple(tuple(room[number]) for number in alive),
+        free=tuple(sorted((*grouping.free, *standbys))),
+    )
+
+
+def _unmoved(
+    near: Sequence[int],
+    lanes: Sequence[Sequence[Lane]],
+    in_flight: Sequence[int],
+    cost: JobCost,
+    partitioner: Partitioner,
+) -> list[int] | None:
+    """The present split or the even one, whichever is faster; None if neither fits."""
+    candidates = [list(near)]
+    try:
+        stage_like = Replica(tuple((stage,) for stage in range(len(lanes))), (0,))
+        candidates.append([chunk.end for chunk in with_layers(stage_like, cost.model).chunks])
+    except PlanError:
+        pass
+    times = [partitioner.slowest(lanes, in_flight, ends) for ends in candidates]
+    best = min(range(len(candidates)), key=lambda number: times[number])
+    return candidates[best] if times[best] < float("inf") else None
+
+
+def _lane(group: Group, health: Health) -> Lane:
+    return Lane(len(group), min((health.speed[worker] for worker in group), default=0.0))
+
+
+def _deal(
+    layout: _Layout, schedule: Schedule | None, health: Health, cost: JobCost
+) -> tuple[tuple[Replica, ...], tuple[Migration, ...]]:
+    """The DP step: the fastest of whole micro-batches dealt by speed and Algorithm 1 with each δ."""
+    stages = _stages(layout, health, cost)
+    dead = any(not group for row in layout.groups for group in row)
+    counts = even_counts(cost.micro_batches, len(layout.groups))
+    even = _owners(counts)
+    alike = not dead and bool((stages.seconds == stages.seconds[:, :1]).all())
+    trials = [(counts, migrate(stages, even, delta, ahead)) for ahead in AHEAD for delta in DELTAS if not alike]
+    if not dead:
+        each = stages.seconds.sum(axis=0)
+        paces = [(float(row.sum()), float(row.max())) for row in each]
+        by_speed = tuple(fastest_shares(paces, cost.micro_batches))
+        trials.insert(0, (by_speed, migrate(stages, _owners(by_speed), NEVER, 0)))
+    counts, outcome = min(trials, key=lambda trial: trial[1].makespan)
+    return _replicas(layout, counts, outcome, schedule)
+
+
+def _stages(layout: _Layout, health: Health, cost: JobCost) -> Stages:
+    replicas, stages = len(layout.groups), len(layout.ends)
+    seconds = np.zeros((2, replicas, stages))
+    for number, row in enumerate(layout.groups):
+        for stage, (first, end) in enumerate(_ranges(layout.ends)):
+            if row[stage]:
+                f, b, w = cost.seconds(len(row[stage]))[:, first:end].sum(axis=1)
+                seconds[:, number, stage] = np.array([f, b + w]) / min(health.speed[w] for w in row[stage])
+    return Stages(seconds, np.array(layout.room), _transfers(layout.groups, health, cost))
+
+
+def _transfers(groups: Sequence[Sequence[Group]], health: Health, cost: JobCost) -> Array:
+    """Seconds from each replica's stage to the next one of each replica, [stages − 1, replicas, replicas]."""
+    healthy = cache(cost.transfer)
+
+    def seconds(sender: Group, receiver: Group) -> float:
+        if not (sender and receiver):
+            return 0.0
+        return healthy(len(sender), len(receiver)) / health.between(sender, receiver)
+
+    stages = len(groups[0])
+    return np.array(
+        [[[seconds(a[s], b[s + 1]) for b in groups] for a in groups] for s in range(stages - 1)], np.float64
+    ).reshape(stages - 1, len(groups), len(groups))
+
+
+def _ranges(ends: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return zip([0, *ends], ends, strict=False)
+
+
+def _owners(counts: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The replica of each micro-batch."""
+    owner = np.empty(sum(counts), np.int64)
+    for number, micro_batches in enumerate(deal(counts)):
+        owner[list(micro_batches)] = number
+    return owner
+
+
+def _replicas(
+    layout: _Layout, counts: Sequence[int], outcome: Migrated, schedule: Schedule | None
+) -> tuple[tuple[Replica, ...], tuple[Migration, ...]]:
+    """With the order of ops spelt out where replicas take part in migrations."""
+    owner = _owners(counts)
+    moved = outcome.migrations(owner)
+    involved = {number for each in moved for number in (each.replica, int(owner[each.micro_batch]))}
+    orders = outcome.schedules() if moved else ()
+    chunks = chunks_from([end - first for first, end in _ranges(layout.ends)], len(layout.ends))
+    replicas = tuple(
+        Replica(row, share, chunks, orders[number] if number in involved else schedule)
+        for number, (row, share) in enumerate(zip(layout.groups, deal(counts), strict=True))
+    )
+    return replicas, moved
+
+
+def _schedule_of(plan: ParallelPlan) -> Schedule | None:
+    """What runs where nothing is migrated."""
+    schedule = plan.replicas[0].schedule
+    return schedule if schedule is not None and schedule.name in (ONE_F_ONE_B, ZERO_BUBBLE) else None
