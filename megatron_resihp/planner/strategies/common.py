@@ -4,7 +4,7 @@ Imports the standard library, `plan`, `cost` and this room.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -67,10 +67,39 @@ def groups_in_nodes(workers: Iterable[int], degree: int, health: Health, cost: J
     return sorted(groups, key=lambda group: (-speed_of(group, health), group))
 
 
-def free_blocks(free: set[int], degree: int) -> list[Group]:
-    """Blocks of so many workers as Megatron numbers them, all of which are free: groups that are whole again."""
-    blocks = [tuple(range(first, first + degree)) for first in sorted(free) if first % degree == 0]
-    return [block for block in blocks if free.issuperset(block)]
+def groups_that_came_back(
+    plan: ParallelPlan, used: Iterable[Group], degree: int, health: Health, cost: JobCost
+) -> list[Group]:
+    """Groups that are whole again, of workers in no used group.
+
+    They are blocks of workers as Megatron numbers them; where groups were mixed since, workers that the plan doesn't
+    know are put together with whoever of their node is free. So what is left of two broken groups makes no new one.
+    """
+    working = {worker for group in used for worker in group}
+    nodes: dict[int, list[int]] = defaultdict(list)
+    for worker in health.live:
+        if worker not in working:
+            nodes[worker // cost.workers_per_node].append(worker)
+    return [group for free in nodes.values() for group in _whole_groups(free, set(plan.members), degree)]
+
+
+def _whole_groups(free: list[int], known: set[int], degree: int) -> Iterator[Group]:
+    """Groups of the free workers of a node, as `groups_that_came_back` says."""
+    left = set(free)
+    for first in free:
+        block = range(first, first + degree)
+        if first % degree == 0 and left.issuperset(block):
+            left.difference_update(block)
+            yield tuple(block)
+    while len(left) >= degree and left - known:
+        group = sorted(left, key=lambda worker: (worker in known, worker))[:degree]
+        left.difference_update(group)
+        yield tuple(sorted(group))
+
+
+def all_well(health: Health) -> Health:
+    """What strategies that don't react to slow workers and links plan with."""
+    return Health({worker: 1.0 for worker in health.live})
 
 
 def speed_of(group: Sequence[int], health: Health) -> float:

@@ -15,7 +15,7 @@ from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.rerouting import rerouted
 from megatron_resihp.planner.shares import fastest_shares, pace_of
-from megatron_resihp.planner.strategies.common import Group, next_plan, speed_of, spelt_out, with_shares
+from megatron_resihp.planner.strategies.common import Group, all_well, next_plan, speed_of, spelt_out, with_shares
 
 Rows = list[list[Group]]
 """The groups of each replica's stages."""
@@ -68,9 +68,8 @@ def _pays(shared: ParallelPlan, swapped: ParallelPlan, health: Health, cost: Job
     """Whether S2 loses more time until the next event than changing places takes."""
     if swapped is shared:
         return False
-    well = Health({worker: 1.0 for worker in health.live})
     even = with_shares(shared.replicas, even_counts(cost.micro_batches, len(shared.replicas)))
-    at_best = max(_paced_s(replica, well, cost) for replica in even)
+    at_best = max(_paced_s(replica, all_well(health), cost) for replica in even)
     lost = cost.until_next_event_s * max(1 - at_best / _seconds(shared, health, cost), 0.0)
     state = max(
         float(cost.bytes(len(replica.stages[chunk.stage]), len(shared.replicas)).state[chunk.first : chunk.end].sum())

@@ -14,7 +14,8 @@ from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.shares import fastest_shares, pace_of
 from megatron_resihp.planner.strategies.common import (
     Group,
-    free_blocks,
+    all_well,
+    groups_that_came_back,
     job_degree,
     next_plan,
     require_state,
@@ -51,16 +52,16 @@ def oobleck(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     plan = spelt_out(plan, cost)
     degree = job_degree(plan, cost)
     pipelines = [_alive(replica, degree, health) for replica in plan.replicas]
-    working = {worker for groups in pipelines for group in groups for worker in group}
-    returned = free_blocks(set(health.live) - working, degree)
+    used = [group for groups in pipelines for group in groups]
+    returned = groups_that_came_back(plan, used, degree, health, cost)
     least = _fewest_nodes(degree, cost)
-    nodes = sum(map(len, pipelines)) + len(returned)
+    nodes = len(used) + len(returned)
     if nodes < (FAILURES + 1) * least:
         needed = f"{FAILURES + 1} pipelines of {least}"
         raise NoPlanError(f"{nodes} groups of {degree} workers are left; Oobleck needs {needed}")
     require_state(plan, health)
     if returned:
-        pipelines = _instantiated([*(group for groups in pipelines for group in groups), *returned], least, plan, cost)
+        pipelines = _instantiated([*used, *returned], least, plan, cost)
         return _planned(pipelines, degree, plan, health, cost)
     if not plan.migrations and pipelines == [list(replica.stages) for replica in plan.replicas]:
         return next_plan(plan.replicas, plan, health, cost)
@@ -149,5 +150,6 @@ def _planned(
         if chunks is None:
             raise NoPlanError(f"there is no template for {len(stages)} groups of {degree} workers: memory is too small")
         replicas.append(Replica(stages, (), chunks))
-    counts = fastest_shares([pace_of(replica, health, cost) for replica in replicas], cost.micro_batches)
+    unaware = all_well(health)
+    counts = fastest_shares([pace_of(replica, unaware, cost) for replica in replicas], cost.micro_batches)
     return next_plan(with_shares(replicas, counts), plan, health, cost)

@@ -14,8 +14,9 @@ from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.rerouting import rerouted
 from megatron_resihp.planner.strategies.common import (
     Group,
+    all_well,
     evenly_shared,
-    free_blocks,
+    groups_that_came_back,
     next_plan,
     spelt_out,
 )
@@ -48,15 +49,14 @@ def recycle(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
         if len({replica.chunks for replica in plan.replicas}) > 1 or len(plan.replicas[0].chunks) > len(rows[0]):
             raise NoPlanError("ReCycle needs replicas with the same layers, each stage's in one chunk")
         _require_peers(rows)
-        _fill(rows, plan, health)
+        _fill(rows, plan, health, cost)
         _normalize(rows, _stage_seconds(plan.replicas[0], rows, cost), cost.micro_batches)
     alive = [
         replace(replica, stages=tuple(row), schedule=None if () in row or plan.migrations else replica.schedule)
         for replica, row in zip(plan.replicas, rows, strict=True)
         if any(row)
     ]
-    unaware = Health({worker: 1.0 for worker in health.live})
-    replicas, migrations = rerouted(evenly_shared(alive, cost), unaware, cost)
+    replicas, migrations = rerouted(evenly_shared(alive, cost), all_well(health), cost)
     return next_plan(replicas, plan, health, cost, migrations)
 
 
@@ -71,11 +71,11 @@ def _require_peers(rows: Sequence[Sequence[Group]]) -> None:
             raise NoPlanError(f"stage {stage} lost all its data-parallel peers")
 
 
-def _fill(rows: list[list[Group]], plan: ParallelPlan, health: Health) -> None:
+def _fill(rows: list[list[Group]], plan: ParallelPlan, health: Health, cost: JobCost) -> None:
     """Groups that came back take dead stages' places: of the stage whose layers they hold, else where most are dead."""
-    working = {worker for row in rows for group in row for worker in group}
-    degree = max(len(group) for row in rows for group in row)
-    for block in free_blocks(set(health.live) - working, degree):
+    used = [group for row in rows for group in row]
+    degree = max(map(len, used))
+    for block in groups_that_came_back(plan, used, degree, health, cost):
         holes = [(r, s) for r, row in enumerate(rows) for s, group in enumerate(row) if not group]
         if not holes:
             return

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from megatron_resihp.planner.strategies.adaptra import adaptra
+from megatron_resihp.planner.strategies.combined import oobleck_greyhound, recycle_greyhound
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.greyhound import greyhound
 from megatron_resihp.planner.strategies.oobleck import oobleck
+from megatron_resihp.planner.strategies.recycle import recycle
 from megatron_resihp.planner.strategies.resihp import resihp
 from megatron_resihp.planner.strategies.restart import restart
 from megatron_resihp.planner.strategy import Strategy
@@ -55,6 +58,12 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
     "drop-replica": Entry(
         drop_replica, "leaves out replicas that lost a worker; the others do their work", Change.IN_PLACE, ReactsTo.DEAD
     ),
+    "recycle": Entry(
+        recycle,
+        "sends micro-batches of dead stages through the same stages of other replicas, into their bubbles",
+        Change.IN_PLACE,
+        ReactsTo.DEAD,
+    ),
     "oobleck": Entry(
         oobleck,
         "gives pipelines that lost a group of workers smaller templates, lets them borrow or merges them",
@@ -66,6 +75,18 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
         "shares micro-batches out by speed, then gathers slow workers in few groups and replicas, if that pays",
         Change.IN_PLACE,
         ReactsTo.SLOW,
+    ),
+    "adaptra": Entry(
+        adaptra,
+        "orders each pipeline's ops anew, with more forwards ahead and W apart, to absorb slow links and stages",
+        Change.IN_PLACE,
+        ReactsTo.SLOW,
+    ),
+    "recycle+greyhound": Entry(
+        recycle_greyhound, "recycle for who is dead, then greyhound for who is slow", Change.IN_PLACE, ReactsTo.BOTH
+    ),
+    "oobleck+greyhound": Entry(
+        oobleck_greyhound, "oobleck for who is dead, then greyhound for who is slow", Change.IN_PLACE, ReactsTo.BOTH
     ),
     "resihp": Entry(
         resihp,
