@@ -54,17 +54,26 @@ def require_state(plan: ParallelPlan, health: Health) -> None:
             raise NoPlanError(f"the state of layer {layer} is not held by the survivors")
 
 
-def groups_in_nodes(workers: Iterable[int], degree: int, health: Health, cost: JobCost) -> list[Group]:
-    """As many groups of a degree as the nodes' workers can form, like speeds together, the fastest groups first."""
+def groups_in_nodes(
+    workers: Iterable[int], degree: int, plan: ParallelPlan, health: Health, cost: JobCost
+) -> list[Group]:
+    """As many groups of a degree as the nodes' workers can form, like speeds together, the fastest groups first.
+
+    Of equally fast workers those who are mates in the plan stay together.
+    """
+
+    def preference(group: Group) -> tuple[float, float, float, Group]:
+        return (-speed_of(group, health), *position_of(group, plan), group)
+
     nodes: dict[int, list[int]] = defaultdict(list)
-    for worker in sorted(workers, key=lambda worker: (-health.speed[worker], worker)):
+    for worker in sorted(workers, key=lambda worker: preference((worker,))):
         nodes[worker // cost.workers_per_node].append(worker)
     groups = [
         tuple(sorted(members[first : first + degree]))
         for members in nodes.values()
         for first in range(0, len(members) - degree + 1, degree)
     ]
-    return sorted(groups, key=lambda group: (-speed_of(group, health), group))
+    return sorted(groups, key=preference)
 
 
 def groups_that_came_back(
@@ -95,6 +104,13 @@ def _whole_groups(free: list[int], known: set[int], degree: int) -> Iterator[Gro
         group = sorted(left, key=lambda worker: (worker in known, worker))[:degree]
         left.difference_update(group)
         yield tuple(sorted(group))
+
+
+def position_of(group: Group, plan: ParallelPlan) -> tuple[float, float]:
+    """Replica and stage of the first of a group's members that the plan gives work; sorts others to the end."""
+    places = [(plan.replica_of(worker), plan.coordinate_of(worker)) for worker in group]
+    known = [(float(replica), float(place.stage)) for replica, place in places if replica is not None and place]
+    return min(known, default=(float("inf"), float("inf")))
 
 
 def all_well(health: Health) -> Health:

@@ -15,6 +15,7 @@ from megatron_resihp.planner.strategies.common import (
     groups_in_nodes,
     job_degree,
     next_plan,
+    position_of,
     spelt_out,
 )
 
@@ -44,7 +45,8 @@ def _formed(whole: list[Replica], plan: ParallelPlan, health: Health, cost: JobC
     """Replicas like the first of the whole ones, of who isn't in any of them."""
     degree, model = job_degree(plan, cost), whole[0]
     working = {worker for replica in whole for worker, _ in replica.workers()}
-    groups = groups_in_nodes(set(health.live) - working, degree, health, cost)
+    groups = groups_in_nodes(set(health.live) - working, degree, plan, health, cost)
     count = len(groups) // len(model.stages)
-    rows = batched(sorted(groups[: count * len(model.stages)]), len(model.stages))
+    chosen = sorted(groups[: count * len(model.stages)], key=lambda group: position_of(group, plan))
+    rows = batched(chosen, len(model.stages))
     return [replace(model, stages=tuple(row)) for row in rows]

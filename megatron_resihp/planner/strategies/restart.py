@@ -14,6 +14,7 @@ from megatron_resihp.planner.strategies.common import (
     groups_in_nodes,
     job_degree,
     next_plan,
+    position_of,
     spelt_out,
 )
 
@@ -30,12 +31,12 @@ def restart(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     """
     plan = spelt_out(plan, cost)
     degree, original = job_degree(plan, cost), plan.replicas[0]
-    groups = groups_in_nodes(health.live, degree, health, cost)
+    groups = groups_in_nodes(health.live, degree, plan, health, cost)
     stages = len(original.stages)
     most = min(len(groups) // stages, cost.micro_batches)
     replicas = next((count for count in range(most, 0, -1) if cost.micro_batches % count == 0), 0)
     if not replicas:
         raise NoPlanError(f"{len(groups)} groups of {degree} workers are left; a replica takes {stages}")
-    chosen = sorted(groups[: replicas * stages])
+    chosen = sorted(groups[: replicas * stages], key=lambda group: position_of(group, plan))
     formed = [Replica(tuple(row), (), original.chunks) for row in batched(chosen, stages)]
     return next_plan(evenly_shared(formed, cost), plan, health, cost)

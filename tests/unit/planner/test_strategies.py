@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
-from planner_instances import situations
+from hypothesis import strategies as st
+from planner_instances import relabelled, relabelled_health, situations
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan
@@ -38,3 +41,43 @@ def test_any_health_gives_a_valid_plan_or_a_reason(
 
 def _inside_a_node(members: tuple[int, ...], cost: JobCost) -> bool:
     return len({worker // cost.workers_per_node for worker in members}) <= 1
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@settings(max_examples=25)
+@given(situation=situations(), random=st.randoms(use_true_random=False))
+def test_other_names_of_workers_change_nothing_but_names(
+    name: str, situation: tuple[ParallelPlan, Health, JobCost], random: Random
+) -> None:
+    plan, health, cost = situation
+    label = _renamed_blocks(plan, cost, random)
+    unlinked = Health(health.speed)
+    times = []
+    for given_plan, given_health in (
+        (plan, unlinked),
+        (relabelled(plan, label), relabelled_health(unlinked, label)),
+    ):
+        try:
+            following = STRATEGIES[name].strategy(given_plan, given_health, cost)
+        except NoPlanError:
+            times.append(0.0)
+            continue
+        times.append(evaluate(following, given_health, cost).iteration_s)
+    assert times[0] == pytest.approx(times[1])
+
+
+def _renamed_blocks(plan: ParallelPlan, cost: JobCost, random: Random) -> dict[int, int]:
+    """New ids for everybody: nodes are renamed, and in each node the blocks of workers that are a group."""
+    block = plan.tensor_parallel
+    nodes = sorted({worker // cost.workers_per_node for worker in plan.members})
+    last = (max(plan.members) + 1) % cost.workers_per_node
+    whole = nodes[:-1] if last else nodes
+    renamed = dict(zip(nodes, [*random.sample(whole, len(whole)), *nodes[len(whole) :]], strict=True))
+    label = {}
+    for node in nodes:
+        first = node * cost.workers_per_node
+        blocks = range(first, min(first + cost.workers_per_node, max(plan.members) + 1), block)
+        for old, new in zip(blocks, random.sample(blocks, len(blocks)), strict=True):
+            moved = new - first + renamed[node] * cost.workers_per_node
+            label |= {old + offset: moved + offset for offset in range(block)}
+    return label
