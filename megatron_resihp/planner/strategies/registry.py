@@ -9,6 +9,7 @@ from megatron_resihp.planner.strategies.adaptra import adaptra
 from megatron_resihp.planner.strategies.combined import oobleck_greyhound, recycle_greyhound
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.greyhound import greyhound
+from megatron_resihp.planner.strategies.joint import joint
 from megatron_resihp.planner.strategies.oobleck import oobleck
 from megatron_resihp.planner.strategies.recycle import recycle
 from megatron_resihp.planner.strategies.resihp import resihp
@@ -91,6 +92,12 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
     "resihp": Entry(
         resihp,
         "makes tensor-parallel groups smaller, gives slow stages fewer layers, and moves work between replicas",
+        Change.IN_PLACE,
+        ReactsTo.BOTH,
+    ),
+    "joint": Entry(
+        joint,
+        "one search over groups, unlike replicas, layers and uneven micro-batches; this project's own",
         Change.IN_PLACE,
         ReactsTo.BOTH,
     ),

@@ -1,0 +1,1 @@
+"""The parts of `planner.strategies.joint`: one subject in each file, loops compiled. See there for how they fit."""

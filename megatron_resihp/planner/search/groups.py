@@ -1,0 +1,124 @@
+"""Tensor-parallel groups inside nodes. Imports numpy and numba.
+
+Members of a group wait for its slowest one, so groups are cut out of a node's workers sorted by speed: any other
+grouping with the same sizes has, sorted by speed, no faster group anywhere. (Of its i fastest groups, each of whose
+workers is at least as fast as the i-th group, there are as many workers as in the first i groups cut from the sorted
+ones; so the last of those is at least as fast.) A group is one number: its node, its first place there, its degree.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_resihp.cost.job import Array
+from megatron_resihp.pipeline.compiled import compiled
+from megatron_resihp.planner.search.tables import Index
+
+NOBODY = -1
+
+
+class Nodes(NamedTuple):
+    """Live workers, node by node, the fastest first.
+
+    Attributes:
+        workers: worker ids, [nodes, workers per node]; NOBODY where there are fewer.
+        speed: of these, [nodes, workers per node]; 0 for nobody.
+    """
+
+    workers: Index
+    speed: Array
+
+
+def nodes_of(speed: Mapping[int, float], workers_per_node: int) -> Nodes:
+    """Live workers by node; workers of equal speed by id."""
+    ids = np.fromiter(speed, np.int64, len(speed))
+    speeds = np.fromiter(speed.values(), np.float64, len(speed))
+    order = np.lexsort((ids, -speeds, ids // workers_per_node))
+    ids, speeds = ids[order], speeds[order]
+    numbers, node, counts = np.unique(ids // workers_per_node, return_inverse=True, return_counts=True)
+    place = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+    workers = np.full((len(numbers), workers_per_node), NOBODY)
+    by_node = np.zeros(workers.shape)
+    workers[node, place], by_node[node, place] = ids, speeds
+    return Nodes(workers, by_node)
+
+
+def members_of(nodes: Nodes, group: int) -> tuple[int, ...]:
+    """Worker ids of a group, the fastest first."""
+    node, first, degree = node_of(nodes, group), first_of(nodes, group), degree_of(nodes, group)
+    return tuple(nodes.workers[node, first : first + degree].tolist())
+
+
+@compiled
+def group_at(nodes: Nodes, node: int, first: int, degree: int) -> int:
+    """The group of so many workers from the first place on."""
+    most = nodes.speed.shape[1]
+    return (node * most + first) * most + degree - 1
+
+
+@compiled
+def node_of(nodes: Nodes, group: int) -> int:
+    return group // (nodes.speed.shape[1] * nodes.speed.shape[1])
+
+
+@compiled
+def first_of(nodes: Nodes, group: int) -> int:
+    return group // nodes.speed.shape[1] % nodes.speed.shape[1]
+
+
+@compiled
+def degree_of(nodes: Nodes, group: int) -> int:
+    return group % nodes.speed.shape[1] + 1
+
+
+@compiled
+def speed_of(nodes: Nodes, group: int) -> float:
+    """Of its slowest member."""
+    return nodes.speed[node_of(nodes, group), first_of(nodes, group) + degree_of(nodes, group) - 1]
+
+
+@compiled
+def form_groups(nodes: Nodes, rate: Array, price: float) -> tuple[Index, Index]:
+    """In each node, the groups with the largest Σ (rate · speed − price).
+
+    The price is what another stage in a pipeline costs: at 0 groups are small, as small ones lose least to slow members
+    and to communication; the higher it is, the larger they are. Slow workers that are not worth it are left out.
+
+    Args:
+        nodes: live workers.
+        rate: of a healthy group of each degree, [degrees + 1]; 0 for degrees that are not allowed.
+        price: in units of rate.
+
+    Returns:
+        groups that are to work; and workers left out, as groups of one.
+    """
+    count, most = nodes.speed.shape
+    working, idle = np.empty(count * most, np.int64), np.empty(count * most, np.int64)
+    value, size = np.empty(most + 1), np.empty(most + 1, np.int64)
+    used, left = 0, 0
+    for node in range(count):
+        speed = nodes.speed[node]
+        value[0] = 0.0
+        end = 0
+        for last in range(1, most + 1):
+            value[last] = -np.inf
+            if speed[last - 1] == 0:
+                break
+            for degree in range(1, min(last, len(rate) - 1) + 1):
+                if rate[degree] > 0:
+                    worth = value[last - degree] + rate[degree] * speed[last - 1] - price
+                    if worth >= value[last]:
+                        value[last], size[last] = worth, degree
+            if value[last] > -np.inf and (end == 0 or value[last] > value[end]):
+                end = last
+        for place in range(end, most):
+            if speed[place] > 0:
+                idle[left] = group_at(nodes, node, place, 1)
+                left += 1
+        while end > 0:
+            degree = size[end]
+            end -= degree
+            working[used] = group_at(nodes, node, end, degree)
+            used += 1
+    return working[:used], idle[:left]

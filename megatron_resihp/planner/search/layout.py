@@ -1,0 +1,175 @@
+"""Replicas as the search holds them, and how long each takes. Imports numpy and numba."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_resihp.cost.job import Array
+from megatron_resihp.pipeline.compiled import compiled
+from megatron_resihp.planner.search.groups import Nodes, degree_of, speed_of
+from megatron_resihp.planner.search.makespan import one_f_one_b_makespan
+from megatron_resihp.planner.search.stages import split_layers
+from megatron_resihp.planner.search.tables import Index, Tables
+
+
+class Layout(NamedTuple):
+    """Groups in replicas.
+
+    Attributes:
+        order: groups of each replica's stages, [replicas, most stages].
+        stages: how many each has, [replicas].
+        ends: where each stage's layers end, [replicas, most stages].
+        micro_batches: of each replica, [replicas].
+        seconds: makespan of each, infinite if it doesn't fit, [replicas].
+        period: seconds that another micro-batch would take, [replicas].
+        idle: groups without work, [workers]; the first `idle_count[0]` of them.
+        idle_count: [1].
+    """
+
+    order: Index
+    stages: Index
+    ends: Index
+    micro_batches: Index
+    seconds: Array
+    period: Array
+    idle: Index
+    idle_count: Index
+
+
+class Scratch(NamedTuple):
+    """Rows to compute in, [most stages] each."""
+
+    degree: Index
+    speed: Array
+    forward: Array
+    backward: Array
+    transfer: Array
+    free: Array
+    done: Array
+
+
+@compiled
+def new_layout(replicas: int, most_stages: int, workers: int) -> Layout:
+    """Without any group."""
+    return Layout(
+        np.zeros((replicas, most_stages), np.int64),
+        np.zeros(replicas, np.int64),
+        np.zeros((replicas, most_stages), np.int64),
+        np.zeros(replicas, np.int64),
+        np.full(replicas, np.inf),
+        np.full(replicas, np.inf),
+        np.zeros(workers, np.int64),
+        np.zeros(1, np.int64),
+    )
+
+
+@compiled
+def new_scratch(most_stages: int) -> Scratch:
+    index, rows = np.zeros(most_stages, np.int64), np.zeros((6, most_stages))
+    return Scratch(index, rows[0], rows[1], rows[2], rows[3], rows[4], rows[5])
+
+
+@compiled
+def copy_layout(source: Layout, target: Layout) -> None:
+    """Make both equal; they have the same sizes."""
+    target.order[:] = source.order
+    target.stages[:] = source.stages
+    target.ends[:] = source.ends
+    target.micro_batches[:] = source.micro_batches
+    target.seconds[:] = source.seconds
+    target.period[:] = source.period
+    target.idle[:] = source.idle
+    target.idle_count[:] = source.idle_count
+
+
+@compiled
+def stand_by(layout: Layout, group: int) -> None:
+    """Add a group to the idle ones."""
+    layout.idle[layout.idle_count[0]] = group
+    layout.idle_count[0] += 1
+
+
+@compiled
+def take_idle(layout: Layout, place: int) -> int:
+    """Take a group out of the idle ones."""
+    group = layout.idle[place]
+    layout.idle_count[0] -= 1
+    layout.idle[place] = layout.idle[layout.idle_count[0]]
+    return group
+
+
+@compiled
+def insert(layout: Layout, replica: int, stage: int, group: int) -> None:
+    """Add a group before a stage of a replica that has room for it."""
+    for place in range(layout.stages[replica], stage, -1):
+        layout.order[replica, place] = layout.order[replica, place - 1]
+    layout.order[replica, stage] = group
+    layout.stages[replica] += 1
+
+
+@compiled
+def remove(layout: Layout, replica: int, stage: int) -> int:
+    """Take the group of a stage out of a replica."""
+    group = layout.order[replica, stage]
+    layout.stages[replica] -= 1
+    for place in range(stage, layout.stages[replica]):
+        layout.order[replica, place] = layout.order[replica, place + 1]
+    return group
+
+
+@compiled
+def assess(tables: Tables, nodes: Nodes, layout: Layout, replica: int, scratch: Scratch) -> float:
+    """Split a replica's layers over its stages and run its micro-batches; fills ends, seconds and period."""
+    stages, micro_batches = layout.stages[replica], layout.micro_batches[replica]
+    layout.seconds[replica] = layout.period[replica] = np.inf
+    if stages == 0 or micro_batches == 0:
+        return np.inf
+    for stage in range(stages):
+        group = layout.order[replica, stage]
+        scratch.degree[stage], scratch.speed[stage] = degree_of(nodes, group), speed_of(nodes, group)
+    ends = layout.ends[replica]
+    copies = len(layout.stages)
+    if not split_layers(tables, scratch.degree, scratch.speed, stages, micro_batches, copies, ends):
+        return np.inf
+    return time_of(tables, layout, replica, scratch)
+
+
+@compiled
+def time_of(tables: Tables, layout: Layout, replica: int, scratch: Scratch) -> float:
+    """Run a replica's micro-batches with its layers as they are; degree and speed of its stages are in `scratch`."""
+    stages, ends = layout.stages[replica], layout.ends[replica]
+    first = 0
+    for stage in range(stages):
+        k, forward, backward = scratch.degree[stage], 0.0, 0.0
+        for layer in range(first, ends[stage]):
+            forward += tables.forward[k, layer]
+            backward += tables.backward[k, layer]
+        scratch.forward[stage] = forward / scratch.speed[stage]
+        scratch.backward[stage] = backward / scratch.speed[stage]
+        first = ends[stage]
+        if stage + 1 < stages:
+            scratch.transfer[stage] = tables.transfer[k, scratch.degree[stage + 1]]
+    layout.period[replica] = _period(stages, scratch)
+    layout.seconds[replica] = one_f_one_b_makespan(
+        scratch.forward,
+        scratch.backward,
+        scratch.transfer,
+        stages,
+        layout.micro_batches[replica],
+        scratch.free,
+        scratch.done,
+    )
+    return layout.seconds[replica]
+
+
+@compiled
+def _period(stages: int, scratch: Scratch) -> float:
+    """Of 1F1B's steady state: the busiest stage, or the way from a stage to the end and back, shared by its F ahead."""
+    period, way = 0.0, 0.0
+    for stage in range(stages - 1, -1, -1):
+        if stage + 1 < stages:
+            way += 2 * scratch.transfer[stage]
+        own = scratch.forward[stage] + scratch.backward[stage]
+        way += own
+        period = max(period, own, way / (stages - stage))
+    return period

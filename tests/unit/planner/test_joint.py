@@ -1,0 +1,75 @@
+"""The joint strategy as a user sees it: plans that can be run, for any health, and no worse than what is there."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_resihp.cost.device import Device
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.cost.layers import model_from_arguments
+from megatron_resihp.cost.memory import check_plan
+from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.training import Training
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica
+from megatron_resihp.planner.evaluation import evaluate
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.rectangular import NoPlanError
+from megatron_resihp.planner.strategies.joint import Settings, joint
+
+MODEL = model_from_arguments({**PRESETS["llama2-7b"], "num_layers": 12})
+DEVICE = Device(312e12, 0.5, {1: 1.0, 2: 0.95, 4: 0.88}, memory=24 * 2**30, latency=2e-5, bandwidth=25e9)
+COST = JobCost(MODEL, Training(4096, sequence_parallel=True), DEVICE, micro_batches=8, workers_per_node=4)
+HALVES = (Chunk(0, 0, 7), Chunk(1, 7, 14))
+BEFORE = ParallelPlan(
+    (
+        Replica(((0, 1, 2, 3), (4, 5, 6, 7)), (0, 2, 4, 6), HALVES),
+        Replica(((8, 9, 10, 11), (12, 13, 14, 15)), (1, 3, 5, 7), HALVES),
+    )
+)
+QUICK = Settings(starts=2, steps=40)
+
+health_of_16 = st.dictionaries(st.integers(0, 15), st.floats(0.2, 1.0), min_size=1).map(Health)
+
+
+@settings(max_examples=60, deadline=None)
+@given(health_of_16)
+def test_any_health_gives_a_plan_that_fits_or_a_reason(health: Health) -> None:
+    try:
+        plan = joint(BEFORE, health, COST, QUICK)
+    except NoPlanError as error:
+        assert "memory" in str(error)
+        return
+    check_plan(plan, MODEL, COST.training, DEVICE.memory)
+    assert set(plan.members) == health.speed.keys()
+    assert plan.micro_batch_count == 8
+    assert all(len({worker // 4 for worker in members}) == 1 for r in plan.replicas for members in r.stages)
+
+
+@settings(max_examples=30, deadline=None)
+@given(health_of_16)
+def test_more_health_is_never_slower_from_the_plan_for_less(health: Health) -> None:
+    try:
+        less = joint(BEFORE, health, COST, QUICK)
+    except NoPlanError:
+        return
+    healthy = Health({worker: 1.0 for worker in range(16)})
+    more = joint(less, healthy, COST, QUICK)
+    assert evaluate(more, healthy, COST).iteration_s <= evaluate(less, health, COST).iteration_s
+
+
+def test_without_uneven_shards_degrees_divide_the_model() -> None:
+    health = Health({worker: 1.0 for worker in range(11)})
+    plan = joint(BEFORE, health, COST, Settings(uneven=False, starts=2, steps=40))
+    assert {degree for replica in plan.replicas for degree in replica.shape} <= {1, 2, 4}
+    assert not plan.uneven_shards
+
+
+def test_the_plan_in_force_stays_where_nothing_pays() -> None:
+    healthy = Health({worker: 1.0 for worker in range(16)})
+    best = joint(BEFORE, healthy, COST, QUICK)
+    assert joint(best, healthy, COST, QUICK) == best
+
+
+def test_too_little_memory_is_told() -> None:
+    with pytest.raises(NoPlanError, match="memory"):
+        joint(BEFORE, Health({0: 1.0}), COST, QUICK)
