@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import combinations
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +22,11 @@ SMALLEST_SPREAD: Final = 0.01
 """A feature that varies by a smaller share than this cannot be told from a constant at realistic noise."""
 SIGNIFICANCE: Final = 1e-3
 """The workload must explain more of the times than chance would at this level (F test)."""
+
+AT_ONCE: Final = 1 << 18
+"""Measurements that are fitted at once where no group has more: a large job's would take gigabytes."""
+LONG: Final = 1 << 12
+"""Measurements from which on a median is found faster without sorting."""
 
 _HUBER, _BISQUARE = 1.345, 4.685  # 95 % efficiency for Gaussian noise
 _HUBER_ROUNDS, _BISQUARE_ROUNDS = 8, 4
@@ -95,34 +100,47 @@ def fit(tokens: ArrayLike, squares: ArrayLike, seconds: ArrayLike) -> Fits:
     """
     seconds = np.asarray(seconds, dtype=np.float64)
     groups, count = seconds.shape[:-1], seconds.shape[-1]
-    y = seconds.reshape(math.prod(groups), count)
-    features = [np.broadcast_to(np.asarray(each, np.float64), seconds.shape).reshape(y.shape)
-                for each in (tokens, squares)]  # fmt: skip
-    valid = np.isfinite(y) & (y > 0) & np.isfinite(features[0]) & np.isfinite(features[1])
-    scales = [_scale(each, valid) for each in (*features, y)]
-    columns = [np.where(valid, each / scale[:, None], 0.0) for each, scale in zip(features, scales[:2], strict=True)]
+    y, n, s = (
+        np.broadcast_to(np.asarray(each, np.float64), seconds.shape).reshape(math.prod(groups), count)
+        for each in (seconds, tokens, squares)
+    )
+    size = max(AT_ONCE // max(count, 1), 1)
+    blocks = [slice(at, at + size) for at in range(0, max(len(y), 1), size)]
+    parts = [_fit_groups(n[block], s[block], y[block]) for block in blocks]
+    found = parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return Fits(**{name: each.reshape(groups + each.shape[1:]) for name, each in found.items()})
+
+
+def _fit_groups(
+    tokens: NDArray[np.float64], squares: NDArray[np.float64], seconds: NDArray[np.float64]
+) -> dict[str, NDArray[Any]]:
+    """The arrays of Fits, with one axis of groups, for features and durations of [groups, measurements]."""
+    valid = np.isfinite(seconds) & (seconds > 0) & np.isfinite(tokens) & np.isfinite(squares)
+    scales = [_scale(each, valid) for each in (tokens, squares, seconds)]
+    features = zip((tokens, squares), scales[:2], strict=True)
+    columns = [np.where(valid, each / scale[:, None], 0.0) for each, scale in features]
     x = np.stack([*columns, valid.astype(np.float64)], axis=-1)
-    y = np.where(valid, y / scales[2][:, None], 0.0)
+    y = np.where(valid, seconds / scales[2][:, None], 0.0)
     coefficients, finding = _fit_scaled(x, y, valid)
     predicted = np.maximum(np.einsum("gmi,gi->gm", x, coefficients), _SMALLEST)
     residuals = np.where(valid, y / predicted - 1.0, 0.0)
     samples = valid.sum(axis=1)
     information = moments(x, y, np.where(valid, predicted**-2, 0.0) / np.maximum(samples, 1)[:, None])[0]
     unit = np.stack([*scales[:2], np.ones_like(scales[0])], axis=-1) / scales[2][:, None]
-    alpha, beta, gamma = ((coefficients / unit)[:, column].reshape(groups) for column in range(3))
+    alpha, beta, gamma = (coefficients / unit).T
     with np.errstate(invalid="ignore"):
         mape = np.abs(np.where(valid, 1 - predicted / np.where(valid, y, 1.0), 0.0)).sum(axis=1) / samples
-    return Fits(
-        alpha=alpha,
-        beta=beta,
-        gamma=gamma,
-        informative=(finding <= Finding.COLLINEAR).reshape(groups),
-        finding=finding.reshape(groups),
-        noise=(1.4826 * masked_median(np.abs(residuals), valid)).reshape(groups),
-        mape=mape.reshape(groups),
-        samples=samples.reshape(groups),
-        information=(information * unit[:, :, None] * unit[:, None, :]).reshape(*groups, 3, 3),
-    )
+    return {
+        "alpha": alpha,
+        "beta": beta,
+        "gamma": gamma,
+        "informative": finding <= Finding.COLLINEAR,
+        "finding": finding,
+        "noise": 1.4826 * masked_median(np.abs(residuals), valid),
+        "mape": mape,
+        "samples": samples,
+        "information": information * unit[:, :, None] * unit[:, None, :],
+    }
 
 
 def _fit_scaled(
@@ -238,9 +256,14 @@ def masked_median(values: NDArray[np.float64], valid: NDArray[np.bool_]) -> NDAr
     count = valid.sum(axis=1)
     if values.shape[1] == 0:
         return np.full(len(values), np.nan)
-    ordered = np.sort(np.where(valid, values, np.inf), axis=1)
-    rows = np.arange(len(values))
-    low = ordered[rows, np.maximum(count - 1, 0) // 2]
-    high = ordered[rows, np.minimum(count // 2, values.shape[1] - 1)]
+    rows, values = np.arange(len(values)), np.where(valid, values, np.inf)
+    first, second = np.maximum(count - 1, 0) // 2, np.minimum(count // 2, values.shape[1] - 1)
+    if values.shape[1] < LONG:
+        ordered = np.sort(values, axis=1)
+    else:
+        ordered = values
+        for row, places in zip(ordered, zip(first, second, strict=True), strict=True):
+            row.partition(places)
+    low, high = ordered[rows, first], ordered[rows, second]
     with np.errstate(invalid="ignore"):
         return np.where(count > 0, (low + high) / 2, np.nan)

@@ -37,6 +37,11 @@ class Joiner:
         self._ids = layout.workers[self._by_id]
         ends = np.sort(self.rows_of(layout.links)[0], axis=1)
         keys = ends[:, 0] * self._count + ends[:, 1]
+        low, high = layout.node[ends[:, 0]], layout.node[ends[:, 1]]
+        self._machines = low, high
+        """Of each link's ends, the smaller row first."""
+        pairs = np.minimum(low, high) * (int(layout.node.max(initial=0)) + 1) + np.maximum(low, high)
+        self._pair_of_machines = np.unique(pairs, return_inverse=True)[1]
         self._by_key = np.argsort(keys)
         self._link_keys = keys[self._by_key]
 
@@ -173,18 +178,15 @@ class Joiner:
         shift = np.zeros(len(link))
         if not far.any():
             return shift
-        least = np.full((len(self.layout.links), 2), np.inf)
+        least = np.full(2 * len(self.layout.links), np.inf)
         usable = far & np.isfinite(transit)
-        np.minimum.at(least, (link[usable], (source > target)[usable].astype(np.int64)), transit[usable])
+        np.minimum.at(least, (2 * link + (source > target))[usable], transit[usable])
         with np.errstate(invalid="ignore"):
-            theta = (least[:, 0] - least[:, 1]) / 2  # what the clock at the end with the larger row shows more
-        ends = np.sort(self.rows_of(self.layout.links)[0], axis=1)
-        low, high = node[ends[:, 0]], node[ends[:, 1]]
+            theta = (least[0::2] - least[1::2]) / 2  # what the clock at the end with the larger row shows more
+        low, high = self._machines
         theta = np.where(low < high, theta, -theta)
-        machines = np.minimum(low, high) * (int(node.max()) + 1) + np.maximum(low, high)
-        of_machines = {int(pair): _median(theta[machines == pair]) for pair in np.unique(machines[link[far]])}
-        offset = np.array([of_machines[int(pair)] for pair in machines[link[far]]])
-        shift[far] = np.where(node[source[far]] < node[target[far]], offset, -offset)
+        offset = _group_medians(theta, self._pair_of_machines)[self._pair_of_machines]
+        shift[far] = np.where(node[source[far]] < node[target[far]], offset[link[far]], -offset[link[far]])
         return shift
 
 
@@ -237,6 +239,13 @@ def _look_up(
     return value[at], ordered[at] == keys
 
 
-def _median(values: NDArray[np.float64]) -> float:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else float("nan")
+def _group_medians(values: NDArray[np.float64], group: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[groups] median of each group's finite values, NaN without any; groups are numbered from 0."""
+    groups = int(group.max()) + 1 if len(group) else 0
+    values = np.where(np.isfinite(values), values, np.inf)
+    ordered = values[np.lexsort((values, group))]
+    size = np.bincount(group, minlength=groups)
+    count = np.bincount(group, np.isfinite(values), groups).astype(np.int64)
+    first = np.cumsum(size) - size
+    low, high = (ordered[first + place] for place in (np.maximum(count - 1, 0) // 2, count // 2))
+    return np.where(count > 0, (low + high) / 2, np.nan)

@@ -1,13 +1,14 @@
 """Fits of T = αN + βΣl² + γ: exact where they can be, robust, never negative, silent about what they cannot know."""
 
 import time
+import warnings
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.cost.fit import Finding, fit
+from megatron_resihp.cost.fit import LONG, Finding, fit, masked_median
 
 ALPHA, BETA, GAMMA = 1e-6, 3e-10, 2e-3
 
@@ -57,6 +58,30 @@ def test_groups_are_fitted_each_on_its_own() -> None:
         alone = fit(tokens, squares, seconds)
         assert together.alpha[row] == pytest.approx(alone.alpha)
         assert together.beta[row] == pytest.approx(alone.beta)
+
+
+def test_how_many_groups_are_fitted_at_once_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    shape = (5, 3, 400)
+    tokens, squares = random.uniform(1e3, 8e3, shape), random.uniform(1e6, 3e7, shape)
+    seconds = (ALPHA * tokens + BETA * squares) * random.normal(1.0, 0.03, shape)
+    seconds[random.random(shape) < 0.1] = np.nan
+    seconds[1] = np.nan
+    together = fit(tokens, squares, seconds)
+    monkeypatch.setattr("megatron_resihp.cost.fit.AT_ONCE", 1000)
+    for name, values in vars(fit(tokens, squares, seconds)).items():
+        np.testing.assert_array_equal(values, getattr(together, name))
+
+
+@pytest.mark.parametrize("count", [LONG - 1, LONG, LONG + 1])
+def test_medians_of_many_measurements_are_exact(count: int) -> None:
+    random = np.random.default_rng(0)
+    values, valid = random.standard_normal((4, count)), random.random((4, count)) < 0.5
+    valid[2], valid[3] = False, True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a row without values
+        expected = np.nanmedian(np.where(valid, values, np.nan), axis=1)
+    np.testing.assert_array_equal(masked_median(values, valid), expected)
 
 
 def test_micro_batches_all_alike_give_a_level_and_say_so() -> None:

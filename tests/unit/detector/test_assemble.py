@@ -121,6 +121,16 @@ def test_clocks_of_machines_may_differ(offset: float, far_is_first: bool) -> Non
     assert not assembler.counters.nonzero()
 
 
+def test_each_machine_may_have_a_clock_of_its_own() -> None:
+    layout = two_pipelines({0: 0, 1: 1, 2: 2, 3: 0})
+    clocks = np.array([5.0, -300.0, 2e3])[layout.node]
+    records = [record(layout, worker, 1, clocks[worker], TRANSFER_S * (1 + worker // 2)) for worker in range(4)]
+    found, assembler = assemble(layout, records)
+    assert found[0].transfer[0] == pytest.approx(TRANSFER_S, abs=1e-6)
+    assert found[0].transfer[1] == pytest.approx(2 * TRANSFER_S, abs=1e-6)
+    assert not assembler.counters.nonzero()
+
+
 def test_the_clock_of_one_machine_is_not_corrected() -> None:
     layout = two_pipelines()
     records = [record(layout, worker, 1) for worker in range(4)]
