@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands.add_parser("report", help="say what happened in a run, from its event log"))
     _add_detect(commands.add_parser("detect", help="say who was slow, from a run's records or a table of times"))
     _add_plan(commands.add_parser("plan", help="say how a job should go on when workers are dead or slow"))
+    _add_simulate(commands.add_parser("simulate", help="say what strategies make of failures on a simulated cluster"))
     return parser
 
 
@@ -64,6 +65,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
     plan_command.add_arguments(parser)
     parser.set_defaults(run=plan_command.run)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    from megatron_resihp.report import simulate_command
+
+    simulate_command.add_arguments(parser)
+    parser.set_defaults(run=simulate_command.run)
 
 
 class RunReport:

@@ -1,6 +1,7 @@
 """A plan's schedules ↔ programs. Imports `plan` and this room."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from megatron_resihp.pipeline.joint import JointProgram
 from megatron_resihp.pipeline.op import Op, OpKind
@@ -54,6 +55,7 @@ def joint_program_of(replicas: Sequence[Replica]) -> JointProgram:
     return JointProgram(tuple(devices), tuple(last))
 
 
+@lru_cache(maxsize=256)
 def known_program(schedule: Schedule | None, stages: int, chunks: int, micro_batches: int) -> Program:
     """The program of a schedule that is known by name, or of the job's own (None).
 

@@ -76,7 +76,7 @@ class ParallelPlan:
             for worker, coordinate in replica.workers()
         }
 
-    @property
+    @cached_property
     def members(self) -> tuple[int, ...]:
         """All live workers of the epoch, sorted."""
         return tuple(sorted([*self.working, *self.standbys]))

@@ -11,6 +11,7 @@ from megatron_resihp.plan import ParallelPlan, differences
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.evaluation import Evaluation, evaluate
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.moves import bytes_to_move, seconds_to_get_there
 from megatron_resihp.planner.strategy import Strategy
 
 
@@ -22,13 +23,17 @@ class Answer:
         strategy: its name.
         planning_s: how long it thought.
         plan, evaluation: None if there is no plan.
-        reason: why there is none.
+        moving_bytes: of weights and optimizer, over all workers, to get from the plan in force to this one.
+        moving_s: how long the job stands for that.
+        reason: why there is no plan.
     """
 
     strategy: str
     planning_s: float
     plan: ParallelPlan | None = None
     evaluation: Evaluation | None = None
+    moving_bytes: float = 0.0
+    moving_s: float = 0.0
     reason: str = ""
 
 
@@ -71,7 +76,15 @@ def ask(name: str, strategy: Strategy, situation: Situation, clock: Callable[[],
     except NoPlanError as error:
         return Answer(name, clock() - begun, reason=str(error))
     planning_s = clock() - begun
-    return Answer(name, planning_s, plan, evaluate(plan, situation.health, situation.cost))
+    before, cost = situation.plan, situation.cost
+    return Answer(
+        strategy=name,
+        planning_s=planning_s,
+        plan=plan,
+        evaluation=evaluate(plan, situation.health, cost),
+        moving_bytes=sum(bytes_to_move(before, plan, cost).values()),
+        moving_s=seconds_to_get_there(before, plan, cost),
+    )
 
 
 def to_json(situation: Situation, answers: Mapping[str, Answer]) -> dict[str, Any]:
@@ -98,6 +111,8 @@ def _answer_to_json(situation: Situation, answer: Answer) -> dict[str, Any]:
         "iteration_s": answer.evaluation.iteration_s,
         "share_of_bound": answer.evaluation.share_of_bound,
         "planning_s": answer.planning_s,
+        "bytes_to_move": round(answer.moving_bytes),
+        "moving_s": answer.moving_s,
         "digest": answer.plan.digest,
         "plan": answer.plan.to_dict(),
         "differences": list(differences(situation.plan, answer.plan)),

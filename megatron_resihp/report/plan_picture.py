@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,10 +11,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from megatron_resihp.cost.job import JobCost
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.simulate import Timeline
 from megatron_resihp.plan import ParallelPlan
-from megatron_resihp.planner.evaluation import timeline_of
+from megatron_resihp.planner.evaluation import joint_timeline, migrating, timeline_of
 from megatron_resihp.planner.health import Health
 from megatron_resihp.report.plan_answer import Answer, Situation
 
@@ -53,28 +54,48 @@ def _alive(situation: Situation) -> dict[int, float]:
 
 
 def _panel(axes: Axes, name: str, plan: ParallelPlan, health: Health, situation: Situation) -> None:
-    row, labels = 0, []
-    shown = plan.replicas[:MOST_REPLICAS]
-    slowest = 0.0
-    for number, replica in enumerate(shown):
-        timeline = timeline_of(replica, health, situation.cost)
-        slowest = max(slowest, timeline.makespan)
-        _bars(axes, timeline, row)
-        labels += [f"replica {number}, stage {stage}" for stage in range(len(replica.stages))]
-        row += len(replica.stages)
+    shown = range(min(len(plan.replicas), MOST_REPLICAS))
+    lanes = [lane for lane in _lanes(plan, health, situation.cost) if lane.replica in shown]
+    for row, lane in enumerate(lanes):
+        for kind in OpKind:
+            spans = [(start, end - start) for op, start, end in lane.ops if op == kind]
+            axes.broken_barh(spans, (row - 0.4, 0.8), color=COLOURS[kind], edgecolor="white", linewidth=0.3)
+    slowest = max(end for lane in lanes for _, _, end in lane.ops)
     axes.axvline(slowest, color="#b3261e", linewidth=0.9)
-    axes.set_yticks(range(row), labels, fontsize=7)
-    axes.set_ylim(row - 0.4, -0.6)
+    axes.set_yticks(range(len(lanes)), [f"replica {lane.replica}, stage {lane.stage}" for lane in lanes], fontsize=7)
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.spines[["top", "right"]].set_visible(False)
     rest = len(plan.replicas) - len(shown)
     axes.set_title(f"{name}: {slowest:.3g} s{f' ({rest} more replicas not shown)' if rest else ''}", fontsize=9)
 
 
-def _bars(axes: Axes, timeline: Timeline, row: int) -> None:
-    home = timeline.program.device_of_stage
-    for kind in OpKind:
-        start, end = timeline.start[kind], timeline.end[kind]
-        for chunk, device in enumerate(home):
-            ran = ~np.isnan(start[chunk])
-            spans = list(zip(start[chunk][ran], (end - start)[chunk][ran], strict=True))
-            axes.broken_barh(spans, (row + device - 0.4, 0.8), color=COLOURS[kind], edgecolor="white", linewidth=0.3)
+class _Lane(NamedTuple):
+    """What a stage runs: (kind, start, end) of each op, in seconds."""
+
+    replica: int
+    stage: int
+    ops: list[tuple[int, float, float]]
+
+
+def _lanes(plan: ParallelPlan, health: Health, cost: JobCost) -> list[_Lane]:
+    together = migrating(plan)
+    lanes = []
+    for number, replica in enumerate(plan.replicas):
+        if number not in together:
+            lanes += _of_replica(number, timeline_of(replica, health, cost))
+    if together:
+        places = [(number, stage) for number in together for stage in range(len(plan.replicas[number].stages))]
+        timeline = joint_timeline(plan, health, cost)
+        ops: dict[int, list[tuple[int, float, float]]] = {device: [] for device in range(len(places))}
+        for cell, device in zip(timeline.program.flat, timeline.program.device, strict=True):
+            ops[int(device)].append((int(cell[0]), float(timeline.start[*cell]), float(timeline.end[*cell])))
+        lanes += [_Lane(*places[device], ops[device]) for device in ops]
+    return sorted(lanes)
+
+
+def _of_replica(number: int, timeline: Timeline) -> list[_Lane]:
+    lanes = [_Lane(number, stage, []) for stage in range(timeline.program.devices)]
+    for kind, chunk, micro_batch in np.argwhere(~np.isnan(timeline.start)):
+        span = float(timeline.start[kind, chunk, micro_batch]), float(timeline.end[kind, chunk, micro_batch])
+        lanes[timeline.program.device_of_stage[chunk]].ops.append((int(kind), *span))
+    return lanes

@@ -37,6 +37,9 @@ def render(situation: Situation, answers: Mapping[str, Answer], shown: Answer, c
         _plan(f"After, by {shown.strategy} ({_rate(shown.evaluation)})", shown.plan, situation, console)
     console.print()
     console.print(_answers(situation, answers.values(), shown))
+    for answer in answers.values():
+        if answer.plan is None and answer is not shown:
+            console.print(Text(f"  {answer.strategy}: {answer.reason}"), soft_wrap=True)
 
 
 def _state(situation: Situation) -> str:
@@ -76,7 +79,8 @@ def _plan(title: str, plan: ParallelPlan, situation: Situation, console: Console
     if plan.standbys:
         console.print(f"  standby: {ranges(sorted(plan.standbys))}")
     if plan.migrations:
-        console.print(f"  {count(len(plan.migrations), 'micro-batch')} run a stage in another replica")
+        moved = count(len(plan.migrations), "stage of a micro-batch", "stages of micro-batches")
+        console.print(f"  run in another replica: {moved}")
 
 
 def _rows(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterable[Sequence[str]]:
@@ -111,14 +115,14 @@ def _stage_times(replica: Replica, health: Health, cost: JobCost) -> dict[int, f
 
 
 def _answers(situation: Situation, answers: Iterable[Answer], shown: Answer) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy")
-    for name in ("samples/s", "of healthy", "of the bound", "idle workers", "planned in"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("strategy", no_wrap=True)
+    for name in ("samples/s", "of healthy", "of bound", "idle", "to move", "moved in", "planned in"):
         table.add_column(name, justify="right")
     for answer in sorted(answers, key=lambda a: -(a.evaluation.samples_per_s if a.evaluation else 0.0)):
         style = "bold" if answer is shown else ""
         if answer.plan is None or answer.evaluation is None:
-            table.add_row(answer.strategy, f"no plan: {answer.reason}", style=style)
+            table.add_row(answer.strategy, "no plan", style=style)
             continue
         table.add_row(
             answer.strategy,
@@ -126,6 +130,8 @@ def _answers(situation: Situation, answers: Iterable[Answer], shown: Answer) -> 
             f"{answer.evaluation.samples_per_s / situation.healthy.samples_per_s:.1%}",
             f"{answer.evaluation.share_of_bound:.1%}",
             str(len(situation.health.speed) - len(answer.plan.working)),
+            size(round(answer.moving_bytes)),
+            duration(answer.moving_s),
             duration(answer.planning_s),
             style=style,
         )

@@ -39,6 +39,8 @@ def test_the_plan_in_json_leaves_the_dead_out(capsys: pytest.CaptureFixture[str]
     assert 0 < answer["samples_per_s"] < found["healthy_samples_per_s"]
     assert 0 < answer["share_of_bound"] <= 1
     assert answer["differences"]
+    # The replica that is left holds all that it needs, and only builds new groups.
+    assert (answer["bytes_to_move"], answer["moving_s"]) == (0, 2.0)
 
 
 def test_with_everybody_well_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,6 +52,14 @@ def test_with_everybody_well_nothing_changes(capsys: pytest.CaptureFixture[str])
 def test_no_plan_is_told_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(*SIZES, "--dead", "0-12", "--strategy", "drop-replica") == 1
     assert "no plan: " in capsys.readouterr().out
+
+
+def test_plans_with_migrations_are_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--model", "llama2-13b", "--gpus", 32, "--tp", 4, "--pp", 4, "--micro-batches", 16)
+    picture = tmp_path / "plan.png"
+    assert plan(*sizes, "--dead", "4-7", "--slow", "9=0.5", "--strategy", "resihp", "--plot", picture) == 0
+    assert "run in another replica: " in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_timelines_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

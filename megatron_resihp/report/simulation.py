@@ -1,0 +1,173 @@
+"""`resihp simulate` once its arguments are known: run the strategies, print, write.
+
+May import: the standard library, rich, `planner`, `simulator` and this room's modules; matplotlib only to draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import Progress
+
+from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
+from megatron_resihp.report.terminal import console_for
+from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, run
+from megatron_resihp.simulator.scenario import Scenario, ScenarioError, published_names, published_scenario
+from megatron_resihp.simulator.scenario_file import scenario_of
+
+JSON_NAME: Final = "simulation.json"
+PICTURE_NAME: Final = "throughput.png"
+KNOWN: Final[Mapping[str, Entry]] = {"unmitigated": UNMITIGATED, **STRATEGIES}
+
+
+class BadInput(Exception):
+    """The user has to mend something; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came out.
+
+    Attributes:
+        scenario: what was simulated.
+        outcomes: of each strategy, one for each trace.
+        healthy_samples_per_s: of the layout at the start, with all workers well.
+    """
+
+    scenario: Scenario
+    outcomes: Mapping[str, Sequence[Outcome]]
+    healthy_samples_per_s: float
+
+    @property
+    def capacity(self) -> float:
+        """Σ p over live workers ÷ all workers, the mean over sessions."""
+        traces = self.scenario.traces
+        return statistics.fmean(capacity(trace, self.scenario.sizes.workers) for trace in traces)
+
+    def share(self, name: str) -> float:
+        """A strategy's throughput ÷ (capacity × throughput with all workers well)."""
+        return self.samples_per_s(name) / (self.capacity * self.healthy_samples_per_s)
+
+    def samples_per_s(self, name: str) -> float:
+        return statistics.fmean(outcome.samples_per_s for outcome in self.outcomes[name])
+
+
+def simulate(namespace: argparse.Namespace) -> None:
+    """Run, print and write.
+
+    Raises:
+        BadInput: there is no such scenario or strategy, or the results can't be written.
+    """
+    if namespace.list:
+        print("\n".join(published_names()))
+        return
+    try:
+        scenario = _scenario(namespace)
+    except ScenarioError as error:
+        raise BadInput(str(error)) from None
+    strategies = _strategies([*(namespace.strategies or scenario.strategies)])
+    found = _run(scenario, strategies, namespace)
+    if namespace.json:
+        print(json.dumps(to_json(found), indent=2, allow_nan=False))
+    else:
+        from megatron_resihp.report.simulation_terminal import render
+
+        render(found, console_for(sys.stdout))
+    _write(found, namespace.out)
+    print(f"written: {namespace.out / JSON_NAME}, {namespace.out / PICTURE_NAME}", file=sys.stderr)
+
+
+def _scenario(namespace: argparse.Namespace) -> Scenario:
+    for name in ("orders", "micro_batches"):
+        value = getattr(namespace, name)
+        if value is not None and value < 1:
+            raise BadInput(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    path = Path(namespace.scenario)
+    if not path.is_file():
+        if path.suffix == ".json":
+            raise BadInput(f"{path} is no file; give a scenario, or a published name (--list)")
+        return published_scenario(namespace.scenario, namespace.orders or 1, namespace.micro_batches)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} is no JSON: {error}") from None
+    return scenario_of(data, namespace.orders)
+
+
+def _strategies(names: Sequence[str]) -> Mapping[str, Entry]:
+    unknown = [name for name in names if name not in KNOWN]
+    if unknown:
+        raise BadInput(f"unknown strategy {unknown[0]!r}; known are {', '.join(KNOWN)}")
+    return {name: KNOWN[name] for name in dict.fromkeys(names)} or KNOWN
+
+
+def _run(scenario: Scenario, strategies: Mapping[str, Entry], namespace: argparse.Namespace) -> Simulation:
+    judge = scenario.judge(time.perf_counter)
+    delays = replace(scenario.delays, planning_s=None) if namespace.measure_planning else scenario.delays
+    plan = scenario.sizes.plan()
+    outcomes: dict[str, list[Outcome]] = {}
+    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("simulating", total=len(strategies) * len(scenario.traces))
+        for name, entry in strategies.items():
+            progress.update(task, description=name)
+            for trace in scenario.traces:
+                free = namespace.free and entry is not UNMITIGATED
+                outcomes.setdefault(name, []).append(run(entry, trace, plan, judge, delays, free))
+                progress.advance(task)
+    return Simulation(scenario, outcomes, _healthy(scenario, judge))
+
+
+def _healthy(scenario: Scenario, judge: Judge) -> float:
+    from megatron_resihp.planner.health import Health
+
+    plan = scenario.sizes.plan()
+    return judge.samples_per_s(plan, Health(dict.fromkeys(plan.members, 1.0)))
+
+
+def _write(found: Simulation, out: Path) -> None:
+    from megatron_resihp.report.simulation_picture import draw
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / JSON_NAME).write_text(json.dumps(to_json(found), indent=2, allow_nan=False) + "\n")
+        draw(found, out / PICTURE_NAME)
+    except OSError as error:
+        raise BadInput(f"{out} cannot be written to ({error.strerror}); give another directory with --out") from None
+
+
+def to_json(found: Simulation) -> dict[str, Any]:
+    """All of it as plain values."""
+    return {
+        "scenario": found.scenario.name,
+        "workers": found.scenario.sizes.workers,
+        "capacity": found.capacity,
+        "healthy_samples_per_s": found.healthy_samples_per_s,
+        "strategies": {
+            name: {
+                "samples_per_s": found.samples_per_s(name),
+                "share_of_capacity": found.share(name),
+                "orders": [_outcome_to_json(outcome) for outcome in outcomes],
+            }
+            for name, outcomes in found.outcomes.items()
+        },
+    }
+
+
+def _outcome_to_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "samples_per_s": outcome.samples_per_s,
+        "stopped_s": outcome.stopped_s,
+        "lost_samples": outcome.lost_samples,
+        "plans": outcome.changes,
+        "aborted": outcome.aborted or None,
+        "segments": [[part.start_s, part.end_s, part.samples_per_s, part.what] for part in outcome.segments],
+    }

@@ -1,0 +1,80 @@
+"""How far one slow worker makes others idle (ResiHP, arXiv 2605.06374, section 8, failure amplification).
+
+Imports `plan`, `planner` and `cost`.
+"""
+
+from dataclasses import dataclass
+
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.planner.evaluation import evaluate, stage_seconds
+from megatron_resihp.planner.health import Health
+
+
+@dataclass(frozen=True)
+class Idle:
+    """GPU-seconds of an iteration that workers idle more than they do where all are well, by where they are.
+
+    Attributes:
+        node: workers that the plan leaves without work.
+        tp, pp, dp: of the slow worker's tensor-parallel group; of the other stages of its replica; of other replicas.
+            The slow worker itself doesn't count.
+    """
+
+    node: float
+    tp: float
+    pp: float
+    dp: float
+
+
+def amplification(plan: ParallelPlan, healthy_plan: ParallelPlan, health: Health, slow: int, cost: JobCost) -> Idle:
+    """What a plan with one slow worker idles beyond the job's own plan with all workers well.
+
+    Every worker would need the same time at its own speed for what it does; a worker idles for the rest of the
+    iteration, be it in a bubble, in a collective with a slower peer, or in the reduction of gradients.
+
+    Raises:
+        PlanError: a plan has other layers than the model.
+    """
+    well = Health(dict.fromkeys(healthy_plan.members, 1.0))
+    base = _idle(healthy_plan, well, cost)
+    found = _idle(plan, health, cost)
+    more = {worker: max(seconds - base.get(worker, 0.0), 0.0) for worker, seconds in found.items() if worker != slow}
+    home = healthy_plan.replica_of(slow)
+    own = healthy_plan.replicas[home or 0]
+    group = next(members for members in own.stages if slow in members)
+    replica = {worker for members in own.stages for worker in members}
+    without_work = set(found) - set(plan.working)
+    return Idle(
+        node=sum(more.get(worker, 0.0) for worker in without_work),
+        tp=_sum(more, set(group) - without_work),
+        pp=_sum(more, replica - set(group) - without_work),
+        dp=_sum(more, set(more) - replica - without_work),
+    )
+
+
+def _sum(more: dict[int, float], workers: set[int]) -> float:
+    return sum(more.get(worker, 0.0) for worker in workers)
+
+
+def _idle(plan: ParallelPlan, health: Health, cost: JobCost) -> dict[int, float]:
+    """Seconds of an iteration in which each live worker does nothing."""
+    iteration_s = evaluate(plan, health, cost).iteration_s
+    idle = dict.fromkeys(health.speed, iteration_s)
+    for replica in plan.replicas:
+        for worker, seconds in _work(replica, health, cost).items():
+            idle[worker] -= seconds
+    return idle
+
+
+def _work(replica: Replica, health: Health, cost: JobCost) -> dict[int, float]:
+    """Seconds that each worker computes in an iteration, at its own speed."""
+    per_chunk = stage_seconds(replica, health, cost).sum(axis=0)
+    work: dict[int, float] = {}
+    for chunk, seconds in zip(replica.chunks, per_chunk, strict=True):
+        members = replica.stages[chunk.stage]
+        slowest = min(health.speed[worker] for worker in members)
+        for worker in members:
+            own = float(seconds) * slowest / health.speed[worker] * len(replica.micro_batches)
+            work[worker] = work.get(worker, 0.0) + own
+    return work

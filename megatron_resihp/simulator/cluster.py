@@ -1,0 +1,319 @@
+"""A training session on a cluster: a strategy runs through a trace, and its samples are counted.
+
+Between two changes the job runs at the speed that `planner.evaluation` gives its plan with the health of that time.
+What a change costs besides is in `Delays`. Imports `plan`, `cost`, `planner` and this room's modules.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final
+
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.planner import NoPlanError
+from megatron_resihp.planner.evaluation import evaluate
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.moves import seconds_to_get_there
+from megatron_resihp.planner.strategies.common import require_state
+from megatron_resihp.planner.strategies.registry import Change, Entry, ReactsTo
+from megatron_resihp.simulator.traces import Event, Trace, What
+
+
+@dataclass(frozen=True)
+class Delays:
+    """What passes between a change and the first iteration of the plan that answers it.
+
+    Attributes:
+        detect_dead_s: until a death is known. The job stands from the death on, and the broken iteration is redone:
+            half of one, on average.
+        detect_slow_iterations: until a change of speed is known, and until a rejoin is taken up; training goes on
+            (published: 2 to 3, ResiHP, arXiv 2605.06374, section 8).
+        planning_s: of every plan (published: ResiHP 1.44 s at 64 GPUs); None: as measured, which is not the same twice.
+            Training goes on meanwhile unless somebody died.
+        checkpoint_every_s: between checkpoints, for those who restart from one; and for all where the survivors don't
+            hold the model any more.
+        restart_s: from the decision to restart to the first iteration, but for loading.
+        storage_bandwidth: bytes/s that each node loads a checkpoint with.
+    """
+
+    detect_dead_s: float = 5.0
+    detect_slow_iterations: float = 3.0
+    planning_s: float | None = 1.44
+    checkpoint_every_s: float = 1800.0
+    restart_s: float = 180.0
+    storage_bandwidth: float = 2e9
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a session at one speed; `what` says in a word why."""
+
+    start_s: float
+    end_s: float
+    samples_per_s: float
+    what: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a strategy made of a trace.
+
+    Attributes:
+        duration_s: of the session.
+        segments: without gaps, from 0 to duration_s.
+        lost_samples: trained, and then lost with a restart.
+        aborted: why training ended early, or "".
+        changes: how many plans were put in force.
+        plan: the last one.
+    """
+
+    duration_s: float
+    segments: tuple[Segment, ...]
+    lost_samples: float
+    aborted: str
+    changes: int
+    plan: ParallelPlan
+
+    @property
+    def samples_per_s(self) -> float:
+        """Mean over the whole session, with all downtime."""
+        trained = sum((part.end_s - part.start_s) * part.samples_per_s for part in self.segments)
+        return (trained - self.lost_samples) / self.duration_s
+
+    @property
+    def stopped_s(self) -> float:
+        """Seconds in which nothing was trained."""
+        return sum(part.end_s - part.start_s for part in self.segments if part.samples_per_s == 0)
+
+
+TRAINING, NOTICING, STOPPED, MOVING, ABORTED = "training", "noticing", "stopped", "moving", "aborted"
+
+Clock = Callable[[], float]
+
+
+def _keep(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+    if any(worker not in health.speed for worker in plan.working):
+        raise NoPlanError("a worker is dead and nobody reacts")
+    return plan
+
+
+UNMITIGATED: Final = Entry(_keep, "goes on as it is, at the speed of the slowest", Change.IN_PLACE, ReactsTo.DEAD)
+
+
+class Judge:
+    """Plans and their speeds for one job, each computed once however many sessions share it.
+
+    Args:
+        cost: what work costs; strategies plan with it.
+        squares: Σ l² of a micro-batch, tokens², in each of some iterations, whose mean sets a plan's speed. Empty:
+            all iterations are typical.
+        clock: seconds, for planning times that are to be measured.
+    """
+
+    def __init__(self, cost: JobCost, squares: Sequence[float] = (), clock: Clock = lambda: 0.0) -> None:
+        self.cost = cost
+        self._costs = [replace(cost, squares=each) for each in squares] or [cost]
+        self._clock = clock
+        self._iteration_s: dict[object, float] = {}
+        self._plans: dict[object, tuple[ParallelPlan | str, float]] = {}
+
+    def iteration_s(self, plan: ParallelPlan, health: Health) -> float:
+        """Mean seconds of an iteration."""
+        key = (plan.digest, _key(health))
+        if key not in self._iteration_s:
+            seconds = [evaluate(plan, health, cost).iteration_s for cost in self._costs]
+            self._iteration_s[key] = sum(seconds) / len(seconds)
+        return self._iteration_s[key]
+
+    def samples_per_s(self, plan: ParallelPlan, health: Health) -> float:
+        return self.cost.micro_batches * self.cost.training.micro_batch_size / self.iteration_s(plan, health)
+
+    def plan(self, entry: Entry, plan: ParallelPlan, health: Health) -> tuple[ParallelPlan, float]:
+        """A strategy's next plan, and the seconds that it took to find.
+
+        Raises:
+            NoPlanError: as the strategy does.
+        """
+        key = (entry.strategy, plan.digest, _key(health))
+        if key not in self._plans:
+            begun = self._clock()
+            try:
+                answer: ParallelPlan | str = entry.strategy(plan, health, self.cost)
+            except NoPlanError as error:
+                answer = str(error)
+            self._plans[key] = (answer, self._clock() - begun)
+        answer, seconds = self._plans[key]
+        if isinstance(answer, str):
+            raise NoPlanError(answer)
+        return answer, seconds
+
+
+def _key(health: Health) -> object:
+    return tuple(sorted(health.speed.items())), tuple(sorted(health.link.items()))
+
+
+class _State:
+    """Who is dead and who is slow, as a trace goes on."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._dead: set[int] = set()
+        self._speed: dict[int, float] = {}
+        self._link: dict[tuple[int, int], float] = {}
+
+    def apply(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if event.what is What.DEATH:
+                self._dead.update(event.workers)
+            elif event.what is What.REJOIN:
+                self._dead.difference_update(event.workers)
+            elif event.what is What.SPEED:
+                self._speed.update(dict.fromkeys(event.workers, event.speed))
+            else:
+                self._link[event.workers[0], event.workers[1]] = event.speed
+
+    @property
+    def health(self) -> Health:
+        live = [worker for worker in range(self._workers) if worker not in self._dead]
+        links = {pair: speed for pair, speed in self._link.items() if speed < 1 and not self._dead.intersection(pair)}
+        return Health({worker: self._speed.get(worker, 1.0) for worker in live}, links)
+
+
+def healths(trace: Trace, workers: int) -> list[tuple[float, float, Health]]:
+    """Start, end and health of each stretch of a trace."""
+    state = _State(workers)
+    stretches = []
+    moments = trace.moments
+    if not moments or moments[0][0] > 0:
+        moments = [(0.0, ()), *moments]
+    for (start, events), (end, _) in pairwise([*moments, (trace.duration_s, ())]):
+        state.apply(events)
+        stretches.append((start, end, state.health))
+    return stretches
+
+
+def capacity(trace: Trace, workers: int) -> float:
+    """Σ p over live workers ÷ all workers, the mean over the session."""
+    work = sum((end - start) * sum(health.speed.values()) for start, end, health in healths(trace, workers))
+    return work / (trace.duration_s * workers)
+
+
+def run(
+    entry: Entry, trace: Trace, plan: ParallelPlan, judge: Judge, delays: Delays = Delays(), free: bool = False
+) -> Outcome:
+    """Take a job through a trace.
+
+    Args:
+        entry: who plans.
+        trace: what happens.
+        plan: the layout at the start; its members are all workers of the cluster.
+        judge: of this job; sessions may share it.
+        delays: what changes cost.
+        free: whether the strategy may choose its own layout at the start, at no cost.
+    """
+    if free:
+        plan = judge.plan(entry, plan, Health(dict.fromkeys(plan.members, 1.0)))[0]
+    session = _Session(entry, plan, judge, delays)
+    stretches = healths(trace, len(plan.members))
+    before = Health(dict.fromkeys(plan.members, 1.0))
+    for start, end, health in stretches:
+        session.go_on(start, end, before, health)
+        before = health
+    return session.outcome(trace.duration_s)
+
+
+class _Session:
+    """The job while it runs through its trace."""
+
+    def __init__(self, entry: Entry, plan: ParallelPlan, judge: Judge, delays: Delays) -> None:
+        self._entry, self._plan, self._judge, self._delays = entry, plan, judge, delays
+        self._segments: list[Segment] = []
+        self._lost = 0.0
+        self._lost_until_s = 0.0
+        self._aborted = ""
+        self._changes = 0
+        self._pending = False
+
+    def outcome(self, duration_s: float) -> Outcome:
+        return Outcome(duration_s, tuple(self._segments), self._lost, self._aborted, self._changes, self._plan)
+
+    def go_on(self, start: float, end: float, before: Health, health: Health) -> None:
+        """A stretch between two changes of health; an answer that isn't in force by its end begins anew in the next."""
+        if self._aborted:
+            self._add(start, end, 0.0, ABORTED)
+            return
+        broken = any(worker not in health.speed for worker in self._plan.working)
+        if not broken and not self._concerned(before, health):
+            self._add(start, end, self._rate(health), TRAINING)
+            return
+        try:
+            after, planning_s = self._judge.plan(self._entry, self._plan, health)
+        except NoPlanError as error:
+            self._pending = False
+            self._aborted = str(error) if broken else ""
+            self._add(start, end, 0.0 if broken else self._rate(health), ABORTED if broken else TRAINING)
+            return
+        if self._delays.planning_s is not None:
+            planning_s = self._delays.planning_s
+        moving_s = self._moving_s(after, health, broken)
+        if broken:
+            noticed = start + self._delays.detect_dead_s + planning_s
+            ready = noticed + moving_s + 0.5 * self._judge.iteration_s(after, health)
+            self._add(start, min(end, noticed), 0.0, STOPPED)
+        else:
+            iteration_s = self._judge.iteration_s(self._plan, health)
+            noticed = start + self._delays.detect_slow_iterations * iteration_s + planning_s
+            ready = noticed + moving_s
+            self._add(start, min(end, noticed), self._rate(health), NOTICING)
+        self._add(noticed, min(end, ready), 0.0, MOVING)
+        self._pending = ready > end
+        if not self._pending:
+            self._changes += after != self._plan
+            self._plan = after
+            self._add(ready, end, self._rate(health), TRAINING)
+
+    def _concerned(self, before: Health, health: Health) -> bool:
+        """Whether the strategy makes a new plan for this change."""
+        if self._pending:
+            return True
+        reacts = self._entry.reacts_to
+        members = before.speed.keys() != health.speed.keys()
+        if members:
+            return reacts is not ReactsTo.SLOW
+        return reacts is not ReactsTo.DEAD and before != health
+
+    def _moving_s(self, after: ParallelPlan, health: Health, broken: bool) -> float:
+        """How long the job stands for the change of plans, detection and planning apart."""
+        if after == self._plan and not broken:
+            return 0.0
+        if self._entry.change is Change.IN_PLACE and not self._state_is_lost(health):
+            return max(self._judge.cost.rebuild_s, seconds_to_get_there(self._plan, after, self._judge.cost))
+        cost, delays = self._judge.cost, self._delays
+        if broken:
+            self._lose()
+        size = cost.model.parameters * (cost.training.weight_bytes + cost.training.optimizer_bytes)
+        nodes = len({worker // cost.workers_per_node for worker in after.working})
+        return delays.restart_s + size * len(after.replicas) / (nodes * delays.storage_bandwidth)
+
+    def _state_is_lost(self, health: Health) -> bool:
+        try:
+            require_state(self._plan, health)
+        except NoPlanError:
+            return True
+        return False
+
+    def _lose(self) -> None:
+        """Give up what was trained since the last checkpoint, which is half an interval old on average."""
+        now = self._segments[-1].end_s if self._segments else 0.0
+        last = max(now - self._delays.checkpoint_every_s / 2, self._lost_until_s)
+        spans = ((part.end_s - max(part.start_s, last), part.samples_per_s) for part in self._segments)
+        self._lost += sum(seconds * rate for seconds, rate in spans if seconds > 0)
+        self._lost_until_s = now
+
+    def _rate(self, health: Health) -> float:
+        return self._judge.samples_per_s(self._plan, health)
+
+    def _add(self, start: float, end: float, samples_per_s: float, what: str) -> None:
+        if end > start:
+            self._segments.append(Segment(start, end, samples_per_s, what))

@@ -1,0 +1,65 @@
+"""JSON objects whose keys are checked as they are taken. Imports only the standard library."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+_INFINITE: Final = float("inf")
+
+
+class TableError(ValueError):
+    """A value of the wrong kind, or a key that nobody knows; the message is one line and names the place."""
+
+
+class Table:
+    """A JSON object whose keys are taken one by one, so that whatever is left over is unknown."""
+
+    def __init__(self, data: Any, place: str) -> None:
+        if not isinstance(data, Mapping):
+            raise TableError(f"{place} must be a JSON object, got {data!r}"[:200])
+        self.data, self.place = data, place
+        self._taken: set[str] = set()
+
+    def take(self, name: str, default: Any = None) -> Any:
+        self._taken.add(name)
+        return self.data.get(name, default)
+
+    def nothing_else(self) -> None:
+        unknown = sorted(set(self.data) - self._taken)
+        if unknown:
+            known = ", ".join(sorted(self._taken))
+            raise TableError(f"{self.place}: {unknown[0]!r} is not known; known are {known}")
+
+    def number(self, name: str, default: float | None, least: float = -_INFINITE, above: float = -_INFINITE) -> float:
+        value = self.take(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not (value >= least and value > above):
+            bounds = [f" above {above:g}"] * (above > -_INFINITE) + [f" of at least {least:g}"] * (least > -_INFINITE)
+            raise TableError(f"{self.place}: {name} must be a number{''.join(bounds)}, got {value!r}")
+        return float(value)
+
+    def whole(self, name: str, default: int) -> int:
+        value = self.take(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise TableError(f"{self.place}: {name} must be a whole number of at least 1, got {value!r}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self.take(name, default)
+        if not isinstance(value, str):
+            raise TableError(f"{self.place}: {name} must be a text, got {value!r}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.take(name, False)
+        if not isinstance(value, bool):
+            raise TableError(f"{self.place}: {name} must be true or false, got {value!r}")
+        return value
+
+    def list(self, name: str) -> Sequence[Any]:
+        value = self.take(name, [])
+        if not isinstance(value, list):
+            raise TableError(f"{self.place}: {name} must be a list, got {value!r}")
+        return value
+
+    def table(self, name: str, default: Any = None) -> "Table":
+        place = name if self.place == "the scenario" else f"{self.place}.{name}"
+        return Table(self.take(name, default), place)

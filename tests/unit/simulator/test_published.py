@@ -1,0 +1,70 @@
+"""The published experiments: calibrated as said, the traces as the text describes them, amplification by place."""
+
+from itertools import pairwise
+
+import pytest
+
+from megatron_resihp.planner.health import Health
+from megatron_resihp.simulator import published
+from megatron_resihp.simulator.amplification import amplification
+from megatron_resihp.simulator.cluster import UNMITIGATED, healths, run
+from megatron_resihp.simulator.sizes import Sizes
+from megatron_resihp.simulator.traces import HOUR
+
+
+@pytest.fixture(scope="module")
+def sizes() -> Sizes:
+    return published.job("llama2-13b", 64)
+
+
+@pytest.mark.parametrize("model", published.models())
+@pytest.mark.parametrize("micro_batches", [16, 64])
+def test_the_fault_free_column_is_reproduced(model: str, micro_batches: int) -> None:
+    found = published.job(model, micro_batches)
+    plan = found.plan()
+    rate = published.judge_of(found).samples_per_s(plan, Health(dict.fromkeys(plan.members, 1.0)))
+    assert rate == pytest.approx(published.facts()["fail_stop"]["samples_per_s"][model]["fault_free"])
+    assert 0 < found.device.efficiency < 1
+
+
+def test_models_without_a_column_take_their_familys_efficiency() -> None:
+    family = [published.job(name, 64).device.efficiency for name in published.models() if name.startswith("llama")]
+    assert min(family) < published.job("llama2-70b", 64).device.efficiency < max(family)
+
+
+def test_at_30_minutes_half_of_the_cluster_is_left(sizes: Sizes) -> None:
+    found = published.fail_stop(sizes, 0.5, seed=0)
+    assert found.duration_s == 8 * HOUR
+    live = [len(health.live) for _, _, health in healths(found, sizes.workers)]
+    assert (live[0], live[-1]) == (32, 32 - 15)
+
+
+def test_rarer_removals_take_the_same_workers_in_the_same_order(sizes: Sizes) -> None:
+    often, rarely = (published.fail_stop(sizes, hours, seed=1).events for hours in (0.5, 2))
+    assert [event.workers for event in rarely] == [event.workers for event in often][: len(rarely)]
+
+
+@pytest.mark.parametrize("severity", range(3))
+def test_slow_workers_cost_the_unmitigated_job_the_published_share(sizes: Sizes, severity: int) -> None:
+    judge = published.judge_of(sizes)
+    outcome = run(UNMITIGATED, published.fail_slow(sizes, judge, severity, seed=2), sizes.plan(), judge)
+    drop = published.facts()["fail_slow"]["unmitigated_drop"][severity]
+    assert outcome.samples_per_s == pytest.approx((1 - drop) * 8.05, rel=1e-4)
+
+
+def test_workers_of_the_large_cluster_come_back() -> None:
+    large = published.job("llama2-70b", 64)
+    live = [len(health.live) for _, _, health in healths(published.with_rejoins(large, seed=0), large.workers)]
+    assert any(later > earlier for earlier, later in pairwise(live))
+
+
+def test_one_slow_gpu_idles_peers_stages_and_replicas_in_proportion(sizes: Sizes) -> None:
+    """Published: 4.75, 19.13 and 25.43, which is 3 : 12 : 16, as many GPUs as are in each place."""
+    judge, plan = published.judge_of(sizes), sizes.plan()
+    slow = plan.replicas[0].stages[1][0]
+    health = Health(dict.fromkeys(plan.members, 1.0) | {slow: 0.5})
+    idle = amplification(plan, plan, health, slow, judge.cost)
+    before = published.facts()["amplification"]["before"]
+    assert idle.node == 0
+    assert idle.pp / idle.tp == pytest.approx(before["pp"] / before["tp"], rel=0.02)
+    assert idle.dp / idle.tp == pytest.approx(before["dp"] / before["tp"], rel=0.02)

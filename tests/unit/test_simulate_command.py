@@ -1,0 +1,141 @@
+"""`resihp simulate`: a file or a published name in; a table, JSON and a picture out; bad input in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_resihp.cli import main
+from megatron_resihp.simulator.scenario_file import scenario_of
+
+JOB = {"model": "llama2-7b", "tp": 4, "pp": 2, "dp": 2, "micro_batches": 8}
+QUICK = ("--strategies", "drop-replica", "restart", "unmitigated")
+
+
+def simulate(*arguments: Any) -> int:
+    return main(["simulate", *map(str, arguments)])
+
+
+def scenario(tmp_path: Path, **more: Any) -> Path:
+    path = tmp_path / "scenario.json"
+    path.write_text(json.dumps({"job": JOB, "hours": 4} | more))
+    return path
+
+
+def results(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "simulation.json").read_text())
+    return found
+
+
+def test_a_file_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [{"at_h": 1, "dead": [5]}, {"at_h": 2, "slow": [0], "speed": 0.5}, {"at_h": 3, "back": [5]}]
+    path = scenario(tmp_path, name="one of each", events=events)
+    assert simulate(path, *QUICK, "--out", tmp_path / "out") == 0
+    shown = capsys.readouterr().out
+    assert "one of each" in shown and "16 workers for 4 h" in shown
+    found = results(tmp_path / "out")
+    assert set(found["strategies"]) == {"drop-replica", "restart", "unmitigated"}
+    assert found["capacity"] == pytest.approx(1 - (2 * 1 + 2 * 0.5) / (4 * 16))
+    assert 0 < found["strategies"]["drop-replica"]["share_of_capacity"] < 1
+    assert found["strategies"]["unmitigated"]["orders"][0]["aborted"]
+    assert (tmp_path / "out" / "throughput.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_published_experiment_is_simulated(tmp_path: Path) -> None:
+    name = "fail-stop/llama2-7b/1h"
+    assert simulate(name, "--strategies", "drop-replica", "--micro-batches", 16, "--out", tmp_path) == 0
+    found = results(tmp_path)
+    assert found["healthy_samples_per_s"] == pytest.approx(8.22)
+    assert found["capacity"] == pytest.approx(14.5 / 16)
+
+
+def test_random_failures_are_the_same_by_seed(tmp_path: Path) -> None:
+    failures = [
+        {"what": "deaths", "poisson_h": 1, "lasting_h": 1},
+        {"what": "slow-downs", "weibull_h": 0.5, "speed": [0.4, 0.6]},
+        {"what": "slow-links", "every_h": 1},
+        {"what": "node-losses", "poisson_h": 3, "lasting_h": 0.5},
+    ]
+    found = []
+    for number, seed in enumerate((3, 3, 4)):
+        path = scenario(tmp_path, failures=failures, orders=2, seed=seed)
+        assert simulate(path, "--strategies", "drop-replica", "--out", tmp_path / str(number)) == 0
+        found.append(results(tmp_path / str(number)))
+    assert found[0] == found[1] != found[2]
+    assert len(found[0]["strategies"]["drop-replica"]["orders"]) == 2
+
+
+def test_the_manuals_example_is_a_scenario(repository: Path) -> None:
+    text = (repository / "docs" / "planning.md").read_text()
+    found = scenario_of(json.loads(text.partition("```json")[2].partition("```")[0]))
+    assert len(found.traces) == 3 and found.strategies == ("joint", "oobleck+greyhound") and found.squares
+
+
+def test_documents_change_the_speed(tmp_path: Path) -> None:
+    healthy = []
+    for documents in ({"long_share": 0.0}, {"long_share": 1.0}):
+        path = scenario(tmp_path, documents=documents, strategies=["drop-replica"])
+        assert simulate(path, "--out", tmp_path / "out") == 0
+        found = results(tmp_path / "out")
+        assert set(found["strategies"]) == {"drop-replica"}
+        healthy.append(found["healthy_samples_per_s"])
+    assert healthy[0] > healthy[1]
+
+
+def test_published_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--list") == 0
+    listed = capsys.readouterr().out.split()
+    assert "fail-slow/qwen2.5-14b/severe" in listed and "rejoins/llama2-70b" in listed
+
+
+def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate() == 2
+    assert "SCENARIO" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "must be a JSON object"),
+        ({"job": {}}, "job: unknown model ''"),
+        ({"job": JOB | {"tp": 3}}, "TP groups of 3"),
+        ({"job": JOB | {"tp": 0}}, "tp must be a whole number of at least 1"),
+        ({"job": JOB | {"colour": 1}}, "'colour' is not known"),
+        ({"job": JOB, "hours": 0}, "hours must be a number above 0"),
+        ({"job": JOB, "hour": 1}, "'hour' is not known"),
+        ({"job": JOB, "events": [{"at_h": 1}]}, "events[0] needs exactly one of"),
+        ({"job": JOB, "events": [{"at_h": 1, "dead": [16]}]}, "events[0] names worker 16"),
+        ({"job": JOB, "events": [{"at_h": 1, "slow": [1], "speed": 2}]}, "events[0]: workers (1,) get speed 2"),
+        ({"job": JOB, "events": [{"at_h": 1, "slow": [1]}]}, "events[0]: speed must be a number, got None"),
+        ({"job": JOB, "events": [{"at_h": 1, "dead": [1], "slow": [1]}]}, "exactly one of"),
+        ({"job": JOB, "events": [{"at_h": -1, "dead": [1]}]}, "at_h must be a number of at least 0"),
+        ({"job": JOB, "failures": [{"what": "rain", "every_h": 1}]}, "failures[0].what is 'rain'"),
+        ({"job": JOB, "failures": [{"what": "deaths"}]}, "exactly one of every_h"),
+        ({"job": JOB, "failures": [{"what": "slow-downs", "every_h": 1, "speed": [0, 1]}]}, "above 0 and at most 1"),
+        ({"job": JOB, "delays": {"detect_dead_s": -1}}, "delays: detect_dead_s"),
+        ({"job": JOB, "documents": {"long_share": 2}}, "long_share is 2"),
+        ({"job": JOB, "strategies": ["prayer"]}, "unknown strategy 'prayer'"),
+    ],
+)
+def test_bad_files_get_one_line(tmp_path: Path, content: Any, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "scenario.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    assert simulate(path, "--out", tmp_path / "out") == 2
+    told = capsys.readouterr().err
+    assert said in told and told.startswith("resihp: ") and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("fail-stop/llama9/1h",), "unknown scenario"),
+        (("missing.json",), "missing.json is no file"),
+        (("fail-stop/llama2-7b/1h", "--orders", 0), "--orders must be at least 1"),
+    ],
+)
+def test_bad_arguments_get_one_line(arguments: tuple[Any, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(*arguments) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
