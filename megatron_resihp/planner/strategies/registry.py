@@ -10,6 +10,7 @@ from megatron_resihp.planner.strategies.combined import oobleck_greyhound, recyc
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.greyhound import greyhound
 from megatron_resihp.planner.strategies.joint import joint
+from megatron_resihp.planner.strategies.malleus import malleus
 from megatron_resihp.planner.strategies.oobleck import oobleck
 from megatron_resihp.planner.strategies.recycle import recycle
 from megatron_resihp.planner.strategies.resihp import resihp
@@ -92,6 +93,12 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
     "resihp": Entry(
         resihp,
         "makes tensor-parallel groups smaller, gives slow stages fewer layers, and moves work between replicas",
+        Change.IN_PLACE,
+        ReactsTo.BOTH,
+    ),
+    "malleus": Entry(
+        malleus,
+        "groups workers of like speed, makes pipelines of unlike groups, solves for their layers and micro-batches",
         Change.IN_PLACE,
         ReactsTo.BOTH,
     ),

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from planner_instances import first_plan, healthy, job, relabelled, relabelled_health, situations
+from planner_instances import first_plan, healthy, job
 
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.plan import ParallelPlan, deal, even_counts
+from megatron_resihp.plan import deal, even_counts
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.groups import fastest, regroup
@@ -156,24 +156,3 @@ def test_migration_runs_every_op_once_within_memory(
     if delta == float("inf"):
         live = devices.room[owner].T > 0
         assert (outcome.executor == owner)[live].all()
-
-
-@settings(max_examples=40)
-@given(situations(), st.randoms(use_true_random=False))
-def test_names_of_workers_change_nothing_but_names(
-    situation: tuple[ParallelPlan, Health, JobCost], random: object
-) -> None:
-    plan, health, cost = situation
-    nodes = {worker: worker // cost.workers_per_node for worker in plan.members}
-    label = {worker: (max(nodes.values()) - nodes[worker]) * cost.workers_per_node + worker % cost.workers_per_node
-             for worker in plan.members}
-    try:
-        before = resihp(plan, health, cost)
-    except NoPlanError:
-        with pytest.raises(NoPlanError):
-            resihp(relabelled(plan, label), relabelled_health(health, label), cost)
-        return
-    after = resihp(relabelled(plan, label), relabelled_health(health, label), cost)
-    assert evaluate(after, relabelled_health(health, label), cost).iteration_s == pytest.approx(
-        evaluate(before, health, cost).iteration_s
-    )
