@@ -388,6 +388,7 @@ def _warm_up() -> None:
     runpy.run_path(str(PRETRAIN), run_name="warm_up")
     _import_what_jobs_import_late()
     _save_megatron_some_work()
+    _keep_spawned_processes_small()
     # A collection in a worker would write to every object, and so copy all of this process's memory.
     gc.collect()
     gc.freeze()
@@ -421,6 +422,20 @@ def _save_megatron_some_work() -> None:
     ArgumentGroupFactory._get_field_docstrings = lambda _, described: remembered(described)
     add_megatron_arguments(ArgumentParser())
     MockGPTLowLevelDataset.size = 1000
+
+
+def _keep_spawned_processes_small() -> None:
+    """Each worker that saves a checkpoint starts a process that keeps a queue, and this would import the training
+    script, and Megatron with it, of which it uses nothing.
+    """
+    from multiprocessing import spawn
+
+    everything = spawn.get_preparation_data
+
+    def needed(name: str) -> dict[str, Any]:
+        return {key: value for key, value in everything(name).items() if not key.startswith("init_main")}
+
+    spawn.get_preparation_data = needed
 
 
 def _become_launcher(request: dict[str, Any]) -> NoReturn:

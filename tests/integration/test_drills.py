@@ -16,6 +16,7 @@ from jobs import Job, Jobs, check_training, tiny
 from launched import Launched, eventually
 
 from megatron_resihp.cli import main
+from megatron_resihp.control import contact
 from megatron_resihp.cost.profile import BUILT_IN
 
 Said = Callable[..., str]
@@ -92,7 +93,10 @@ class TestWithoutEmulation:
         assert "no job runs in" in drill(tmp_path, "clear", refused=True)
         assert not run.events("drill_set")
 
-    def test_a_job_that_was_killed_is_not_taken_for_running(self, run: Launched, drill: Said) -> None:
+    def test_a_job_that_was_killed_is_not_taken_for_running(
+        self, run: Launched, drill: Said, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(contact, "CONNECT_S", 0.5)
         run.kill()
         assert "no job runs in" in drill(run.run_dir, "clear", refused=True)
 
