@@ -81,3 +81,26 @@ def _renamed_blocks(plan: ParallelPlan, cost: JobCost, random: Random) -> dict[i
             moved = new - first + renamed[node] * cost.workers_per_node
             label |= {old + offset: moved + offset for offset in range(block)}
     return label
+
+
+@settings(max_examples=60)
+@given(
+    situation=situations(),
+    names=st.lists(st.sampled_from(sorted(STRATEGIES)), min_size=2, max_size=4),
+    random=st.randoms(use_true_random=False),
+)
+def test_strategies_go_on_from_each_others_plans(
+    situation: tuple[ParallelPlan, Health, JobCost], names: list[str], random: Random
+) -> None:
+    plan, health, cost = situation
+    everybody = plan.members
+    for name in names:
+        try:
+            plan = STRATEGIES[name].strategy(plan, health, cost)
+        except NoPlanError:
+            continue
+        assert plan.members == health.live
+        check_plan(plan, cost.model, cost.training, cost.device.memory)
+        assert evaluate(plan, health, cost).share_of_bound <= 1 + 1e-9
+        speeds = {worker: random.choice([1.0, 1.0, 0.5]) for worker in everybody if random.random() < 0.8}
+        health = Health(speeds or {everybody[0]: 1.0})
