@@ -6,6 +6,7 @@ W, decoupled from B, gives way to whatever others wait for.
 """
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from itertools import product
 from typing import NamedTuple
 
@@ -105,31 +106,38 @@ def _place(
 ) -> tuple[Index, float]:
     """All ops as rows (kind, stage, micro-batch) in the order of their starts, and the makespan; fills `state`."""
     stages, micro_batches = ways.device.shape
-    devices = len(ways.stage)
-    start = np.full(devices, np.inf)
-    choice = np.zeros((devices, 2), np.int64)
-    stale = np.ones(devices, np.bool_)
     order = np.empty((3 * stages * micro_batches, 3), np.int64)
+    choices = np.zeros((len(ways.stage), 2), np.int64)
+    version = np.zeros(len(ways.stage), np.int64)
+    # What each device would run next, by start; entries of an older version are void.
+    upcoming = [(0.0, device, 0) for device in range(len(ways.stage))]
+    stale = np.empty(2, np.int64)
+    for device in range(len(ways.stage)):
+        start, kind, micro_batch = _choose(ways, queues, state, most_ahead[device], device, backward_first, least_gap)
+        choices[device] = kind, micro_batch
+        upcoming[device] = (start, device, 0)
+    heapify(upcoming)
     for placed in range(len(order)):
-        for device in range(devices):
-            if stale[device]:
-                start[device], choice[device, 0], choice[device, 1] = _choose(
-                    ways, queues, state, most_ahead[device], device, backward_first, least_gap
-                )
-                stale[device] = False
-        device = int(np.argmin(start))
-        assert start[device] < np.inf, "no op can be placed"
-        kind, micro_batch = choice[device]
+        start, device, entry = heappop(upcoming)
+        while entry != version[device]:
+            start, device, entry = heappop(upcoming)
+        assert start < np.inf, "no op can be placed"
+        kind, micro_batch = choices[device]
         stage = ways.stage[device]
         order[placed] = kind, stage, micro_batch
-        state.free[device] = start[device] + ways.seconds[kind, device]
+        state.free[device] = start + ways.seconds[kind, device]
         state.end[kind, stage, micro_batch] = state.free[device]
         state.done[kind, device] += 1
-        stale[device] = True
+        stale[:] = device
         if kind == _F and stage < stages - 1:
-            stale[ways.device[stage + 1, micro_batch]] = True
+            stale[1] = ways.device[stage + 1, micro_batch]
         if kind == _B and stage > 0:
-            stale[ways.device[stage - 1, micro_batch]] = True
+            stale[1] = ways.device[stage - 1, micro_batch]
+        for other in stale if stale[1] != device else stale[:1]:
+            start, kind, micro_batch = _choose(ways, queues, state, most_ahead[other], other, backward_first, least_gap)
+            choices[other] = kind, micro_batch
+            version[other] += 1
+            heappush(upcoming, (start, other, version[other]))
     return order, state.free.max()
 
 

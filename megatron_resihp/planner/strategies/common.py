@@ -89,7 +89,8 @@ def groups_that_came_back(
     for worker in health.live:
         if worker not in working:
             nodes[worker // cost.workers_per_node].append(worker)
-    return [group for free in nodes.values() for group in _whole_groups(free, set(plan.members), degree)]
+    known = set(plan.members)
+    return [group for free in nodes.values() for group in _whole_groups(free, known, degree)]
 
 
 def _whole_groups(free: list[int], known: set[int], degree: int) -> Iterator[Group]:

@@ -32,7 +32,7 @@ def drop_replica(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelP
     whole = [replica for replica in plan.replicas if _is_whole(replica, health)]
     if not whole:
         raise NoPlanError(f"each of the {len(plan.replicas)} replicas lost a worker")
-    if any(worker not in plan.members for worker in health.live):
+    if not health.speed.keys() <= set(plan.members):
         whole += _formed(whole, plan, health, cost)
     return next_plan(evenly_shared(whole[: cost.micro_batches], cost), plan, health, cost)
 
