@@ -9,8 +9,10 @@ import pytest
 
 from megatron_resihp.config import DRILL_POINTS, ResihpConfig
 from megatron_resihp.control import launcher
+from megatron_resihp.planner.strategies.registry import STRATEGIES
 
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/usage.md", "docs/design.md", "docs/benchmarks.md", "patches/README.md"]
+DOCUMENTS = ["usage", "design", "planning", "benchmarks"]
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in DOCUMENTS), "patches/README.md"]
 
 
 @pytest.fixture
@@ -31,6 +33,12 @@ def test_usage_names_every_option_of_launch(usage: str) -> None:
 
 def test_usage_names_every_point_of_a_drill(usage: str) -> None:
     assert not {point for point in DRILL_POINTS if f"`{point}`" not in usage}
+
+
+def test_planning_names_every_strategy(repository: Path) -> None:
+    rows = re.findall(r"^\| (`[^|]*) \|", (repository / "docs" / "planning.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert set(STRATEGIES) <= named
 
 
 @pytest.mark.parametrize("page", PAGES)
