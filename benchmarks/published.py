@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The published experiments of ResiHP (arXiv 2605.06374, section 8), simulated: published and simulated side by side.
 
-    python benchmarks/published.py [--quick] [--models NAME ...] [--micro-batches N ...] [--orders N] [--plot FILE]
+    python benchmarks/published.py [--quick] [--models NAME ...] [--micro-batches N ...] [--orders N] [--results DIR]
 
 Strategies run through the traces of `megatron_resihp.simulator.published`, on cost profiles that are fitted to the
 fault-free column only; what the published text leaves open is printed first, with what was taken. A cell is an
@@ -15,12 +15,15 @@ layout of its choice from the start ("free").
   any strategy finds, layout free), with all downtime. `capacity_share_*` are those of `joint` free.
 - over X: throughput of `joint` ÷ that of X, both "user", on the traces that X survives.
 
-The last line of standard output is one JSON object.
+With --results, finished cells are kept in that directory, and a run that was stopped goes on where it was; give another
+directory after a change of the code. The last line of standard output is one JSON object.
 """
 
 import argparse
+import json
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,22 +31,18 @@ from typing import Any
 
 from common import print_result
 from published_tables import print_tables
-from rich.progress import Progress
 
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
 from megatron_resihp.simulator import published
+from megatron_resihp.simulator.ablation import ABLATION
 from megatron_resihp.simulator.amplification import amplification
 from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, capacity, run
 from megatron_resihp.simulator.sizes import Sizes
 from megatron_resihp.simulator.traces import Trace
 
 OURS, BASELINE, RIVAL = "joint", "resihp", "oobleck+greyhound"
-GOALS = {"capacity_share_mean": {64: 0.95, 16: 0.88}, "capacity_share_min": {64: 0.88, 16: 0.80},
-         "over_resihp_geomean": {64: 1.05, 16: 1.05}, "over_resihp_min": {64: 1.0, 16: 1.0},
-         "over_oobleck_geomean": {64: 1.25, 16: 1.20}, "over_oobleck_min": {64: 1.03, 16: 1.0},
-         "aborted": {64: 0, 16: 0}}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -132,6 +131,19 @@ def amplified(micro_batches: int, strategies: Mapping[str, Entry]) -> dict[str, 
     return {name: asdict(amplification(each, plan, health, slow, judge.cost)) for name, each in plans.items()}
 
 
+def ablation(micro_batches: int, orders: int) -> dict[str, dict[str, float]]:
+    """Samples/s of ResiHP without some of its steps, by experiment, aborted sessions included."""
+    sizes = published.job("llama2-13b", micro_batches)
+    judge, plan = published.judge_of(sizes), sizes.plan()
+    table: dict[str, dict[str, float]] = {}
+    for cell in cells_of("llama2-13b", sizes, judge, orders):
+        if cell.case in ("1 h", "medium"):
+            runs = {name: [run(entry, trace, plan, judge) for trace in cell.traces] for name, entry in ABLATION.items()}
+            rates = {name: statistics.fmean(out.samples_per_s for out in outs) for name, outs in runs.items()}
+            table[f"{cell.experiment}, {cell.case}"] = rates
+    return table
+
+
 # ---- figures
 
 
@@ -182,46 +194,97 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in (OURS, BASELINE, RIVAL):
         if name not in strategies:
             print(f"Without {name}: there is no such strategy here.")
-    cells: list[dict[str, Any]] = []
-    best: dict[str, Any] = {}
-    with Progress(console=_progress_console(), transient=True) as progress:
-        task = progress.add_task("simulating", total=None)
-        for micro_batches in arguments.micro_batches:
-            for model in arguments.models:
-                sizes = published.job(model, micro_batches)
-                judge = published.judge_of(sizes)
-                top, whose = fault_free_best(sizes, judge, strategies)
-                best[f"{model}, {micro_batches}"] = {"samples_per_s": top, "by": whose,
-                                                     "efficiency": sizes.device.efficiency}  # fmt: skip
-                with_none = {"unmitigated": UNMITIGATED, **strategies}
-                for cell in cells_of(model, sizes, judge, arguments.orders):
-                    progress.update(task, description=f"{cell.experiment} {model} {cell.case} ({micro_batches})")
-                    cells.append(measure(cell, sizes, judge, with_none, top))
+    cells = [
+        cell
+        for micro_batches in arguments.micro_batches
+        for model in arguments.models
+        for cell in cells_measured(model, micro_batches, strategies, arguments)
+    ]
     idle = {str(count): amplified(count, strategies) for count in arguments.micro_batches}
-    print_tables(cells, idle)
-    result = {**figures([c for c in cells if c["micro_batches"] == 64]),
-              "by_micro_batches": {str(n): figures([c for c in cells if c["micro_batches"] == n])
-                                   for n in arguments.micro_batches},
-              "orders": arguments.orders, "fault_free_best": best, "amplification": idle, "cells": cells}  # fmt: skip
+    steps = {str(count): ablation(count, arguments.orders) for count in arguments.micro_batches}
+    print_tables(cells, idle, steps)
+    if arguments.plot:
+        draw(cells, arguments.plot)
+    by_count = {count: figures([c for c in cells if c["micro_batches"] == count]) for count in arguments.micro_batches}
+    result = {
+        **by_count.get(64, {}),
+        "by_micro_batches": {str(count): found for count, found in by_count.items()},
+        "orders": arguments.orders,
+        "amplification": idle,
+        "ablation": steps,
+        "cells": cells,
+    }
     print_result(result, 4)
     return 0
 
 
-def _progress_console() -> Any:
-    from rich.console import Console
+def cells_measured(
+    model: str, micro_batches: int, strategies: Mapping[str, Entry], arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """All cells of a model, those that are kept from before as they are."""
+    sizes = published.job(model, micro_batches)
+    judge = published.judge_of(sizes)
+    best: tuple[float, str] | None = None
+    for cell in cells_of(model, sizes, judge, arguments.orders):
+        if cell.experiment not in arguments.experiments:
+            continue
+        path = _path(cell, micro_batches, arguments)
+        if path is not None and path.exists():
+            yield json.loads(path.read_text())
+            continue
+        begun = time.monotonic()
+        best = best or fault_free_best(sizes, judge, strategies)
+        found = measure(cell, sizes, judge, {"unmitigated": UNMITIGATED, **strategies}, best[0])
+        found |= {"fault_free_best": best[0], "fault_free_best_by": best[1], "efficiency": sizes.device.efficiency}
+        name = f"{cell.experiment} {model} {cell.case}, {micro_batches} micro-batches"
+        print(f"{name}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found))
+        yield found
 
-    return Console(file=sys.stderr)
+
+def _path(cell: Cell, micro_batches: int, arguments: argparse.Namespace) -> Path | None:
+    """Where a cell is kept."""
+    if arguments.results is None:
+        return None
+    name = f"{cell.experiment}-{cell.model}-{cell.case}-{micro_batches}-{arguments.orders}.json".replace(" ", "-")
+    return Path(arguments.results) / name
+
+
+def draw(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The share of capacity of every cell, a row of points for each strategy."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for cell in cells for name in cell["strategies"]))
+    figure = Figure(figsize=(9, 0.4 * len(names) + 1.4), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for row, name in enumerate(names):
+        shares = [cell["strategies"][name]["share"] for cell in cells if name in cell["strategies"]]
+        axes.plot(shares, [row] * len(shares), "|", markersize=12, color="#1f5fa8", alpha=0.6)
+        axes.plot([statistics.fmean(shares)], [row], "o", color="#b3261e")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("share of the capacity that is left, downtime included: every cell, and their mean")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     every = (*published.models(), "llama2-70b", "qwen2.5-72b")
+    experiments = ("fail-stop", "fail-slow", "mixed", "256 GPUs")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=every, default=every, metavar="NAME", help="default: all eight")
+    parser.add_argument("--experiments", nargs="+", choices=experiments, default=experiments, metavar="NAME",
+                        help=", ".join(experiments))  # fmt: skip
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[64, 16], metavar="N", help="default 64 16")
     parser.add_argument("--orders", type=int, default=5, metavar="N", help="random orders of failures (default 5)")
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="strategies to leave out")
     parser.add_argument("--quick", action="store_true", help="one order, two small models")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw throughput by cell")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="where finished cells are kept")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw every cell's share of the capacity")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.models, arguments.orders = ("llama2-7b", "llama2-13b"), 1

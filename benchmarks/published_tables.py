@@ -11,12 +11,13 @@ COLUMN = 11
 PLACES = ("node", "tp", "pp", "dp")
 
 
-def print_tables(cells: Sequence[Row], idle: Mapping[str, Any]) -> None:
+def print_tables(cells: Sequence[Row], idle: Mapping[str, Any], steps: Mapping[str, Any]) -> None:
     """All experiments, one after another, for each number of micro-batches.
 
     Args:
         cells: of all experiments but the amplification.
         idle: of that one, by number of micro-batches, strategy and place.
+        steps: samples/s of ResiHP without some of its steps, by number of micro-batches and experiment.
     """
     for micro_batches, by_strategy in idle.items():
         chosen = [cell for cell in cells if cell["micro_batches"] == int(micro_batches)]
@@ -25,7 +26,7 @@ def print_tables(cells: Sequence[Row], idle: Mapping[str, Any]) -> None:
             lines = list(table(chosen))
             if lines:
                 print("\n".join(["", *lines]))
-        print("\n".join(["", *amplification(by_strategy)]))
+        print("\n".join(["", *amplification(by_strategy), "", *ablation(steps[micro_batches])]))
 
 
 def fail_stop(cells: Sequence[Row]) -> Iterator[str]:
@@ -106,6 +107,14 @@ def amplification(by_strategy: Mapping[str, Mapping[str, float]]) -> Iterator[st
         yield _line("simulated" if name == "unmitigated" else f"  {name}", *_percent(found, whole))
 
 
+def ablation(by_experiment: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """What each of ResiHP's steps brings."""
+    yield "Ablation of ResiHP, llama2-13b, samples/s; no published numbers are at hand"
+    yield _line("", *next(iter(by_experiment.values())))
+    for name, rates in by_experiment.items():
+        yield _line(name, *(f"{rate:.2f}" for rate in rates.values()))
+
+
 def _percent(found: Mapping[str, float], whole: float) -> Iterator[str]:
     yield from (f"{found.get(place, 0.0) / whole:.1%}" for place in PLACES)
     yield f"{sum(found.values()) / whole:.1%}"
@@ -157,4 +166,4 @@ def _number(value: float | None) -> str:
 
 
 def _line(*cells: str) -> str:
-    return f"{cells[0]:<14}" + "".join(f"{text:>{COLUMN}}" for text in cells[1:])
+    return f"{cells[0]:<18}" + "".join(f"{text:>{COLUMN}}" for text in cells[1:])

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_resihp.planner.health import Health
 from megatron_resihp.simulator import published
+from megatron_resihp.simulator.ablation import ABLATION
 from megatron_resihp.simulator.amplification import amplification
 from megatron_resihp.simulator.cluster import UNMITIGATED, healths, run
 from megatron_resihp.simulator.sizes import Sizes
@@ -68,3 +69,11 @@ def test_one_slow_gpu_idles_peers_stages_and_replicas_in_proportion(sizes: Sizes
     assert idle.node == 0
     assert idle.pp / idle.tp == pytest.approx(before["pp"] / before["tp"], rel=0.02)
     assert idle.dp / idle.tp == pytest.approx(before["dp"] / before["tp"], rel=0.02)
+
+
+def test_each_of_resihps_steps_brings_something(sizes: Sizes) -> None:
+    judge, plan = published.judge_of(sizes), sizes.plan()
+    trace = published.fail_stop(sizes, 1, seed=0)
+    rates = {name: run(entry, trace, plan, judge).samples_per_s for name, entry in ABLATION.items()}
+    assert rates["resihp"] > rates["without TP"]
+    assert rates["resihp"] >= rates["without DP"] > rates["TP alone"]
