@@ -35,6 +35,11 @@ class Inquiries:
         self._seconds: dict[int, Sequence[float]] = {}
         self._not_before: dict[tuple[int, ...], int] = {}
 
+    @property
+    def asked(self) -> Sequence[Suspicion]:
+        """What is being validated."""
+        return self._suspicions
+
     def ask(self, suspicions: Sequence[Suspicion], layout: Layout, iteration: int) -> Order | None:
         """What to have measured; None while answers are awaited, or if there is nothing new to ask."""
         if iteration >= self._asked_at + PAUSE:

@@ -21,6 +21,7 @@ from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.notices import Notice
 from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.recording import FILE_NAME, Recorder, RecordingError
+from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Verdict
 from megatron_resihp.plan import ParallelPlan
 
@@ -126,7 +127,7 @@ class DetectionService:
             events += self._tell(self._monitor.observe(observations))
             events += self._resumed(observations.iteration)
             events += self._learn(observations)
-            self._inquire(observations.iteration)
+            events += self._inquire(observations.iteration)
             events += [event for notice in self._monitor.take_notices() for event in self._notice(notice)]
         return events
 
@@ -156,21 +157,29 @@ class DetectionService:
                 callback(verdict)
         return events
 
-    def _inquire(self, iteration: int) -> None:
+    def _inquire(self, iteration: int) -> list[Event]:
         """Have suspects validated, where evidence leaves several."""
         assert self._monitor is not None and self._layout is not None
         suspicions = self._monitor.suspicions()
-        if suspicions and self._inquiries is not None:
-            order = self._inquiries.ask(suspicions, self._layout, iteration)
-            if order is not None:
-                self._order(order)
+        if not suspicions or self._inquiries is None:
+            return []
+        order = self._inquiries.ask(suspicions, self._layout, iteration)
+        if order is None:
+            return []
+        self._order(order)
+        return [_suspicion(suspicion, iteration) for suspicion in self._inquiries.asked]
 
     def _settle(self, event: Event) -> list[Event]:
         """A suspect has measured."""
         if self._inquiries is None or self._monitor is None:
             return []
         settled = self._inquiries.answer(event["number"], event["worker"], event["gemm_seconds"])
-        return [each for suspicion, found in settled for each in self._tell(self._monitor.settle(suspicion, found))]
+        events = []
+        for suspicion, found in settled:
+            events += self._tell(self._monitor.settle(suspicion, found))
+            if not found:
+                events.append({**_suspicion(suspicion, event["iteration"]), "tested": True})
+        return events
 
     def _notice(self, notice: Notice) -> list[Event]:
         """One event for a notice that is repeated iteration after iteration."""
@@ -240,6 +249,13 @@ class DetectionService:
 def verdict_event(verdict: Verdict) -> Event:
     """A verdict as the event log holds it."""
     return {"event": "verdict", **verdict.to_dict()}
+
+
+def _suspicion(suspicion: Suspicion, iteration: int) -> Event:
+    return {
+        "event": "suspicion", "workers": list(suspicion.workers), "speed": 1 - suspicion.slowdown,
+        "since": suspicion.since, "iteration": iteration, "tested": False,
+    }  # fmt: skip
 
 
 def _failed(part: str, error: Exception) -> Event:

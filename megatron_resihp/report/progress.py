@@ -127,6 +127,7 @@ class _Run:
             names.CHECKPOINT: self._checkpoint,
             names.SALVAGE: self._salvage,
             names.VERDICT: lambda e: [f"iteration {e['iteration']}: {verdict(e)}"],
+            names.SUSPICION: _suspicion,
             names.VALIDATION: lambda e: [
                 f"iteration {e['iteration']}: worker {e['worker']} was tested for {duration(number(e['seconds']))}"
             ],
@@ -250,6 +251,14 @@ def _notice(event: Event) -> list[str]:
     workers = listing(f"worker {worker}" for worker in event["workers"])
     what = event["what"].replace("_", " ")
     return [f"iteration {event['iteration']}: {what} held up {workers} for {duration(number(event['seconds']))}"]
+
+
+def _suspicion(event: Event) -> list[str]:
+    workers = listing(f"worker {worker}" for worker in event["workers"])
+    if event["tested"]:
+        return [f"iteration {event['iteration']}: the test of {workers} named nobody; they stay under suspicion"]
+    speed = f"{100 * event['speed']:.0f} %"
+    return [f"iteration {event['iteration']}: one of {workers} runs at {speed} of its healthy speed; they are tested"]
 
 
 def _detection_resumed(event: Event) -> list[str]:

@@ -314,6 +314,18 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("evidence", NAMED_NUMBERS, "what it rests on, by name", required=False),
         ),
     ),
+    names.SUSPICION: EventSchema(
+        "the detector, on node 0",
+        "One of several workers is slow and the evidence does not say which: they are validated. Written again if that "
+        "named nobody; then they are validated again later.",
+        (
+            Field("workers", INTEGERS, "the suspects"),
+            Field("speed", NUMBER, "p of whoever it is"),
+            Field("since", INTEGER, "estimated first iteration"),
+            Field("iteration", INTEGER, "when"),
+            Field("tested", FLAG, "whether validation is over, and named nobody"),
+        ),
+    ),
     names.VALIDATION: EventSchema(
         "each worker that took part",
         "Micro-benchmarks between two iterations, because the evidence left several suspects.",

@@ -149,8 +149,19 @@ def test_suspects_are_ordered_to_measure_and_the_culprit_is_named(job: Job, monk
     (order,) = job.orders
     assert order["gemms"][0]["workers"] == (0, 1) and order["epoch"] == 0
     for worker, seconds in ((0, 0.01), (1, 0.02)):
-        job.tell(event="validation", number=order["number"], worker=worker, gemm_seconds=[seconds] * 5)
+        job.tell(event="validation", number=order["number"], worker=worker, iteration=4, gemm_seconds=[seconds] * 5)
     assert [event["workers"] for event in job.named("verdict")] == [[1]]
+    (told,) = job.named("suspicion")
+    assert told["workers"] == [0, 1] and told["speed"] == 0.5 and not told["tested"]
+
+
+def test_a_validation_that_names_nobody_is_told(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Monitor, "suspicions", lambda self: [Suspicion((0, 1), 0.5, 2, 3)])
+    job.run(range(1, 4))
+    for worker in (0, 1):
+        job.tell(event="validation", number=1, worker=worker, iteration=4, gemm_seconds=[0.01] * 5)
+    assert [(event["tested"], event["iteration"]) for event in job.named("suspicion")] == [(False, 1), (True, 4)]
+    assert not job.named("verdict")
 
 
 def test_everything_is_kept_for_later(job: Job, tmp_path: Path) -> None:
