@@ -25,7 +25,7 @@ TIME_SCALE = 0.2
 """Seconds of the emulated clock per second of the device. At 0.1 two cores are late so often that a worker really is
 3 % slower than the others, and is found."""
 JOB_S = 480.0
-"""It takes about four minutes."""
+"""It takes about two and a half minutes."""
 
 
 @pytest.mark.timeout(JOB_S + 60)
@@ -37,7 +37,7 @@ def test_a_slow_worker_and_a_slow_link_are_named_and_nothing_else_is(
     profile["links"]["between_nodes"]["bytes_per_s"] = ETHERNET
     (tmp_path / "profile.json").write_text(json.dumps(profile))
     arguments = tiny(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, global_batch_size=8, train_iters=END,
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, global_batch_size=4, train_iters=END,
         seq_length=64, max_position_embeddings=64, mock_data=False, data_path=documents, vocab_size=257,
         data_cache_path=documents.with_name("cache"), dataloader_inter_document_masking=True,
         resihp_emulate=tmp_path / "profile.json",
