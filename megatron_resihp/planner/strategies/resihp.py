@@ -6,6 +6,7 @@ Imports numpy, `plan`, `cost` and `planner`.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import batched
 from typing import Final
 
 import numpy as np
@@ -21,7 +22,7 @@ from megatron_resihp.planner.migration import Array, Migrated, Stages, migrate
 from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.repartition import Lane, Partitioner
 from megatron_resihp.planner.shares import fastest_shares
-from megatron_resihp.planner.strategies.common import next_plan, spelt_out
+from megatron_resihp.planner.strategies.common import groups_in_nodes, job_degree, next_plan, spelt_out
 
 DELTAS: Final = (1.0, 2.0, 3.0)
 """δ of Algorithm 1 is not given in the text: of these, whichever is fastest in the simulation."""
@@ -36,8 +37,9 @@ def resihp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     """The three steps in their order, TP, PP, DP; see `fastest`, `Partitioner.split` and `migrate` for each.
 
     The text leaves open, and here is taken: a replica without any live worker is dropped, and so is a stage that is
-    dead in every replica; micro-batches are dealt evenly where work is migrated, and by speed where none has to be, if
-    that is faster; the even split of layers stands while no stage is slower than another.
+    dead in every replica; once enough workers for whole groups are back, they become stages or replicas again, if that
+    is faster; micro-batches are dealt evenly where work is migrated, and by speed where none has to be, if that is
+    faster; the even split of layers stands while no stage is slower than another.
 
     Raises:
         NoPlanError: replicas of unlike stages, or no split of the layers fits what is left.
@@ -53,8 +55,15 @@ def resihp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     powers = [degree for degree in cost.degrees if degree.bit_count() == 1 and not cost.uneven(degree)]
     smallest = _smallest_degrees(powers, ends, len(plan.replicas), cost, partitioner)
     grouping = _without_dead(regroup(plan, health, powers, smallest, cost.workers_per_node), cost)
-    layout = _repartition(grouping, ends, health, cost, partitioner)
-    replicas, migrations = _deal(layout, _schedule_of(plan), health, cost)
+    dealt = []
+    for groups in (grouping, *_grown(grouping, plan, health, cost)):
+        layout = _repartition(groups, ends, health, cost, partitioner)
+        if layout is not None:
+            dealt.append((layout, *_deal(layout, health, cost)))
+    if not dealt:
+        raise NoPlanError("resihp: no split of the layers fits into the memory of the groups that are left")
+    layout, counts, outcome = min(dealt, key=lambda each: each[2].makespan)
+    replicas, migrations = _replicas(layout, counts, outcome, _schedule_of(plan))
     following = next_plan(replicas, plan, health, cost, migrations)
     return given if following == plan else following
 
@@ -118,15 +127,32 @@ def _without_dead(grouping: Grouping, cost: JobCost) -> Grouping:
     if not stages:
         raise NoPlanError("resihp: no worker is left")
     groups = tuple(tuple(row[stage] for stage in stages) for row in rows)
-    used = {worker for row in groups for group in row for worker in group}
-    live = {*grouping.free, *(worker for row in grouping.groups for group in row for worker in group)}
-    return Grouping(groups, tuple(sorted(live - used)))
+    live = (*grouping.free, *(worker for row in grouping.groups for group in row for worker in group))
+    return Grouping(groups, _left_over(live, groups))
+
+
+def _grown(grouping: Grouping, plan: ParallelPlan, health: Health, cost: JobCost) -> list[Grouping]:
+    """With further replicas, or further stages, of those who are free and make up whole groups; most often none."""
+    groups = groups_in_nodes(grouping.free, job_degree(plan, cost), plan, health, cost)
+    rows, stages = grouping.groups, len(grouping.groups[0])
+    grown = []
+    if stages <= len(groups) and len(rows) < cost.micro_batches:
+        more = min(len(groups) // stages, cost.micro_batches - len(rows))
+        grown.append((*rows, *batched(groups[: more * stages], stages)))
+    if len(rows) <= len(groups) and stages < cost.layers:
+        more = min(len(groups) // len(rows), cost.layers - stages)
+        grown.append(tuple((*row, *groups[number * more : (number + 1) * more]) for number, row in enumerate(rows)))
+    return [Grouping(each, _left_over(grouping.free, each)) for each in grown]
+
+
+def _left_over(free: Group, rows: Sequence[Sequence[Group]]) -> Group:
+    return tuple(sorted(set(free) - {worker for row in rows for group in row for worker in group}))
 
 
 def _repartition(
     grouping: Grouping, near: Sequence[int], health: Health, cost: JobCost, partitioner: Partitioner
-) -> _Layout:
-    """The PP step, and who can't hold its new layers."""
+) -> _Layout | None:
+    """The PP step, and who can't hold its new layers; None if no split fits."""
     rows = grouping.groups
     stages = len(rows[0])
     in_flight = _in_flight(len(rows), stages, cost)
@@ -138,7 +164,7 @@ def _repartition(
         ends = _unmoved(near, lanes, in_flight, cost, partitioner)
     ends = ends or partitioner.split(lanes, in_flight, near)
     if ends is None:
-        raise NoPlanError("resihp: no split of the layers fits into the memory of the groups that are left")
+        return None
     kept: list[list[Group]] = [[] for _ in rows]
     room: list[list[int]] = [[] for _ in rows]
     for stage, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -147,14 +173,12 @@ def _repartition(
             kept[number].append(row[stage] if fits[number] else ())
             degree = len(row[stage])
             room[number].append(partitioner.room(degree, sum(fits), first, end) if fits[number] else 0)
-    standbys = {worker for row in rows for group in row for worker in group}
-    standbys -= {worker for row in kept for group in row for worker in group}
     alive = [number for number, row in enumerate(kept) if any(row)]
     return _Layout(
         groups=tuple(tuple(kept[number]) for number in alive),
         ends=tuple(ends),
         room=tuple(tuple(room[number]) for number in alive),
-        free=tuple(sorted((*grouping.free, *standbys))),
+        free=_left_over((*grouping.free, *(worker for row in rows for group in row for worker in group)), kept),
     )
 
 
@@ -181,10 +205,8 @@ def _lane(group: Group, health: Health) -> Lane:
     return Lane(len(group), min((health.speed[worker] for worker in group), default=0.0))
 
 
-def _deal(
-    layout: _Layout, schedule: Schedule | None, health: Health, cost: JobCost
-) -> tuple[tuple[Replica, ...], tuple[Migration, ...]]:
-    """The DP step: the fastest of whole micro-batches dealt by speed and Algorithm 1 with each δ."""
+def _deal(layout: _Layout, health: Health, cost: JobCost) -> tuple[tuple[int, ...], Migrated]:
+    """The DP step: the fastest of whole micro-batches dealt by speed and Algorithm 1 with each δ; with the counts."""
     stages = _stages(layout, health, cost)
     dead = any(not group for row in layout.groups for group in row)
     counts = even_counts(cost.micro_batches, len(layout.groups))
@@ -196,8 +218,7 @@ def _deal(
         paces = [(float(row.sum()), float(row.max())) for row in each]
         by_speed = tuple(fastest_shares(paces, cost.micro_batches))
         trials.insert(0, (by_speed, migrate(stages, _owners(by_speed), NEVER, 0)))
-    counts, outcome = min(trials, key=lambda trial: trial[1].makespan)
-    return _replicas(layout, counts, outcome, schedule)
+    return min(trials, key=lambda trial: trial[1].makespan)
 
 
 def _stages(layout: _Layout, health: Health, cost: JobCost) -> Stages:

@@ -115,6 +115,27 @@ def test_everybody_works_again_when_everybody_is_well_again() -> None:
     assert evaluate(well, healthy(plan), cost).iteration_s == evaluate(plan, healthy(plan), cost).iteration_s
 
 
+def test_a_node_that_held_a_stage_of_all_replicas_is_done_without_and_taken_back() -> None:
+    cost = job(layers=8, workers_per_node=8)
+    plan = first_plan(cost, tensor=4, replicas=2, pipeline=2)
+    without = resihp(plan, healthy(plan, dead=tuple(range(8))), cost)
+    assert [replica.shape for replica in without.replicas] == [(4,), (4,)]
+    again = resihp(without, healthy(plan), cost)
+    assert sorted(again.working) == list(range(16))
+    # As fast as at first or faster: what comes back needs not become a stage.
+    assert evaluate(again, healthy(plan), cost).iteration_s <= evaluate(plan, healthy(plan), cost).iteration_s * 1.001
+
+
+def test_a_replica_that_lost_everybody_is_dropped_and_formed_again() -> None:
+    cost = job(layers=8, workers_per_node=4)
+    plan = first_plan(cost, tensor=4, replicas=2, pipeline=2)
+    gone = tuple(worker for worker, _ in plan.replicas[1].workers())
+    without = resihp(plan, healthy(plan, dead=gone), cost)
+    assert len(without.replicas) == 1
+    again = resihp(without, healthy(plan), cost)
+    assert sorted(again.working) == list(range(16))
+
+
 def test_no_worker_or_too_little_memory_is_said() -> None:
     cost = job(layers=8)
     plan = first_plan(cost, tensor=2, replicas=1, pipeline=2)
