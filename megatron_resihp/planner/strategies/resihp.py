@@ -6,7 +6,7 @@ Imports numpy, `plan`, `cost` and `planner`.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import batched
+from itertools import batched, product
 from typing import Final
 
 import numpy as np
@@ -18,7 +18,7 @@ from megatron_resihp.plan.layers import chunks_from
 from megatron_resihp.plan.schedule import ONE_F_ONE_B, ZERO_BUBBLE
 from megatron_resihp.planner.groups import Group, Grouping, regroup
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.migration import Array, Migrated, Stages, migrate
+from megatron_resihp.planner.migration import Array, Integers, Migrated, Stages, migrate
 from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.repartition import Lane, Partitioner
 from megatron_resihp.planner.shares import fastest_shares
@@ -173,13 +173,11 @@ def _repartition(
             kept[number].append(row[stage] if fits[number] else ())
             degree = len(row[stage])
             room[number].append(partitioner.room(degree, sum(fits), first, end) if fits[number] else 0)
-    alive = [number for number, row in enumerate(kept) if any(row)]
-    return _Layout(
-        groups=tuple(tuple(kept[number]) for number in alive),
-        ends=tuple(ends),
-        room=tuple(tuple(room[number]) for number in alive),
-        free=_left_over((*grouping.free, *(worker for row in rows for group in row for worker in group)), kept),
-    )
+    free = _left_over((*grouping.free, *(worker for row in rows for group in row for worker in group)), kept)
+    if not all(map(any, kept)):
+        fewer = tuple(row for row, left in zip(rows, kept, strict=True) if any(left))
+        return _repartition(Grouping(fewer, free), near, health, cost, partitioner)
+    return _Layout(tuple(map(tuple, kept)), tuple(ends), tuple(map(tuple, room)), free)
 
 
 def _unmoved(
@@ -208,17 +206,28 @@ def _lane(group: Group, health: Health) -> Lane:
 def _deal(layout: _Layout, health: Health, cost: JobCost) -> tuple[tuple[int, ...], Migrated]:
     """The DP step: the fastest of whole micro-batches dealt by speed and Algorithm 1 with each δ; with the counts."""
     stages = _stages(layout, health, cost)
-    dead = any(not group for row in layout.groups for group in row)
-    counts = even_counts(cost.micro_batches, len(layout.groups))
-    even = _owners(counts)
-    alike = not dead and bool((stages.seconds == stages.seconds[:, :1]).all())
-    trials = [(counts, migrate(stages, even, delta, ahead)) for ahead in AHEAD for delta in DELTAS if not alike]
-    if not dead:
+    even = even_counts(cost.micro_batches, len(layout.groups))
+    owner = _owners(even)
+    trials = []
+    if stages.room.all():
         each = stages.seconds.sum(axis=0)
         paces = [(float(row.sum()), float(row.max())) for row in each]
-        by_speed = tuple(fastest_shares(paces, cost.micro_batches))
-        trials.insert(0, (by_speed, migrate(stages, _owners(by_speed), NEVER, 0)))
+        for counts in {tuple(fastest_shares(paces, cost.micro_batches)): None, even: None}:
+            if _holds_1f1b(counts, stages.room):
+                trials.append((counts, migrate(stages, _owners(counts), NEVER, 0)))
+        if (each == each[0]).all():
+            return trials[0]
+    for ahead, delta in product(AHEAD, DELTAS):
+        outcome = migrate(stages, owner, delta, ahead)
+        if (outcome.executor != owner).any():
+            trials.append((even, outcome))
     return min(trials, key=lambda trial: trial[1].makespan)
+
+
+def _holds_1f1b(counts: Sequence[int], room: Integers) -> bool:
+    """Whether there is room for 1F1B's activations of so many micro-batches, as `_in_flight` has it for even counts."""
+    depth = np.arange(room.shape[1], 0, -1)
+    return bool((np.minimum(depth, np.array(counts)[:, np.newaxis]) <= room).all())
 
 
 def _stages(layout: _Layout, health: Health, cost: JobCost) -> Stages:
@@ -251,7 +260,7 @@ def _ranges(ends: Sequence[int]) -> Iterator[tuple[int, int]]:
     return zip([0, *ends], ends, strict=False)
 
 
-def _owners(counts: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _owners(counts: Sequence[int]) -> Integers:
     """The replica of each micro-batch."""
     owner = np.empty(sum(counts), np.int64)
     for number, micro_batches in enumerate(deal(counts)):
