@@ -1,0 +1,67 @@
+"""Replicas ↔ pipelines to be tuned. Imports numpy, `plan`, `pipeline`, `cost` and this room."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.pipeline.job import Layout, PipelineJob
+from megatron_resihp.pipeline.planned import explicit_schedule
+from megatron_resihp.pipeline.program import Program
+from megatron_resihp.plan import Chunk, Replica, Schedule
+from megatron_resihp.plan.schedule import INTERLEAVED, ONE_F_ONE_B
+from megatron_resihp.planner.health import Health
+
+Group = tuple[int, ...]
+
+
+def pipeline_job(
+    groups: Sequence[Group], micro_batches: int, copies: int, health: Health, cost: JobCost
+) -> PipelineJob:
+    """What one replica has to do, with its tensor-parallel groups as devices.
+
+    Memory is that of `cost.memory.check_plan` or a little more: recomputation is taken to need the same everywhere, and
+    a tied head to need its copy of the embedding on every device.
+
+    Args:
+        groups: workers of each.
+        micro_batches: that this replica runs.
+        copies: replicas that hold each layer.
+        health, cost: of the workers and the job.
+
+    Raises:
+        ShardError: a group is of a degree that can't share the model's layers.
+    """
+    degrees = [len(group) for group in groups]
+    speeds = [min(health.speed[worker] for worker in group) for group in groups]
+    sizes = [cost.bytes(degree, copies) for degree in degrees]
+    transfers = [[cost.transfer(len(a), len(b)) / health.between(a, b) for b in groups] for a in groups]
+    return PipelineJob(
+        seconds=np.array([cost.seconds(degree) / speed for degree, speed in zip(degrees, speeds, strict=True)]),
+        transfers=np.array(transfers),
+        micro_batches=micro_batches,
+        state=np.array([size.state for size in sizes]),
+        kept=np.array([size.kept for size in sizes]),
+        limit=np.array([cost.device.memory - size.working.max() for size in sizes]),
+    )
+
+
+def layout_of(replica: Replica) -> Layout:
+    """The layout of a replica that says its layers."""
+    return Layout((0, *(chunk.end for chunk in replica.chunks)), replica.stage_of_chunk)
+
+
+def replica_of(groups: Sequence[Group], layout: Layout, program: Program, micro_batches: Sequence[int]) -> Replica:
+    """A layout and program as a replica.
+
+    Args:
+        groups: workers of each device.
+        layout, program: what they run; a program without W is Megatron's own.
+        micro_batches: the program's micro-batches 0, 1, … are these of the global batch.
+    """
+    chunks = tuple(map(Chunk, layout.homes, layout.cuts, layout.cuts[1:]))
+    if program.splits_backward:
+        schedule = explicit_schedule(program, micro_batches)
+    else:
+        schedule = Schedule(INTERLEAVED if program.stages > program.devices else ONE_F_ONE_B)
+    return Replica(tuple(groups), tuple(micro_batches), chunks, schedule)

@@ -1,0 +1,131 @@
+"""AdaPtis / OctoPipe (arXiv 2509.23722): partition, placement and schedule of each pipeline tuned together.
+
+Imports the standard library, `plan`, `pipeline`, `cost` and this room.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.pipeline.job import Layout, PipelineJob
+from megatron_resihp.pipeline.program import ProgramError
+from megatron_resihp.pipeline.tuning import Pipeline, tuned_pipeline
+from megatron_resihp.plan import ParallelPlan, Replica, deal
+from megatron_resihp.planner.evaluation import evaluate
+from megatron_resihp.planner.groups import fastest, strength
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.pipelines import layout_of, pipeline_job, replica_of
+from megatron_resihp.planner.rectangular import NoPlanError
+from megatron_resihp.planner.shares import fastest_shares
+from megatron_resihp.planner.strategies.common import Group, groups_in_nodes, job_degree, next_plan, spelt_out
+from megatron_resihp.planner.strategy import Strategy
+
+EFFORT = 20_000_000
+"""Ops run in trials for each pipeline, when a job waits for its next plan."""
+
+
+def adaptis(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+    """Every replica's pipeline tuned for the devices that it has left; see `pipeline.tuning`.
+
+    The paper is about models whose layers differ. It says nothing of failures; taken here: a tensor-parallel group goes
+    on with the power of two of its live members, and free workers of its node, that is worth most; one without members
+    leaves its pipeline; other free workers form groups that join the weakest replicas. What is left of a pipeline is
+    tuned as devices of unlike speed. Micro-batches are shared out by the replicas' speeds. If a replica doesn't fit
+    into memory, the weakest is left out. A plan in force that is at least as fast stays.
+
+    Raises:
+        NoPlanError: no replica fits into memory.
+    """
+    return _tuned_plan(plan, health, cost, EFFORT)
+
+
+def with_effort(effort: int) -> Strategy:
+    """`adaptis` that runs so many ops in trials for each pipeline."""
+    return partial(_tuned_plan, effort=effort)
+
+
+def _tuned_plan(plan: ParallelPlan, health: Health, cost: JobCost, effort: int) -> ParallelPlan:
+    plan = spelt_out(plan, cost)
+    rows = _groups(plan, health, cost)
+    reason = "no worker is left that can form a group"
+    while rows:
+        known = [layout_of(replica) for replica in plan.replicas]
+        try:
+            replicas = _tuned(rows, known, health, cost, effort)
+            return _no_slower(next_plan(replicas, plan, health, cost), plan, health, cost)
+        except (ProgramError, NoPlanError) as error:
+            reason = str(error)
+        rows = _without_weakest(rows, health)
+    raise NoPlanError(f"no pipeline fits: {reason}")
+
+
+def _groups(plan: ParallelPlan, health: Health, cost: JobCost) -> list[list[Group]]:
+    """The tensor-parallel groups of each replica, in the order of its stages; replicas without any are left out."""
+    most = job_degree(plan, cost)
+    degrees = [k for k in cost.degrees if k <= most and k.bit_count() == 1 and not cost.uneven(k)]
+    rows = [
+        [fastest([worker for worker in group if worker in health.speed], degrees, health) for group in replica.stages]
+        for replica in plan.replicas
+    ]
+    rows = [row for row in ([group for group in row if group] for row in rows) if row] or [[]]
+    free = set(health.live) - {worker for row in rows for group in row for worker in group}
+    for row in rows:
+        for place, group in enumerate(row):
+            node = group[0] // cost.workers_per_node
+            mates = [worker for worker in sorted(free) if worker // cost.workers_per_node == node]
+            stronger = fastest([*group, *mates], degrees, health)
+            if strength(stronger, health) > strength(group, health):
+                row[place] = stronger
+                free = (free | set(group)) - set(stronger)
+    for group in groups_in_nodes(free, most, plan, health, cost):
+        min(rows, key=lambda row: _strength(row, health)).append(group)
+    return [row[: cost.layers] for row in rows if row][: cost.micro_batches]
+
+
+def _strength(row: Sequence[Group], health: Health) -> float:
+    return sum(strength(group, health) for group in row)
+
+
+def _without_weakest(rows: list[list[Group]], health: Health) -> list[list[Group]]:
+    weakest = min(range(len(rows)), key=lambda number: (_strength(rows[number], health), -number))
+    return rows[:weakest] + rows[weakest + 1 :]
+
+
+def _tuned(
+    rows: Sequence[Sequence[Group]], known: Sequence[Layout], health: Health, cost: JobCost, effort: int
+) -> list[Replica]:
+    """Replicas of these groups; alike ones are tuned once.
+
+    Raises:
+        ProgramError: one of them doesn't fit into memory.
+    """
+    alone = [pipeline_job(row, 1, len(rows), health, cost) for row in rows]
+    counts = fastest_shares([(float(job.work.sum(axis=1).mean()), job.floor) for job in alone], cost.micro_batches)
+    alike: dict[bytes, Pipeline] = {}
+    replicas = []
+    for row, job, share in zip(rows, alone, deal(counts), strict=True):
+        job = replace(job, micro_batches=len(share))
+        key = _key(job)
+        if key not in alike:
+            usable = [layout for layout in known if set(layout.homes) == set(range(job.devices))]
+            alike[key] = tuned_pipeline(job, usable, effort)
+        replicas.append(replica_of(row, alike[key].layout, alike[key].program, share))
+    return replicas
+
+
+def _key(job: PipelineJob) -> bytes:
+    arrays = (job.seconds, job.transfers, job.state, job.kept, job.limit)
+    return b"".join([job.micro_batches.to_bytes(8), *(each.tobytes() for each in arrays)])
+
+
+def _no_slower(following: ParallelPlan, plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+    """The plan in force instead, if its workers are alive, it fits and is at least as fast."""
+    if all(worker in health.speed for worker in plan.working):
+        try:
+            staying = next_plan(plan.replicas, plan, health, cost, plan.migrations)
+        except NoPlanError:
+            return following
+        if evaluate(staying, health, cost).iteration_s <= evaluate(following, health, cost).iteration_s:
+            return staying
+    return following
