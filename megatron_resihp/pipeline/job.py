@@ -27,7 +27,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PipelineJob:
-    """Layers, devices and micro-batches of one pipeline; all micro-batches take the same time.
+    """Layers, devices and micro-batches of one pipeline; all micro-batches take the same time. Equal by content.
 
     Attributes:
         seconds: of F, B and W of each layer for a micro-batch on each device, [devices, 3, layers].
@@ -46,6 +46,17 @@ class PipelineJob:
     kept: Array
     limit: Array
     kept_until_w: float = 1.0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PipelineJob) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+    @cached_property
+    def _content(self) -> tuple[object, ...]:
+        arrays = (self.seconds, self.transfers, self.state, self.kept, self.limit)
+        return (self.micro_batches, self.kept_until_w, *((each.shape, each.tobytes()) for each in arrays))
 
     @property
     def devices(self) -> int:

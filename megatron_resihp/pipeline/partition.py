@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.pipeline.job import Layout, PipelineJob
+from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.times import Array
 
 Index = NDArray[np.int64]
@@ -41,8 +42,8 @@ def balanced(job: PipelineJob, layout: Layout, seed: int = 0) -> Layout:
     """A layout near this one whose devices are better balanced.
 
     One or two boundaries move by a layer, again and again. What makes neither the memory that is lacking for one
-    micro-batch worse nor the time is kept: the largest load, and what filling and draining the pipeline adds to it,
-    (devices − 1) / micro-batches of a stage in root mean square.
+    micro-batch worse nor the time is kept: a device's load with the forwards before its first stage, spread over the
+    micro-batches, the largest of all; and, because large stages are hard to order, their root mean square, spread so.
 
     Args:
         job, layout: what is laid out, and how at first.
@@ -51,8 +52,9 @@ def balanced(job: PipelineJob, layout: Layout, seed: int = 0) -> Layout:
     if len(layout.homes) < 2:
         return layout
     cuts, homes, limit = np.array(layout.cuts), np.array(layout.homes), np.array(job.limit, np.float64)
-    tries, filling = _TRIES_PER_STAGE * len(homes), (job.devices - 1) / job.micro_batches
-    _balance(_before(job.work), _before(job.state + job.kept), limit, cuts, homes, filling, tries, seed)
+    work, forwards, needed = map(_before, (job.work, job.seconds[:, OpKind.F], job.state + job.kept))
+    tries, share = _TRIES_PER_STAGE * len(homes), 1 / job.micro_batches
+    _balance(work, forwards, needed, limit, cuts, homes, share, tries, seed)
     return Layout(tuple(cuts.tolist()), layout.homes)
 
 
@@ -84,17 +86,25 @@ def _least_squares(before: Array, homes: Index) -> Index:
 
 @compiled
 def _balance(
-    before: Array, needed: Array, limit: Array, cuts: Index, homes: Index, filling: float, tries: int, seed: int
+    work: Array,
+    forwards: Array,
+    needed: Array,
+    limit: Array,
+    cuts: Index,
+    homes: Index,
+    share: float,
+    tries: int,
+    seed: int,
 ) -> None:
     """Descent in place."""
     np.random.seed(seed)
-    judged = _judge(before, needed, limit, cuts, homes, filling)
+    judged = _judge(work, forwards, needed, limit, cuts, homes, share)
     old = cuts.copy()
     for _ in range(tries):
         for _move in range(np.random.randint(1, 3)):
             cuts[np.random.randint(1, len(cuts) - 1)] += 2 * np.random.randint(2) - 1
         if np.all(cuts[1:] > cuts[:-1]):
-            new = _judge(before, needed, limit, cuts, homes, filling)
+            new = _judge(work, forwards, needed, limit, cuts, homes, share)
             if new <= judged:
                 judged = new
                 old[:] = cuts
@@ -104,14 +114,17 @@ def _balance(
 
 @compiled
 def _judge(
-    before: Array, needed: Array, limit: Array, cuts: Index, homes: Index, filling: float
+    work: Array, forwards: Array, needed: Array, limit: Array, cuts: Index, homes: Index, share: float
 ) -> tuple[float, float]:
     """Memory that devices lack for one micro-batch, and seconds per micro-batch."""
-    load, room, squares = np.zeros(len(limit)), limit.copy(), 0.0
+    load, room, squares, arrival = np.zeros(len(limit)), limit.copy(), 0.0, 0.0
     for stage in range(len(homes)):
         home, first, end = homes[stage], cuts[stage], cuts[stage + 1]
-        work = before[home, end] - before[home, first]
-        load[home] += work
-        squares += work * work
+        if load[home] == 0.0:
+            load[home] = share * arrival
+        arrival += forwards[home, end] - forwards[home, first]
+        seconds = work[home, end] - work[home, first]
+        load[home] += seconds
+        squares += seconds * seconds
         room[home] -= needed[home, end] - needed[home, first]
-    return -np.minimum(room, 0.0).sum(), load.max() + filling * np.sqrt(squares / len(homes))
+    return -np.minimum(room, 0.0).sum(), load.max() + share * np.sqrt(squares / len(homes))

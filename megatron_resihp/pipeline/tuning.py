@@ -17,6 +17,7 @@ from megatron_resihp.pipeline.partition import balanced, in_turns, least_varianc
 from megatron_resihp.pipeline.program import Program, ProgramError
 from megatron_resihp.pipeline.schedules import interleaved
 from megatron_resihp.pipeline.simulate import simulate
+from megatron_resihp.pipeline.times import Array
 
 EFFORT = 200_000_000
 """Ops run in trials: a second or two on one core."""
@@ -62,24 +63,15 @@ def tuned_pipeline(
 
     Args:
         job: what is run.
-        known: layouts that may be good; nothing slower than Megatron's order or list scheduling with them is returned.
+        known: layouts that may be good; nothing slower than Megatron's order for them is returned.
         effort: how many ops are run in trials.
         seed: of the trials.
         most_chunks: of a device.
 
     Raises:
-        ProgramError: no layout that was tried fits into memory; the message is of the last one.
+        ProgramError: no layout that was tried fits into memory.
     """
-    candidates: list[Pipeline] = []
-    reason: ProgramError | None = None
-    for layout in dict.fromkeys([*known, *_placements(job, most_chunks)]):
-        try:
-            candidates += [_listed(job, layout), *_of_megatron(job, layout)]
-        except ProgramError as error:
-            reason = error
-    if not candidates:
-        raise reason or ProgramError(f"{job.layers} layers are too few for {job.devices} devices")
-    candidates.sort(key=_makespan)
+    candidates = _candidates(job, dict.fromkeys([*known, *_placements(job, most_chunks)]))
     tuned = [
         _by_bottleneck(job, each, int(share * effort), seed)
         for each, share in zip([each for each in candidates if each.program.splits_backward], _SHARES, strict=False)
@@ -106,12 +98,40 @@ def _placements(job: PipelineJob, most_chunks: int) -> Iterable[Layout]:
             yield balanced(job, layout)
 
 
+def _candidates(job: PipelineJob, layouts: Iterable[Layout]) -> list[Pipeline]:
+    """Megatron's order for all layouts, list scheduling for those that can be fastest; by makespan.
+
+    Raises:
+        ProgramError: no layout fits into memory; the message is of the one that lacks least.
+    """
+    lacking = {layout: _lacking(job, layout) for layout in layouts}
+    if not lacking:
+        raise ProgramError(f"{job.layers} layers are too few for {job.devices} devices")
+    fitting = [layout for layout, bytes_lacking in lacking.items() if bytes_lacking <= 0]
+    if not fitting:
+        raise ProgramError(f"a device lacks {min(lacking.values()):g} bytes for its layers and one micro-batch")
+    found = [each for layout in fitting for each in _of_megatron(job, layout)]
+    bounds = sorted((lower_bound(job, layout), number) for number, layout in enumerate(fitting))
+    for listed, (bound, number) in enumerate(bounds):
+        if listed >= len(_SHARES) and bound >= min(map(_makespan, found)):
+            break
+        found.append(_listed(job, fitting[number]))
+    return sorted(found, key=_makespan)
+
+
+def _lacking(job: PipelineJob, layout: Layout) -> float:
+    """Bytes that some device lacks for its layers and one micro-batch; at most 0 if none does."""
+    needed = np.bincount(layout.homes, job.sizes(layout)[:, 0], job.devices)
+    return float((needed - _room(job, layout)).max())
+
+
+def _room(job: PipelineJob, layout: Layout) -> Array:
+    return job.room(layout) * (1 - _MARGIN)
+
+
 def _listed(job: PipelineJob, layout: Layout) -> Pipeline:
-    room = job.room(layout) * (1 - _MARGIN)
-    if room.min() < 0:
-        raise ProgramError(f"the layers of device {room.argmin()} need {-room.min():g} bytes more than it has")
     durations, hops, sizes = job.durations(layout), job.hops(layout), job.sizes(layout)
-    program = list_schedule(layout.homes, durations, hops, room, sizes, job.kept_until_w)
+    program = list_schedule(layout.homes, durations, hops, _room(job, layout), sizes, job.kept_until_w)
     return _timed(job, layout, program)
 
 

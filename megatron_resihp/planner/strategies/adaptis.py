@@ -3,9 +3,9 @@
 Imports the standard library, `plan`, `pipeline`, `cost` and this room.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.pipeline.job import Layout, PipelineJob
@@ -21,7 +21,7 @@ from megatron_resihp.planner.shares import fastest_shares
 from megatron_resihp.planner.strategies.common import Group, groups_in_nodes, job_degree, next_plan, spelt_out
 from megatron_resihp.planner.strategy import Strategy
 
-EFFORT = 20_000_000
+EFFORT = 1_000_000
 """Ops run in trials for each pipeline, when a job waits for its next plan."""
 
 
@@ -50,7 +50,7 @@ def _tuned_plan(plan: ParallelPlan, health: Health, cost: JobCost, effort: int) 
     rows = _groups(plan, health, cost)
     reason = "no worker is left that can form a group"
     while rows:
-        known = [layout_of(replica) for replica in plan.replicas]
+        known = dict.fromkeys(layout_of(replica) for replica in plan.replicas)
         try:
             replicas = _tuned(rows, known, health, cost, effort)
             return _no_slower(next_plan(replicas, plan, health, cost), plan, health, cost)
@@ -93,30 +93,27 @@ def _without_weakest(rows: list[list[Group]], health: Health) -> list[list[Group
 
 
 def _tuned(
-    rows: Sequence[Sequence[Group]], known: Sequence[Layout], health: Health, cost: JobCost, effort: int
+    rows: Sequence[Sequence[Group]], known: Iterable[Layout], health: Health, cost: JobCost, effort: int
 ) -> list[Replica]:
-    """Replicas of these groups; alike ones are tuned once.
+    """Replicas of these groups.
 
     Raises:
         ProgramError: one of them doesn't fit into memory.
     """
     alone = [pipeline_job(row, 1, len(rows), health, cost) for row in rows]
     counts = fastest_shares([(float(job.work.sum(axis=1).mean()), job.floor) for job in alone], cost.micro_batches)
-    alike: dict[bytes, Pipeline] = {}
     replicas = []
     for row, job, share in zip(rows, alone, deal(counts), strict=True):
-        job = replace(job, micro_batches=len(share))
-        key = _key(job)
-        if key not in alike:
-            usable = [layout for layout in known if set(layout.homes) == set(range(job.devices))]
-            alike[key] = tuned_pipeline(job, usable, effort)
-        replicas.append(replica_of(row, alike[key].layout, alike[key].program, share))
+        usable = tuple(layout for layout in known if set(layout.homes) == set(range(job.devices)))
+        found = _pipeline(replace(job, micro_batches=len(share)), usable, effort)
+        replicas.append(replica_of(row, found.layout, found.program, share))
     return replicas
 
 
-def _key(job: PipelineJob) -> bytes:
-    arrays = (job.seconds, job.transfers, job.state, job.kept, job.limit)
-    return b"".join([job.micro_batches.to_bytes(8), *(each.tobytes() for each in arrays)])
+@lru_cache(maxsize=256)
+def _pipeline(job: PipelineJob, known: tuple[Layout, ...], effort: int) -> Pipeline:
+    """Kept, because replicas are alike, and so are the states that a job's devices come back to."""
+    return tuned_pipeline(job, known, effort)
 
 
 def _no_slower(following: ParallelPlan, plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from megatron_resihp.planner.strategies.adaptis import adaptis
 from megatron_resihp.planner.strategies.adaptra import adaptra
 from megatron_resihp.planner.strategies.combined import oobleck_greyhound, recycle_greyhound
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
@@ -99,6 +100,12 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
     "malleus": Entry(
         malleus,
         "groups workers of like speed, makes pipelines of unlike groups, solves for their layers and micro-batches",
+        Change.IN_PLACE,
+        ReactsTo.BOTH,
+    ),
+    "adaptis": Entry(
+        adaptis,
+        "tunes each pipeline: which layers form a stage, which group runs it, and the order of ops",
         Change.IN_PLACE,
         ReactsTo.BOTH,
     ),

@@ -88,7 +88,7 @@ def test_balance_moves_layers_from_the_busiest_device():
 def test_says_what_memory_is_lacking():
     job = draw_job(0, 2, 8, 4)
     small = PipelineJob(job.seconds, job.transfers, 4, job.state, job.kept, np.full(2, 2.0))
-    with pytest.raises(ProgramError, match="bytes more than it has"):
+    with pytest.raises(ProgramError, match="bytes for its layers and one micro-batch"):
         tuned_pipeline(small)
 
 
