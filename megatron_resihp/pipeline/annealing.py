@@ -21,7 +21,7 @@ from megatron_resihp.pipeline.times import Array
 Index = NDArray[np.int64]
 _F, _B, _W = map(int, OpKind)
 _TOLERANCE = 1e-9
-_HOTTEST, _COLDEST = 3e-3, 1e-4
+_HOTTEST, _COLDEST = 5e-4, 3e-5
 """Temperatures at the beginning and at the end, as shares of the makespan."""
 _ANY_OP = 0.2
 """Share of moves of any op rather than of a critical one."""

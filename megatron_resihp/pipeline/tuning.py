@@ -52,8 +52,9 @@ def best_program(job: PipelineJob, layout: Layout, effort: int = EFFORT, seed: i
     Raises:
         ProgramError: a device has too little memory for its layers and one micro-batch.
     """
-    found = [_listed(job, layout), *_of_megatron(job, layout)]
-    return min([_tuned(job, found[0], effort, 0.0, seed), *found], key=_makespan)
+    found = _candidates(job, [layout])
+    listed = next(each for each in found if each.program.splits_backward)
+    return min([_tuned(job, listed, effort, 0.0, seed), *found], key=_makespan)
 
 
 def tuned_pipeline(
