@@ -3,6 +3,7 @@
 May import torch and `plan`. Worker ids become torch ranks here and nowhere else.
 """
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,9 @@ from megatron_resihp.executor.waiting import Waiter
 
 STANDBY_TIMEOUT = timedelta(days=1)
 """Side groups wait while others evaluate or save; the control plane bounds that by marking the epoch as broken."""
+
+FREEING_S = 0.5
+"""A group that takes longer to be freed waits for an operation that gloo has lost, until the group's timeout."""
 
 COMMUNICATOR_WORDS = (
     "gloo", "nccl", "connection closed by peer", "connection reset by peer", "connection was likely closed",
@@ -88,12 +92,13 @@ class Communicators:
         self._foreign = gloo_sockets.identities()
         self._peer_ports: set[int] | None = None
         self._side_groups: list[SideGroup] = []
+        self._kept_open: dict[str, socket.socket] = {}
         self._retired: list[Any] = []
-        self._left_behind: list[tuple[float, list[Any]]] = []
+        self._freeing: list[threading.Thread] = []
         self._waiter = Waiter(interrupted)
         self._waits_installed = False
         self._lock = threading.Lock()
-        self._epoch_store: dist.Store | None = None
+        self._epoch_store: InterruptibleStore | None = None
 
     def begin(self, epoch: int, plan_digest: str) -> None:
         """Start building an epoch. Members that hold another plan meet nobody: the digest is part of every key."""
@@ -135,18 +140,13 @@ class Communicators:
             for group in sorted(dist.distributed_c10d._world.pg_map, key=lambda g: g.group_name):
                 if torch.cuda.is_available() and dist.get_backend(group) == "nccl":
                     group._get_backend(torch.device("cuda")).abort()
-            gloo_sockets.shut_down(self._foreign, self._peer_ports)
+            self._kept_open |= gloo_sockets.end_receiving(self._foreign | self._kept_open.keys(), self._peer_ports)
+            if self._epoch_store is not None:
+                gloo_sockets.stand_in(self._epoch_store.take_sought(), self._foreign)
 
     def destroy(self) -> None:
         """Forget all groups of the epoch; the world of a dead rank can't be used for anything. `release` frees them."""
-        groups = [*dist.distributed_c10d._world.pg_map]
-        if self._waiter.abandoned:
-            # Freeing a group waits for its threads, and one of them may wait for its group's timeout.
-            end = time.monotonic() + STANDBY_TIMEOUT.total_seconds()
-            self._left_behind.append((end, [*groups, *self._side_groups]))
-            self._waiter.abandoned = False
-        else:
-            self._retired += [*groups, *self._side_groups]
+        self._retired += [*dist.distributed_c10d._world.pg_map, *self._side_groups]
         self._side_groups.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -154,19 +154,24 @@ class Communicators:
 
     @property
     def left_behind(self) -> int:
-        """Epochs whose groups could not be freed yet, because gloo lost an operation of theirs."""
-        return len(self._left_behind)
+        """Groups of earlier epochs that are not free yet, because gloo has lost an operation of theirs."""
+        return sum(thread.is_alive() for thread in self._freeing) + self._waiter.left_behind
 
     def release(self) -> None:
         """Free the groups of earlier epochs, all at once and after the step: each joins its threads."""
+        with self._lock:
+            for connection in self._kept_open.values():
+                connection.close()
+            self._kept_open.clear()
         holders = [[group] for group in self._retired]
         self._retired.clear()
-        threads = [threading.Thread(target=holder.clear) for holder in holders]
+        threads = [threading.Thread(target=holder.clear, name="resihp-freeing", daemon=True) for holder in holders]
         for thread in threads:
             thread.start()
+        deadline = time.monotonic() + FREEING_S
         for thread in threads:
-            thread.join()
-        self._left_behind = [(end, groups) for end, groups in self._left_behind if time.monotonic() < end]
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._freeing = [thread for thread in [*self._freeing, *threads] if thread.is_alive()]
 
 
 def is_communicator_error(error: BaseException) -> bool:

@@ -3,11 +3,25 @@
 torch 2.15's gloo has no abort: a collective that waits for a stopped or hung peer waits until its timeout. A peer that
 dies, though, is noticed at once because its connections end. So we end our own: shutting a socket down makes gloo fail
 every operation on it. Gloo's sockets are told from others by their ports: one end is always a listener of gloo's.
+
+Only receiving is shut, and a duplicate keeps the connection open when gloo closes its end. Gloo notices a moment later,
+on its own thread. Whatever is sent till then, here or by the peer, must still succeed: a send that fails before gloo
+has noticed the end is forgotten, and who waits for it waits until the group's timeout.
+
+A connection that has not come yet can't be ended: one of both waits for the other to connect, who may be gone or have
+left the epoch. So we connect to our own listener as the peer would have, and end that connection.
 """
 
 import os
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
+
+CONNECT_S = 0.1
+WORD = 8
+"""Bytes of the numbers that gloo writes to the store and with which a peer that connects tells its rank."""
+FAMILY = 2
+"""Bytes of a socket address before the port."""
 
 
 def tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
@@ -35,23 +49,62 @@ def listening_ports(except_for: set[str]) -> list[int]:
     return [tcp.getsockname()[1] for identity, tcp in tcp_sockets() if identity not in except_for and _listens(tcp)]
 
 
-def shut_down(except_for: set[str], ports: set[int] | None) -> int:
-    """Shut down connections that are not in `except_for` and have an end at one of `ports` (None: all of them).
+def end_receiving(except_for: set[str], ports: set[int] | None) -> dict[str, socket.socket]:
+    """End receiving on connections that are not in `except_for` and have an end at one of `ports` (None: all of them).
 
     Returns:
-        how many connections were shut down.
+        by identity, what keeps each of them open; to be closed once all peers have ended theirs.
     """
-    count = 0
+    kept: dict[str, socket.socket] = {}
     for identity, tcp in tcp_sockets():
-        if identity in except_for or _listens(tcp):
+        if identity in except_for or identity in kept or _listens(tcp):
             continue
         try:
             if ports is None or tcp.getsockname()[1] in ports or tcp.getpeername()[1] in ports:
-                tcp.shutdown(socket.SHUT_RDWR)
-                count += 1
+                tcp.shutdown(socket.SHUT_RD)
+                kept[identity] = tcp.dup()
         except OSError:
             continue  # already closed by its owner or its peer
+    return kept
+
+
+def stand_in(sought: Iterable[tuple[bytes, int]], except_for: set[str]) -> int:
+    """Connect to gloo's listeners of this process in the place of peers, who then seem to have gone at once.
+
+    Args:
+        sought: what gloo has published of one of this process's groups, and a peer's rank in it. A pair of gloo's that
+            is connected already takes no notice.
+        except_for: sockets that are not gloo's.
+
+    Returns:
+        how many connections were made.
+    """
+    listeners = {
+        tcp.getsockname()[1]: (tcp.family, tcp.getsockname())
+        for identity, tcp in tcp_sockets()
+        if identity not in except_for and _listens(tcp)
+    }
+    count = 0
+    for published, rank in sought:
+        listener = listeners.get(_published_port(published))
+        if listener is None:
+            continue
+        family, address = listener
+        with socket.socket(family) as connection:
+            connection.settimeout(CONNECT_S)
+            try:
+                connection.connect(address)
+                connection.sendall(rank.to_bytes(WORD, sys.byteorder))
+                count += 1
+            except OSError:
+                continue  # its owner closes it just now
     return count
+
+
+def _published_port(published: bytes) -> int:
+    """The port in what gloo writes to the store: length and name of the host, length and socket address."""
+    port_at = WORD + int.from_bytes(published[:WORD], sys.byteorder) + WORD + FAMILY
+    return int.from_bytes(published[port_at : port_at + 2], "big")
 
 
 def _listens(tcp: socket.socket) -> bool:

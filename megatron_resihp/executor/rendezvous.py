@@ -31,20 +31,42 @@ class InterruptibleStore(dist.Store):
         self._inner = inner
         self._interrupted = interrupted
         self._timeout = timedelta(minutes=10)
+        self._published: dict[str, bytes] = {}
+        self._sought: dict[str, None] = {}
+
+    def take_sought(self) -> list[tuple[bytes, int]]:
+        """Peers that groups of this process have begun to connect to, which gloo does when it first needs them.
+
+        Returns:
+            what this process has published of itself in the group and the peer's rank there; each is returned once.
+        """
+        found = []
+        for key in list(self._sought):
+            del self._sought[key]
+            group, _, rank = key.rpartition("/")
+            if group in self._published and rank.isdecimal():
+                found.append((self._published[group], int(rank)))
+        return found
 
     def set(self, key: str, value: bytes | str) -> None:
+        if isinstance(value, bytes):
+            self._published[key.rpartition("/")[0]] = value
         self._inner.set(key, value)
 
     def get(self, key: str) -> bytes:
+        # Noted before it is asked whether the epoch is broken: who breaks it hears of every peer that is let through.
+        self._sought[key] = None
         self.wait([key])
         return self._inner.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause = FIRST_PAUSE_S
-        while not self._inner.check(keys):
+        while True:
             if self._interrupted():
                 raise RendezvousBroken("the epoch is broken")
+            if self._inner.check(keys):
+                return
             if time.monotonic() > deadline:
                 raise RuntimeError(f"rendezvous: no peer wrote {keys} in time")
             time.sleep(pause)

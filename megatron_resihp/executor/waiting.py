@@ -1,10 +1,9 @@
 """Bounded waiting for gloo's operations. May import torch.
 
-Cutting gloo's connections makes its operations fail, except one that is posted just as a connection ends: torch 2.15's
-gloo may lose it, and its wait lasts until the group's timeout (seen in about one of ten kills under load; a peer's
-death alone is enough). So no wait is handed to gloo without a way back: collectives are waited for in slices, and P2P,
-whose posting waits for the peer to connect and whose waits may not time out without breaking the group, on a thread
-that can be left behind.
+Ending gloo's connections makes its operations fail (`gloo_sockets`), except one for which gloo finds a dead peer's
+connection broken when it sends: torch 2.15's gloo forgets it, and its wait lasts until the group's timeout. So no wait
+is handed to gloo without a way back: collectives are waited for in slices, and P2P, whose posting waits for the peer to
+connect and whose waits may not time out without breaking the group, on a thread that can be left behind.
 """
 
 import functools
@@ -28,17 +27,19 @@ class WaitAbandoned(RuntimeError):
 
 
 class Waiter:
-    """Waits for c10d work objects until they are done or `interrupted`.
-
-    Attributes:
-        abandoned: whether an operation was left behind; its group must not be freed, freeing joins gloo's threads.
-    """
+    """Waits for c10d work objects until they are done or `interrupted`."""
 
     def __init__(self, interrupted: Callable[[], bool]) -> None:
-        self.abandoned = False
         self._interrupted = interrupted
         self._wait: Callable[..., bool] = dist.Work.wait
-        self._calls: queue.SimpleQueue[_Call] | None = None
+        self._calls: queue.SimpleQueue[_Call | None] | None = None
+        self._abandoned: list[_Result] = []
+
+    @property
+    def left_behind(self) -> int:
+        """Calls made aside that were given up and have not come back yet."""
+        self._abandoned = [result for result in self._abandoned if not result.done.is_set()]
+        return len(self._abandoned)
 
     def install(self) -> None:
         """Let every wait of the process go through this object."""
@@ -100,7 +101,9 @@ class Waiter:
             try:
                 self._give_up_if_interrupted()
             except WaitAbandoned:
-                self._calls = None  # its thread may never come back; the next call gets another one
+                self._calls.put(None)
+                self._calls = None  # its thread may be long in coming back; the next call gets another one
+                self._abandoned.append(result)
                 raise
         if result.error is not None:
             raise result.error
@@ -108,7 +111,6 @@ class Waiter:
 
     def _give_up_if_interrupted(self) -> None:
         if self._interrupted():
-            self.abandoned = True
             raise WaitAbandoned("gloo did not answer after the epoch was broken")
 
 
@@ -122,12 +124,12 @@ class _Result:
 _Call = tuple[Callable[[], Any], _Result]
 
 
-def _serve(calls: queue.SimpleQueue[_Call]) -> None:
-    while True:
-        call, result = calls.get()
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (item := calls.get()) is not None:
+        call, result = item
         try:
             result.value = call()
         except Exception as error:
             result.error = error
         result.done.set()
-        del call, result
+        del item, call, result

@@ -28,6 +28,13 @@ class Network:
         server = self._stack.enter_context(listener.accept()[0])
         return client, server
 
+    def end(self, ports: set[int] | None) -> dict[str, socket.socket]:
+        """End receiving on what is not foreign."""
+        kept = gloo_sockets.end_receiving(self.foreign, ports)
+        for connection in kept.values():
+            self._stack.enter_context(connection)
+        return kept
+
 
 @pytest.fixture
 def network() -> Iterator[Network]:
@@ -52,18 +59,44 @@ def works(connection: tuple[socket.socket, socket.socket]) -> bool:
     return True
 
 
+def has_ended(end: socket.socket) -> bool:
+    """Whether this end receives nothing more."""
+    end.settimeout(5.0)
+    return end.recv(1) == b""
+
+
 def test_only_connections_with_an_end_at_a_port(network: Network) -> None:
     gloo, other = network.listen(), network.listen()
     cut, left = network.connect(gloo), network.connect(other)
     # Both ends are in this process: each counts.
-    assert gloo_sockets.shut_down(network.foreign, {port(gloo)}) == 2
-    assert not works(cut) and works(left)
+    assert len(network.end({port(gloo)})) == 2
+    assert has_ended(cut[0]) and has_ended(cut[1]) and works(left)
+
+
+def test_sends_succeed_until_all_have_ended_theirs(network: Network) -> None:
+    """Gloo closes its end when it notices; it forgets a send that fails before it has."""
+    client, server = network.connect(network.listen())
+    kept = network.end(None)
+    client.close()
+    for _ in range(3):
+        server.sendall(b"x")
+    for connection in kept.values():
+        connection.close()
+    with pytest.raises(OSError):
+        for _ in range(100):
+            server.sendall(b"x")
+
+
+def test_what_is_kept_is_not_ended_again(network: Network) -> None:
+    network.connect(network.listen())
+    kept = network.end(None)
+    assert not gloo_sockets.end_receiving(network.foreign | kept.keys(), None)
 
 
 def test_listeners_go_on_listening(network: Network) -> None:
     gloo = network.listen()
     network.connect(gloo)
-    gloo_sockets.shut_down(network.foreign, {port(gloo)})
+    network.end({port(gloo)})
     assert works(network.connect(gloo))
 
 
@@ -73,8 +106,8 @@ def test_what_was_there_before_is_left_alone(network: Network) -> None:
     to_store = network.connect(store)
     foreign = gloo_sockets.identities()
     to_peer = network.connect(network.listen())
-    assert gloo_sockets.shut_down(foreign, None) == 2
-    assert works(to_store) and not works(to_peer)
+    assert len(gloo_sockets.end_receiving(foreign, None)) == 2
+    assert works(to_store) and has_ended(to_peer[0])
 
 
 def test_one_end_is_enough(network: Network) -> None:
@@ -82,8 +115,10 @@ def test_one_end_is_enough(network: Network) -> None:
     gloo = network.listen()
     client, server = network.connect(gloo)
     own = {identity for identity, tcp in gloo_sockets.tcp_sockets() if tcp.getsockname() == client.getsockname()}
-    assert gloo_sockets.shut_down(gloo_sockets.identities() - own, {port(gloo)}) == 1
-    assert not works((client, server))
+    assert gloo_sockets.end_receiving(gloo_sockets.identities() - own, {port(gloo)}).keys() == own
+    assert has_ended(client)
+    client.sendall(b"x")
+    assert server.recv(1) == b"x"
 
 
 def test_ports_that_were_opened_since(network: Network) -> None:
@@ -102,7 +137,7 @@ def test_other_kinds_of_sockets_and_files(network: Network) -> None:
         stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         stack.enter_context(open("/dev/null"))
         assert gloo_sockets.identities() == network.foreign
-        assert gloo_sockets.shut_down(network.foreign, None) == 0
+        assert not network.end(None)
         assert works((pair[0], pair[1]))
 
 
@@ -112,8 +147,8 @@ def test_sockets_without_a_peer_do_not_stop_the_rest(network: Network) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM):
         first, second = network.connect(gloo), network.connect(gloo)
         first[0].close()
-        gloo_sockets.shut_down(network.foreign, {port(gloo)})
-        assert not works(second)
+        network.end({port(gloo)})
+        assert has_ended(second[0])
 
 
 def test_nothing_is_left_open(network: Network) -> None:

@@ -1,0 +1,37 @@
+"""The store through which groups meet: waits end with the epoch, and who was looked for is known."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from megatron_resihp.executor.rendezvous import InterruptibleStore, RendezvousBroken
+
+
+def test_a_wait_ends_when_the_epoch_breaks() -> None:
+    broken = threading.Event()
+    store = InterruptibleStore(dist.HashStore(), broken.is_set)
+    threading.Timer(0.05, broken.set).start()
+    with pytest.raises(RendezvousBroken):
+        store.get("group/1")
+
+
+def test_nobody_is_found_in_a_broken_epoch() -> None:
+    """Who connects to a peer after the others have left waits for ever."""
+    store = InterruptibleStore(dist.HashStore(), lambda: True)
+    store.set("group/1", b"here")
+    with pytest.raises(RendezvousBroken):
+        store.get("group/1")
+
+
+def test_peers_that_were_sought_are_told_once() -> None:
+    everything = dist.HashStore()
+    InterruptibleStore(everything, lambda: False).set("group/1", b"there")
+    store = InterruptibleStore(everything, lambda: False)
+    store.set("group/0", b"here")
+    store.set("other/0", b"elsewhere")
+    assert store.get("group/1") == b"there"
+    assert store.take_sought() == [(b"here", 1)]
+    assert store.take_sought() == []
