@@ -27,8 +27,8 @@ def render(found: Simulation, console: Console) -> None:
         f"{rate(found.healthy_samples_per_s)} samples/s with all workers well",
         soft_wrap=True,
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("strategy", no_wrap=True)
     for name in ("samples/s", "of healthy", "of capacity", "plans", "stopped", "lost samples"):
         table.add_column(name, justify="right")
     table.add_column("")

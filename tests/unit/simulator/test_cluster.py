@@ -6,7 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megatron_resihp.cost.bounds import iteration_bound
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.presets import preset
 from megatron_resihp.cost.training import Training
@@ -197,3 +200,22 @@ def test_ten_thousand_workers_work() -> None:
     assert outcome.changes == 2
     speeds = [part.samples_per_s for part in outcome.segments if part.samples_per_s]
     assert all(later <= earlier for earlier, later in pairwise(speeds))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_whatever_happens_time_has_no_gaps_and_nobody_beats_the_bound(seed: int) -> None:
+    judge, start = Judge(sizes().cost()), sizes().plan()
+    rng = np.random.default_rng(seed)
+    times = traces.moments(traces.poisson(HOUR / 4), 2 * HOUR, rng)
+    events = trace(
+        2 * HOUR,
+        traces.outages(times, traces.single(16), traces.poisson(HOUR / 2), rng),
+        traces.slow_downs(times, traces.single(16), traces.poisson(HOUR / 2), rng),
+    )
+    outcome = run(STRATEGIES["oobleck+greyhound"], events, start, judge, DELAYS)
+    assert_without_gaps(outcome)
+    most = 8 / iteration_bound(judge.cost, dict.fromkeys(range(16), 1.0)).seconds
+    assert all(0 <= part.samples_per_s <= most for part in outcome.segments)
+    assert outcome.samples_per_s >= 0
+    assert outcome == run(STRATEGIES["oobleck+greyhound"], events, start, Judge(sizes().cost()), DELAYS)
