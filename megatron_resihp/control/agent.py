@@ -18,6 +18,7 @@ from typing import Final
 
 from megatron_resihp.control import linux, messages
 from megatron_resihp.control.environment import JobEnvironment
+from megatron_resihp.control.guardian import Guardian
 from megatron_resihp.control.lifeline import Finding, Kind, Watcher
 from megatron_resihp.control.link import Link
 from megatron_resihp.control.mailbox import Ending, Mailbox
@@ -65,11 +66,12 @@ def start_workers(
     spawn: Spawn,
     watcher: Watcher,
     relay: Relay,
+    guardian: Guardian,
     foreign: Sequence[socket.socket],
 ) -> list[Worker]:
     """Start all workers of this node, before any thread is started; see `spawn`."""
     workers: list[Worker] = []
-    ours: list[socket.socket] = []
+    ours: list[socket.socket] = [guardian.socket]
     try:
         for local_rank in range(environment.workers_per_node):
             kept, given = socket.socketpair()
@@ -81,6 +83,7 @@ def start_workers(
                 variables = environment.of(local_rank, given.fileno(), given_records.fileno())
                 spec = WorkerSpec(number, command, variables, output, given, given_records, [*foreign, *ours])
                 pid = spawn(spec)
+            guardian.watch(pid)
             os.close(output)
             workers.append(Worker(number, pid, os.pidfd_open(pid)))
             watcher.add(number, kept)
@@ -102,6 +105,7 @@ class Agent:
         mailbox: where endings and signals come in.
         link: to the coordinator.
         slicer: slows workers down when a drill wants it.
+        guardian: ends what workers have started should the agent die.
         nodes: the lifelines of the other nodes, on node 0 of several.
     """
 
@@ -112,6 +116,7 @@ class Agent:
         mailbox: Mailbox,
         link: Link,
         slicer: Slicer,
+        guardian: Guardian,
         nodes: NodeWatcher | None = None,
     ) -> None:
         self._workers = {worker.number: worker for worker in workers}
@@ -119,6 +124,7 @@ class Agent:
         self._mailbox = mailbox
         self._link = link
         self._slicer = slicer
+        self._guardian = guardian
         self._nodes = nodes
         self._ending: Ending | None = None
         self._stop_asked = False
@@ -181,6 +187,7 @@ class Agent:
         memory = linux.shared_memory_of_group(worker.pid)
         # Before anything else: data loaders that it has left behind keep its sockets open, and its peers waiting.
         linux.kill_group(worker.pid)
+        self._guardian.forget(worker.pid)
         _, status = os.waitpid(worker.pid, 0)
         worker.code = os.waitstatus_to_exitcode(status)
         self._link.post("exited", worker=worker.number, code=worker.code)

@@ -23,6 +23,7 @@ from megatron_resihp.control.agent import Agent, Worker, start_workers
 from megatron_resihp.control.contact import Contact
 from megatron_resihp.control.detection import Detection, Judge
 from megatron_resihp.control.environment import JobEnvironment
+from megatron_resihp.control.guardian import Guardian
 from megatron_resihp.control.headquarters import EventSink, Headquarters, Job, Log
 from megatron_resihp.control.lifeline import Lifeline, Watcher
 from megatron_resihp.control.link import Link
@@ -202,15 +203,18 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         stack.enter_context(mailbox.signals())
         watcher = stack.enter_context(closing(Watcher(options.heartbeat_timeout_s)))
         relay = Relay(seat.records)
+        guardian = stack.enter_context(closing(Guardian()))
         _announce(options, seat)
         try:
             environment = _environment(options, seat)
-            workers = start_workers(options.command, environment, outputs, spawn, watcher, relay, seat.sockets)
+            workers = start_workers(
+                options.command, environment, outputs, spawn, watcher, relay, guardian, seat.sockets
+            )
         except OSError as error:
             raise LaunchError(f"a worker cannot be started ({error}); mend that and try again") from error
         # From here on there are threads.
         outputs.start()
-        ending, failures = _serve(options, seat, workers, watcher, mailbox, relay)
+        ending, failures = _serve(options, seat, workers, watcher, mailbox, relay, guardian)
         outputs.close(CLOSING_S)
         if ending.code:
             for worker in failures:
@@ -282,7 +286,13 @@ def _environment(options: LaunchOptions, seat: _Seat) -> JobEnvironment:
 
 
 def _serve(
-    options: LaunchOptions, seat: _Seat, workers: list[Worker], watcher: Watcher, mailbox: Mailbox, relay: Relay
+    options: LaunchOptions,
+    seat: _Seat,
+    workers: list[Worker],
+    watcher: Watcher,
+    mailbox: Mailbox,
+    relay: Relay,
+    guardian: Guardian,
 ) -> tuple[Ending, list[Worker]]:
     """Watch over the workers until the job is over; returns how it ended, and who failed."""
     nodes = None
@@ -299,7 +309,7 @@ def _serve(
         mailbox.end,
         lambda slowness: slicer.slow(slowness.speeds),
     )
-    agent = Agent(workers, watcher, mailbox, link, slicer, nodes)
+    agent = Agent(workers, watcher, mailbox, link, slicer, guardian, nodes)
     ending = agent.run()
     slicer.close()
     if nodes is not None:
