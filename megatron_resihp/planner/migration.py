@@ -154,7 +154,7 @@ def _run(
         if state.kind[d, i] != _NOBODY and state.free[d, i] <= now:
             _end(state, transfers, events, now, d, i)
         limit = room.shape[1] - i + ahead
-        _migrate(state, events, now, i, delta, limit)
+        _migrate(state, transfers, events, now, i, delta, limit)
         if state.kind[d, i] != _NOBODY or room[d, i] == 0:
             continue
         kind, m = _next_op(state, now, d, i, limit)
@@ -196,7 +196,13 @@ def _end(state: _State, transfers: Array, events: list[tuple[float, int, int]], 
 
 @compiled
 def _migrate(
-    state: _State, events: list[tuple[float, int, int]], now: float, i: int, delta: float, limit: int
+    state: _State,
+    transfers: Array,
+    events: list[tuple[float, int, int]],
+    now: float,
+    i: int,
+    delta: float,
+    limit: int,
 ) -> None:
     """Algorithm 1 at a stage, until there is nothing more to migrate; `limit` bounds a replica's `in_flight`."""
     while True:
@@ -213,7 +219,12 @@ def _migrate(
         state.progress[lagging, i] += 1
         state.in_flight[lagging, i] += 1
         state.pending[helper, i] += 1
-        heappush(events, (now, helper, i))
+        if i > 0:
+            # What was on its way to d_min goes to d_max instead.
+            before = state.executor[i - 1, m]
+            detour = transfers[i - 1, before, helper] - transfers[i - 1, before, lagging]
+            state.arrival[_F, i, m] = max(now, state.arrival[_F, i, m] + detour)
+        heappush(events, (max(now, state.arrival[_F, i, m]), helper, i))
 
 
 @compiled

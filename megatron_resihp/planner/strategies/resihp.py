@@ -24,10 +24,10 @@ from megatron_resihp.planner.repartition import Lane, Partitioner
 from megatron_resihp.planner.shares import fastest_shares
 from megatron_resihp.planner.strategies.common import groups_in_nodes, job_degree, next_plan, spelt_out
 
-DELTAS: Final = (1.0, 2.0, 3.0)
+DELTAS: Final = (0.0, 1.0, 2.0, 3.0)
 """δ of Algorithm 1 is not given in the text: of these, whichever is fastest in the simulation."""
 
-AHEAD: Final = (0, 1, 2, 4, 8)
+AHEAD: Final = (0, 1, 2, 4, 8, 16)
 """Nor is how many micro-batches a stage may run ahead of 1F1B, within its memory: likewise."""
 
 NEVER: Final = float("inf")
@@ -217,7 +217,8 @@ def _deal(layout: _Layout, health: Health, cost: JobCost) -> tuple[tuple[int, ..
                 trials.append((counts, migrate(stages, _owners(counts), NEVER, 0)))
         if (each == each[0]).all():
             return trials[0]
-    for ahead, delta in product(AHEAD, DELTAS):
+    # Nobody can be ahead by more than all.
+    for ahead, delta in product([each for each in AHEAD if each < max(even)], DELTAS):
         outcome = migrate(stages, owner, delta, ahead)
         if (outcome.executor != owner).any():
             trials.append((even, outcome))

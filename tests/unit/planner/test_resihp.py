@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from planner_instances import first_plan, healthy, job
 
 from megatron_resihp.cost.job import JobCost
+from megatron_resihp.pipeline.joint import JointProgram, simulate_joint
+from megatron_resihp.pipeline.op import Op, OpKind
 from megatron_resihp.plan import deal, even_counts
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.evaluation import evaluate
@@ -177,3 +179,21 @@ def test_migration_runs_every_op_once_within_memory(
     if delta == float("inf"):
         live = devices.room[owner].T > 0
         assert (outcome.executor == owner)[live].all()
+
+
+@given(stages(), st.sampled_from([0.0, 1.0, 3.0]), st.integers(0, 3))
+def test_the_simulator_is_no_slower_than_the_migration_foresaw(
+    given: tuple[Stages, np.ndarray[tuple[int], np.dtype[np.int64]]], delta: float, ahead: int
+) -> None:
+    devices, owner = given
+    outcome = migrate(devices, owner, delta, ahead)
+    count, micro_batches = outcome.executor.shape
+    orders: dict[tuple[int, int], list[Op]] = {}
+    durations = np.zeros((3, count, micro_batches))
+    for replica, stage, kind, micro_batch in outcome.ops.tolist():
+        orders.setdefault((replica, stage), []).append(Op(OpKind(kind), stage, micro_batch))
+        durations[kind, stage, micro_batch] = devices.seconds[kind, replica, stage]
+    boundary = np.arange(count - 1)[:, np.newaxis]
+    transfers = devices.transfers[boundary, outcome.executor[:-1], outcome.executor[1:]]
+    program = JointProgram(tuple(map(tuple, orders.values())), (count - 1,) * micro_batches)
+    assert simulate_joint(program, durations, transfers[np.newaxis]).makespan <= outcome.makespan + 1e-9
