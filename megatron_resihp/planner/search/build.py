@@ -1,18 +1,21 @@
 """A layout of the search as a plan. Imports `plan`, `cost` and this package."""
 
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.plan import Chunk, Kept, ParallelPlan, Replica, deal
+from megatron_resihp.plan import Chunk, Kept, ParallelPlan, Replica, Schedule, deal
+from megatron_resihp.plan.schedule import ZERO_BUBBLE
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.search.groups import Nodes, members_of
 from megatron_resihp.planner.search.layout import Layout
 
 
-def plan_of(layout: Layout, nodes: Nodes, plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+def plan_of(
+    layout: Layout, nodes: Nodes, splits_backward: bool, health: Health, cost: JobCost
+) -> ParallelPlan:
     """Workers without work are standbys that hold nothing.
 
     Args:
         layout, nodes: what the search found.
-        plan: the one in force.
+        splits_backward: whether its order of ops is ZB-H1 and not 1F1B.
         health: whose workers are planned.
         cost: of the job.
     """
@@ -21,8 +24,9 @@ def plan_of(layout: Layout, nodes: Nodes, plan: ParallelPlan, health: Health, co
         for replica, count in enumerate(layout.stages.tolist())
     ]
     hands = deal(layout.micro_batches.tolist())
+    schedule = Schedule(ZERO_BUBBLE) if splits_backward else None
     replicas = tuple(
-        Replica(groups, hand, _chunks(layout.ends[number, : len(groups)].tolist()))
+        Replica(groups, hand, _chunks(layout.ends[number, : len(groups)].tolist()), schedule)
         for number, (groups, hand) in enumerate(zip(stages, hands, strict=True))
     )
     working = {worker for groups in stages for members in groups for worker in members}

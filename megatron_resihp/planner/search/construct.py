@@ -1,5 +1,6 @@
 """First layouts: groups dealt to so many replicas. Imports numpy and numba."""
 
+from heapq import heappop, heappush
 from typing import Final
 
 import numpy as np
@@ -7,8 +8,8 @@ import numpy as np
 from megatron_resihp.cost.job import Array
 from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.planner.search.groups import Nodes, degree_of, speed_of
-from megatron_resihp.planner.search.layout import Layout, Scratch, assess, insert, new_layout, new_scratch, stand_by
-from megatron_resihp.planner.search.share import level, share_by_power
+from megatron_resihp.planner.search.layout import MISFIT, Layout, insert, new_layout, new_scratch, remove, stand_by
+from megatron_resihp.planner.search.share import share_out
 from megatron_resihp.planner.search.tables import Index, Tables
 
 BY_POWER: Final = 0
@@ -26,9 +27,9 @@ def construct(
 ) -> Layout:
     """Deal groups to replicas; the slowest come first in each pipeline (Malleus, 2410.13333).
 
-    Groups that are left without layers become idle. Seconds are infinite where a replica doesn't fit.
+    Groups that are left without layers become idle. Seconds are as high as MISFIT where a replica doesn't fit.
     """
-    most_stages = tables.forward.shape[1]
+    most_stages = min(tables.forward.shape[1], 4 * (len(working) // replicas) + 8)
     scratch = new_scratch(most_stages)
     layout = new_layout(replicas, most_stages, nodes.speed.size)
     for group in idle:
@@ -37,14 +38,9 @@ def construct(
     for number in range(len(working)):
         power[number] = tables.rate[degree_of(nodes, working[number])] * speed_of(nodes, working[number])
     _deal(nodes, layout, working, power, way)
-    share_by_power(tables, nodes, layout, micro_batches)
-    for replica in range(replicas):
-        if not _assess_like_before(tables, nodes, layout, replica, scratch):
-            assess(tables, nodes, layout, replica, scratch)
-            _drop_empty(tables, nodes, layout, replica, scratch)
-        if layout.seconds[replica] == np.inf:
-            return layout
-    level(tables, nodes, layout, scratch)
+    share_out(tables, nodes, layout, micro_batches, scratch)
+    if layout.seconds.max() < MISFIT and _drop_empty(layout):
+        share_out(tables, nodes, layout, micro_batches, scratch)
     return layout
 
 
@@ -55,53 +51,31 @@ def _deal(nodes: Nodes, layout: Layout, working: Index, power: Array, way: int) 
     The most powerful are dealt first, and so each becomes the first stage of those that were dealt before.
     """
     replicas, most_stages = layout.order.shape
-    filled = np.zeros(replicas)
-    each, replica = power.sum() / replicas, 0
+    least = [(0.0, replica) for replica in range(replicas)]
+    filled, each, replica = 0.0, power.sum() / replicas, 0
     for number in np.argsort(-power, kind="mergesort"):
         group = working[number]
         weight = float(degree_of(nodes, group)) if way == BY_SIZE else power[number]
         if way == ALIKE:
-            while replica < replicas - 1 and filled[: replica + 1].sum() + weight / 2 > each * (replica + 1):
+            while replica < replicas - 1 and filled + weight / 2 > each * (replica + 1):
                 replica += 1
+            filled += weight
         else:
-            replica = int(np.argmin(filled))
+            load, replica = heappop(least)
+            heappush(least, (load + weight, replica))
         if layout.stages[replica] == most_stages:
             stand_by(layout, group)
-            continue
-        filled[replica] += weight
-        insert(layout, replica, 0, group)
+        else:
+            insert(layout, replica, 0, group)
 
 
 @compiled
-def _assess_like_before(tables: Tables, nodes: Nodes, layout: Layout, replica: int, scratch: Scratch) -> bool:
-    """Copy the result of the replica before if this one is just like it; whether it is."""
-    if replica == 0 or layout.stages[replica] != layout.stages[replica - 1]:
-        return False
-    if layout.micro_batches[replica] != layout.micro_batches[replica - 1]:
-        return False
-    for stage in range(layout.stages[replica]):
-        mine, other = layout.order[replica, stage], layout.order[replica - 1, stage]
-        if degree_of(nodes, mine) != degree_of(nodes, other) or speed_of(nodes, mine) != speed_of(nodes, other):
-            return False
-    layout.ends[replica] = layout.ends[replica - 1]
-    layout.seconds[replica], layout.period[replica] = layout.seconds[replica - 1], layout.period[replica - 1]
-    return True
-
-
-@compiled
-def _drop_empty(tables: Tables, nodes: Nodes, layout: Layout, replica: int, scratch: Scratch) -> None:
-    """Make groups idle that got no layers."""
-    while layout.seconds[replica] < np.inf:
-        kept, first = 0, 0
-        for stage in range(layout.stages[replica]):
-            group, end = layout.order[replica, stage], layout.ends[replica, stage]
-            if end == first:
-                stand_by(layout, group)
-            else:
-                layout.order[replica, kept] = group
-                kept += 1
-            first = end
-        if kept == layout.stages[replica]:
-            return
-        layout.stages[replica] = kept
-        assess(tables, nodes, layout, replica, scratch)
+def _drop_empty(layout: Layout) -> bool:
+    """Make groups idle that got no layers; whether there were any."""
+    dropped = False
+    for replica in range(len(layout.stages)):
+        for stage in range(layout.stages[replica] - 1, -1, -1):
+            if layout.ends[replica, stage] == (layout.ends[replica, stage - 1] if stage else 0):
+                stand_by(layout, remove(layout, replica, stage))
+                dropped = True
+    return dropped

@@ -41,7 +41,9 @@ def nodes_of(speed: Mapping[int, float], workers_per_node: int) -> Nodes:
     workers = np.full((len(numbers), workers_per_node), NOBODY)
     by_node = np.zeros(workers.shape)
     workers[node, place], by_node[node, place] = ids, speeds
-    return Nodes(workers, by_node)
+    # In an order that doesn't depend on names, so that plans don't either.
+    order = np.lexsort((numbers, *-by_node.T[::-1]))
+    return Nodes(workers[order], by_node[order])
 
 
 def members_of(nodes: Nodes, group: int) -> tuple[int, ...]:

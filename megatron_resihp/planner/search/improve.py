@@ -22,6 +22,8 @@ from megatron_resihp.planner.search.tables import Tables
 
 _TIE: Final = 1e-4
 """Weight of the mean makespan beside the longest one: it tells layouts with the same longest one apart."""
+_THRESHOLD: Final = 0.1
+"""Share by which a first move may make the score worse at most."""
 _OFTEN: Final = 0.8
 """Share of moves that touch the slowest replica; the others touch any."""
 _JOIN: Final = 0.7
@@ -39,7 +41,9 @@ def score_of(layout: Layout) -> float:
 
 @compiled
 def improve(tables: Tables, nodes: Nodes, layout: Layout, steps: int, seed: int) -> None:
-    """Random moves, each kept if the score is not worse; changes the layout in place.
+    """Random moves, each kept if it makes the score little worse, and ever less so; leaves the best layout in place.
+
+    Source: Dueck and Scheuer, Threshold accepting, J. of Computational Physics 90 (1990).
 
     Args:
         tables: what work costs.
@@ -52,9 +56,11 @@ def improve(tables: Tables, nodes: Nodes, layout: Layout, steps: int, seed: int)
     replicas, most_stages = layout.order.shape
     scratch = new_scratch(most_stages)
     before = new_layout(replicas, most_stages, len(layout.idle))
+    best = new_layout(replicas, most_stages, len(layout.idle))
     copy_layout(layout, before)
-    best = score_of(layout)
-    for _ in range(steps):
+    copy_layout(layout, best)
+    score = least = score_of(layout)
+    for step in range(steps):
         one = int(np.argmax(layout.seconds)) if np.random.random() < _OFTEN else np.random.randint(replicas)
         other = _move(tables, nodes, layout, one, np.random.randint(replicas))
         if other != NOTHING:
@@ -62,12 +68,16 @@ def improve(tables: Tables, nodes: Nodes, layout: Layout, steps: int, seed: int)
             if other != one:
                 assess(tables, nodes, layout, other, scratch)
             level(tables, nodes, layout, scratch)
-            score = score_of(layout)
-            if score <= best:
-                best = score
+            after = score_of(layout)
+            if after <= score * (1 + _THRESHOLD * (1 - step / steps) * np.random.random()):
+                score = after
                 copy_layout(layout, before)
+                if score < least:
+                    least = score
+                    copy_layout(layout, best)
                 continue
         copy_layout(before, layout)
+    copy_layout(best, layout)
 
 
 @compiled

@@ -1,15 +1,18 @@
 """Replicas as the search holds them, and how long each takes. Imports numpy and numba."""
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from megatron_resihp.cost.job import Array
 from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.planner.search.groups import Nodes, degree_of, speed_of
-from megatron_resihp.planner.search.makespan import one_f_one_b_makespan
+from megatron_resihp.planner.search.makespan import pipeline_makespan
 from megatron_resihp.planner.search.stages import split_layers
 from megatron_resihp.planner.search.tables import Index, Tables
+
+MISFIT: Final = 1e9
+"""Seconds that stand for a layer without a place, far more than any real ones: so a search comes to fit at all."""
 
 
 class Layout(NamedTuple):
@@ -20,7 +23,7 @@ class Layout(NamedTuple):
         stages: how many each has, [replicas].
         ends: where each stage's layers end, [replicas, most stages].
         micro_batches: of each replica, [replicas].
-        seconds: makespan of each, infinite if it doesn't fit, [replicas].
+        seconds: makespan of each; where it doesn't fit, MISFIT for each layer without a place, [replicas].
         period: seconds that another micro-batch would take, [replicas].
         idle: groups without work, [workers]; the first `idle_count[0]` of them.
         idle_count: [1].
@@ -43,6 +46,7 @@ class Scratch(NamedTuple):
     speed: Array
     forward: Array
     backward: Array
+    weight: Array
     transfer: Array
     free: Array
     done: Array
@@ -65,21 +69,42 @@ def new_layout(replicas: int, most_stages: int, workers: int) -> Layout:
 
 @compiled
 def new_scratch(most_stages: int) -> Scratch:
-    index, rows = np.zeros(most_stages, np.int64), np.zeros((6, most_stages))
-    return Scratch(index, rows[0], rows[1], rows[2], rows[3], rows[4], rows[5])
+    index, rows = np.zeros(most_stages, np.int64), np.zeros((7, most_stages))
+    return Scratch(index, rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6])
 
 
 @compiled
 def copy_layout(source: Layout, target: Layout) -> None:
     """Make both equal; they have the same sizes."""
-    target.order[:] = source.order
+    for replica in range(len(source.stages)):
+        stages = source.stages[replica]
+        target.order[replica, :stages] = source.order[replica, :stages]
+        target.ends[replica, :stages] = source.ends[replica, :stages]
     target.stages[:] = source.stages
-    target.ends[:] = source.ends
     target.micro_batches[:] = source.micro_batches
     target.seconds[:] = source.seconds
     target.period[:] = source.period
-    target.idle[:] = source.idle
+    target.idle[: source.idle_count[0]] = source.idle[: source.idle_count[0]]
     target.idle_count[:] = source.idle_count
+
+
+@compiled
+def same_result(nodes: Nodes, layout: Layout, one: int, other: int) -> bool:
+    """Whether two replicas take equally long, as their groups have the same degrees and speeds in the same order."""
+    if layout.stages[one] != layout.stages[other] or layout.micro_batches[one] != layout.micro_batches[other]:
+        return False
+    for stage in range(layout.stages[one]):
+        mine, theirs = layout.order[one, stage], layout.order[other, stage]
+        if degree_of(nodes, mine) != degree_of(nodes, theirs) or speed_of(nodes, mine) != speed_of(nodes, theirs):
+            return False
+    return True
+
+
+@compiled
+def copy_result(layout: Layout, one: int, other: int) -> None:
+    """Give a replica the ends, seconds and period of another."""
+    layout.ends[one, : layout.stages[one]] = layout.ends[other, : layout.stages[one]]
+    layout.seconds[one], layout.period[one] = layout.seconds[other], layout.period[other]
 
 
 @compiled
@@ -118,58 +143,63 @@ def remove(layout: Layout, replica: int, stage: int) -> int:
 
 
 @compiled
-def assess(tables: Tables, nodes: Nodes, layout: Layout, replica: int, scratch: Scratch) -> float:
+def assess(tables: Tables, nodes: Nodes, layout: Layout, replica: int, scratch: Scratch) -> None:
     """Split a replica's layers over its stages and run its micro-batches; fills ends, seconds and period."""
     stages, micro_batches = layout.stages[replica], layout.micro_batches[replica]
-    layout.seconds[replica] = layout.period[replica] = np.inf
-    if stages == 0 or micro_batches == 0:
-        return np.inf
+    layout.period[replica] = 0.0
+    layout.seconds[replica] = MISFIT * tables.forward.shape[1]
+    if stages == 0:
+        return
     for stage in range(stages):
         group = layout.order[replica, stage]
         scratch.degree[stage], scratch.speed[stage] = degree_of(nodes, group), speed_of(nodes, group)
     ends = layout.ends[replica]
     copies = len(layout.stages)
-    if not split_layers(tables, scratch.degree, scratch.speed, stages, micro_batches, copies, ends):
-        return np.inf
-    return time_of(tables, layout, replica, scratch)
+    misfits = split_layers(tables, scratch.degree, scratch.speed, stages, micro_batches, copies, ends)
+    if misfits:
+        layout.seconds[replica] = MISFIT * misfits
+    else:
+        time_of(tables, layout, replica, scratch)
 
 
 @compiled
-def time_of(tables: Tables, layout: Layout, replica: int, scratch: Scratch) -> float:
+def time_of(tables: Tables, layout: Layout, replica: int, scratch: Scratch) -> None:
     """Run a replica's micro-batches with its layers as they are; degree and speed of its stages are in `scratch`."""
     stages, ends = layout.stages[replica], layout.ends[replica]
     first = 0
     for stage in range(stages):
-        k, forward, backward = scratch.degree[stage], 0.0, 0.0
+        k, forward, backward, weight = scratch.degree[stage], 0.0, 0.0, 0.0
         for layer in range(first, ends[stage]):
             forward += tables.forward[k, layer]
             backward += tables.backward[k, layer]
+            weight += tables.weight[k, layer]
         scratch.forward[stage] = forward / scratch.speed[stage]
         scratch.backward[stage] = backward / scratch.speed[stage]
+        scratch.weight[stage] = weight / scratch.speed[stage]
         first = ends[stage]
         if stage + 1 < stages:
             scratch.transfer[stage] = tables.transfer[k, scratch.degree[stage + 1]]
     layout.period[replica] = _period(stages, scratch)
-    layout.seconds[replica] = one_f_one_b_makespan(
+    layout.seconds[replica] = pipeline_makespan(
         scratch.forward,
         scratch.backward,
+        scratch.weight,
         scratch.transfer,
         stages,
         layout.micro_batches[replica],
         scratch.free,
         scratch.done,
     )
-    return layout.seconds[replica]
 
 
 @compiled
 def _period(stages: int, scratch: Scratch) -> float:
-    """Of 1F1B's steady state: the busiest stage, or the way from a stage to the end and back, shared by its F ahead."""
+    """Of the steady state: the busiest stage, or the way from a stage to the end and back, shared by its F ahead."""
     period, way = 0.0, 0.0
     for stage in range(stages - 1, -1, -1):
         if stage + 1 < stages:
             way += 2 * scratch.transfer[stage]
         own = scratch.forward[stage] + scratch.backward[stage]
         way += own
-        period = max(period, own, way / (stages - stage))
+        period = max(period, own + scratch.weight[stage], way / (stages - stage))
     return period

@@ -1,21 +1,29 @@
-"""How long 1F1B takes over stages of unlike speed, without building the program. Imports numpy and numba."""
+"""How long 1F1B and ZB-H1 take over stages of unlike speed, without building the program. Imports numpy and numba."""
 
 from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.pipeline.times import Array
 
 
 @compiled
-def one_f_one_b_makespan(
-    forward: Array, backward: Array, transfer: Array, stages: int, micro_batches: int, free: Array, done: Array
+def pipeline_makespan(
+    forward: Array,
+    backward: Array,
+    weight: Array,
+    transfer: Array,
+    stages: int,
+    micro_batches: int,
+    free: Array,
+    done: Array,
 ) -> float:
-    """Seconds from the first F to the last B; what `simulate` gives for `one_f_one_b`, in order of dependence.
+    """Seconds from the first F to the last op; what `simulate` gives for `zero_bubble_h1`, in order of dependence.
 
-    Stage s runs S − 1 − s forwards ahead. In wave j every stage runs F of micro-batch j + S − 1 − s, which needs the F
-    that the stage before ran in the wave before, and then, last stage first, B of micro-batch j.
+    Without seconds of W that is `one_f_one_b`. Stage s runs S − 1 − s forwards ahead, and W of a micro-batch s
+    micro-batches after its B. In wave j every stage runs F of micro-batch j + S − 1 − s, which needs the F that the
+    stage before ran in the wave before, then, last stage first, B of micro-batch j, and W of j − s.
 
     Args:
-        forward, backward: seconds of each stage's op, [≥ stages].
-        transfer: seconds from each stage to the next and back, [≥ stages − 1].
+        forward, backward, weight: seconds of each stage's op, [≥ stages].
+        transfer: seconds from each stage to the next and back, [≥ stages].
         stages, micro_batches: how many there are.
         free, done: scratch, [≥ stages].
     """
@@ -32,6 +40,10 @@ def one_f_one_b_makespan(
         if wave >= 0:
             arrival = 0.0
             for stage in range(stages - 1, -1, -1):
-                free[stage] = max(free[stage], arrival) + backward[stage]
-                arrival = free[stage] + transfer[stage - 1]
-    return free[:stages].max()
+                end = max(free[stage], arrival) + backward[stage]
+                arrival = end + transfer[stage - 1]
+                free[stage] = end + weight[stage] if wave >= stage else end
+    makespan = 0.0
+    for stage in range(stages):
+        makespan = max(makespan, free[stage] + min(stage, micro_batches) * weight[stage])
+    return makespan

@@ -1,50 +1,99 @@
 """Micro-batches for each replica: the smallest longest makespan. Imports numpy and numba."""
 
+from typing import Final
+
 import numpy as np
 
+from megatron_resihp.cost.job import Array
 from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.planner.search.groups import Nodes, degree_of, speed_of
-from megatron_resihp.planner.search.layout import Layout, Scratch, assess
-from megatron_resihp.planner.search.tables import Tables
+from megatron_resihp.planner.search.layout import MISFIT, Layout, Scratch, assess, copy_result, same_result
+from megatron_resihp.planner.search.tables import Index, Tables
+
+_MOST_MOVES: Final = 16
+"""Of micro-batches, after they were shared by estimate."""
+_MANY: Final = 8
+"""Replicas; with so many there are layouts enough that fit, or fewer replicas do."""
 
 
 @compiled
-def share_by_power(tables: Tables, nodes: Nodes, layout: Layout, micro_batches: int) -> None:
-    """A first share: in proportion to what each replica's groups would work through, at least one each."""
+def share_out(tables: Tables, nodes: Nodes, layout: Layout, micro_batches: int, scratch: Scratch) -> None:
+    """Share by power, then by what replicas with these shares take, then one by one.
+
+    There are at least as many micro-batches as replicas.
+    """
     replicas = len(layout.stages)
     power = np.zeros(replicas)
     for replica in range(replicas):
         for stage in range(layout.stages[replica]):
             group = layout.order[replica, stage]
             power[replica] += tables.rate[degree_of(nodes, group)] * speed_of(nodes, group)
-    layout.micro_batches[:] = 1
-    for _ in range(micro_batches - replicas):
-        layout.micro_batches[np.argmin((layout.micro_batches + 1) / np.maximum(power, 1e-300))] += 1
+    power = np.maximum(power, 1e-300)
+    layout.micro_batches[:] = _fill_up(np.zeros(replicas), 1 / power, micro_batches)
+    if not assess_all(tables, nodes, layout, scratch):
+        return
+    offset = layout.seconds - layout.micro_batches * layout.period
+    layout.micro_batches[:] = _fill_up(offset, layout.period, micro_batches)
+    if assess_all(tables, nodes, layout, scratch):
+        level(tables, nodes, layout, scratch)
 
 
 @compiled
-def level(tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch) -> float:
-    """Move micro-batches from the slowest replica to the one that would then be fastest, while it pays.
+def _fill_up(offset: Array, period: Array, micro_batches: int) -> Index:
+    """The shares, at least one each, with the least longest offset + share · period."""
+    low, high = 0.0, (offset + micro_batches * period).max()
+    for _ in range(40):
+        limit = (low + high) / 2
+        if np.maximum(np.floor((limit - offset) / period), 1.0).sum() > micro_batches:
+            high = limit
+        else:
+            low = limit
+    shares = np.maximum(np.floor((low - offset) / period), 1.0).astype(np.int64)
+    for _ in range(micro_batches - shares.sum()):
+        shares[np.argmin(offset + (shares + 1) * period)] += 1
+    return shares
 
-    Returns the longest makespan.
-    """
-    while True:
+
+@compiled
+def assess_all(tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch) -> bool:
+    """Assess every replica, those that are alike once; whether all fit. Of many, all behind a misfit are left out."""
+    replicas = len(layout.stages)
+    layout.seconds[:] = MISFIT
+    fit = True
+    for replica in range(replicas):
+        known = False
+        for other in range(replica - 1, -1, -1):
+            if same_result(nodes, layout, replica, other):
+                copy_result(layout, replica, other)
+                known = True
+                break
+        if not known:
+            assess(tables, nodes, layout, replica, scratch)
+        if layout.seconds[replica] >= MISFIT:
+            fit = False
+            if replicas > _MANY:
+                return False
+    return fit
+
+
+@compiled
+def level(tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch) -> None:
+    """Move micro-batches from the slowest replica to the one that would then be fastest, while it pays."""
+    for _ in range(_MOST_MOVES):
         slowest, fastest = int(np.argmax(layout.seconds)), int(np.argmin(layout.seconds + layout.period))
         longest = layout.seconds[slowest]
         estimate = layout.seconds[fastest] + layout.period[fastest]
         if slowest == fastest or layout.micro_batches[slowest] == 1 or not estimate < longest:
-            return longest
-        _give(tables, nodes, layout, scratch, slowest, fastest, 1)
+            return
+        _give(tables, nodes, layout, scratch, slowest, fastest)
         if not max(layout.seconds[slowest], layout.seconds[fastest]) < longest:
-            _give(tables, nodes, layout, scratch, fastest, slowest, 1)
-            return longest
+            _give(tables, nodes, layout, scratch, fastest, slowest)
+            return
 
 
 @compiled
-def _give(
-    tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch, giver: int, taker: int, count: int
-) -> None:
-    layout.micro_batches[giver] -= count
-    layout.micro_batches[taker] += count
+def _give(tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch, giver: int, taker: int) -> None:
+    layout.micro_batches[giver] -= 1
+    layout.micro_batches[taker] += 1
     assess(tables, nodes, layout, giver, scratch)
     assess(tables, nodes, layout, taker, scratch)

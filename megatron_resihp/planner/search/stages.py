@@ -16,8 +16,8 @@ PRECISION = 1e-5
 @compiled
 def split_layers(
     tables: Tables, degree: Index, speed: Array, stages: int, micro_batches: int, copies: int, ends: Index
-) -> bool:
-    """Fill `ends` with each stage's end in layers; whether that was possible.
+) -> int:
+    """Fill `ends` with each stage's end in layers; how many layers found no place.
 
     For a given limit of time, stages that take as many layers as time and memory allow, first stage first, reach
     furthest; so the limit is found by bisection. A stage may be left without layers.
@@ -25,7 +25,7 @@ def split_layers(
     Args:
         tables: what work costs.
         degree, speed: of each stage's group, [≥ stages].
-        stages, micro_batches, copies: how many there are; 1F1B holds min(stages − stage, micro_batches) activations.
+        stages, micro_batches, copies: how many there are.
         ends: filled, [≥ stages].
     """
     layers = tables.forward.shape[1]
@@ -33,8 +33,9 @@ def split_layers(
     for stage in range(stages):
         power += tables.rate[degree[stage]] * speed[stage]
     low = 1 / power
-    if _fill(tables, degree, speed, stages, micro_batches, copies, np.inf, ends) < layers:
-        return False
+    placed = _fill(tables, degree, speed, stages, micro_batches, copies, np.inf, ends)
+    if placed < layers:
+        return layers - placed
     high = _longest(tables, degree, speed, stages, ends)
     guess = low * 1.1
     while high - low > PRECISION * high:
@@ -45,7 +46,7 @@ def split_layers(
             low = limit
         guess = low * 1.25 if guess <= low else guess
     _fill(tables, degree, speed, stages, micro_batches, copies, high * (1 + PRECISION), ends)
-    return True
+    return 0
 
 
 @compiled
@@ -64,10 +65,10 @@ def _fill(
     layer = 0
     for stage in range(stages):
         k = degree[stage]
-        in_flight = min(stages - stage, micro_batches)
+        in_flight = most_in_flight(tables, stages, stage, micro_batches)
         time_left, memory, working = limit * speed[stage], 0.0, 0.0
         while layer < layers:
-            time_left -= tables.forward[k, layer] + tables.backward[k, layer]
+            time_left -= tables.forward[k, layer] + tables.backward[k, layer] + tables.weight[k, layer]
             memory += tables.held[k, layer] + tables.shared[k, layer] / copies + tables.kept[k, layer] * in_flight
             working = max(working, tables.working[k, layer])
             if time_left < 0 or memory + working > tables.memory:
@@ -84,21 +85,13 @@ def _longest(tables: Tables, degree: Index, speed: Array, stages: int, ends: Ind
     for stage in range(stages):
         k, total = degree[stage], 0.0
         for layer in range(first, ends[stage]):
-            total += tables.forward[k, layer] + tables.backward[k, layer]
+            total += tables.forward[k, layer] + tables.backward[k, layer] + tables.weight[k, layer]
         longest = max(longest, total / speed[stage])
         first = ends[stage]
     return longest
 
 
 @compiled
-def fits(
-    tables: Tables, degree: Index, stages: int, micro_batches: int, copies: int, ends: Index, stage: int
-) -> bool:
-    """Whether a stage's layers fit its memory."""
-    k = degree[stage]
-    in_flight = min(stages - stage, micro_batches)
-    memory, working = 0.0, 0.0
-    for layer in range(ends[stage - 1] if stage else 0, ends[stage]):
-        memory += tables.held[k, layer] + tables.shared[k, layer] / copies + tables.kept[k, layer] * in_flight
-        working = max(working, tables.working[k, layer])
-    return memory + working <= tables.memory
+def most_in_flight(tables: Tables, stages: int, stage: int, micro_batches: int) -> int:
+    """Micro-batches whose activations a stage holds at a time: those that are between F and B (and W)."""
+    return min(stages if tables.splits_backward else stages - stage, micro_batches)

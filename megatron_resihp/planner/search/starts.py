@@ -1,18 +1,25 @@
-"""Where the local search starts: groupings, numbers of replicas and ways to deal. Imports numpy and this package."""
+"""Where the local search starts: groupings, numbers of replicas, ways to deal, orders of ops.
 
-from collections.abc import Iterator
+Imports numpy and this package.
+"""
+
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from megatron_resihp.planner.search.construct import WAYS, construct
+from megatron_resihp.planner.search.construct import BY_POWER, WAYS, construct
 from megatron_resihp.planner.search.groups import Nodes, form_groups
 from megatron_resihp.planner.search.improve import score_of
-from megatron_resihp.planner.search.layout import Layout
-from megatron_resihp.planner.search.tables import Tables
+from megatron_resihp.planner.search.layout import MISFIT, Layout
+from megatron_resihp.planner.search.tables import Index, Tables
 
 PRICES: Final = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Of a group, in healthy single workers (`form_groups`)."""
+_GRID: Final = 1.5
+"""Ratio between numbers of replicas that are looked at first."""
+_PROMISING: Final = 6
+"""How many of the first starts are varied."""
 
 
 class Start(NamedTuple):
@@ -20,32 +27,92 @@ class Start(NamedTuple):
 
     Attributes:
         score: of `improve.score_of`.
-        number: in order of making.
+        grouping: which one, in the order of PRICES.
         layout: the groups in replicas.
+        tables: for which order of ops.
     """
 
     score: float
-    number: int
+    grouping: int
     layout: Layout
+    tables: Tables
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.layout.seconds.max() < MISFIT)
+
+    @property
+    def replicas(self) -> int:
+        return len(self.layout.stages)
 
 
-def starts(tables: Tables, nodes: Nodes, micro_batches: int) -> list[Start]:
-    """Layouts that fit, the best first."""
-    made = (
-        construct(tables, nodes, working, idle, replicas, micro_batches, way)
-        for working, idle in _groupings(tables, nodes)
-        for replicas in range(1, min(len(working), micro_batches) + 1)
-        for way in WAYS
-    )
-    scored = (Start(score_of(layout), number, layout) for number, layout in enumerate(made))
-    return sorted((start for start in scored if np.isfinite(start.score)), key=lambda start: start[:2])
+class Starts:
+    """Makes starts, each once.
+
+    Attributes:
+        found: the best first; of equal ones the one that was made first. Those that don't fit come last.
+    """
+
+    def __init__(self, nodes: Nodes, micro_batches: int, rate: Sequence[float]) -> None:
+        self._nodes = nodes
+        self._micro_batches = micro_batches
+        formed = (form_groups(nodes, np.asarray(rate), price * rate[1]) for price in PRICES)
+        self._groupings = list({working.tobytes(): (working, idle) for working, idle in formed}.values())
+        self._made: set[tuple[int, int, int, bool]] = set()
+        self.found: list[Start] = []
+
+    def look_around(self, tables: Tables) -> None:
+        """Every grouping, with numbers of replicas far from each other."""
+        for grouping in range(len(self._groupings)):
+            # More groups than layers would have nothing to do.
+            least = -(-len(self._groupings[grouping][0]) // tables.forward.shape[1])
+            self._make(tables, grouping, _spread(least, self._most(grouping)), (BY_POWER,))
+
+    def look_closer(self, orders: Sequence[Tables]) -> None:
+        """The best of what was found, with every order of ops and way to deal, and numbers of replicas between."""
+        promising = {(start.grouping, start.replicas): None for start in self.found}
+        for grouping, replicas in list(promising)[:_PROMISING]:
+            for tables in orders:
+                self._make(tables, grouping, _near(replicas, self._most(grouping)), WAYS)
+
+    def different(self, count: int) -> list[Start]:
+        """The best of those whose scores differ, and of each number of replicas before a second one of any."""
+        seen: set[float] = set()
+        rounds: dict[int, int] = {}
+        ranked: list[tuple[int, int, Start]] = []
+        for number, start in enumerate(self.found):
+            if start.score not in seen:
+                seen.add(start.score)
+                turn = rounds[start.replicas] = rounds.get(start.replicas, -1) + 1
+                ranked.append((turn // 2, number, start))
+        return [start for _, _, start in sorted(ranked, key=lambda each: each[:2])[:count]]
+
+    def _most(self, grouping: int) -> int:
+        return min(len(self._groupings[grouping][0]), self._micro_batches)
+
+    def _make(self, tables: Tables, grouping: int, numbers: Iterable[int], ways: Sequence[int]) -> None:
+        working, idle = self._groupings[grouping]
+        for replicas in numbers:
+            for way in ways:
+                key = (grouping, replicas, way, tables.splits_backward)
+                if key in self._made:
+                    continue
+                self._made.add(key)
+                layout = construct(tables, self._nodes, working, idle, replicas, self._micro_batches, way)
+                self.found.append(Start(score_of(layout), grouping, layout, tables))
+        self.found.sort(key=lambda start: start.score)
 
 
-def _groupings(tables: Tables, nodes: Nodes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Groups that work and groups that don't, each grouping once."""
-    seen: set[bytes] = set()
-    for price in PRICES:
-        working, idle = form_groups(nodes, tables.rate, price * float(tables.rate[1]))
-        if working.tobytes() not in seen:
-            seen.add(working.tobytes())
-            yield working, idle
+def _spread(least: int, most: int) -> list[int]:
+    """From the least to the most, each number about as far from the next in proportion."""
+    numbers = [min(least, most)]
+    while numbers[-1] < most:
+        numbers.append(min(max(numbers[-1] + 1, int(numbers[-1] * _GRID)), most))
+    return numbers
+
+
+def _near(number: int, most: int) -> Index:
+    """Up to five numbers as far as halfway to the next ones that were looked at first."""
+    reach = max(1, int(number * (_GRID - 1) / 2))
+    numbers = np.unique(np.linspace(number - reach, number + reach, 5).round().astype(np.int64))
+    return numbers[(numbers >= 1) & (numbers <= most)]

@@ -15,20 +15,23 @@ _ROUNDING = 64
 
 
 class Tables(NamedTuple):
-    """One row per tensor-parallel degree, row k for degree k; rows of degrees that are not allowed hold infinities.
+    """For one order of ops. Row k is for tensor-parallel degree k; rows of degrees that are not allowed are infinite.
 
     Attributes:
-        forward, backward: seconds of each layer on the healthy, [degrees + 1, layers]; backward is the whole of it.
+        forward, backward, weight: seconds of each layer on the healthy, [degrees + 1, layers]; with 1F1B, backward is
+            the whole of it and weight is 0.
         held: bytes of each layer that every copy has, [degrees + 1, layers].
         shared: bytes of each layer that its copies share out, [degrees + 1, layers].
         kept, working: activations of one micro-batch from F to B, and what recomputation needs besides.
         rate: models per second that a healthy group of each degree would work through, [degrees + 1]; 0 if not allowed.
         transfer: seconds between groups of two degrees, [degrees + 1, degrees + 1].
         memory: bytes of a device.
+        splits_backward: whether the order is ZB-H1 and not 1F1B.
     """
 
     forward: Array
     backward: Array
+    weight: Array
     held: Array
     shared: Array
     kept: Array
@@ -36,19 +39,21 @@ class Tables(NamedTuple):
     rate: Array
     transfer: Array
     memory: float
+    splits_backward: bool
 
 
 @lru_cache(maxsize=16)
-def tables_of(cost: JobCost, uneven: bool) -> Tables:
-    """The tables of a job, with or without the degrees whose members hold unlike shards."""
+def tables_of(cost: JobCost, uneven: bool, splits_backward: bool = False) -> Tables:
+    """The tables of a job, with or without the degrees whose members hold unlike shards, for one of both orders."""
     degrees = [degree for degree in cost.degrees if uneven or not cost.uneven(degree)]
     rows, layers = cost.workers_per_node + 1, cost.layers
-    forward, backward, held, shared, kept, working = np.full((6, rows, layers), np.inf)
+    forward, backward, weight, held, shared, kept, working = np.full((7, rows, layers), np.inf)
     rate, transfer = np.zeros(rows), np.zeros((rows, rows))
     for degree in degrees:
         seconds = cost.seconds(degree)
         forward[degree] = seconds[OpKind.F]
-        backward[degree] = seconds[OpKind.B] + seconds[OpKind.W]
+        backward[degree] = seconds[OpKind.B] + (0.0 if splits_backward else seconds[OpKind.W])
+        weight[degree] = seconds[OpKind.W] if splits_backward else 0.0
         rate[degree] = 1 / seconds.sum()
         # State is linear in 1 / copies: two points tell it.
         alone, of_two = cost.bytes(degree, 1), cost.bytes(degree, 2)
@@ -58,4 +63,6 @@ def tables_of(cost: JobCost, uneven: bool) -> Tables:
         for other in degrees:
             transfer[degree, other] = cost.transfer(degree, other)
     memory = float(cost.device.memory - _ROUNDING)
-    return Tables(forward, backward, held, shared, kept, working, rate, transfer, memory)
+    return Tables(
+        forward, backward, weight, held, shared, kept, working, rate, transfer, memory, splits_backward
+    )

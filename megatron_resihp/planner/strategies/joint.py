@@ -6,22 +6,24 @@ stage is as fast as memory allows (`stages`), micro-batches shared so that the s
 (`share`); then random moves of all these, kept where the simulated 1F1B makespan says so (`improve`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.plan import ParallelPlan, PlanError
-from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.moves import seconds_to_get_there
 from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.search.build import plan_of
-from megatron_resihp.planner.search.groups import nodes_of
+from megatron_resihp.planner.search.groups import Nodes, nodes_of
 from megatron_resihp.planner.search.improve import improve, score_of
-from megatron_resihp.planner.search.starts import starts
+from megatron_resihp.planner.search.quick import iteration_seconds
+from megatron_resihp.planner.search.starts import Start, Starts
 from megatron_resihp.planner.search.tables import tables_of
+from megatron_resihp.planner.search.tune import tuned
+from megatron_resihp.planner.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,22 @@ class Settings:
 
     Attributes:
         uneven: whether tensor-parallel members may hold unlike shards (3 of 4, say); such plans are marked.
+        zero_bubble: whether replicas may run ZB-H1 instead of 1F1B.
         starts: how many first layouts are improved.
         steps: moves that are tried on each.
+        seeds: strategies whose plans are taken where they are faster.
+        effort: ops run in trials to tune each replica's pipeline in the end, its layers, their places and the order of
+            its ops (`pipeline.tuning`); 0 leaves that out.
+        tuned: how many layouts are tuned.
     """
 
     uneven: bool = True
+    zero_bubble: bool = True
     starts: int = 6
     steps: int = 400
+    seeds: tuple[Strategy, ...] = ()
+    effort: int = 0
+    tuned: int = 3
 
 
 DEFAULT: Final = Settings()
@@ -60,23 +71,44 @@ def answers(
     Raises:
         NoPlanError: nothing fits the survivors.
     """
-    kept = _still_possible(plan, health, cost)
-    tables = tables_of(cost, settings.uneven)
+    if not health.speed:
+        raise NoPlanError("no worker is left")
+    one_f_one_b = tables_of(cost, settings.uneven)
+    orders = [one_f_one_b, tables_of(cost, settings.uneven, True)] if settings.zero_bubble else [one_f_one_b]
     nodes = nodes_of(health.speed, cost.workers_per_node)
-    found = starts(tables, nodes, cost.micro_batches)
-    if not found:
-        if kept is None:
-            raise NoPlanError(f"no layout of {len(health.speed)} workers fits their memory")
-        yield kept
-        return
-    first = plan_of(found[0].layout, nodes, plan, health, cost)
-    yield first
-    tried = [start.layout for start in found[: settings.starts]]
-    for seed, layout in enumerate(tried):
-        improve(tables, nodes, layout, settings.steps, seed)
-    best = plan_of(min(tried, key=score_of), nodes, plan, health, cost)
-    candidates = [each for each in (kept, first, best) if each is not None]
+    starts = Starts(nodes, cost.micro_batches, one_f_one_b.rate.tolist())
+    starts.look_around(one_f_one_b)
+    if starts.found[0].fits:
+        yield _plan_of(starts.found[0], nodes, health, cost)
+    starts.look_closer(orders)
+    improved = starts.different(settings.starts)
+    for seed, start in enumerate(improved):
+        improve(start.tables, nodes, start.layout, settings.steps, seed)
+    improved.sort(key=lambda start: score_of(start.layout))
+    others = [_still_possible(plan, health, cost), *_made_by(settings.seeds, plan, health, cost)]
+    candidates = [each for each in others if each is not None]
+    made = [_plan_of(start, nodes, health, cost) for start in improved if start.fits]
+    candidates += made[:1]
+    if settings.effort:
+        candidates += [tuned(each, health, cost, settings.effort) for each in made[: settings.tuned]]
+    if not candidates:
+        raise NoPlanError(f"no layout of {len(health.speed)} workers fits their memory")
     yield min(candidates, key=lambda each: _charged_seconds(plan, each, health, cost))
+
+
+def _plan_of(start: Start, nodes: Nodes, health: Health, cost: JobCost) -> ParallelPlan:
+    return plan_of(start.layout, nodes, start.tables.splits_backward, health, cost)
+
+
+def _made_by(
+    seeds: Sequence[Strategy], plan: ParallelPlan, health: Health, cost: JobCost
+) -> Iterator[ParallelPlan]:
+    """What other strategies would do, where they can do anything."""
+    for seed in seeds:
+        try:
+            yield seed(plan, health, cost)
+        except NoPlanError:
+            continue
 
 
 def _still_possible(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan | None:
@@ -94,8 +126,8 @@ def _still_possible(plan: ParallelPlan, health: Health, cost: JobCost) -> Parall
 
 def _charged_seconds(before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost) -> float:
     """Seconds of an iteration, getting there shared out over the time until the next event."""
-    seconds = evaluate(after, health, cost).iteration_s
-    if before.replicas == after.replicas:
+    seconds = iteration_seconds(after, health, cost)
+    if before.replicas == after.replicas or cost.until_next_event_s == float("inf"):
         return seconds
     left = 1 - seconds_to_get_there(before, after, cost) / cost.until_next_event_s
     return seconds / left if left > 0 else float("inf")

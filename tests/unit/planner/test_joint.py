@@ -14,7 +14,7 @@ from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.rectangular import NoPlanError
-from megatron_resihp.planner.strategies.joint import Settings, joint
+from megatron_resihp.planner.strategies.joint import Settings, answers, joint
 
 MODEL = model_from_arguments({**PRESETS["llama2-7b"], "num_layers": 12})
 DEVICE = Device(312e12, 0.5, {1: 1.0, 2: 0.95, 4: 0.88}, memory=24 * 2**30, latency=2e-5, bandwidth=25e9)
@@ -68,6 +68,29 @@ def test_the_plan_in_force_stays_where_nothing_pays() -> None:
     healthy = Health({worker: 1.0 for worker in range(16)})
     best = joint(BEFORE, healthy, COST, QUICK)
     assert joint(best, healthy, COST, QUICK) == best
+
+
+@settings(max_examples=20, deadline=None)
+@given(health_of_16)
+def test_the_first_answer_fits_too(health: Health) -> None:
+    for plan in answers_or_none(health):
+        check_plan(plan, MODEL, COST.training, DEVICE.memory)
+
+
+def answers_or_none(health: Health) -> list[ParallelPlan]:
+    try:
+        return list(answers(BEFORE, health, COST, QUICK))
+    except NoPlanError:
+        return []
+
+
+def test_split_backward_is_used_where_it_is_allowed_and_pays() -> None:
+    health = Health({worker: 1.0 for worker in range(15)})
+    whole, split = (
+        joint(BEFORE, health, COST, Settings(zero_bubble=allowed, starts=2, steps=40)) for allowed in (False, True)
+    )
+    assert not any(replica.schedule for replica in whole.replicas)
+    assert evaluate(split, health, COST).iteration_s <= evaluate(whole, health, COST).iteration_s
 
 
 def test_too_little_memory_is_told() -> None:

@@ -1,0 +1,219 @@
+#!/usr/bin/env python3
+"""How long the joint strategy plans, and how good its plans are.
+
+    python benchmarks/planning.py [--sizes 64 256 …] [--instances N] [--small N] [--malleus-sizes 64 …]
+
+Time, for each number of GPUs: TP 4, PP 8 or 16, 16 micro-batches for each replica; in each instance 1 to 10 % of the
+GPUs are dead and 1 to 5 % run at 0.3 to 0.9 of their speed, drawn from the seed. One process, one thread, warm: what
+importing and compiling take is printed apart. Makespans are those of 1F1B, and the order of ops is not searched. Times
+are of the process's own CPU clock, which is the wall clock of a core that does nothing else; the wall clock is printed
+beside it. `first` is until the first answer, `last` until the best one. `malleus`, where it is there, plans the same
+instances, each within the memory and the health that are given.
+
+Quality: small instances (12 or 16 GPUs in nodes of 4, 10 to 24 layers, embedding and head included, 8, 12 or 16
+micro-batches, up to 3 dead and 2 slow GPUs, memory for 1.3 to 3.9 replicas' state) are solved to proven optimality
+(`tests/unit/planner/planner_optimum.py`) over all that 1F1B plans can be, with the same makespans; the gap is time over
+the optimum's, less one.
+
+The last line of standard output is one JSON object: seconds (median and 95th percentile) by GPU count, also until the
+first answer and of malleus; share of the instances within 1 and 3 % of the optimum, and the worst gap.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, print_result
+
+STARTED = time.process_time()
+
+from megatron_resihp.cost.device import Device  # noqa: E402
+from megatron_resihp.cost.job import JobCost  # noqa: E402
+from megatron_resihp.cost.layers import model_from_arguments  # noqa: E402
+from megatron_resihp.cost.presets import PRESETS, preset  # noqa: E402
+from megatron_resihp.cost.training import Training  # noqa: E402
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica  # noqa: E402
+from megatron_resihp.planner.evaluation import evaluate  # noqa: E402
+from megatron_resihp.planner.health import Health  # noqa: E402
+from megatron_resihp.planner.rectangular import NoPlanError  # noqa: E402
+from megatron_resihp.planner.strategies.joint import Settings, answers  # noqa: E402
+from megatron_resihp.planner.strategies.registry import STRATEGIES  # noqa: E402
+
+sys.path.insert(0, str(Path(ROOT) / "tests" / "unit" / "planner"))
+from planner_optimum import optimum  # noqa: E402
+
+IMPORTED = time.process_time()
+
+SETTINGS = Settings(zero_bubble=False)
+GOALS_S = {64: 0.02, 256: 0.06, 1024: 0.2, 10240: 1.0}
+SLOW = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+EFFICIENCY = {1: 1.0, 2: 0.95, 4: 0.88, 8: 0.75}
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One question to a planner."""
+
+    plan: ParallelPlan
+    health: Health
+    cost: JobCost
+
+
+def large(gpus: int, random_state: random.Random, cost: JobCost, pipeline: int) -> Instance:
+    """A healthy job's plan, and what is left of its GPUs."""
+    ids = list(range(gpus))
+    random_state.shuffle(ids)
+    dead = max(1, int(gpus * random_state.uniform(0.01, 0.1)))
+    slow = max(1, int(gpus * random_state.uniform(0.01, 0.05)))
+    speed = {worker: 1.0 for worker in ids[dead:]}
+    speed |= {worker: random_state.choice(SLOW) for worker in ids[dead : dead + slow]}
+    return Instance(_healthy_plan(gpus, cost, 4, pipeline), Health(speed), cost)
+
+
+def job(gpus: int) -> tuple[JobCost, int]:
+    """What is trained on so many GPUs, and its stages."""
+    name, pipeline = ("llama2-30b", 8) if gpus < 256 else ("llama2-70b", 16)
+    training = Training(8192, sequence_parallel=True, distributed_optimizer=True)
+    device = Device(312e12, 0.5, EFFICIENCY, latency=2e-5, bandwidth=25e9)
+    return JobCost(preset(name), training, device, micro_batches=16 * gpus // (4 * pipeline)), pipeline
+
+
+def _healthy_plan(gpus: int, cost: JobCost, tensor: int, pipeline: int) -> ParallelPlan:
+    """TP groups of neighbours, layers as even as can be."""
+    replicas = gpus // (tensor * pipeline)
+    ends = [cost.layers * (stage + 1) // pipeline for stage in range(pipeline)]
+    chunks = tuple(Chunk(stage, *pair) for stage, pair in enumerate(zip([0, *ends], ends, strict=False)))
+    groups = [tuple(range(first, first + tensor)) for first in range(0, gpus, tensor)]
+    return ParallelPlan(
+        tuple(
+            Replica(
+                tuple(groups[number * pipeline : (number + 1) * pipeline]),
+                tuple(range(number, cost.micro_batches, replicas)),
+                chunks,
+            )
+            for number in range(replicas)
+        )
+    )
+
+
+def small(seed: int) -> Instance:
+    """An instance whose optimum can be proven; see above."""
+    state = random.Random(seed)
+    gpus, layers, micro_batches = state.choice([12, 16]), state.randint(8, 22), state.choice([8, 12, 16])
+    model = model_from_arguments({**PRESETS["llama2-7b"], "num_layers": layers})
+    training = Training(4096, sequence_parallel=True)
+    per_parameter = training.weight_bytes + training.gradient_bytes + training.optimizer_bytes
+    room = state.uniform(1.3, 3.9)
+    dead = state.sample(range(gpus), state.randint(0, 3))
+    speed = {worker: 1.0 for worker in range(gpus) if worker not in dead}
+    speed |= {worker: state.choice(SLOW) for worker in state.sample(sorted(speed), state.randint(0, 2))}
+    memory = int(model.parameters * per_parameter * room / len(speed))
+    device = Device(312e12, 0.5, {1: 1.0, 2: 0.93, 4: 0.85}, memory, latency=2e-5, bandwidth=25e9)
+    cost = JobCost(model, training, device, micro_batches, workers_per_node=4)
+    return Instance(_healthy_plan(gpus, cost, 4, gpus // 4), Health(speed), cost)
+
+
+@dataclass
+class Measured:
+    """Seconds and shares of the bound, one for each instance."""
+
+    first_s: list[float]
+    last_s: list[float]
+    wall_s: list[float]
+    share: list[float]
+
+
+def measure(instances: list[Instance]) -> Measured:
+    """Plan each instance; the first one a second time, as it may have compiled something."""
+    found = Measured([], [], [], [])
+    for number, instance in enumerate([instances[0], *instances]):
+        wall, start = time.perf_counter(), time.process_time()
+        given = answers(instance.plan, instance.health, instance.cost, SETTINGS)
+        next(given)
+        first = time.process_time()
+        *_, last = given
+        end, wall_end = time.process_time(), time.perf_counter()
+        if number:
+            found.first_s.append(first - start)
+            found.last_s.append(end - start)
+            found.wall_s.append(wall_end - wall)
+            found.share.append(evaluate(last, instance.health, instance.cost).share_of_bound)
+    return found
+
+
+def other(strategy: Callable[..., ParallelPlan], instances: list[Instance]) -> tuple[list[float], list[float]]:
+    """Seconds and shares of the bound of another strategy."""
+    seconds, shares = [], []
+    for instance in instances:
+        start = time.process_time()
+        plan = strategy(instance.plan, instance.health, instance.cost)
+        seconds.append(time.process_time() - start)
+        shares.append(evaluate(plan, instance.health, instance.cost).share_of_bound)
+    return seconds, shares
+
+
+def gaps(count: int) -> Iterator[tuple[int, float]]:
+    """Percent above the proven optimum, for each small instance for which there is a plan at all."""
+    for seed in range(count):
+        instance = small(seed)
+        try:
+            *_, plan = answers(instance.plan, instance.health, instance.cost, SETTINGS)
+            seconds = evaluate(plan, instance.health, instance.cost).iteration_s
+        except NoPlanError:
+            seconds = float("inf")
+        best = optimum(instance.health, instance.cost, seconds)
+        if best < float("inf"):
+            yield seed, 100 * (seconds / best - 1)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {"median": statistics.median(ordered), "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="*", default=list(GOALS_S), help="numbers of GPUs")
+    parser.add_argument("--instances", type=int, default=20, help="of each size")
+    parser.add_argument("--small", type=int, default=300, help="instances that are solved to optimality")
+    parser.add_argument("--malleus-sizes", type=int, nargs="*", default=[64], help="where malleus plans as well")
+    options = parser.parse_args()
+    print(f"import {IMPORTED - STARTED:.2f} s of CPU")
+    start = time.process_time()
+    measure([large(64, random.Random(0), *job(64))])
+    print(f"compilation, or loading what was compiled before: {time.process_time() - start:.2f} s of CPU", flush=True)
+    result: dict[str, Any] = {"seconds": {}, "first_answer_s": {}, "malleus_s": {}, "wall_s": {}, "share_of_bound": {}}
+    for gpus in options.sizes:
+        cost, pipeline = job(gpus)
+        instances = [large(gpus, random.Random(seed), cost, pipeline) for seed in range(options.instances)]
+        found = measure(instances)
+        result["seconds"][gpus], result["first_answer_s"][gpus] = spread(found.last_s), spread(found.first_s)
+        result["wall_s"][gpus] = spread(found.wall_s)
+        result["share_of_bound"][gpus] = statistics.mean(found.share)
+        print(gpus, result["seconds"][gpus], "first", result["first_answer_s"][gpus], flush=True)
+        if gpus in options.malleus_sizes and "malleus" in STRATEGIES:
+            seconds, shares = other(STRATEGIES["malleus"].strategy, instances)
+            result["malleus_s"][gpus] = spread(seconds)
+            result.setdefault("malleus_share_of_bound", {})[gpus] = statistics.mean(shares)
+            print(gpus, "malleus", result["malleus_s"][gpus], flush=True)
+    found_gaps: list[float] = []
+    for seed, gap in gaps(options.small):
+        found_gaps.append(gap)
+        if gap > 1:
+            print(f"small instance {seed}: {gap:.2f} % above the optimum", flush=True)
+    if found_gaps:
+        for percent in (1, 3):
+            within = sum(gap <= percent for gap in found_gaps) / len(found_gaps)
+            result[f"share_within_{percent}_percent"] = within
+        result |= {"worst_gap_percent": max(found_gaps), "small_instances": len(found_gaps)}
+    print_result(result, 4)
+
+
+if __name__ == "__main__":
+    main()
