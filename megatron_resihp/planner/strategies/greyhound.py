@@ -100,14 +100,12 @@ def _shared_out(
 
 
 def _gathered(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterator[ParallelPlan]:
-    """S3 for slow workers: together in groups, in replicas, and both; each shared out again."""
+    """S3 for slow workers: together in groups, and these in replicas, too; each shared out again."""
     in_groups = _rows(plan)
     _gather_in_groups(in_groups, health, cost)
-    in_replicas = _rows(plan)
+    in_replicas = [list(row) for row in in_groups]
     _gather_in_replicas(in_replicas, health)
-    in_both = [list(row) for row in in_groups]
-    _gather_in_replicas(in_both, health)
-    for rows in (in_groups, in_replicas, in_both):
+    for rows in (in_groups, in_replicas):
         if rows != _rows(plan):
             yield from _shared_out(_placed(plan, rows), plan, health, cost)
 
