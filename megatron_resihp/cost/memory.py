@@ -171,11 +171,13 @@ class _Accountant:
         return self.of_state((Shard(number, number + 1, 0, degree),)).total, kept, whole - kept
 
     def of_replica(self, replica: Replica) -> dict[Coordinate, MemoryUse]:
-        return {
-            Coordinate(stage, tp_rank): self._of_member(replica, Coordinate(stage, tp_rank))
-            for stage, members in enumerate(replica.stages)
-            for tp_rank in range(len(members))
-        }
+        used: dict[Coordinate, MemoryUse] = {}
+        for stage, members in enumerate(replica.stages):
+            alike = bool(members) and not self._uneven(len(members))
+            for tp_rank in range(len(members)):
+                first = used.get(Coordinate(stage, 0)) if alike else None
+                used[Coordinate(stage, tp_rank)] = first or self._of_member(replica, Coordinate(stage, tp_rank))
+        return used
 
     def _of_member(self, replica: Replica, coordinate: Coordinate) -> MemoryUse:
         degree = len(replica.stages[coordinate.stage])
