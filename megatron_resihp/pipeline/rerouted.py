@@ -7,7 +7,7 @@ W, decoupled from B, gives way to whatever others wait for.
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from itertools import product
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -55,15 +55,16 @@ class _State(NamedTuple):
     done: Index
 
 
-_LEAST_GAPS = (0.0, 0.5, 1.0)
 _AHEAD = (1.0, 1.5, 2.0, np.inf)
+_POLICIES = [(True, 0.5), (True, 1.0), (False, 0.0), (False, 0.5), (False, 1.0)]
+"""Whether B comes before F, and the least gap for W as a share of its duration, beside (True, 0)."""
 
 
 def order_ops(ways: Ways) -> tuple[list[list[Op]], float]:
     """The order of ops on each device that ends first among those of all policies, and when it ends.
 
-    Policies differ in whether F or B comes first where both can start, in how large a gap W is put into, and in how
-    many micro-batches a device takes into F before their B, as a multiple of 1F1B's.
+    Policies differ in how many micro-batches a device takes into F before their B, as a multiple of 1F1B's, which is
+    settled first; in whether F or B comes first where both can start; and in how large a gap W is put into.
 
     Raises:
         ProgramError: a device with work can't keep the activations of one micro-batch.
@@ -75,13 +76,17 @@ def order_ops(ways: Ways) -> tuple[list[list[Op]], float]:
         raise ProgramError(f"a device of stage {ways.stage[short[0]]} can't keep the activations of one micro-batch")
     queues = _Queues(np.argsort(ways.device, axis=None, kind="stable") % micro_batches, np.append(0, load.cumsum()))
     usual = (stages - ways.stage) * np.maximum(load / max(load.min(initial=0, where=load > 0) or 1, 1), 1.0)
-    best, rows = np.inf, np.empty((0, 3), np.int64)
-    for backward_first, least_gap, ahead in product((True, False), _LEAST_GAPS, _AHEAD):
-        most_ahead = np.ceil(ahead * usual)
-        placed, makespan = _place(ways, queues, _nothing_done(ways), most_ahead, backward_first, least_gap)
-        if makespan < best:
-            best, rows = makespan, placed
-    return _by_device(rows, ways), float(best)
+
+    def tried(ahead: float, backward_first: bool = True, least_gap: float = 0.0) -> tuple[float, Index]:
+        rows, makespan = _place(
+            ways, queues, _nothing_done(ways), np.ceil(ahead * usual), backward_first, least_gap
+        )
+        return makespan, rows
+
+    best_ahead = min(((ahead, *tried(ahead)) for ahead in _AHEAD), key=itemgetter(1))
+    others = (tried(best_ahead[0], *policy) for policy in _POLICIES)
+    makespan, rows = min((best_ahead[1:], *others), key=itemgetter(0))
+    return _by_device(rows, ways), float(makespan)
 
 
 def _nothing_done(ways: Ways) -> _State:

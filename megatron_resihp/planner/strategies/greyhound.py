@@ -20,6 +20,9 @@ from megatron_resihp.planner.strategies.common import Group, all_well, next_plan
 Rows = list[list[Group]]
 """The groups of each replica's stages."""
 
+Judged = tuple[float, ParallelPlan]
+"""A plan and the seconds of its iteration."""
+
 _TOLERANCE = 1e-9
 
 
@@ -43,34 +46,32 @@ def greyhound(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan
     dead = [worker for worker in plan.working if worker not in health.speed]
     if dead:
         raise NoPlanError(f"worker {dead[0]} is dead; Greyhound reacts to slow workers only")
-    as_is = next_plan(plan.replicas, plan, health, cost, plan.migrations)
-    shared = _better(as_is, _shared_out(plan.replicas, plan, health, cost), health, cost)
-    swapped = _better(shared, _gathered(plan, health, cost), health, cost)
-    swapped = _better(swapped, _unlinked(swapped, health, cost), health, cost)
-    return swapped if _pays(shared, swapped, health, cost) else shared
+    as_is = _judged(next_plan(plan.replicas, plan, health, cost, plan.migrations), health, cost)
+    shared = _fastest(as_is, _shared_out(plan.replicas, plan, health, cost), health, cost)
+    gathered = _fastest(shared, _gathered(plan, health, cost), health, cost)
+    swapped = _fastest(gathered, _unlinked(gathered[1], health, cost), health, cost)
+    return swapped[1] if swapped is not shared and _pays(shared, health, cost) else shared[1]
 
 
-def _better(best: ParallelPlan, others: Iterator[ParallelPlan], health: Health, cost: JobCost) -> ParallelPlan:
-    """The fastest of some plans; the first of equally fast ones."""
-    seconds = _seconds(best, health, cost)
+def _judged(plan: ParallelPlan, health: Health, cost: JobCost) -> Judged:
+    return evaluate(plan, health, cost).iteration_s, plan
+
+
+def _fastest(best: Judged, others: Iterator[ParallelPlan], health: Health, cost: JobCost) -> Judged:
+    """The first of the fastest plans."""
     for other in others:
-        each = _seconds(other, health, cost)
-        if each < seconds * (1 - _TOLERANCE):
-            best, seconds = other, each
+        judged = _judged(other, health, cost)
+        if judged[0] < best[0] * (1 - _TOLERANCE):
+            best = judged
     return best
 
 
-def _seconds(plan: ParallelPlan, health: Health, cost: JobCost) -> float:
-    return evaluate(plan, health, cost).iteration_s
-
-
-def _pays(shared: ParallelPlan, swapped: ParallelPlan, health: Health, cost: JobCost) -> bool:
-    """Whether S2 loses more time until the next event than changing places takes."""
-    if swapped is shared:
-        return False
+def _pays(judged: Judged, health: Health, cost: JobCost) -> bool:
+    """Whether this plan, S2's, loses more time until the next event than changing places takes."""
+    seconds, shared = judged
     even = with_shares(shared.replicas, even_counts(cost.micro_batches, len(shared.replicas)))
     at_best = max(_paced_s(replica, all_well(health), cost) for replica in even)
-    lost = cost.until_next_event_s * max(1 - at_best / _seconds(shared, health, cost), 0.0)
+    lost = cost.until_next_event_s * max(1 - at_best / seconds, 0.0)
     state = max(
         float(cost.bytes(len(replica.stages[chunk.stage]), len(shared.replicas)).state[chunk.first : chunk.end].sum())
         for replica in shared.replicas
