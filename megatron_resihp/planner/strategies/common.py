@@ -146,7 +146,7 @@ def next_plan(
     cost: JobCost,
     migrations: tuple[Migration, ...] = (),
 ) -> ParallelPlan:
-    """A plan of these replicas in which all other live workers are standbys that keep what they hold.
+    """A plan of these replicas in which all other live workers are standbys that keep what they hold, or nothing.
 
     Args:
         replicas: with layers and micro-batches.
@@ -162,9 +162,13 @@ def next_plan(
         worker: plan.shards_of(worker) or None for worker in health.live if worker not in working
     }
     uneven = any(cost.uneven(degree) for replica in replicas for degree in set(replica.shape) - {0})
-    try:
-        following = ParallelPlan(tuple(replicas), standbys, migrations, uneven)
-        check_plan(following, cost.model, cost.training, cost.device.memory)
-    except PlanError as error:
-        raise NoPlanError(str(error)) from None
-    return following
+    # Fewer holders have larger shares of a distributed optimizer, so that a standby may have no room for what it had.
+    for kept in (standbys, dict.fromkeys(standbys)):
+        try:
+            following = ParallelPlan(tuple(replicas), kept, migrations, uneven)
+            check_plan(following, cost.model, cost.training, cost.device.memory)
+        except PlanError as error:
+            reason = str(error)
+        else:
+            return following
+    raise NoPlanError(reason)

@@ -21,6 +21,7 @@ from megatron_resihp.planner.groups import fastest, regroup
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.migration import Stages, migrate
 from megatron_resihp.planner.repartition import Lane, Partitioner
+from megatron_resihp.planner.strategies.common import next_plan
 from megatron_resihp.planner.strategies.resihp import resihp
 
 
@@ -136,6 +137,17 @@ def test_a_replica_that_lost_everybody_is_dropped_and_formed_again() -> None:
     assert len(without.replicas) == 1
     again = resihp(without, healthy(plan), cost)
     assert sorted(again.working) == list(range(16))
+
+
+def test_a_standby_without_room_for_what_it_held_keeps_nothing() -> None:
+    # With one replica instead of two each holder has all of its shard's optimizer.
+    cost = job(layers=12, micro_batches=4, workers_per_node=4, memory=20 * 2**30)
+    plan = first_plan(cost, tensor=4, replicas=2, pipeline=1)
+    health = healthy(plan, dead=(2, 3))
+    worn = resihp(plan, health, cost)
+    assert [replica.stages for replica in worn.replicas] == [((0, 1),), ((4, 5, 6, 7),)]
+    rest = (replace(worn.replicas[1], micro_batches=(0, 1, 2, 3)),)
+    assert next_plan(rest, worn, health, cost).standbys == {0: None, 1: None}
 
 
 def test_no_worker_or_too_little_memory_is_said() -> None:
