@@ -33,7 +33,7 @@ def rerouted(
     """Give the work of stages without workers to other replicas, and order the ops of all who take part.
 
     Each micro-batch goes to the peer that would be through with its own ones and those given to it first: in turns, if
-    peers are equally fast and have equally many (ReCycle, arXiv 2405.14009, section 3.1).
+    peers are equally fast and have equally many (ReCycle, arXiv 2405.14009).
 
     Args:
         replicas: of one chunk per stage and the same layers each, with micro-batches; some stages have no workers.

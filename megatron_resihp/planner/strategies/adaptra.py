@@ -25,11 +25,11 @@ _DECOUPLED = Schedule("zero-bubble-h1")
 def adaptra(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     """Every replica gets the order of ops that ends first with its own links and speeds; nobody changes places.
 
-    1. Slackness (section 4): a delay between two stages is absorbed if the earlier one runs enough forwards ahead, one
+    1. Slackness: a delay between two stages is absorbed if the earlier one runs enough forwards ahead, one
        more for each time that the slowest stage's work for a micro-batch fits into the way there and back; and
        backwards are split, so that W fills what would be bubbles. The paper's greedy search for the numbers of warm-up
        forwards under the memory limit is `pipeline.list_scheduling` here, which tries multiples of just that number.
-    2. Delegated communication (section 5): transfers are taken off the device's queue, so that slow ones don't block
+    2. Delegated communication: transfers are taken off the device's queue, so that slow ones don't block
        kernels. The simulator lets no transfer block its ends, for any strategy.
 
     Left open by the text: what is done once all is well; here an order of ops that was adapted is adapted again.

@@ -27,11 +27,11 @@ _TOLERANCE = 1e-9
 
 
 def greyhound(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """The level that pays until health is expected to change again, as a ski rental (section 6).
+    """The level that pays until health is expected to change again, as a ski rental.
 
     S1: nothing is done. S2: micro-batches are shared out by the replicas' speed, min max m_i · t_i, for nothing. S3:
     workers change places: slow ones are gathered in as few tensor-parallel groups as their node allows, slow groups in
-    as few replicas as possible (section 6.2), and slow links are moved to where pipelines don't send over them; then
+    as few replicas as possible, and slow links are moved to where pipelines don't send over them; then
     S2 again. S3 is taken when the time that S2 loses until then, against healthy devices, exceeds what changing places
     takes: new groups and one stage's state over a link.
 

@@ -33,16 +33,16 @@ def oobleck(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     The paper's node is the hardware that fails as one. Here that is a tensor-parallel group: stages keep the job's
     tensor-parallel degree, so a group that lost a worker is idle until it is whole again.
 
-    1. Node specification (section 4.1.1): n0 nodes are the fewest that hold the model with f + 1 copies. Fewer than
+    1. Node specification: n0 nodes are the fewest that hold the model with f + 1 copies. Fewer than
        (f + 1) · n0 nodes end the job.
-    2. Template of n nodes (section 4.1.2): the paper's divide and conquer over layers and nodes minimises the time of
+    2. Template of n nodes: the paper's divide and conquer over layers and nodes minimises the time of
        a pipeline of N_b micro-batches, in which the slowest stage counts N_b times. A stage may not span nodes, and
        fills one, so that n nodes make n stages: the split with the fastest slowest stage, found exactly.
-    3. Reconfiguration (section 5.1): a pipeline with n0 nodes or more left takes the template for them; with fewer
+    3. Reconfiguration: a pipeline with n0 nodes or more left takes the template for them; with fewer
        it borrows nodes from the pipelines with most; if none can spare any it is merged with the smallest other one.
-    4. Batch distribution (section 4.2): micro-batches in proportion to the pipelines' speed, so that all end together.
+    4. Batch distribution: micro-batches in proportion to the pipelines' speed, so that all end together.
 
-    The text leaves open what happens to nodes that come back: here all nodes are instantiated anew (section 4.2), with
+    The text leaves open what happens to nodes that come back: here all nodes are instantiated anew, with
     pipelines whose sizes differ by one at most, as many as give the most throughput. Slow workers are not reacted to.
 
     Raises:

@@ -27,13 +27,13 @@ def recycle(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
 
     1. A dead worker takes its tensor-parallel group with it: the group's stage is dead in its replica. Groups that are
        whole again take a dead stage's place.
-    2. Failure normalization (section 4.2): which replica lost a stage doesn't matter, only how many each stage lost;
+    2. Failure normalization: which replica lost a stage doesn't matter, only how many each stage lost;
        whole groups are moved between stages where that makes the slowest stage faster.
-    3. Adaptive pipelining (section 3.1): the micro-batches of a dead stage are dealt to its live peers in turns.
-    4. Decoupled back-propagation (section 3.2): B and W are ops of their own in replicas that take part, as far as
+    3. Adaptive pipelining: the micro-batches of a dead stage are dealt to its live peers in turns.
+    4. Decoupled back-propagation: B and W are ops of their own in replicas that take part, as far as
        memory allows. The paper's schedules come from a MILP, solved offline; here from list scheduling with several
        policies (`pipeline.rerouted`).
-    5. The staggered optimizer (section 3.3) lets the stages begin the next iteration one by one. No strategy is judged
+    5. The staggered optimizer lets the stages begin the next iteration one by one. No strategy is judged
        by more than one iteration here, and a step before every stage's gradients are known can't clip by their norm: it
        is left out of the plan.
 
