@@ -5,7 +5,8 @@
 
 Time, for each number of GPUs: TP 4, PP 8 or 16, 16 micro-batches for each replica; in each instance 1 to 10 % of the
 GPUs are dead and 1 to 5 % run at 0.3 to 0.9 of their speed, drawn from the seed. One process, one thread, warm: what
-importing and compiling take is printed apart. Makespans are those of 1F1B, and the order of ops is not searched. Times
+importing and compiling take is printed apart. Makespans are those of 1F1B; the second step, tuned pipelines and other
+strategies' plans as candidates, is left out. Times
 are of the process's own CPU clock, which is the wall clock of a core that does nothing else; the wall clock is printed
 beside it. `first` is until the first answer, `last` until the best one. `malleus`, where it is there, plans the same
 instances, each within the memory and the health that are given.
@@ -50,7 +51,7 @@ from planner_optimum import optimum  # noqa: E402
 
 IMPORTED = time.process_time()
 
-SETTINGS = Settings(zero_bubble=False)
+SETTINGS = Settings(zero_bubble=False, seeds=(), effort=0)
 GOALS_S = {64: 0.02, 256: 0.06, 1024: 0.2, 10240: 1.0}
 SLOW = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 EFFICIENCY = {1: 1.0, 2: 0.95, 4: 0.88, 8: 0.75}

@@ -8,11 +8,15 @@ from megatron_resihp.cost.job import Array
 from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.planner.search.groups import Nodes, degree_of, speed_of
 from megatron_resihp.planner.search.makespan import pipeline_makespan
-from megatron_resihp.planner.search.stages import split_layers
+from megatron_resihp.planner.search.stages import most_in_flight, split_layers
 from megatron_resihp.planner.search.tables import Index, Tables
 
 MISFIT: Final = 1e9
 """Seconds that stand for a layer without a place, far more than any real ones: so a search comes to fit at all."""
+
+
+_SHIFTED: Final = 150
+"""Ops of a replica (stages × waves) up to which single layers are shifted: with few of either it matters most."""
 
 
 class Layout(NamedTuple):
@@ -160,6 +164,42 @@ def assess(tables: Tables, nodes: Nodes, layout: Layout, replica: int, scratch: 
         layout.seconds[replica] = MISFIT * misfits
     else:
         time_of(tables, layout, replica, scratch)
+        if stages * (stages + micro_batches) <= _SHIFTED:
+            _shift_layers(tables, layout, replica, scratch)
+
+
+@compiled
+def _shift_layers(tables: Tables, layout: Layout, replica: int, scratch: Scratch) -> None:
+    """Move single layers between neighbouring stages while that makes the replica faster."""
+    stages, ends = layout.stages[replica], layout.ends[replica]
+    improved = True
+    while improved:
+        improved = False
+        for stage in range(stages - 1):
+            for step in (-1, 1):
+                seconds, period = layout.seconds[replica], layout.period[replica]
+                first, last = ends[stage - 1] if stage else 0, ends[stage + 1]
+                ends[stage] += step
+                grown = stage if step == 1 else stage + 1
+                if first <= ends[stage] <= last and _has_room(tables, layout, replica, grown, scratch):
+                    time_of(tables, layout, replica, scratch)
+                    if layout.seconds[replica] < seconds:
+                        improved = True
+                        continue
+                ends[stage] -= step
+                layout.seconds[replica], layout.period[replica] = seconds, period
+
+
+@compiled
+def _has_room(tables: Tables, layout: Layout, replica: int, stage: int, scratch: Scratch) -> bool:
+    """Whether a stage's layers fit its memory."""
+    k, ends, copies = scratch.degree[stage], layout.ends[replica], len(layout.stages)
+    in_flight = most_in_flight(tables, layout.stages[replica], stage, layout.micro_batches[replica])
+    memory, working = 0.0, 0.0
+    for layer in range(ends[stage - 1] if stage else 0, ends[stage]):
+        memory += tables.held[k, layer] + tables.shared[k, layer] / copies + tables.kept[k, layer] * in_flight
+        working = max(working, tables.working[k, layer])
+    return memory + working <= tables.memory
 
 
 @compiled

@@ -11,13 +11,15 @@ import numpy as np
 from megatron_resihp.planner.search.construct import BY_POWER, WAYS, construct
 from megatron_resihp.planner.search.groups import Nodes, form_groups
 from megatron_resihp.planner.search.improve import score_of
-from megatron_resihp.planner.search.layout import MISFIT, Layout
+from megatron_resihp.planner.search.layout import MISFIT, Layout, copy_layout, new_layout
 from megatron_resihp.planner.search.tables import Index, Tables
 
 PRICES: Final = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Of a group, in healthy single workers (`form_groups`)."""
 _GRID: Final = 1.5
 """Ratio between numbers of replicas that are looked at first."""
+_LEFT: Final = 0.3
+"""Share of a pipeline's bubbles that tuning leaves."""
 _PROMISING: Final = 6
 """How many of the first starts are varied."""
 
@@ -36,6 +38,18 @@ class Start(NamedTuple):
     grouping: int
     layout: Layout
     tables: Tables
+
+    def copied(self) -> "Start":
+        """The same with a layout of its own."""
+        replicas, most_stages = self.layout.order.shape
+        layout = new_layout(replicas, most_stages, len(self.layout.idle))
+        copy_layout(self.layout, layout)
+        return self._replace(layout=layout)
+
+    def promise(self) -> float:
+        """Seconds that are about within reach when pipelines are tuned, which takes most of their bubbles."""
+        busy = float((self.layout.micro_batches * self.layout.period).max())
+        return busy + _LEFT * (float(self.layout.seconds.max()) - busy)
 
     @property
     def fits(self) -> bool:
@@ -86,6 +100,13 @@ class Starts:
                 turn = rounds[start.replicas] = rounds.get(start.replicas, -1) + 1
                 ranked.append((turn // 2, number, start))
         return [start for _, _, start in sorted(ranked, key=lambda each: each[:2])[:count]]
+
+    def promising(self, count: int) -> list[Start]:
+        """Those of the most promise if pipelines are tuned, one for each number of replicas; with copied layouts."""
+        best: dict[int, Start] = {}
+        for start in sorted(self.found, key=Start.promise):
+            best.setdefault(start.replicas, start)
+        return [start.copied() for start in list(best.values())[:count]]
 
     def _most(self, grouping: int) -> int:
         return min(len(self._groupings[grouping][0]), self._micro_batches)

@@ -23,12 +23,38 @@ def tuned(plan: ParallelPlan, health: Health, cost: JobCost, effort: int) -> Par
     Args:
         plan: says its layers, has no migrations.
         health, cost: of the workers and the job.
-        effort: ops run in trials for each replica.
+        effort: ops run in trials, for all replicas together; of those that are alike one is tuned.
     """
-    copies = len(plan.replicas)
+    alike: dict[tuple[object, ...], Replica] = {}
+    keys = [_key(replica, health) for replica in plan.replicas]
+    share = effort // len(set(keys))
+    for key, replica in zip(keys, plan.replicas, strict=True):
+        if key not in alike:
+            alike[key] = _tuned(replica, len(plan.replicas), health, cost, share)
     return replace(
-        plan, replicas=tuple(_tuned(replica, copies, health, cost, effort) for replica in plan.replicas)
+        plan,
+        replicas=tuple(
+            _like(alike[key], replica) for key, replica in zip(keys, plan.replicas, strict=True)
+        ),
     )
+
+
+def _key(replica: Replica, health: Health) -> tuple[object, ...]:
+    """Equal for replicas whose pipelines are tuned alike; with slow links none are."""
+    speeds = tuple(min(health.speed[worker] for worker in members) for members in replica.stages)
+    return replica.shape, speeds, replica.chunks, len(replica.micro_batches), replica.stages if health.link else ()
+
+
+def _like(tuned_one: Replica, replica: Replica) -> Replica:
+    """The replica with the chunks and order of ops of one that is just like it."""
+    schedule = tuned_one.schedule
+    if schedule is not None and schedule.orders:
+        index = dict(zip(tuned_one.micro_batches, replica.micro_batches, strict=True))
+        orders = tuple(
+            tuple(op._replace(micro_batch=index[op.micro_batch]) for op in order) for order in schedule.orders
+        )
+        schedule = replace(schedule, orders=orders)
+    return replace(replica, chunks=tuned_one.chunks, schedule=schedule)
 
 
 def _tuned(replica: Replica, copies: int, health: Health, cost: JobCost, effort: int) -> Replica:

@@ -23,6 +23,10 @@ from megatron_resihp.planner.search.quick import iteration_seconds
 from megatron_resihp.planner.search.starts import Start, Starts
 from megatron_resihp.planner.search.tables import tables_of
 from megatron_resihp.planner.search.tune import tuned
+from megatron_resihp.planner.strategies.drop_replica import drop_replica
+from megatron_resihp.planner.strategies.malleus import malleus
+from megatron_resihp.planner.strategies.oobleck import oobleck
+from megatron_resihp.planner.strategies.resihp import resihp
 from megatron_resihp.planner.strategy import Strategy
 
 
@@ -34,23 +38,26 @@ class Settings:
         uneven: whether tensor-parallel members may hold unlike shards (3 of 4, say); such plans are marked.
         zero_bubble: whether replicas may run ZB-H1 instead of 1F1B.
         starts: how many first layouts are improved.
-        steps: moves that are tried on each.
+        steps: moves that are tried on each with 64 workers; more with fewer, whose moves take less time.
         seeds: strategies whose plans are taken where they are faster.
-        effort: ops run in trials to tune each replica's pipeline in the end, its layers, their places and the order of
-            its ops (`pipeline.tuning`); 0 leaves that out.
+        effort: ops run in trials to tune a layout's pipelines in the end: layers, their places and the order of ops
+            (`pipeline.tuning`); 0 leaves that out.
         tuned: how many layouts are tuned.
+        second_step_up_to: workers; with more, other strategies are not asked and nothing is tuned.
     """
 
     uneven: bool = True
     zero_bubble: bool = True
     starts: int = 6
-    steps: int = 400
-    seeds: tuple[Strategy, ...] = ()
-    effort: int = 0
+    steps: int = 90
+    seeds: tuple[Strategy, ...] = (drop_replica, oobleck, resihp, malleus)
+    effort: int = 400_000
     tuned: int = 3
+    second_step_up_to: int = 512
 
 
 DEFAULT: Final = Settings()
+_LEAST_STEPS: Final = 60
 
 
 def joint(plan: ParallelPlan, health: Health, cost: JobCost, settings: Settings = DEFAULT) -> ParallelPlan:
@@ -81,16 +88,23 @@ def answers(
     if starts.found[0].fits:
         yield _plan_of(starts.found[0], nodes, health, cost)
     starts.look_closer(orders)
+    steps = max(_LEAST_STEPS, int(settings.steps * (64 / len(health.speed)) ** 1.5))
     improved = starts.different(settings.starts)
-    for seed, start in enumerate(improved):
-        improve(start.tables, nodes, start.layout, settings.steps, seed)
-    improved.sort(key=lambda start: score_of(start.layout))
-    others = [_still_possible(plan, health, cost), *_made_by(settings.seeds, plan, health, cost)]
-    candidates = [each for each in others if each is not None]
-    made = [_plan_of(start, nodes, health, cost) for start in improved if start.fits]
-    candidates += made[:1]
     if settings.effort:
-        candidates += [tuned(each, health, cost, settings.effort) for each in made[: settings.tuned]]
+        improved += starts.promising(settings.tuned)
+    for seed, start in enumerate(improved):
+        improve(start.tables, nodes, start.layout, steps, seed)
+    improved.sort(key=lambda start: score_of(start.layout))
+    kept = _still_possible(plan, health, cost)
+    candidates = [] if kept is None else [kept]
+    fitting = [start for start in improved if start.fits]
+    candidates += [_plan_of(start, nodes, health, cost) for start in fitting[:1]]
+    if len(health.speed) <= settings.second_step_up_to:
+        candidates += _made_by(settings.seeds, plan, health, cost)
+    if settings.effort and len(health.speed) <= settings.second_step_up_to:
+        fitting.sort(key=Start.promise)
+        plans = (_plan_of(start, nodes, health, cost) for start in fitting[: settings.tuned])
+        candidates += [tuned(each, health, cost, settings.effort) for each in plans]
     if not candidates:
         raise NoPlanError(f"no layout of {len(health.speed)} workers fits their memory")
     yield min(candidates, key=lambda each: _charged_seconds(plan, each, health, cost))

@@ -1,8 +1,11 @@
 """The joint strategy as a user sees it: plans that can be run, for any health, and no worse than what is there."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_optimum import optimum
 
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.job import JobCost
@@ -15,6 +18,8 @@ from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.strategies.joint import Settings, answers, joint
+from megatron_resihp.planner.strategies.malleus import malleus
+from megatron_resihp.planner.strategies.resihp import resihp
 
 MODEL = model_from_arguments({**PRESETS["llama2-7b"], "num_layers": 12})
 DEVICE = Device(312e12, 0.5, {1: 1.0, 2: 0.95, 4: 0.88}, memory=24 * 2**30, latency=2e-5, bandwidth=25e9)
@@ -26,7 +31,7 @@ BEFORE = ParallelPlan(
         Replica(((8, 9, 10, 11), (12, 13, 14, 15)), (1, 3, 5, 7), HALVES),
     )
 )
-QUICK = Settings(starts=2, steps=40)
+QUICK = Settings(starts=2, steps=10, seeds=(), effort=0)
 
 health_of_16 = st.dictionaries(st.integers(0, 15), st.floats(0.2, 1.0), min_size=1).map(Health)
 
@@ -59,7 +64,7 @@ def test_more_health_is_never_slower_from_the_plan_for_less(health: Health) -> N
 
 def test_without_uneven_shards_degrees_divide_the_model() -> None:
     health = Health({worker: 1.0 for worker in range(11)})
-    plan = joint(BEFORE, health, COST, Settings(uneven=False, starts=2, steps=40))
+    plan = joint(BEFORE, health, COST, replace(QUICK, uneven=False))
     assert {degree for replica in plan.replicas for degree in replica.shape} <= {1, 2, 4}
     assert not plan.uneven_shards
 
@@ -87,10 +92,34 @@ def answers_or_none(health: Health) -> list[ParallelPlan]:
 def test_split_backward_is_used_where_it_is_allowed_and_pays() -> None:
     health = Health({worker: 1.0 for worker in range(15)})
     whole, split = (
-        joint(BEFORE, health, COST, Settings(zero_bubble=allowed, starts=2, steps=40)) for allowed in (False, True)
+        joint(BEFORE, health, COST, replace(QUICK, zero_bubble=allowed)) for allowed in (False, True)
     )
     assert not any(replica.schedule for replica in whole.replicas)
     assert evaluate(split, health, COST).iteration_s <= evaluate(whole, health, COST).iteration_s
+
+
+@pytest.mark.parametrize("dead", [(), (3,), (0, 5)])
+def test_plans_of_small_jobs_are_near_the_proven_optimum(dead: tuple[int, ...]) -> None:
+    cost = replace(COST, device=replace(DEVICE, memory=80 * 2**30))
+    health = Health({worker: 0.7 if worker == 6 else 1.0 for worker in range(8) if worker not in dead})
+    plan = joint(BEFORE, health, cost, Settings(zero_bubble=False, seeds=(), effort=0))
+    seconds = evaluate(plan, health, cost).iteration_s
+    assert optimum(health, cost, seconds) >= seconds / 1.05
+
+
+def test_tuned_pipelines_fit_and_are_no_slower() -> None:
+    health = Health({worker: 1.0 for worker in range(13)})
+    untuned, fine = (joint(BEFORE, health, COST, replace(QUICK, effort=effort)) for effort in (0, 20_000))
+    check_plan(fine, MODEL, COST.training, DEVICE.memory)
+    assert evaluate(fine, health, COST).iteration_s <= evaluate(untuned, health, COST).iteration_s
+
+
+def test_no_plan_of_the_other_strategies_is_faster() -> None:
+    health = Health({worker: 0.5 if worker == 2 else 1.0 for worker in range(15)})
+    seeded = joint(BEFORE, health, COST, replace(QUICK, seeds=(resihp, malleus)))
+    for strategy in (resihp, malleus):
+        other = strategy(BEFORE, health, COST)
+        assert evaluate(seeded, health, COST).iteration_s <= evaluate(other, health, COST).iteration_s
 
 
 def test_too_little_memory_is_told() -> None:
