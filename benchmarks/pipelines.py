@@ -217,7 +217,7 @@ def least_load(seconds: np.ndarray, devices: int) -> float:
         ],
         integrality=np.r_[np.ones(columns), 0],
         bounds=Bounds(np.r_[np.zeros(columns), seconds.sum() / devices], np.inf),
-        options={"time_limit": 2.0},
+        options={"node_limit": 500},
     )
     return float(found.mip_dual_bound)
 

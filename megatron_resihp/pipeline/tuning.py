@@ -23,7 +23,10 @@ EFFORT = 200_000_000
 """Ops run in trials: a second or two on one core."""
 MOST_CHUNKS = 5
 """Of each device, at most."""
-_ROUNDS = 2
+_ROUNDS = 3
+_VARIANTS = 4
+"""Partitions that are tried for each placement, at most."""
+_EFFORT_FOR_ANOTHER = 50_000_000
 _SHARES = (0.25, 0.12, 0.12, 0.06, 0.06, 0.06)
 """Of the effort, for candidates in the order of their makespans; the rest goes to the best of them."""
 _MOVED_LAYERS = {"partition": 0.1, "schedule": 0.01}
@@ -72,7 +75,8 @@ def tuned_pipeline(
     Raises:
         ProgramError: no layout that was tried fits into memory.
     """
-    candidates = _candidates(job, dict.fromkeys([*known, *_placements(job, most_chunks)]))
+    variants = min(1 + effort // _EFFORT_FOR_ANOTHER, _VARIANTS)
+    candidates = _candidates(job, dict.fromkeys([*known, *_placements(job, most_chunks, variants)]))
     tuned = [
         _by_bottleneck(job, each, int(share * effort), seed)
         for each, share in zip([each for each in candidates if each.program.splits_backward], _SHARES, strict=False)
@@ -89,14 +93,14 @@ def lower_bound(job: PipelineJob, layout: Layout) -> float:
     return makespan_lower_bound(layout.homes, durations, hops, splits_backward=True)
 
 
-def _placements(job: PipelineJob, most_chunks: int) -> Iterable[Layout]:
+def _placements(job: PipelineJob, most_chunks: int, variants: int) -> Iterable[Layout]:
     for chunks in range(1, most_chunks + 1):
         if chunks * job.devices > job.layers:
             return
         for homes in dict.fromkeys((in_turns(job.devices, chunks), zigzag(job.devices, chunks))):
             layout = least_variance(job, homes)
             yield layout
-            yield balanced(job, layout)
+            yield from (balanced(job, layout, seed) for seed in range(variants))
 
 
 def _candidates(job: PipelineJob, layouts: Iterable[Layout]) -> list[Pipeline]:
@@ -151,10 +155,10 @@ def _timed(job: PipelineJob, layout: Layout, program: Program) -> Pipeline:
 
 
 def _by_bottleneck(job: PipelineJob, pipeline: Pipeline, effort: int, seed: int) -> Pipeline:
-    """Tune what most of the time is lost to: the partition if to unequal loads, else the schedule."""
+    """Tune what most of the time is lost to: the partition if to the layout, the schedule if to the order of ops."""
     for number in range(_ROUNDS):
-        busiest = job.micro_batches * float(job.load(pipeline.layout).max())
-        phase = "partition" if busiest - job.floor > pipeline.makespan - busiest else "schedule"
+        least = lower_bound(job, pipeline.layout)
+        phase = "partition" if least - job.floor > pipeline.makespan - least else "schedule"
         pipeline = _tuned(job, pipeline, effort // _ROUNDS, _MOVED_LAYERS[phase], seed + number)
     return pipeline
 
