@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.pipeline.graph import NONE
-from megatron_resihp.pipeline.job import Layout, PipelineJob
+from megatron_resihp.pipeline.job import Layout, PipelineJob, before
 from megatron_resihp.pipeline.op import Op, OpKind
 from megatron_resihp.pipeline.program import Program
 from megatron_resihp.pipeline.times import Array
@@ -110,14 +110,10 @@ def _work(job: PipelineJob, layout: Layout, program: Program) -> _Work:
     source[_F, 1:], wait[_F, 1:] = cells[_F, :-1], there
     source[_B, :-1], wait[_B, :-1] = cells[_B, 1:], back
     return _Work(
-        _before(job.seconds), _before(job.kept), _before(job.state), np.array(job.limit, np.float64),
+        before(job.seconds), before(job.kept), before(job.state), np.array(job.limit, np.float64),
         np.array(layout.homes), cells.ravel() // micro_batches, source.ravel(), wait.ravel(), program.offsets.copy(),
         micro_batches, job.kept_until_w,
     )  # fmt: skip
-
-
-def _before(values: Array) -> Array:
-    return np.concatenate([np.zeros((*values.shape[:-1], 1)), values.cumsum(axis=-1)], axis=-1)
 
 
 def _state(work: _Work, layout: Layout, program: Program) -> _State:

@@ -120,5 +120,10 @@ class PipelineJob:
         return bool(np.all(peak <= self.room(layout)))
 
 
+def before(values: Array) -> Array:
+    """Sums along the last axis of what stands before each element, and of all: one element more."""
+    return np.concatenate([np.zeros((*values.shape[:-1], 1)), values.cumsum(axis=-1)], axis=-1)
+
+
 def _stages(layout: Layout) -> Sequence[tuple[int, int, int]]:
     return list(zip(layout.homes, layout.cuts, layout.cuts[1:], strict=False))

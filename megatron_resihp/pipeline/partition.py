@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.pipeline.compiled import compiled
-from megatron_resihp.pipeline.job import Layout, PipelineJob
+from megatron_resihp.pipeline.job import Layout, PipelineJob, before
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.times import Array
 
@@ -35,7 +35,7 @@ def least_variance(job: PipelineJob, homes: tuple[int, ...]) -> Layout:
     """
     if len(homes) > job.layers:
         raise ValueError(f"{job.layers} layers are too few for {len(homes)} stages")
-    return Layout(tuple(_least_squares(_before(job.work), np.array(homes)).tolist()), homes)
+    return Layout(tuple(_least_squares(before(job.work), np.array(homes)).tolist()), homes)
 
 
 def balanced(job: PipelineJob, layout: Layout, seed: int = 0) -> Layout:
@@ -52,26 +52,21 @@ def balanced(job: PipelineJob, layout: Layout, seed: int = 0) -> Layout:
     if len(layout.homes) < 2:
         return layout
     cuts, homes, limit = np.array(layout.cuts), np.array(layout.homes), np.array(job.limit, np.float64)
-    work, forwards, needed = map(_before, (job.work, job.seconds[:, OpKind.F], job.state + job.kept))
+    work, forwards, needed = map(before, (job.work, job.seconds[:, OpKind.F], job.state + job.kept))
     tries, share = _TRIES_PER_STAGE * len(homes), 1 / job.micro_batches
     _balance(work, forwards, needed, limit, cuts, homes, share, tries, seed)
     return Layout(tuple(cuts.tolist()), layout.homes)
 
 
-def _before(values: Array) -> Array:
-    """Sums along the last axis of what stands before: [..., layers + 1]."""
-    return np.concatenate([np.zeros((*values.shape[:-1], 1)), values.cumsum(axis=-1)], axis=-1)
-
-
 @compiled
-def _least_squares(before: Array, homes: Index) -> Index:
+def _least_squares(work: Array, homes: Index) -> Index:
     """Cuts with the least sum of squared stage times (their mean is fixed where devices are alike)."""
-    stages, layers = len(homes), before.shape[1] - 1
+    stages, layers = len(homes), work.shape[1] - 1
     best = np.full((stages + 1, layers + 1), np.inf)
     cut = np.zeros((stages + 1, layers + 1), np.int64)
     best[0, 0] = 0.0
     for stage in range(1, stages + 1):
-        own = before[homes[stage - 1]]
+        own = work[homes[stage - 1]]
         for end in range(stage, layers + 1):
             for first in range(stage - 1, end):
                 total = best[stage - 1, first] + (own[end] - own[first]) ** 2

@@ -44,22 +44,6 @@ class Pipeline:
     makespan: float
 
 
-def best_program(job: PipelineJob, layout: Layout, effort: int = EFFORT, seed: int = 0) -> Pipeline:
-    """The fastest order of ops that can be found for a given layout; never slower than Megatron's, where that fits.
-
-    Args:
-        job, layout: what is run, and where.
-        effort: how many ops are run in trials; 0 leaves it at list scheduling.
-        seed: of the trials.
-
-    Raises:
-        ProgramError: a device has too little memory for its layers and one micro-batch.
-    """
-    found = _candidates(job, [layout])
-    listed = next(each for each in found if each.program.splits_backward)
-    return min([_tuned(job, listed, effort, 0.0, seed), *found], key=_makespan)
-
-
 def tuned_pipeline(
     job: PipelineJob, known: Iterable[Layout] = (), effort: int = EFFORT, seed: int = 0, most_chunks: int = MOST_CHUNKS
 ) -> Pipeline:

@@ -1,18 +1,15 @@
 """Replicas ↔ pipelines to be tuned. Imports numpy, `plan`, `pipeline`, `cost` and this room."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.pipeline.job import Layout, PipelineJob
 from megatron_resihp.pipeline.planned import explicit_schedule
-from megatron_resihp.pipeline.program import Program, ProgramError
-from megatron_resihp.pipeline.tuning import EFFORT, best_program
-from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Schedule
+from megatron_resihp.pipeline.program import Program
+from megatron_resihp.plan import Chunk, Replica, Schedule
 from megatron_resihp.plan.schedule import INTERLEAVED, ONE_F_ONE_B
-from megatron_resihp.planner.evaluation import migrating, timeline_of
 from megatron_resihp.planner.health import Health
 
 Group = tuple[int, ...]
@@ -47,31 +44,6 @@ def pipeline_job(
         kept=np.array([size.kept for size in sizes]),
         limit=np.array([cost.device.memory - size.working.max() for size in sizes]),
     )
-
-
-def reordered(plan: ParallelPlan, health: Health, cost: JobCost, effort: int = EFFORT) -> ParallelPlan:
-    """The plan with the fastest order of ops that can be found for each replica; groups, layers and shares stay.
-
-    Replicas whose order is no slower, and those that take part in migrations, stay as they are.
-
-    Args:
-        plan: says its layers.
-        health, cost: of the workers and the job.
-        effort: how many ops are run in trials for each replica; see `pipeline.tuning.best_program`.
-    """
-    together = migrating(plan)
-    replicas = list(plan.replicas)
-    for number, replica in enumerate(replicas):
-        if number in together or not all(replica.stages):
-            continue
-        job = pipeline_job(replica.stages, len(replica.micro_batches), len(replicas), health, cost)
-        try:
-            found = best_program(job, layout_of(replica), effort)
-        except ProgramError:
-            continue
-        if found.makespan < timeline_of(replica, health, cost).makespan:
-            replicas[number] = replica_of(replica.stages, found.layout, found.program, replica.micro_batches)
-    return replace(plan, replicas=tuple(replicas))
 
 
 def layout_of(replica: Replica) -> Layout:

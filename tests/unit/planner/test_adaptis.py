@@ -7,13 +7,11 @@ import pytest
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import model_from_arguments
-from megatron_resihp.cost.memory import check_plan, with_layers
 from megatron_resihp.cost.presets import PRESETS
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.pipelines import reordered
 from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.strategies.adaptis import adaptis, with_effort
 
@@ -39,16 +37,6 @@ def test_gives_a_slow_group_less_to_do() -> None:
     slow = healthy(w2=0.5)
     before, after = (evaluate(plan, slow, COST).iteration_s for plan in (quick(PLAN, healthy(), COST), PLAN))
     assert evaluate(quick(PLAN, slow, COST), slow, COST).iteration_s < min(before, after)
-
-
-def test_orders_ops_anew_where_layers_stay() -> None:
-    slow = healthy(w2=0.5)
-    plan = replace(PLAN, replicas=tuple(with_layers(replica, MODEL) for replica in PLAN.replicas))
-    after = reordered(plan, slow, COST, effort=200_000)
-    assert [replica.chunks for replica in after.replicas] == [replica.chunks for replica in plan.replicas]
-    assert evaluate(after, slow, COST).iteration_s < evaluate(plan, slow, COST).iteration_s
-    check_plan(after, MODEL, COST.training, COST.device.memory)
-    assert reordered(after, slow, COST, effort=200_000) == after
 
 
 @pytest.mark.parametrize("dead", [(0,), (0, 1), (0, 1, 2, 3), (1, 4, 5, 6, 7)])
