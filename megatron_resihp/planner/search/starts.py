@@ -16,7 +16,7 @@ from megatron_resihp.planner.search.tables import Index, Tables
 
 PRICES: Final = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Of a group, in healthy single workers (`form_groups`)."""
-_GRID: Final = 1.5
+_GRID: Final = 1.7
 """Ratio between numbers of replicas that are looked at first."""
 _LEFT: Final = 0.3
 """Share of a pipeline's bubbles that tuning leaves."""
