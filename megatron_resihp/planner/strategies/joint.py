@@ -88,7 +88,7 @@ def answers(
     if starts.found[0].fits:
         yield _plan_of(starts.found[0], nodes, health, cost)
     starts.look_closer(orders)
-    steps = max(_LEAST_STEPS, int(settings.steps * (64 / len(health.speed)) ** 1.5))
+    steps = max(_LEAST_STEPS, int(settings.steps * (64 / len(health.speed)) ** 2))
     improved = starts.different(settings.starts)
     if settings.effort:
         improved += starts.promising(settings.tuned)
