@@ -53,11 +53,12 @@ def _deal(nodes: Nodes, layout: Layout, working: Index, power: Array, way: int) 
     replicas, most_stages = layout.order.shape
     least = [(0.0, replica) for replica in range(replicas)]
     filled, each, replica = 0.0, power.sum() / replicas, 0
-    for number in np.argsort(-power, kind="mergesort"):
+    for dealt, number in enumerate(np.argsort(-power, kind="mergesort")):
         group = working[number]
         weight = float(degree_of(nodes, group)) if way == BY_SIZE else power[number]
         if way == ALIKE:
-            while replica < replicas - 1 and filled + weight / 2 > each * (replica + 1):
+            is_full = filled + weight / 2 > each * (replica + 1) or len(working) - dealt < replicas - replica
+            if replica < replicas - 1 and layout.stages[replica] > 0 and is_full:
                 replica += 1
             filled += weight
         else:

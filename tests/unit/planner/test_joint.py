@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_instances import first_plan, job
 from planner_optimum import optimum
 
 from megatron_resihp.cost.device import Device
@@ -48,6 +49,14 @@ def test_any_health_gives_a_plan_that_fits_or_a_reason(health: Health) -> None:
     assert set(plan.members) == health.speed.keys()
     assert plan.micro_batch_count == 8
     assert all(len({worker // 4 for worker in members}) == 1 for r in plan.replicas for members in r.stages)
+
+
+def test_unlike_workers_leave_no_replica_without_any() -> None:
+    """Two fast workers and a slow one for three replicas: power can't be shared out evenly."""
+    cost = job(layers=11, micro_batches=4, workers_per_node=1, memory=20 * 2**30)
+    health = Health({1: 1.0, 2: 1.0, 3: 0.2})
+    plan = joint(first_plan(cost, 1, 2, 2), health, cost, Settings(seeds=(), effort=0))
+    assert set(plan.members) == health.speed.keys()
 
 
 @settings(max_examples=30, deadline=None)
