@@ -5,6 +5,7 @@ Replaces training.initialize_megatron, parallel_state.initialize_model_parallel 
 
 import atexit
 import functools
+import gc
 import os
 import socket
 from collections.abc import Callable
@@ -54,6 +55,9 @@ def create_runtime(config: ResihpConfig) -> Runtime:
     atexit.register(outbox.close, LAST_RECORDS_S)
     runtime = Runtime(config, control, communicators[0], get_args(), outbox.offer)
     runtime.probes.watch_garbage_collection()
+    # What was imported until now stays: looking through it again took a recovery 0.25 s, at any moment of training.
+    gc.collect()
+    gc.freeze()
     if config.resihp_emulate is not None:
         runtime.padding = padding_of(runtime, config.resihp_emulate)
     return runtime
