@@ -7,8 +7,10 @@ from megatron_resihp.plan.microbatches import deal, even_counts
 from megatron_resihp.plan.parallel_plan import ParallelPlan
 from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, Shard
 from megatron_resihp.plan.schedule import PlannedOp, Schedule
+from megatron_resihp.plan.spelling import shortened, spelled_out
 
 __all__ = [
     "Chunk", "Coordinate", "Kept", "Migration", "ParallelPlan", "PlanError", "PlannedOp", "Replica", "Schedule",
-    "Shard", "chunks_of_layout", "deal", "differences", "even_chunks", "even_counts", "layout_of",
+    "Shard", "chunks_of_layout", "deal", "differences", "even_chunks", "even_counts", "layout_of", "shortened",
+    "spelled_out",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from megatron_resihp.plan.errors import PlanError
 from megatron_resihp.plan.layers import Chunk
-from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, Shard
+from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, Shard, shards_at
 from megatron_resihp.plan.rules import check
 from megatron_resihp.plan.schedule import Schedule
 
@@ -133,12 +133,7 @@ class ParallelPlan:
         replica = self.replicas[index]
         if not replica.chunks:
             raise PlanError("the plan doesn't say which layers its stages run")
-        degree = len(replica.stages[coordinate.stage])
-        return tuple(
-            Shard(chunk.first, chunk.end, coordinate.tp_rank, degree)
-            for chunk in replica.chunks
-            if chunk.stage == coordinate.stage and chunk.end > chunk.first
-        )
+        return shards_at(replica.chunks, coordinate, len(replica.stages[coordinate.stage]))
 
     def workers_at(self, coordinate: Coordinate) -> tuple[int, ...]:
         """The working holders of a shard, one per replica, in replica order. Replicas have to be of one shape."""

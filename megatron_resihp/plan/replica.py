@@ -1,6 +1,6 @@
 """What a plan is made of: coordinates, shards, migrations and replicas. Imports only the standard library."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +27,15 @@ class Shard(NamedTuple):
     end: int
     tp_rank: int
     tp_degree: int
+
+
+def shards_at(chunks: Sequence[Chunk], coordinate: Coordinate, degree: int) -> tuple[Shard, ...]:
+    """What the holder of a coordinate holds: its share, of so many, of each chunk with layers of its stage."""
+    return tuple(
+        Shard(chunk.first, chunk.end, coordinate.tp_rank, degree)
+        for chunk in chunks
+        if chunk.stage == coordinate.stage and chunk.end > chunk.first
+    )
 
 
 class Migration(NamedTuple):
