@@ -1,0 +1,139 @@
+"""Whether workers' steps fit together: what is sent is received, in the same order, and all get through.
+
+Imports `plan`, messages and routes.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+
+from megatron_resihp.executor.messages import Message
+from megatron_resihp.executor.routes import RouteError, Step
+from megatron_resihp.plan import PlannedOp
+
+Routes = Mapping[int, Sequence[Step]]
+"""The steps of each worker."""
+
+
+def check_routes(routes: Routes) -> None:
+    """Hold all workers' steps against each other.
+
+    Raises:
+        RouteError: members of a stage run different ops; a message isn't both sent and received, or not by the same
+            workers; a worker takes messages of another one in another order than they are sent in, or later than it
+            needs them; a token doesn't cross exactly once; ops wait in a circle.
+    """
+    for worker, steps in routes.items():
+        _check_worker(worker, steps)
+    messages = {end.op: end for steps in routes.values() for step in steps for end in _messages(step)}
+    for message in messages.values():
+        _check_tokens(message)
+    _check_members(messages, routes)
+    _check_ends(messages, routes)
+    _check_pairs(routes)
+    _check_progress(routes)
+
+
+def _messages(step: Step) -> Iterator[Message]:
+    for end in (step.source, step.target, *step.receives):
+        if isinstance(end, Message):
+            yield end
+
+
+def _check_worker(worker: int, steps: Sequence[Step]) -> None:
+    """What a worker can know alone: each kept result is there, and it is ready for a message, once, before using it."""
+    kept: set[PlannedOp] = set()
+    ready: set[PlannedOp] = set()
+    for step in steps:
+        for message in step.receives:
+            if message.op in ready:
+                raise RouteError(f"worker {worker} takes {message} twice")
+            ready.add(message.op)
+        if isinstance(step.source, Message) and step.source.op not in ready:
+            raise RouteError(f"worker {worker} isn't ready for {step.source} when it runs {step.op}")
+        if isinstance(step.source, PlannedOp) and step.op not in kept:
+            raise RouteError(f"worker {worker} runs {step.op} before {step.source}, which it needs")
+        if isinstance(step.target, PlannedOp):
+            kept.add(step.target)
+
+
+def _check_tokens(message: Message) -> None:
+    """Each token crosses exactly once, from one who has it to one who is to get it."""
+    following = 0
+    for piece in message.pieces:
+        (first, last), (start, end) = message.held_by(piece.sender), message.sent_to(piece.receiver)
+        if piece.start != following or not max(first, start) <= piece.start < piece.end <= min(last, end):
+            raise RouteError(f"{message}: token {following} doesn't cross exactly once")
+        following = piece.end
+    if following != message.tokens:
+        raise RouteError(f"{message}: token {following} doesn't cross")
+
+
+def _check_members(messages: Mapping[PlannedOp, Message], routes: Routes) -> None:
+    stages = {members for message in messages.values() for members in (message.senders, message.receivers)}
+    for members in stages:
+        for ops in zip_longest(*([step.op for step in routes.get(worker, ())] for worker in members)):
+            if len(set(ops)) != 1:
+                raise RouteError(f"workers {members} of one stage run different ops: {', '.join(map(str, ops))}")
+
+
+def _check_ends(messages: Mapping[PlannedOp, Message], routes: Routes) -> None:
+    """Each message leaves all its senders and is used by all its receivers, once."""
+    leaves: dict[PlannedOp, list[int]] = defaultdict(list)
+    used: dict[PlannedOp, list[int]] = defaultdict(list)
+    for worker, steps in routes.items():
+        for step in steps:
+            if isinstance(step.target, Message):
+                leaves[step.op].append(worker)
+            if isinstance(step.source, Message):
+                used[step.source.op].append(worker)
+    for op, message in messages.items():
+        if sorted(leaves[op]) != sorted(message.senders):
+            raise RouteError(f"{message} should leave workers {message.senders} and leaves {leaves[op]}")
+        if sorted(used[op]) != sorted(message.receivers):
+            raise RouteError(f"{message} should reach workers {message.receivers} and is used by {used[op]}")
+
+
+def _check_pairs(routes: Routes) -> None:
+    """Between each two workers, messages are taken in the order in which they are sent."""
+    sent: dict[tuple[int, int], list[PlannedOp]] = defaultdict(list)
+    taken: dict[tuple[int, int], list[PlannedOp]] = defaultdict(list)
+    for worker, steps in routes.items():
+        for step in steps:
+            for message in step.receives:
+                for piece in message.pieces:
+                    if piece.receiver == worker:
+                        taken[piece.sender, worker].append(message.op)
+            if isinstance(step.target, Message):
+                for piece in step.target.pieces:
+                    if piece.sender == worker:
+                        sent[worker, piece.receiver].append(step.op)
+    for pair in sent.keys() | taken.keys():
+        if sent[pair] != taken[pair]:
+            op = next((a for a, b in zip(sent[pair], taken[pair], strict=False) if a != b), None)
+            op = op or max(sent[pair], taken[pair], key=len)[min(len(sent[pair]), len(taken[pair]))]
+            raise RouteError(f"op {op}: worker {pair[1]} doesn't take results of worker {pair[0]} as they are sent")
+
+
+def _check_progress(routes: Routes) -> None:
+    """Run through all steps: one waits until all senders of its source have computed it."""
+    at = {worker: 0 for worker in routes}
+    left: dict[PlannedOp, int] = {}
+    waiting: dict[PlannedOp, list[int]] = defaultdict(list)
+    able = list(routes)
+    while able:
+        worker = able.pop()
+        while at[worker] < len(routes[worker]):
+            step = routes[worker][at[worker]]
+            if isinstance(step.source, Message) and left.get(step.source.op, 1):
+                waiting[step.source.op].append(worker)
+                break
+            at[worker] += 1
+            if isinstance(step.target, Message):
+                left[step.op] = left.get(step.op, len(step.target.senders)) - 1
+                if not left[step.op]:
+                    able += waiting.pop(step.op, [])
+    for worker, steps in routes.items():
+        if at[worker] < len(steps):
+            op = steps[at[worker]].op
+            raise RouteError(f"op {op} waits for an op that waits for it: ops must not wait in a circle")
