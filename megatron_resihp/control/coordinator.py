@@ -12,17 +12,17 @@ from typing import Any
 
 from megatron_resihp.config import ConfigError, Slowdown
 from megatron_resihp.control import messages
-from megatron_resihp.control.membership import (
+from megatron_resihp.control.actions import (
     Action,
     End,
     Go,
     Limits,
     Log,
-    Membership,
     Notify,
     OrderSalvage,
     PublishPlan,
 )
+from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.control.store import Store
 
@@ -130,13 +130,12 @@ class Coordinator:
             case PublishPlan(epoch, plan, commit, held):
                 self._publish(epoch, {
                     "plan": plan.to_dict(), "digest": plan.digest, "commit": commit and commit.to_dict(),
-                    "held": {str(worker): shard and list(shard) for worker, shard in held.items()},
+                    "held": {str(worker): shards for worker, shards in held.items()},
                 })  # fmt: skip
             case OrderSalvage(epoch, reason, commit, writers, missing):
                 self._publish(epoch, {
                     "impossible": reason, "commit": commit and commit.to_dict(),
-                    "writers": {str(worker): list(shard) for worker, shard in writers.items()},
-                    "missing": [list(shard) for shard in missing],
+                    "writers": {str(worker): shards for worker, shards in writers.items()}, "missing": missing,
                 })  # fmt: skip
             case Go(epoch, ports):
                 self._store.set_once(messages.go_key(epoch), json.dumps({"ports": ports}))

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from megatron_resihp.control import messages
+from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.address import Address
 from megatron_resihp.control.coordinator import Coordinator
 from megatron_resihp.control.detection import Detection
 from megatron_resihp.control.mailbox import Ending
-from megatron_resihp.control.membership import Limits
 from megatron_resihp.control.nodes import Meeting, publish
 from megatron_resihp.control.store import StoreError, TcpStore, serve
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
 
+from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.address import Address, parse_address
 from megatron_resihp.control.agent import Agent, Worker, start_workers
 from megatron_resihp.control.contact import Contact
@@ -28,7 +29,6 @@ from megatron_resihp.control.headquarters import EventSink, Headquarters, Job, L
 from megatron_resihp.control.lifeline import Lifeline, Watcher
 from megatron_resihp.control.link import Link
 from megatron_resihp.control.mailbox import Ending, Mailbox
-from megatron_resihp.control.membership import Limits
 from megatron_resihp.control.nodes import Joining, Meeting, NodeWatcher, join, records_address
 from megatron_resihp.control.output import MODES, Outputs
 from megatron_resihp.control.shipping import Relay, Uplink

@@ -6,98 +6,37 @@ room's other pure modules.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
+from megatron_resihp.control.actions import (
+    Action,
+    End,
+    Go,
+    Limits,
+    Log,
+    Notify,
+    OrderSalvage,
+    Phase,
+    PublishPlan,
+)
+from megatron_resihp.control.digests import differing, name_of, shards_of_key
+from megatron_resihp.control.holdings import plan_for_survivors, written_once
 from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
-from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
-from megatron_resihp.plan import Coordinate, ParallelPlan
-from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_rectangular
+from megatron_resihp.control.record import Commit, NoCommitError, Record, agreed_fields, resolve
+from megatron_resihp.plan import Chunk, ParallelPlan, Shard
+from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 
 Message = Mapping[str, Any]
 
 
-class Phase(Enum):
-    STARTING = "starting"
-    """Workers set up; a death now ends the job, there is nothing to recover yet."""
-    BUILDING = "building"
-    """A plan is published, its members build groups, move state and report ready."""
-    RUNNING = "running"
-    MUSTERING = "mustering"
-    """The epoch is broken; living members report their records."""
-    SALVAGING = "salvaging"
-    """No plan exists; survivors write what they hold."""
-    ENDED = "ended"
-
-
-@dataclass(frozen=True)
-class PublishPlan:
-    epoch: int
-    plan: ParallelPlan
-    commit: Commit | None
-    held: dict[int, Coordinate | None]
-
-
-@dataclass(frozen=True)
-class OrderSalvage:
-    """No plan fits: holders of state write it down (`writers`: worker -> shard) and the job ends."""
-
-    epoch: int
-    reason: str
-    commit: Commit | None
-    writers: dict[int, Coordinate]
-    missing: tuple[Coordinate, ...]
-
-
-@dataclass(frozen=True)
-class Go:
-    """Every member is ready: training goes on. `ports`: where the members' gloo groups listen."""
-
-    epoch: int
-    ports: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Notify:
-    """Tell every worker."""
-
-    notice: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Log:
-    event: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class End:
-    code: int
-    reason: str
-
-
-Action = PublishPlan | OrderSalvage | Go | Notify | Log | End
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of waiting, in seconds, and of trying.
-
-    Attributes:
-        muster_s: living workers that do not report this long after an epoch broke are given up for dead.
-        build_s: members of a new epoch that are not ready this long after its plan was published are given up.
-        salvage_s: how long survivors may write what they hold when no plan exists.
-        recoveries_per_iteration: more recoveries than this without a step between them end the job.
-    """
-
-    muster_s: float = 60.0
-    build_s: float = 600.0
-    salvage_s: float = 600.0
-    recoveries_per_iteration: int = 8
-
-
 @dataclass
 class Membership:
-    """The coordinator's state. Feed it with `handle` and `tick`; carry out the actions that they return."""
+    """The coordinator's state. Feed it with `handle` and `tick`; carry out the actions that they return.
+
+    Attributes:
+        shape, own: sizes of the job, and its own split into layers, once a worker has told them.
+    """
 
     world_size: int
     workers_per_node: int
@@ -106,6 +45,7 @@ class Membership:
     phase: Phase = Phase.STARTING
     epoch: int = 0
     shape: JobShape | None = None
+    own: tuple[Chunk, ...] = ()
     plan: ParallelPlan | None = None
     commit: Commit | None = None
     dead: dict[int, str] = field(default_factory=dict)
@@ -114,7 +54,7 @@ class Membership:
     stop_signal: int | None = None
     _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
     _records: dict[int, Record] = field(default_factory=dict)
-    _held: dict[int, Coordinate | None] = field(default_factory=dict)
+    _held: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
     _deadline: float | None = None
     _recoveries_here: int = 0
     _broken_at: float = 0.0
@@ -163,11 +103,12 @@ class Membership:
             micro_batches=message["micro_batches"],
             workers_per_node=self.workers_per_node,
         )
+        own = tuple(Chunk(*chunk) for chunk in message["chunks"])
         if self.shape is not None:
-            if shape != self.shape:
+            if (shape, own) != (self.shape, self.own):
                 return self._end(1, f"workers were started with different sizes: {self.shape} and {shape}")
             return []
-        self.shape = shape
+        self.shape, self.own = shape, own
         try:
             self.plan = initial_plan(shape, self.world_size, message["pipeline_last"])
         except NoPlanError as error:
@@ -183,15 +124,15 @@ class Membership:
         self._ready[message["worker"]] = dict(message)
         if self.plan is None or set(self.plan.members) - set(self._ready):
             return self._end_if_stranded()
-        differing = self._differing_digests(self.plan)
-        if differing:
-            shards = ", ".join(f"stage {c.stage} TP rank {c.tp_rank}" for c in differing)
-            cause = f"state differs between holders of {shards}"
+        unlike = differing(ready["digests"] for ready in self._ready.values())
+        if unlike:
+            cause = f"state differs between holders of {', '.join(name_of(key, self.plan) for key in unlike)}"
             if self.phase is Phase.STARTING:
                 return self._end(1, f"{cause} before the first iteration")
             # Members wait for Go; what each of them held when it mustered it still holds.
             # A shard that nobody vouches for counts as missing.
-            return [*self._broken(cause), *self._salvage(cause, now, differing)]
+            missing = tuple(shard for key in unlike for shard in shards_of_key(key, self.plan, self.own))
+            return [*self._broken(cause), *self._salvage(cause, now, missing)]
         self.phase, self._deadline = Phase.RUNNING, None
         ports = tuple(sorted({port for ready in self._ready.values() for port in ready["ports"]}))
         return [Go(self.epoch, ports), Log(self._started_event(now)), *self._recovery_log(now)]
@@ -210,7 +151,7 @@ class Membership:
             return []
         broken = self._break(f"worker {worker} left the epoch", now)
         self._records[worker] = Record.from_dict(message["record"])
-        self._held[worker] = message["held"] and Coordinate(*message["held"])
+        self._held[worker] = tuple(Shard(*shard) for shard in message["held"])
         return broken + self._decide(now)
 
     def _on_trained(self, message: Message, now: float) -> list[Action]:
@@ -343,9 +284,11 @@ class Membership:
                                  f"{commit.iteration}", now)  # fmt: skip
         held = {worker: self._held[worker] for worker in self._records}
         try:
-            plan = plan_rectangular(self.shape, held, self.plan)
+            plan = plan_for_survivors(self.shape, self.own, held, self.plan)
         except NoPlanError as error:
-            return self._salvage(str(error), now, error.missing)
+            degree = self.shape.tensor_parallel
+            missing = tuple(shard for lost in error.missing for shard in shards_at(self.own, lost, degree))
+            return self._salvage(str(error), now, missing)
         self.epoch += 1
         self.plan, self.phase, self._ready = plan, Phase.BUILDING, {}
         self._deadline = now + self.limits.build_s
@@ -354,12 +297,8 @@ class Membership:
             agreed = [Log({"event": "agreed", "epoch": self.epoch - 1, **agreed_fields(commit)})]
         return [*agreed, PublishPlan(self.epoch, plan, commit, held)]
 
-    def _salvage(self, reason: str, now: float, missing: tuple[Coordinate, ...] = ()) -> list[Action]:
-        writers: dict[int, Coordinate] = {}
-        for worker in sorted(self.living):
-            coordinate = self._held.get(worker)
-            if coordinate is not None and coordinate not in writers.values():
-                writers[worker] = coordinate
+    def _salvage(self, reason: str, now: float, missing: tuple[Shard, ...] = ()) -> list[Action]:
+        writers = written_once({worker: self._held.get(worker, ()) for worker in self.living})
         self.epoch += 1
         self.phase, self._deadline = Phase.SALVAGING, now + self.limits.salvage_s
         self._salvage_left, self._salvage_reason = set(writers), f"no plan fits the survivors: {reason}"
@@ -381,14 +320,6 @@ class Membership:
             End(code, reason),
         ]
 
-    def _differing_digests(self, plan: ParallelPlan) -> tuple[Coordinate, ...]:
-        """The shards whose holders report unlike states."""
-        return tuple(
-            coordinate
-            for coordinate in plan.coordinates()
-            if len({self._ready[worker].get("state") for worker in plan.holders_of(coordinate)}) > 1
-        )
-
     def _started_event(self, now: float) -> dict[str, Any]:
         assert self.plan is not None
         return {"event": "epoch_started", "epoch": self.epoch, "plan": self.plan.to_dict(), "digest": self.plan.digest}
@@ -405,13 +336,3 @@ class Membership:
                 "broken_at": self._broken_at, "resumed_at": now,
             })
         ]  # fmt: skip
-
-
-def agreed_fields(commit: Commit) -> dict[str, Any]:
-    """The fields of an `agreed` event: what counts as applied when an epoch broke."""
-    assert commit.outcome is not None
-    losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in commit.outcome.losses.items()}
-    return {
-        "iteration": commit.iteration, "agreed_epoch": commit.outcome.epoch, "loss": losses,
-        "grad_norm": commit.outcome.grad_norm, "skipped": False,
-    }  # fmt: skip

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_resihp.control import messages
 from megatron_resihp.control.record import Commit, Record
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
-from megatron_resihp.plan import Coordinate, ParallelPlan
+from megatron_resihp.plan import ParallelPlan, Shard
 
 SLICE_S = 0.1
 """Bounded waits look up this often whether what they wait for can still come."""
@@ -35,28 +35,28 @@ class JobEnded(Exception):
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """A plan with the commit that it starts from and the shard that each member holds, current to that commit."""
+    """A plan with the commit that it starts from, and what each member holds, current to that commit."""
 
     epoch: int
     plan: ParallelPlan
     commit: Commit | None
-    held: dict[int, Coordinate | None]
+    held: dict[int, tuple[Shard, ...]]
 
 
 @dataclass(frozen=True)
 class SalvageOrder:
-    """No plan fits. `shard` is what this worker writes down (None: nothing), `missing` what nobody holds.
+    """No plan fits. `shards` is what this worker writes down, `missing` what nobody holds.
 
     Attributes:
-        writers: how many workers write a shard.
+        writers: how many workers write something.
     """
 
     epoch: int
     reason: str
     commit: Commit | None
-    shard: Coordinate | None
+    shards: tuple[Shard, ...]
     writers: int
-    missing: tuple[Coordinate, ...]
+    missing: tuple[Shard, ...]
 
 
 class WorkerControl:
@@ -154,8 +154,8 @@ class WorkerControl:
         if self._end is not None:
             raise self._end
 
-    def muster(self, record: Record, held: Coordinate | None) -> EpochPlan | SalvageOrder:
-        """Report how far this worker got in the broken epoch and wait for what comes next.
+    def muster(self, record: Record, held: tuple[Shard, ...]) -> EpochPlan | SalvageOrder:
+        """Report how far this worker got in the epoch and what it holds, and wait for what comes next.
 
         Raises:
             JobEnded: there is nothing to come, or this worker was given up for dead.
@@ -166,18 +166,15 @@ class WorkerControl:
         data = json.loads(self._await(messages.plan_key(epoch), mind_epoch=False))
         commit = data["commit"] and Commit.from_dict(data["commit"])
         if "impossible" in data:
-            shard = data["writers"].get(str(self.worker))
-            missing = tuple(Coordinate(*item) for item in data["missing"])
             self.epoch = epoch
-            return SalvageOrder(
-                epoch, data["impossible"], commit, shard and Coordinate(*shard), len(data["writers"]), missing
-            )
+            writers, own = data["writers"], _shards(data["writers"].get(str(self.worker), ()))
+            return SalvageOrder(epoch, data["impossible"], commit, own, len(writers), _shards(data["missing"]))
         plan = ParallelPlan.from_dict(data["plan"])
         plan.require_rectangular()
         if self.worker not in plan.members:
             raise JobEnded(messages.FENCED_EXIT, "this worker was given up for dead and is fenced")
         self.epoch = epoch
-        all_held = {int(worker): shard and Coordinate(*shard) for worker, shard in data["held"].items()}
+        all_held = {int(worker): _shards(shards) for worker, shards in data["held"].items()}
         return EpochPlan(epoch, plan, commit, all_held)
 
     def first_plan(self) -> ParallelPlan:
@@ -191,11 +188,12 @@ class WorkerControl:
         with self._lock:
             return self._store.add(name, 1)
 
-    def ready(self, state_digest: str, bytes_received: int, steps_redone: int, ports: list[int]) -> None:
+    def ready(self, digests: dict[str, str], bytes_received: int, steps_redone: int, ports: list[int]) -> None:
         """Report that this worker is ready for the epoch and wait until all are; then `peer_ports` is known.
 
         Args:
-            state_digest: of the shard that this worker holds; holders of the same shard must agree.
+            digests: of the state that this worker holds, which others who report the same key must agree on; see
+                `control.digests` for keys.
             bytes_received: of state, from other holders.
             steps_redone: iterations that are computed again.
             ports: at which this worker's gloo groups listen.
@@ -204,7 +202,7 @@ class WorkerControl:
             EpochBroken, JobEnded: somebody died or state differed meanwhile.
         """
         self.tell(
-            "ready", epoch=self.epoch, state=state_digest, bytes_received=bytes_received, steps_redone=steps_redone,
+            "ready", epoch=self.epoch, digests=digests, bytes_received=bytes_received, steps_redone=steps_redone,
             ports=ports,
         )  # fmt: skip
         self.peer_ports = set(json.loads(self._await(messages.go_key(self.epoch)))["ports"])
@@ -260,3 +258,7 @@ class WorkerControl:
                 self._on_broken()
             except Exception as error:  # the thread must live on: it is the only one that hears of the end
                 print(f"resihp: worker {self.worker} could not abort its groups: {error}", file=sys.stderr, flush=True)
+
+
+def _shards(data: Iterable[Iterable[int]]) -> tuple[Shard, ...]:
+    return tuple(Shard(*shard) for shard in data)

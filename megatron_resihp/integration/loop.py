@@ -16,12 +16,11 @@ from megatron.training import training
 
 from megatron_resihp.control.record import Outcome, Stage
 from megatron_resihp.detector.records import SpanKind
-from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.integration.counting import count_as_one_replica, snapshot_counters
 from megatron_resihp.integration.course import follow
 from megatron_resihp.integration.probe_seams import begin_iteration
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.shard import record_digest, shard_tensors
+from megatron_resihp.integration.shard import native_digests, record_digest
 from megatron_resihp.integration.telemetry import report_iteration
 from megatron_resihp.integration.validation import validate
 
@@ -101,7 +100,7 @@ def _first_epoch(runtime: Runtime) -> None:
     # From Go on a death is recovered from, also before train() begins its first step.
     runtime.args.curr_iteration = runtime.args.iteration
     runtime.progress.begin(runtime.args.iteration + 1, snapshot_counters(runtime))
-    runtime.control.ready(digest_tensors(shard_tensors(runtime.trained)), 0, 0, runtime.communicators.ports())
+    runtime.control.ready(native_digests(runtime, runtime.trained), 0, 0, runtime.communicators.ports())
     runtime.communicators.narrow(runtime.control.peer_ports)
 
 

@@ -16,13 +16,13 @@ from megatron.core.rerun_state_machine import RerunMode
 from megatron_resihp.control.record import Commit, Stage
 from megatron_resihp.control.worker import EpochBroken, EpochPlan, JobEnded, SalvageOrder
 from megatron_resihp.executor.communicators import is_communicator_error
-from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
 from megatron_resihp.integration.counting import restore_counters
 from megatron_resihp.integration.drills import StagedError
+from megatron_resihp.integration.own_layers import own_coordinate, own_shards
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.salvage import salvage
-from megatron_resihp.integration.shard import fill_shard, group_steps, shard_tensors
+from megatron_resihp.integration.shard import fill_shard, group_steps, native_digests, shard_tensors
 from megatron_resihp.integration.step import install_step, take_step
 from megatron_resihp.integration.world import build_model_parallel, build_world, reset_singletons, tear_down
 
@@ -94,7 +94,8 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases) -> None:
         tear_down(runtime)
     with phases.phase("agree"):
         runtime.reach("recovery-muster")
-        order = runtime.control.muster(runtime.progress.record(runtime.in_loop, runtime.position), runtime.held)
+        record = runtime.progress.record(runtime.in_loop, runtime.position)
+        order = runtime.control.muster(record, own_shards(runtime.args, runtime.held))
         if order.commit is not None:
             redone = _apply(runtime, order.commit)
         if isinstance(order, SalvageOrder):
@@ -106,10 +107,10 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases) -> None:
     try:
         with phases.phase("migrate"):
             moved = _migrate(runtime, order, trained)
-            digest = digest_tensors(shard_tensors(trained))
+            digests = native_digests(runtime, trained)
         with phases.phase("ready"):
             runtime.reach("recovery-ready")
-            runtime.control.ready(digest, moved, redone, runtime.communicators.ports())
+            runtime.control.ready(digests, moved, redone, runtime.communicators.ports())
             runtime.communicators.narrow(runtime.control.peer_ports)
     except Exception:
         if trained is not runtime.trained:
@@ -152,7 +153,8 @@ def _migrate(runtime: Runtime, order: EpochPlan, trained: Trained) -> int:
     """Fill the new objects, from the old ones or from another holder; returns the bytes received."""
     assert runtime.trained is not None and runtime.everybody is not None
     received = 0
-    for transfer in plan_transfers(order.plan, order.held):
+    held = {worker: own_coordinate(runtime.args, shards) for worker, shards in order.held.items()}
+    for transfer in plan_transfers(order.plan, held):
         if transfer.source == runtime.worker:
             own = shard_tensors(runtime.trained)
             send_tensors(runtime.everybody, transfer.target, own, {"steps": group_steps(runtime.trained)})

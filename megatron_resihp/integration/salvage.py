@@ -18,20 +18,21 @@ from megatron.training.checkpointing import generate_state_dict, get_checkpoint_
 
 from megatron_resihp.control.worker import SalvageOrder
 from megatron_resihp.integration.counting import restore_counters
+from megatron_resihp.integration.own_layers import own_coordinate
 from megatron_resihp.integration.runtime import Runtime
 
 
 def salvage(runtime: Runtime, order: SalvageOrder) -> None:
     """Write this worker's shard if it was chosen to, and report."""
-    if order.shard is None or order.commit is None:
+    if not order.shards or order.commit is None:
         return
-    assert runtime.trained is not None
+    assert runtime.trained is not None and runtime.held is not None
     iteration, args = order.commit.iteration, runtime.args
     directory = Path(os.environ["RESIHP_RUN_DIR"]) / "salvage"
     path = Path(
         get_checkpoint_name(
             str(directory), iteration, pipeline_parallel=args.pipeline_model_parallel_size > 1,
-            tensor_rank=order.shard.tp_rank, pipeline_rank=order.shard.stage, expert_parallel=False, expert_rank=0,
+            tensor_rank=runtime.held.tp_rank, pipeline_rank=runtime.held.stage, expert_parallel=False, expert_rank=0,
         )
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,8 @@ def salvage(runtime: Runtime, order: SalvageOrder) -> None:
         Path(get_checkpoint_tracker_filename(str(directory))).write_text(str(iteration))
     print(f"resihp: worker {runtime.worker} saved {path}", file=sys.stderr, flush=True)
     runtime.control.event(
-        "salvage", iteration=iteration, path=str(path), complete=not order.missing, missing=order.missing
+        "salvage", iteration=iteration, path=str(path), complete=not order.missing,
+        missing=[own_coordinate(runtime.args, (shard,)) for shard in order.missing],
     )
     runtime.control.tell("salvaged")
 

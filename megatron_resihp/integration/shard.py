@@ -34,6 +34,14 @@ def record_digest(runtime: Runtime) -> None:
         runtime.control.event("digest", shard=runtime.held, iteration=runtime.progress.iteration, digest=digest)
 
 
+def native_digests(runtime: Runtime, trained: Trained) -> dict[str, str]:
+    """The digest of the shard that the plan gives this worker or lets it keep, by its coordinate."""
+    coordinate = runtime.current_plan.coordinate_of(runtime.worker)
+    if coordinate is None:
+        return {}
+    return {f"{coordinate.stage}/{coordinate.tp_rank}": digest_tensors(shard_tensors(trained))}
+
+
 def group_steps(trained: Trained) -> list[Any]:
     """Step counters that optimizers such as Apex's keep per parameter group instead of per parameter."""
     return [group.get("step") for part in parts(trained.optimizer) for group in part.optimizer.param_groups]

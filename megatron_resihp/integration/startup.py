@@ -25,6 +25,7 @@ from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.integration.emulation import padding_of
+from megatron_resihp.integration.own_layers import own_chunks
 from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.step import install_step
@@ -88,6 +89,7 @@ def job_fields(args: Any, config: ResihpConfig) -> dict[str, Any]:
     return {
         "tensor_parallel": args.tensor_model_parallel_size,
         "pipeline_parallel": args.pipeline_model_parallel_size,
+        "chunks": own_chunks(args),
         "micro_batch_size": args.micro_batch_size,
         "global_batch_size": args.global_batch_size,
         "micro_batches": args.global_batch_size // args.micro_batch_size,

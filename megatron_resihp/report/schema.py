@@ -106,6 +106,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
         (
             Field("tensor_parallel", INTEGER, "tensor-parallel degree at the start", required=False),
             Field("pipeline_parallel", INTEGER, "pipeline stages at the start", required=False),
+            Field("chunks", LIST, "`[stage, first, end]`: the layers of each stage at the start", required=False),
             Field("micro_batch_size", INTEGER, "samples in a micro-batch", required=False),
             Field("global_batch_size", INTEGER, "samples in an iteration"),
             Field("micro_batches", INTEGER, "micro-batches in an iteration, over all replicas", required=False),

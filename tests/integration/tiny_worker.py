@@ -19,14 +19,15 @@ from megatron_resihp.control.address import parse_address
 from megatron_resihp.control.record import Record, Stage
 from megatron_resihp.control.store import connect
 from megatron_resihp.control.worker import EpochBroken, EpochPlan, JobEnded, SalvageOrder, WorkerControl
-from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan import Chunk, ParallelPlan
+from megatron_resihp.plan.replica import shards_at
 
 WORKER = int(os.environ["RESIHP_WORKER"])
 RUN_DIR = Path(os.environ["RESIHP_RUN_DIR"])
 TICK_S = 0.01
 JOB = {
     "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "global_batch_size": 12, "micro_batches": 12,
-    "train_iters": 5, "seq_length": 8, "pipeline_last": True,
+    "train_iters": 5, "seq_length": 8, "pipeline_last": True, "chunks": [[0, 0, 4]],
 }  # fmt: skip
 
 
@@ -35,13 +36,14 @@ def asked(what: str) -> bool:
 
 
 def begin(control: WorkerControl, plan: ParallelPlan) -> None:
-    control.ready(state_digest="same", bytes_received=0, steps_redone=0, ports=[])
+    control.ready(digests={"0/0": "same"}, bytes_received=0, steps_redone=0, ports=[])
     print(f"epoch {control.epoch} members {list(plan.members)} pid {os.getpid()}", flush=True)
 
 
 def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
     record = Record(iteration=1, stage=Stage.COMPUTE, counters={0: {}, 1: {}})
-    order = control.muster(record, plan.coordinate_of(WORKER))
+    held = plan.coordinate_of(WORKER)
+    order = control.muster(record, shards_at([Chunk(0, 0, 4)], held, 1) if held else ())
     if isinstance(order, SalvageOrder):
         control.tell("salvaged")
         raise control.await_end()

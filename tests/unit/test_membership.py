@@ -10,21 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_resihp.control.membership import (
+from megatron_resihp.control.actions import (
     Action,
     End,
     Go,
     Limits,
     Log,
-    Membership,
     Notify,
     OrderSalvage,
     Phase,
     PublishPlan,
 )
+from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.messages import FENCED_EXIT
 from megatron_resihp.control.record import Outcome, Record, Stage
-from megatron_resihp.plan import Coordinate
+from megatron_resihp.plan import Chunk, Coordinate, Shard
+from megatron_resihp.plan.replica import shards_at
 
 LIMITS = Limits(muster_s=10.0, build_s=100.0, salvage_s=50.0, recoveries_per_iteration=3)
 
@@ -39,7 +40,11 @@ class Job:
 
     def __init__(self, workers: int = 4, pipeline: int = 2, tensor: int = 1, micro_batches: int = 4) -> None:
         self.membership = Membership(workers, workers_per_node=2, limits=LIMITS)
-        self.sizes = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "micro_batches": micro_batches}
+        self.own = tuple(Chunk(stage, 3 * stage, 3 * stage + 3) for stage in range(pipeline))
+        self.sizes = {
+            "tensor_parallel": tensor, "pipeline_parallel": pipeline, "micro_batches": micro_batches,
+            "chunks": [list(chunk) for chunk in self.own],
+        }  # fmt: skip
         self.now = 0.0
         self.iteration = 5
         self.at: dict[int, tuple[int, Stage]] = {}
@@ -73,8 +78,8 @@ class Job:
             action
             for worker in workers
             for action in self.tell(
-                "ready", worker, **{"epoch": self.membership.epoch, "state": state, "ports": [9000 + worker],
-                "bytes_received": 0, "steps_redone": 1, **fields},
+                "ready", worker, **{"epoch": self.membership.epoch, "digests": self.digests(worker, state),
+                "ports": [9000 + worker], "bytes_received": 0, "steps_redone": 1, **fields},
             )
         ]  # fmt: skip
 
@@ -84,9 +89,16 @@ class Job:
             for worker in workers
             for action in self.tell(
                 "muster", worker, **{"epoch": self.membership.epoch, "record": self.record(worker).to_dict(),
-                "held": self.held[worker], **fields},
+                "held": self.shards(self.held[worker]), **fields},
             )
         ]  # fmt: skip
+
+    def shards(self, coordinate: Coordinate | None) -> tuple[Shard, ...]:
+        return shards_at(self.own, coordinate, self.sizes["tensor_parallel"]) if coordinate else ()
+
+    def digests(self, worker: int, state: str) -> dict[str, str]:
+        coordinate = self.membership.plan and self.membership.plan.coordinate_of(worker)
+        return {"{}/{}".format(*coordinate): state} if coordinate else {}
 
     def record(self, worker: int) -> Record:
         iteration, stage = self.at.get(worker, (self.iteration, Stage.COMPUTE))
@@ -235,7 +247,8 @@ class TestRecovery:
         assert published.plan.working == (1, 3) and set(published.plan.standbys) == {2}
         assert published.plan.replicas[0].micro_batches == (0, 1, 2, 3)
         assert published.commit.iteration == 4
-        assert published.held == {1: (0, 0), 2: (1, 0), 3: (1, 0)}
+        first, second = Shard(0, 3, 0, 1), Shard(3, 6, 0, 1)
+        assert published.held == {1: (first,), 2: (second,), 3: (second,)}
         job.now = 101.5
         assert not job.ready(1, 2)
         actions = job.ready(3, bytes_received=7)
@@ -377,8 +390,8 @@ class TestGivenUp:
         assert 3 not in published.plan.members
         job.ready(0, 1, 2)
         for late in (
-            {"kind": "muster", "epoch": 0, "record": job.record(3).to_dict(), "held": [1, 0]},
-            {"kind": "muster", "epoch": 1, "record": job.record(3).to_dict(), "held": [1, 0]},
+            {"kind": "muster", "epoch": 0, "record": job.record(3).to_dict(), "held": [[3, 6, 0, 1]]},
+            {"kind": "muster", "epoch": 1, "record": job.record(3).to_dict(), "held": [[3, 6, 0, 1]]},
             {"kind": "suspect", "epoch": 1, "error": "everybody is gone"},
             {"kind": "ready", "epoch": 1, "state": "old", "ports": [], "bytes_received": 0, "steps_redone": 0},
             {"kind": "failed", "error": "RuntimeError: gloo"},
@@ -401,7 +414,7 @@ class TestGivenUp:
         assert [event["dead"] for event in events(actions, "worker_dead")] == [2, 3]
         assert "node lost: connection lost" in events(actions, "epoch_broken")[0]["cause"]
         order = only(OrderSalvage, job.muster(0, 1))
-        assert order.missing == (Coordinate(1, 0),)
+        assert order.missing == (Shard(3, 6, 0, 1),)
 
     def test_a_node_with_a_copy_of_everything_is_lost(self) -> None:
         job = Job(pipeline=1, tensor=2).start()
@@ -504,7 +517,7 @@ class TestEnd:
         job.muster(2, 3)
         actions = job.tell("done", 1)
         assert job.membership.phase is not Phase.MUSTERING
-        assert only(OrderSalvage, actions).missing == (Coordinate(0, 0),)
+        assert only(OrderSalvage, actions).missing == (Shard(0, 3, 0, 1),)
 
     def test_who_finished_is_not_planned_with(self) -> None:
         job = Job().start()
@@ -551,8 +564,8 @@ class TestNoPlan:
     def test_survivors_write_what_they_hold(self) -> None:
         job, order = self.lose_a_shard()
         assert order.epoch == 1 and order.commit is not None and order.commit.iteration == 4
-        assert order.writers == {0: Coordinate(0, 0)}, "one writer per shard"
-        assert order.missing == (Coordinate(1, 0),)
+        assert order.writers == {0: (Shard(0, 3, 0, 1),)}, "one writer per shard"
+        assert order.missing == (Shard(3, 6, 0, 1),)
         assert "stage 1 TP rank 0 is held by no survivor" in order.reason
         end = only(End, job.tell("salvaged", 0))
         assert end.code == 1
@@ -592,7 +605,7 @@ class TestNoPlan:
         assert "state differs between holders of stage 1 TP rank 0" in order.reason
         assert not [action for action in actions if isinstance(action, Go)]
         assert notices(actions) == ["broken"], "members wait for Go and would not hear of the order"
-        assert order.epoch == 2 and order.writers == {1: Coordinate(0, 0), 2: Coordinate(1, 0)}
+        assert order.epoch == 2 and order.writers == {1: (Shard(0, 3, 0, 1),), 2: (Shard(3, 6, 0, 1),)}
         assert not job.tell("salvaged", 1)
         assert only(End, job.tell("salvaged", 2)).code == 1
 
@@ -609,7 +622,7 @@ class TestNoPlan:
         job.ready(*others)
         order = only(OrderSalvage, job.ready(mover, state="garbled on the way"))
         for worker, shard in order.writers.items():
-            assert shard == job.held[worker]
+            assert shard == job.shards(job.held[worker])
 
     def test_nobody_knows_where_to_go_on(self) -> None:
         job = Job().start()

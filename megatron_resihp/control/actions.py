@@ -1,0 +1,91 @@
+"""What the coordinator decides: the actions that `membership` returns and `coordinator` carries out, as plain values.
+
+May import `plan` and `control.record`.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from megatron_resihp.control.record import Commit
+from megatron_resihp.plan import ParallelPlan, Shard
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    """Workers set up; a death now ends the job, there is nothing to recover yet."""
+    BUILDING = "building"
+    """A plan is published, its members build groups, move state and report ready."""
+    RUNNING = "running"
+    MUSTERING = "mustering"
+    """The epoch is broken; living members report their records."""
+    SALVAGING = "salvaging"
+    """No plan exists; survivors write what they hold."""
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class PublishPlan:
+    """A plan with the commit that it starts from, and what each member holds, current to that commit."""
+
+    epoch: int
+    plan: ParallelPlan
+    commit: Commit | None
+    held: dict[int, tuple[Shard, ...]]
+
+
+@dataclass(frozen=True)
+class OrderSalvage:
+    """No plan fits: holders of state write it down (`writers`: worker → its part) and the job ends."""
+
+    epoch: int
+    reason: str
+    commit: Commit | None
+    writers: dict[int, tuple[Shard, ...]]
+    missing: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Go:
+    """Every member is ready: training goes on. `ports`: where the members' gloo groups listen."""
+
+    epoch: int
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Notify:
+    """Tell every worker."""
+
+    notice: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Log:
+    event: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class End:
+    code: int
+    reason: str
+
+
+Action = PublishPlan | OrderSalvage | Go | Notify | Log | End
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of waiting, in seconds, and of trying.
+
+    Attributes:
+        muster_s: living workers that do not report this long after an epoch broke are given up for dead.
+        build_s: members of a new epoch that are not ready this long after its plan was published are given up.
+        salvage_s: how long survivors may write what they hold when no plan exists.
+        recoveries_per_iteration: more recoveries than this without a step between them end the job.
+    """
+
+    muster_s: float = 60.0
+    build_s: float = 600.0
+    salvage_s: float = 600.0
+    recoveries_per_iteration: int = 8

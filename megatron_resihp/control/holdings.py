@@ -1,0 +1,125 @@
+"""What survivors hold, and what a planner of rectangles makes of it. Pure; imports `plan` and `planner`.
+
+Workers say what they hold as shards, in whatever layout it came to be. Layers are thought of as cut in so many equal
+shares that each shard is made of whole ones.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
+from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.plan.spelling import coordinate_at
+from megatron_resihp.planner import JobShape, NoPlanError, plan_rectangular
+
+Held = Mapping[int, tuple[Shard, ...]]
+"""For each living worker what it holds complete and current; empty: nothing."""
+Cell = tuple[int, int]
+"""A layer, and one of its shares."""
+
+
+def lacking(held: Held, layers: int) -> tuple[Shard, ...]:
+    """What of a model of so many layers nobody holds."""
+    shares = _shares(held.values())
+    everything = _cells([Shard(0, layers, 0, 1)], shares)
+    return _as_shards(everything - _union(held, shares), shares)
+
+
+def written_once(held: Held) -> dict[int, tuple[Shard, ...]]:
+    """Who writes what, so that all that is held is written by one worker; who has nothing to write is left out."""
+    shares = _shares(held.values())
+    written: set[Cell] = set()
+    writers = {}
+    for worker in sorted(held):
+        own = _cells(held[worker], shares) - written
+        if own:
+            writers[worker] = _as_shards(own, shares)
+        written |= own
+    return writers
+
+
+def plan_for_survivors(
+    shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan
+) -> ParallelPlan:
+    """Complete replicas of the job's own layout, out of survivors that hold its state in any layout.
+
+    Where nobody holds a shard of that layout as it is, but survivors hold its parts between them, one of them is taken
+    for its holder: it fetches what it lacks.
+
+    Args:
+        shape, own: the job's sizes and its own split into layers.
+        held: of all survivors.
+        previous: the plan that they come from.
+
+    Raises:
+        NoPlanError: too few survivors for one replica, or state that nobody holds.
+    """
+    exact = {worker: coordinate_at(own, shards, shape.tensor_parallel) for worker, shards in held.items()}
+    taken = _stand_ins(shape, own, held, exact)
+    try:
+        plan = plan_rectangular(shape, {**exact, **taken}, previous)
+    except NoPlanError as error:
+        if error.missing and not lacking(held, own[-1].end):
+            raise NoPlanError(f"{len(held)} survivors are fewer than TP x PP = {shape.replica_size}") from None
+        raise
+    standbys = {worker: None if worker in taken else kept for worker, kept in plan.standbys.items()}
+    return ParallelPlan(plan.replicas, standbys)
+
+
+def _stand_ins(
+    shape: JobShape, own: Sequence[Chunk], held: Held, exact: Mapping[int, Coordinate | None]
+) -> dict[int, Coordinate]:
+    """Workers that are to hold shards of the job's layout whose parts are there, but which nobody holds."""
+    shares = math.lcm(_shares(held.values()), shape.tensor_parallel)
+    cells = {worker: _cells(shards, shares) for worker, shards in held.items()}
+    everything = _union(held, shares)
+    taken: dict[int, Coordinate] = {}
+    for coordinate in shape.coordinates():
+        wanted = _cells(shards_at(own, coordinate, shape.tensor_parallel), shares)
+        if coordinate in exact.values() or not wanted <= everything:
+            continue
+        holds = {**exact, **taken}
+        holders = Counter(holds.values())
+        spare = [
+            worker
+            for worker in sorted(held)
+            if worker not in taken and (holds[worker] is None or holders[holds[worker]] > 1)
+        ]
+        if spare:
+            overlap = {worker: len(cells[worker] & wanted) for worker in spare}
+            taken[max(spare, key=lambda worker: (exact[worker] is None, overlap[worker]))] = coordinate
+    return taken
+
+
+def _shares(held: Iterable[Sequence[Shard]]) -> int:
+    return math.lcm(*(shard.tp_degree for shards in held for shard in shards))
+
+
+def _cells(shards: Iterable[Shard], shares: int) -> set[Cell]:
+    return {
+        (layer, share)
+        for first, end, rank, degree in shards
+        for layer in range(first, end)
+        for share in range(rank * shares // degree, (rank + 1) * shares // degree)
+    }
+
+
+def _union(held: Held, shares: int) -> set[Cell]:
+    return {cell for shards in held.values() for cell in _cells(shards, shares)}
+
+
+def _as_shards(cells: set[Cell], shares: int) -> tuple[Shard, ...]:
+    """The same cells as few shards, the largest shares first."""
+    left = set(cells)
+    found: list[Shard] = []
+    for degree in (degree for degree in range(1, shares + 1) if shares % degree == 0):
+        for rank in range(degree):
+            part = range(rank * shares // degree, (rank + 1) * shares // degree)
+            whole = sorted({layer for layer, _ in left if all((layer, share) in left for share in part)})
+            for _, run in groupby(enumerate(whole), key=lambda pair: pair[1] - pair[0]):
+                layers = [layer for _, layer in run]
+                found.append(Shard(layers[0], layers[-1] + 1, rank, degree))
+            left -= {(layer, share) for layer in whole for share in part}
+    return tuple(sorted(found))

@@ -1,0 +1,39 @@
+"""The job's own split of the model into stages, as Megatron makes it from its arguments. Imports `plan` only."""
+
+from typing import Any
+
+from megatron_resihp.plan import Chunk, Coordinate, Shard, chunks_of_layout
+from megatron_resihp.plan.layers import chunks_from
+from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.plan.spelling import coordinate_at
+
+
+def own_chunks(args: Any) -> tuple[Chunk, ...]:
+    """The layers of each stage, embedding and head included, of Megatron's validated arguments.
+
+    Source: megatron-core 0.19.2, `get_num_layers_to_build`.
+
+    Raises:
+        PlanError: the layers can't be split so.
+    """
+    stages = args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout is not None:
+        return chunks_of_layout(str(args.pipeline_model_parallel_layout), stages)
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    ends = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
+    rest = args.num_layers + sum(ends) - (first or 0) - (last or 0)
+    stages_left = stages - (first is not None) - (last is not None)
+    counts = [rest // stages_left if stages_left else 0] * stages
+    counts[0] = 1 + (counts[0] - ends[0] if first is None else first)
+    counts[-1] = 1 + (counts[-1] - ends[1] if last is None or stages == 1 else last)
+    return chunks_from(counts, stages)
+
+
+def own_shards(args: Any, coordinate: Coordinate | None) -> tuple[Shard, ...]:
+    """What the holder of a coordinate of the job's own layout holds; nothing for None."""
+    return () if coordinate is None else shards_at(own_chunks(args), coordinate, args.tensor_model_parallel_size)
+
+
+def own_coordinate(args: Any, shards: tuple[Shard, ...]) -> Coordinate | None:
+    """The coordinate of the job's own layout whose holder holds just these shards; None: there is no such."""
+    return coordinate_at(own_chunks(args), shards, args.tensor_model_parallel_size)

@@ -1,0 +1,127 @@
+"""What survivors hold in any layout: what is lost, who writes what, and rectangles made of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_resihp.control.digests import differing, name_of, shards_of_key
+from megatron_resihp.control.holdings import lacking, plan_for_survivors, written_once
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard, even_chunks
+from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.planner import JobShape, NoPlanError
+
+LAYERS = 6
+OWN = even_chunks(4, 2)
+SHAPE = JobShape(tensor_parallel=2, pipeline_parallel=2, micro_batches=4, workers_per_node=4)
+FIRST, SECOND, THIRD, FOURTH = (shards_at(OWN, coordinate, 2) for coordinate in SHAPE.coordinates())
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> Shard:
+    first = draw(st.integers(0, LAYERS - 1))
+    degree = draw(st.integers(1, 4))
+    return Shard(first, draw(st.integers(first + 1, LAYERS)), draw(st.integers(0, degree - 1)), degree)
+
+
+HOLDINGS = st.dictionaries(st.integers(0, 9), st.lists(shards(), max_size=3).map(tuple), max_size=6)
+
+
+def points(shards: tuple[Shard, ...]) -> set[tuple[int, int]]:
+    """Sixtieths of layers; a sixtieth divides every share."""
+    return {
+        (layer, part)
+        for first, end, rank, degree in shards
+        for layer in range(first, end)
+        for part in range(60 * rank // degree, 60 * (rank + 1) // degree)
+    }
+
+
+@given(held=HOLDINGS)
+def test_what_is_lost_is_what_nobody_holds(held: dict[int, tuple[Shard, ...]]) -> None:
+    everything = points((Shard(0, LAYERS, 0, 1),))
+    assert points(lacking(held, LAYERS)) == everything - points(sum(held.values(), ()))
+
+
+@given(held=HOLDINGS)
+def test_all_that_is_held_is_written_once(held: dict[int, tuple[Shard, ...]]) -> None:
+    written = written_once(held)
+    parts = [points(shards) for shards in written.values()]
+    assert sum(map(len, parts)) == len(set().union(*parts)), "nothing twice"
+    assert set().union(*parts) == points(sum(held.values(), ()))
+    for worker, shards in written.items():
+        assert shards and points(shards) <= points(held[worker])
+
+
+def previous(*replicas: Replica) -> ParallelPlan:
+    return ParallelPlan(replicas)
+
+
+MERGED = previous(
+    Replica(((0, 1), (2, 3)), (0, 1), OWN), Replica(((4, 5, 6),), (2, 3), (Chunk(0, 0, 6),))
+)  # fmt: skip
+
+
+class TestRectangles:
+    def test_who_holds_a_shard_of_the_job_as_it_is_works_on_it(self) -> None:
+        held = {0: FIRST, 1: SECOND, 2: THIRD, 3: FOURTH, 4: (Shard(0, 6, 0, 3),), 5: (Shard(0, 6, 1, 3),)}
+        plan = plan_for_survivors(SHAPE, OWN, held, MERGED)
+        assert plan.not_rectangular is None
+        assert plan.replicas[0].stages == ((0, 1), (2, 3))
+        assert plan.standbys == {4: None, 5: None}, "a standby keeps no shard of another layout"
+
+    def test_state_that_is_there_in_other_shards_only(self) -> None:
+        """Nobody holds stage 1 as the job has it, but three workers hold all layers between them."""
+        held = {0: FIRST, 1: SECOND, 4: (Shard(0, 6, 0, 3),), 5: (Shard(0, 6, 1, 3),), 6: (Shard(0, 6, 2, 3),)}
+        plan = plan_for_survivors(SHAPE, OWN, held, MERGED)
+        assert plan.replicas[0].stages[0] == (0, 1)
+        assert set(plan.replicas[0].stages[1]) < {4, 5, 6}
+        assert set(plan.standbys.values()) == {None}
+
+    def test_a_part_that_is_lost(self) -> None:
+        held = {0: FIRST, 1: SECOND, 4: (Shard(0, 6, 0, 3),), 5: (Shard(0, 6, 1, 3),)}
+        with pytest.raises(NoPlanError, match="stage 1 TP rank 1 is held by no survivor") as caught:
+            plan_for_survivors(SHAPE, OWN, held, MERGED)
+        assert caught.value.missing == (Coordinate(1, 1),)
+
+    def test_too_few_survivors_that_hold_all(self) -> None:
+        held = {0: (Shard(0, 3, 0, 1),), 1: (Shard(3, 6, 0, 1),)}
+        with pytest.raises(NoPlanError, match="2 survivors are fewer than TP x PP = 4"):
+            plan_for_survivors(SHAPE, OWN, held, previous(Replica(((0,), (1,)), (0, 1, 2, 3), OWN)))
+
+    @given(held=HOLDINGS)
+    def test_a_plan_needs_all_state_and_a_replica_of_workers(self, held: dict[int, tuple[Shard, ...]]) -> None:
+        enough = len(held) >= SHAPE.replica_size and not lacking(held, LAYERS)
+        before = previous(Replica(tuple((worker,) for worker in range(10)), (0, 1, 2, 3)))
+        try:
+            plan = plan_for_survivors(SHAPE, OWN, held, before)
+        except NoPlanError:
+            assert not enough
+            return
+        assert enough and plan.not_rectangular is None and set(plan.members) == set(held)
+        for worker, kept in plan.standbys.items():
+            assert kept is None or shards_at(OWN, kept, 2) == held[worker]
+
+
+class TestDigests:
+    def test_equal_keys_are_compared(self) -> None:
+        reports = [{"0/0": "a", "1/0": "b"}, {"0/0": "a"}, {"1/0": "c"}, {}]
+        assert differing(reports) == ("1/0",)
+
+    def test_keys_come_in_the_order_of_layers(self) -> None:
+        reports = [{"10/0": "a", "9/1": "a", "9/-1": "a"}, {"10/0": "b", "9/1": "b", "9/-1": "b"}]
+        assert differing(reports) == ("9/-1", "9/1", "10/0")
+
+    def test_names_and_shards(self) -> None:
+        rectangular = previous(Replica(((0, 1), (2, 3)), (0,)))
+        assert name_of("1/0", rectangular) == "stage 1 TP rank 0"
+        assert shards_of_key("1/0", rectangular, OWN) == (Shard(3, 6, 0, 2),)
+        cuts = math.lcm(2, 3)
+        assert name_of("4/5", MERGED) == f"layer 4, cut 5 of {cuts}"
+        assert shards_of_key("4/5", MERGED, OWN) == (Shard(4, 5, 5, cuts),)
+        assert name_of("4/-1", MERGED) == "layer 4"
+        assert shards_of_key("4/-1", MERGED, OWN) == (Shard(4, 5, 0, 1),)
+        assert name_of("-1/0", MERGED) == f"the word embeddings, cut 0 of {cuts}"

@@ -1,0 +1,65 @@
+"""The job's own layers of each stage, held against Megatron's own sum."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_resihp.integration.own_layers import own_chunks, own_coordinate, own_shards
+from megatron_resihp.plan import Coordinate, Shard
+
+
+def arguments(**changed: Any) -> Namespace:
+    defaults: dict[str, Any] = {
+        "num_layers": 8, "pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_layout": None, "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+    }  # fmt: skip
+    return Namespace(**(defaults | changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"pipeline_model_parallel_size": 1},
+        {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 3},
+        {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 1},
+        {"decoder_last_pipeline_num_layers": 2},
+        {"num_layers": 7, "account_for_embedding_in_pipeline_split": True},
+        {"num_layers": 6, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+        {"pipeline_model_parallel_size": 1, "account_for_loss_in_pipeline_split": True},
+    ],
+)
+def test_stages_have_the_layers_that_megatron_builds(changed: dict[str, Any]) -> None:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    args = arguments(**changed)
+    config = Namespace(
+        **vars(args), virtual_pipeline_model_parallel_size=None,
+        num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
+    )  # fmt: skip
+    stages = args.pipeline_model_parallel_size
+    expected = [get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages)]
+    expected[0] += 1
+    expected[-1] += 1
+    assert [chunk.end - chunk.first for chunk in own_chunks(args)] == expected
+
+
+def test_a_layout_is_taken_as_it_is() -> None:
+    args = arguments(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="E,t*3|t*5,L")
+    assert [chunk.end - chunk.first for chunk in own_chunks(args)] == [4, 6]
+
+
+def test_coordinates_and_shards() -> None:
+    args = arguments()
+    assert own_shards(args, Coordinate(1, 1)) == (Shard(3, 5, 1, 2),)
+    assert own_coordinate(args, (Shard(3, 5, 1, 2),)) == Coordinate(1, 1)
+    assert own_shards(args, None) == () and own_coordinate(args, ()) is None
+    assert own_coordinate(args, (Shard(3, 5, 0, 1),)) is None, "both shares are more than one"
