@@ -1,0 +1,159 @@
+"""Sends and receives the pieces of messages over gloo, while the worker computes. May import torch, `plan`, messages.
+
+NCCL would take another class with the same methods: it knows no tags, so each directed pair of workers needs a group of
+its own, in which the order tells messages apart (`routes.Step.receives` keeps to it).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_resihp.executor.messages import Message
+from megatron_resihp.executor.routes import Step
+from megatron_resihp.plan import PlannedOp
+
+
+class GlooExchange:
+    """One worker's end of all messages of an epoch. Tensors of other devices go through host memory.
+
+    Waits are c10d's own, which can be ended from outside (`waiting.Waiter.install`).
+
+    Args:
+        me: this worker's id.
+        group: gloo group of all workers that send each other anything.
+        rank_of: rank in `group` of each worker.
+        stage_group: gloo group of the members of this worker's stage, in tensor-parallel order; None if it is alone.
+        shape: of one token's part of a message: (micro-batch, hidden).
+        dtype, device: of the tensors that `receive` gives.
+
+    Attributes:
+        bytes_sent: to other stages, since it was made.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        group: dist.ProcessGroup,
+        rank_of: Mapping[int, int],
+        stage_group: dist.ProcessGroup | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._me = me
+        self._group = group
+        self._rank_of = rank_of
+        self._stage_group = stage_group
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
+        self._receiving: dict[PlannedOp, tuple[torch.Tensor, list[Any]]] = {}
+        # With each operation its tensor: gloo forgets a send whose Work nobody keeps.
+        self._sending: dict[PlannedOp, list[tuple[Any, torch.Tensor]]] = {}
+        self.bytes_sent = 0
+
+    def connect(self, steps: Sequence[Step]) -> None:
+        """Meet everybody that these steps send to or receive from; all workers call it once, before the first step.
+
+        Gloo connects when it first needs a peer, and one of both waits there for the other one. All meet in one order
+        of pairs, so that nobody waits in a circle.
+        """
+        met = {(piece.sender, piece.receiver) for message in _messages(steps) for piece in message.pieces}
+        mine = {(min(pair), max(pair)) for pair in met if self._me in pair}
+        token = torch.zeros(1)
+        for low, high in sorted(mine):
+            if self._me == low:
+                work = dist.isend(token, group=self._group, group_dst=self._rank_of[high])
+            else:
+                work = dist.irecv(token, group=self._group, group_src=self._rank_of[low])
+            _wait(work)
+
+    def take(self, message: Message) -> None:
+        """Be ready for a message."""
+        first, end = message.sent_to(self._me)
+        rows = end - first if message.split else _most_rows(message)
+        buffer = torch.empty(rows, *self._shape, dtype=self._dtype)
+        works = [
+            dist.irecv(
+                buffer[piece.start - first : piece.end - first],
+                group=self._group,
+                group_src=self._rank_of[piece.sender],
+                tag=message.tag,
+            )
+            for piece in message.pieces
+            if piece.receiver == self._me
+        ]
+        self._receiving[message.op] = buffer, works
+
+    def receive(self, message: Message) -> torch.Tensor:
+        """Wait for a message that `take` was called for. All receivers call it for the same messages in one order.
+
+        Returns:
+            this worker's part if the message is split, the whole tensor otherwise.
+        """
+        buffer, works = self._receiving.pop(message.op)
+        for work in works:
+            _wait(work)
+        if not message.split and len(message.receivers) > 1:
+            buffer = self._gather(message, buffer)
+        return buffer.to(self._device)
+
+    def _gather(self, message: Message, share: torch.Tensor) -> torch.Tensor:
+        """All receivers' shares, one after the other."""
+        gathered = share.new_empty(len(message.receivers) * len(share), *self._shape)
+        dist.all_gather_into_tensor(gathered, share, group=self._stage_group)
+        sizes = [end - first for first, end in map(message.sent_to, message.receivers)]
+        if len(set(sizes)) == 1:
+            return gathered
+        return torch.cat([part[:size] for part, size in zip(gathered.split(len(share)), sizes, strict=True)])
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None:
+        """Begin to send this worker's pieces; the tensor is not to be changed until they are settled.
+
+        Raises:
+            ValueError: the tensor is not the part of the message that this worker should have.
+        """
+        first, end = message.held_by(self._me)
+        if tensor.shape != (end - first, *self._shape) or tensor.dtype != self._dtype:
+            raise ValueError(
+                f"{message} is {tuple(tensor.shape)} of {tensor.dtype}; "
+                f"{(end - first, *self._shape)} of {self._dtype} should be sent"
+            )
+        sending = []
+        for piece in message.pieces:
+            if piece.sender == self._me:
+                rows = tensor.detach()[piece.start - first : piece.end - first].cpu().contiguous()
+                receiver = self._rank_of[piece.receiver]
+                work = dist.isend(rows, group=self._group, group_dst=receiver, tag=message.tag)
+                sending.append((work, rows))
+                self.bytes_sent += rows.nbytes
+        self._sending[message.op] = sending
+
+    def settle(self, message: Message) -> None:
+        """Wait until a message has been sent, and free its tensor."""
+        for work, _ in self._sending.pop(message.op):
+            _wait(work)
+
+    def finish(self) -> None:
+        """Wait for everything that is still being sent."""
+        while self._sending:
+            _, sending = self._sending.popitem()
+            for work, _ in sending:
+                _wait(work)
+
+
+def _messages(steps: Sequence[Step]) -> list[Message]:
+    return [end for step in steps for end in (step.source, step.target) if isinstance(end, Message)]
+
+
+def _most_rows(message: Message) -> int:
+    """Of any receiver's share: a collective takes equal ones."""
+    return max(end - first for first, end in map(message.sent_to, message.receivers))
+
+
+def _wait(work: Any) -> None:
+    # None is what torch gives to those outside of the group.
+    assert work is not None
+    work.wait()

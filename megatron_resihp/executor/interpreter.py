@@ -1,0 +1,126 @@
+"""Runs a worker's steps: `Work` is what is computed, `Exchange` how results cross. May import torch, `plan`, routes."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_resihp.executor.messages import Message
+from megatron_resihp.executor.routes import Step
+from megatron_resihp.plan import PlannedOp
+
+
+class Work(Protocol):
+    """The computation of a worker's ops; it keeps what it needs from F to B and W. All tensors are its own part."""
+
+    def forward(self, chunk: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
+        """F.
+
+        Args:
+            received: the result of the chunk before, a leaf that asks for its gradient; None for the first chunk.
+
+        Returns:
+            the chunk's output, which is sent as it is; not used for the last chunk.
+        """
+        ...
+
+    def backward(self, chunk: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
+        """B, the whole backward if there is no W.
+
+        Args:
+            received: the gradient of the chunk's output; None for the last chunk.
+
+        Returns:
+            the gradient of the chunk's input; not used for the first chunk.
+        """
+        ...
+
+    def weight_gradient(self, chunk: int, micro_batch: int) -> None:
+        """W."""
+        ...
+
+
+class Exchange(Protocol):
+    """How messages cross; `exchange.GlooExchange` says what each method does."""
+
+    def take(self, message: Message) -> None: ...
+
+    def receive(self, message: Message) -> Tensor: ...
+
+    def send(self, message: Message, tensor: Tensor) -> None: ...
+
+    def settle(self, message: Message) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Observer(Protocol):
+    """Is told of waits; the time in between is its to take."""
+
+    def begin_wait(self, message: Message) -> None:
+        """A worker begins to wait for a message."""
+        ...
+
+    def end_wait(self, message: Message) -> None:
+        """It has come."""
+        ...
+
+
+def run(steps: Sequence[Step], work: Work, exchange: Exchange, observer: Observer | None = None) -> None:
+    """Run all steps in their order. Returns when everything that they send has been received.
+
+    Raises:
+        ValueError: an op has no result, and another one needs it.
+        what `work` and `exchange` raise.
+    """
+    interpreter = _Interpreter(work, exchange, observer)
+    for step in steps:
+        interpreter.run(step)
+    exchange.finish()
+
+
+class _Interpreter:
+    def __init__(self, work: Work, exchange: Exchange, observer: Observer | None) -> None:
+        self._work = work
+        self._exchange = exchange
+        self._observer = observer
+        self._kept: dict[PlannedOp, Tensor] = {}
+
+    def run(self, step: Step) -> None:
+        for message in step.receives:
+            self._exchange.take(message)
+        result = self._compute(step)
+        if isinstance(step.target, PlannedOp):
+            self._kept[step.target] = _required(result, step).detach()
+        elif step.target is not None:
+            self._exchange.send(step.target, _required(result, step))
+        for message in step.settled:
+            self._exchange.settle(message)
+
+    def _compute(self, step: Step) -> Tensor | None:
+        kind, chunk, micro_batch = step.op
+        if kind == "W":
+            self._work.weight_gradient(chunk, micro_batch)
+            return None
+        received = self._received(step)
+        if kind == "B":
+            return self._work.backward(chunk, micro_batch, received)
+        return self._work.forward(chunk, micro_batch, received if received is None else received.requires_grad_())
+
+    def _received(self, step: Step) -> Tensor | None:
+        if step.source is None:
+            return None
+        if isinstance(step.source, PlannedOp):
+            return self._kept.pop(step.op)
+        if self._observer is not None:
+            self._observer.begin_wait(step.source)
+        tensor = self._exchange.receive(step.source)
+        if self._observer is not None:
+            self._observer.end_wait(step.source)
+        return tensor
+
+
+def _required(result: Tensor | None, step: Step) -> Tensor:
+    if result is None:
+        raise ValueError(f"op {step.op} gave no result; it goes to another op")
+    return result
