@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from random_plans import draw_case
 from torch import Tensor
 from torch.nn.functional import gelu
 
@@ -23,7 +26,7 @@ from megatron_resihp.executor.exchange import GlooExchange
 from megatron_resihp.executor.interpreter import run
 from megatron_resihp.executor.messages import Message
 from megatron_resihp.executor.routes import routes_for
-from megatron_resihp.executor.waiting import Waiter
+from megatron_resihp.executor.waiting import WaitAbandoned, Waiter
 from megatron_resihp.pipeline.planned import explicit_schedule, program_of
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.layers import chunks_from
@@ -31,6 +34,8 @@ from megatron_resihp.plan.layers import chunks_from
 WORKERS = 6
 MICRO_BATCH, HIDDEN, WIDE = 2, 5, 12
 DTYPE = torch.float64
+SEEDS = (171, 234, 500, 566, 690)
+"""Of random plans for no more workers, in which replicas of several stages help each other out."""
 TIMEOUT = timedelta(seconds=30)
 
 
@@ -60,7 +65,7 @@ def plans() -> dict[str, ParallelPlan]:
             ),
             migrations=(Migration(0, 1, 1), Migration(2, 1, 1)),
         ),
-    }
+    } | {f"random {seed}": draw_case(Random(seed)).plan for seed in SEEDS}
 
 
 def explicit(*orders: str) -> Schedule:
@@ -236,14 +241,33 @@ def run_case(case: Case, me: int) -> Mapping[str, Any] | None:
     }
 
 
+def waits_forever(me: int, broken: threading.Event) -> bool:
+    """Whether worker 1 still waits for a message that nobody sends when the epoch is broken."""
+    if me != 1:
+        return False
+    alone, message = {0: 0, 1: 1}, Message(PlannedOp("F", 0, 0), (0,), (1,), 4, False, 0)
+    exchange = GlooExchange(me, dist.group.WORLD, alone, None, (HIDDEN,), DTYPE, torch.device("cpu"))
+    exchange.take(message)
+    broken.set()
+    try:
+        exchange.receive(message)
+    except WaitAbandoned:
+        return False
+    return True
+
+
 def work_through(me: int, directory: Path) -> None:
     """All cases as one worker."""
-    Waiter(lambda: False).install()
+    broken = threading.Event()
+    Waiter(broken.is_set).install()
     store = dist.FileStore(str(directory / "store"), WORKERS)
     dist.init_process_group("gloo", store=store, rank=me, world_size=WORKERS, timeout=TIMEOUT)
-    torch.save({name: run_case(case, me) for name, case in cases().items()}, directory / f"{me}.pt")
+    results: dict[str, Any] = {name: run_case(case, me) for name, case in cases().items()}
     dist.barrier()
-    dist.destroy_process_group()
+    results["waits forever"] = waits_forever(me, broken)
+    # Who leaves before worker 1 is through ends its wait as well.
+    store.add("through", 1) if me == 1 else store.wait(["through"])
+    torch.save(results, directory / f"{me}.pt")
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_plans import draw_case
 
 from megatron_resihp.executor.messages import Message, Piece
 from megatron_resihp.executor.route_check import check_routes
@@ -162,9 +163,7 @@ class TestSchedules:
         get_through(all_routes(plan, orders_of(plan), source.random() < 0.5, 8), source)
 
     @given(st.integers(0, 10**6), st.booleans(), st.integers(0, 4))
-    def test_any_valid_order_with_migrations(
-        self, draw_case: Callable[[random.Random], Any], seed: int, split: bool, ahead: int
-    ) -> None:
+    def test_any_valid_order_with_migrations(self, seed: int, split: bool, ahead: int) -> None:
         source = random.Random(seed)
         plan, orders = draw_case(source)
         routes = all_routes(plan, orders, split, source.randint(1, 9), ahead)
@@ -174,7 +173,7 @@ class TestSchedules:
         )  # fmt: skip
         get_through(routes, source)
 
-    def test_an_evaluation_has_forwards_only(self, draw_case: Callable[[random.Random], Any]) -> None:
+    def test_an_evaluation_has_forwards_only(self) -> None:
         plan, orders = draw_case(random.Random(5))
         forwards = [[[op for op in order if op.kind == "F"] for order in stages] for stages in orders]
         get_through(all_routes(plan, forwards, False, 8), random.Random(0))

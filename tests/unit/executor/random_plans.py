@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import NamedTuple
-
-import pytest
 
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
 
@@ -96,8 +93,3 @@ def _members(
         )
         for replica in orders
     ]
-
-
-@pytest.fixture(scope="session", name="draw_case")
-def give_draw_case() -> Callable[[random.Random], Case]:
-    return draw_case
