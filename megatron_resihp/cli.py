@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_resihp.control import drill_command, launcher
+from megatron_resihp.control import apply_command, drill_command, launcher
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     drill = commands.add_parser("drill", help="slow a worker or a link of a running job, or end that")
     drill_command.add_arguments(drill)
     drill.set_defaults(run=drill_command.run)
+    apply = commands.add_parser("apply", help="ask a running job to take a given plan")
+    apply_command.add_arguments(apply)
+    apply.set_defaults(run=apply_command.run)
     _add_report(commands.add_parser("report", help="say what happened in a run, from its event log"))
     _add_detect(commands.add_parser("detect", help="say who was slow, from a run's records or a table of times"))
     _add_plan(commands.add_parser("plan", help="say how a job should go on when workers are dead or slow"))

@@ -18,7 +18,7 @@ class Phase(Enum):
     """A plan is published, its members build groups, move state and report ready."""
     RUNNING = "running"
     MUSTERING = "mustering"
-    """The epoch is broken; living members report their records."""
+    """The epoch is broken, or left by choice; living members report their records."""
     SALVAGING = "salvaging"
     """No plan exists; survivors write what they hold."""
     ENDED = "ended"
@@ -61,6 +61,14 @@ class Notify:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """Tell who waits for it: {"done": line, ...} or {"refused": line}. `key`: where it is looked for."""
+
+    key: str
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Log:
     event: dict[str, Any]
 
@@ -71,7 +79,7 @@ class End:
     reason: str
 
 
-Action = PublishPlan | OrderSalvage | Go | Notify | Log | End
+Action = PublishPlan | OrderSalvage | Go | Notify | Answer | Log | End
 
 
 @dataclass(frozen=True)

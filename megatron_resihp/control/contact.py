@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from megatron_resihp.control import messages
 from megatron_resihp.control.address import Address, parse_address
@@ -19,6 +19,7 @@ from megatron_resihp.control.store import Store, StoreError, connect
 
 FILE_NAME: Final = "coordinator.json"
 CONNECT_S: Final = 5.0
+ANSWER_S: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,20 @@ def reach(run_dir: Path) -> Store:
     except (StoreError, TimeoutError):
         pass
     raise StoreError(f"no job runs in {run_dir} any more, or it is still starting")
+
+
+def ask(store: Store, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Send the coordinator a message and wait for its answer: {"done": line, ...} or {"refused": line}.
+
+    Raises:
+        TimeoutError: it does not answer.
+        StoreError: it is gone.
+    """
+    key = f"{messages.ANSWERS}{secrets.token_hex(8)}"
+    store.push(messages.INBOX, json.dumps({**message, "answer": key}))
+    try:
+        answer: dict[str, Any] = json.loads(store.get(key, ANSWER_S))
+    except TimeoutError:
+        raise TimeoutError(f"the coordinator did not answer within {ANSWER_S:g} s; is the job ending?") from None
+    store.delete(key)
+    return answer

@@ -14,6 +14,7 @@ from megatron_resihp.config import ConfigError, Slowdown
 from megatron_resihp.control import messages
 from megatron_resihp.control.actions import (
     Action,
+    Answer,
     End,
     Go,
     Limits,
@@ -108,8 +109,8 @@ class Coordinator:
             answer = {"refused": str(error)}
             if number is not None:
                 actions = [Log({"event": "drill_refused", "workers": message["workers"], "reason": str(error)})]
-        if str(message.get("answer", "")).startswith(messages.ANSWERS):
-            self._store.set(message["answer"], json.dumps(answer))
+        if "answer" in message:
+            actions.append(Answer(message["answer"], answer))
         return actions
 
     def _drill_set(self, slowdown: Slowdown) -> dict[str, Any]:
@@ -124,6 +125,9 @@ class Coordinator:
         match action:
             case Log(event):
                 self._log(event)
+            case Answer(key, content):
+                if key.startswith(messages.ANSWERS):
+                    self._store.set(key, json.dumps(content))
             case Notify(notice):
                 self._store.set(messages.notice_key(self._notices), json.dumps(notice))
                 self._notices += 1

@@ -6,18 +6,13 @@ May import: `config`, the standard library and this room's modules.
 from __future__ import annotations
 
 import argparse
-import json
-import secrets
 import sys
 from pathlib import Path
-from typing import Any, Final
 
 from megatron_resihp.config import ConfigError, Slowdown, factor_of
-from megatron_resihp.control import contact, messages
+from megatron_resihp.control import contact
 from megatron_resihp.control.launcher import RUNS
 from megatron_resihp.control.store import Store, StoreError
-
-ANSWER_S: Final = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +36,9 @@ def run(namespace: argparse.Namespace) -> int:
     try:
         slowdown = Slowdown(tuple(namespace.workers), factor_of(namespace.factor))
         store = contact.reach(namespace.run_dir) if namespace.run_dir else _reach_newest(RUNS)
-        answer = ask(store, slowdown)
+        answer = contact.ask(store, {
+            "type": "slowdown", "workers": slowdown.workers, "factor": slowdown.factor, "iteration": None,
+        })  # fmt: skip
     except (ConfigError, StoreError, TimeoutError) as error:
         print(f"resihp: {error}", file=sys.stderr)
         return 2
@@ -50,26 +47,6 @@ def run(namespace: argparse.Namespace) -> int:
         return 2
     print(f"resihp: {answer['done']}")
     return 0
-
-
-def ask(store: Store, slowdown: Slowdown) -> dict[str, Any]:
-    """Ask the coordinator for a slowdown; returns {"done": line} or {"refused": line}.
-
-    Raises:
-        TimeoutError: it does not answer.
-        StoreError: it is gone.
-    """
-    key = f"{messages.ANSWERS}{secrets.token_hex(8)}"
-    message = {
-        "type": "slowdown", "workers": slowdown.workers, "factor": slowdown.factor, "iteration": None, "answer": key,
-    }  # fmt: skip
-    store.push(messages.INBOX, json.dumps(message))
-    try:
-        answer: dict[str, Any] = json.loads(store.get(key, ANSWER_S))
-    except TimeoutError:
-        raise TimeoutError(f"the coordinator did not answer within {ANSWER_S:g} s; is the job ending?") from None
-    store.delete(key)
-    return answer
 
 
 def _worker(text: str) -> int:

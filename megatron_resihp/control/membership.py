@@ -5,11 +5,12 @@ room's other pure modules.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_resihp.control.actions import (
     Action,
+    Answer,
     End,
     Go,
     Limits,
@@ -19,10 +20,12 @@ from megatron_resihp.control.actions import (
     Phase,
     PublishPlan,
 )
+from megatron_resihp.control.change import Change, ChangeRefused, changes, plan_of, plan_to_change_to
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
+from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfiguration, recovery
 from megatron_resihp.control.holdings import plan_for_survivors, written_once
 from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
-from megatron_resihp.control.record import Commit, NoCommitError, Record, agreed_fields, resolve
+from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
@@ -56,6 +59,8 @@ class Membership:
     _records: dict[int, Record] = field(default_factory=dict)
     _held: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
     _deadline: float | None = None
+    _change: Change | None = None
+    _changes: int = 0
     _recoveries_here: int = 0
     _broken_at: float = 0.0
     _salvage_left: set[int] = field(default_factory=set)
@@ -129,13 +134,25 @@ class Membership:
             cause = f"state differs between holders of {', '.join(name_of(key, self.plan) for key in unlike)}"
             if self.phase is Phase.STARTING:
                 return self._end(1, f"{cause} before the first iteration")
+            if self._change is not None:
+                # A change by choice is no reason to end a job: what was held before it still is.
+                return self._break(cause, now)
             # Members wait for Go; what each of them held when it mustered it still holds.
             # A shard that nobody vouches for counts as missing.
             missing = tuple(shard for key in unlike for shard in shards_of_key(key, self.plan, self.own))
             return [*self._broken(cause), *self._salvage(cause, now, missing)]
-        self.phase, self._deadline = Phase.RUNNING, None
+        return self._go(self.plan, now)
+
+    def _go(self, plan: ParallelPlan, now: float) -> list[Action]:
         ports = tuple(sorted({port for ready in self._ready.values() for port in ready["ports"]}))
-        return [Go(self.epoch, ports), Log(self._started_event(now)), *self._recovery_log(now)]
+        actions: list[Action] = [Go(self.epoch, ports), Log(epoch_started(self.epoch, plan))]
+        if self._change is not None and self.commit is not None:
+            actions.append(Log(reconfiguration(self.epoch, self.commit, self._ready.values(), self._change, now)))
+        elif self.commit is not None:
+            ready = self._ready.values()
+            actions.append(Log(recovery(self.epoch, self.commit, ready, set(self.dead), self._broken_at, now)))
+        self.phase, self._deadline, self._change = Phase.RUNNING, None, None
+        return actions
 
     def _on_suspect(self, message: Message, now: float) -> list[Action]:
         if message["epoch"] != self.epoch or message["worker"] in self.dead:
@@ -149,7 +166,10 @@ class Membership:
         worker = message["worker"]
         if worker in self.dead or message["epoch"] != self.epoch or self.phase is Phase.SALVAGING:
             return []
-        broken = self._break(f"worker {worker} left the epoch", now)
+        if self._change is not None and self.phase is Phase.RUNNING:
+            self._leave_by_choice(now)
+        mustering = self.phase is Phase.MUSTERING
+        broken = [] if mustering else self._break(f"worker {worker} left the epoch", now)
         self._records[worker] = Record.from_dict(message["record"])
         self._held[worker] = tuple(Shard(*shard) for shard in message["held"])
         return broken + self._decide(now)
@@ -189,6 +209,40 @@ class Membership:
             Log({"event": "worker_failed", "failed": worker, "error": error}),
             *self._end(REFUSED_EXIT if refused else 1, f"worker {worker} failed: {error}"),
         ]
+
+    # What people and the policy ask for
+
+    def _on_apply(self, message: Message, now: float) -> list[Action]:
+        """Somebody asks for a plan: {"plan", "why", "answer": key or None}."""
+        try:
+            change = self._new_change(message)
+        except ChangeRefused as error:
+            refused = Log({"event": "change_refused", "why": message["why"], "reason": str(error)})
+            return [refused, *_answer(message, {"refused": str(error)})]
+        assert self.plan is not None
+        lines = changes(self.plan, change.plan, self.own)
+        self._change, self._changes = change, change.number
+        return [
+            Log({
+                "event": "plan_change", "number": change.number, "why": change.why, "from_digest": self.plan.digest,
+                "to_digest": change.plan.digest, "changes": lines,
+            }),
+            Notify({"kind": "change", "number": change.number, "epoch": self.epoch}),
+            *_answer(message, {"done": f"change {change.number} begins after an iteration", "changes": lines}),
+        ]  # fmt: skip
+
+    def _new_change(self, message: Message) -> Change:
+        """Raises ChangeRefused."""
+        if self._change is not None:
+            raise ChangeRefused(f"change {self._change.number} is under way")
+        if self.trained or self.done or self.stop_signal:
+            raise ChangeRefused("the job is about to end")
+        if self.phase is not Phase.RUNNING:
+            raise ChangeRefused(f"the job is not training now, it is {self.phase.value}")
+        assert self.plan is not None and self.shape is not None
+        asked, degree = plan_of(message["plan"]), self.shape.tensor_parallel
+        plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living)
+        return Change(self._changes + 1, plan, message["why"])
 
     # What agents say
 
@@ -248,14 +302,23 @@ class Membership:
         cause = "; ".join(f"worker {w}: {cause}" for w, cause in fresh.items())
         return actions + self._break(cause, now) + self._decide(now)
 
-    def _break(self, cause: str, now: float) -> list[Action]:
-        if self.phase not in (Phase.RUNNING, Phase.BUILDING):
-            return []
-        if self.phase is Phase.RUNNING:
-            self._broken_at = now
-        self.phase = Phase.MUSTERING
+    def _leave_by_choice(self, now: float) -> None:
+        """The first worker stops for a change; the others will after the same step."""
+        assert self._change is not None
+        self._change = replace(self._change, first_mustered_at=now)
+        self.phase, self._deadline = Phase.MUSTERING, now + self.limits.muster_s
         self._records, self._held = {}, {}
-        self._deadline = now + self.limits.muster_s
+
+    def _break(self, cause: str, now: float) -> list[Action]:
+        leaving = self.phase is Phase.MUSTERING and self._change is not None
+        if self.phase not in (Phase.RUNNING, Phase.BUILDING) and not leaving:
+            return []
+        if self.phase is Phase.RUNNING or self._change is not None:
+            self._broken_at = now
+        if not leaving:  # who has reported by choice won't report again
+            self._records, self._held = {}, {}
+        self._change = None
+        self.phase, self._deadline = Phase.MUSTERING, now + self.limits.muster_s
         return self._broken(cause)
 
     def _broken(self, cause: str) -> list[Action]:
@@ -277,14 +340,14 @@ class Membership:
         except NoCommitError as error:
             return self._end(1, str(error))
         same = self.commit is not None and self.commit.iteration == commit.iteration
-        self._recoveries_here = self._recoveries_here + 1 if same else 1
+        self._recoveries_here = (self._recoveries_here if same else 0) + (self._change is None)
         self.commit = commit
         if self._recoveries_here > self.limits.recoveries_per_iteration:
             return self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
                                  f"{commit.iteration}", now)  # fmt: skip
         held = {worker: self._held[worker] for worker in self._records}
         try:
-            plan = plan_for_survivors(self.shape, self.own, held, self.plan)
+            plan = self._next_plan(held)
         except NoPlanError as error:
             degree = self.shape.tensor_parallel
             missing = tuple(shard for lost in error.missing for shard in shards_at(self.own, lost, degree))
@@ -292,10 +355,20 @@ class Membership:
         self.epoch += 1
         self.plan, self.phase, self._ready = plan, Phase.BUILDING, {}
         self._deadline = now + self.limits.build_s
-        agreed: list[Action] = []
-        if commit.outcome is not None:
-            agreed = [Log({"event": "agreed", "epoch": self.epoch - 1, **agreed_fields(commit)})]
-        return [*agreed, PublishPlan(self.epoch, plan, commit, held)]
+        told: list[Action] = [] if commit.outcome is None else [Log(agreed(self.epoch - 1, commit, commit.outcome))]
+        return [*told, PublishPlan(self.epoch, plan, commit, held)]
+
+    def _next_plan(self, held: dict[int, tuple[Shard, ...]]) -> ParallelPlan:
+        """What was asked for, if all that it was asked for are still there.
+
+        Raises:
+            NoPlanError.
+        """
+        assert self.shape is not None and self.plan is not None
+        if self._change is not None and set(self._change.plan.members) == held.keys():
+            return self._change.plan
+        self._change = None
+        return plan_for_survivors(self.shape, self.own, held, self.plan)
 
     def _salvage(self, reason: str, now: float, missing: tuple[Shard, ...] = ()) -> list[Action]:
         writers = written_once({worker: self._held.get(worker, ()) for worker in self.living})
@@ -320,19 +393,6 @@ class Membership:
             End(code, reason),
         ]
 
-    def _started_event(self, now: float) -> dict[str, Any]:
-        assert self.plan is not None
-        return {"event": "epoch_started", "epoch": self.epoch, "plan": self.plan.to_dict(), "digest": self.plan.digest}
 
-    def _recovery_log(self, now: float) -> list[Action]:
-        if self.epoch == 0 or self.commit is None:
-            return []
-        return [
-            Log({
-                "event": "recovery", "epoch": self.epoch, "from_epoch": self.epoch - 1, "to_epoch": self.epoch,
-                "resumed_iteration": self.commit.iteration, "dead": sorted(self.dead),
-                "bytes_moved": sum(message["bytes_received"] for message in self._ready.values()),
-                "steps_redone": max(message["steps_redone"] for message in self._ready.values()),
-                "broken_at": self._broken_at, "resumed_at": now,
-            })
-        ]  # fmt: skip
+def _answer(message: Message, content: dict[str, Any]) -> list[Action]:
+    return [Answer(message["answer"], content)] if message.get("answer") else []

@@ -173,13 +173,3 @@ def _outcome_of(iteration: int, survivors: list[Record], bound: Commit | None) -
     if bound is not None and bound.iteration == iteration and bound.outcome is not None:
         known.append(bound.outcome)
     return max(known, key=lambda outcome: len(outcome.losses), default=None)
-
-
-def agreed_fields(commit: Commit) -> dict[str, Any]:
-    """The fields of an `agreed` event: what counts as applied when an epoch broke."""
-    assert commit.outcome is not None
-    losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in commit.outcome.losses.items()}
-    return {
-        "iteration": commit.iteration, "agreed_epoch": commit.outcome.epoch, "loss": losses,
-        "grad_norm": commit.outcome.grad_norm, "skipped": False,
-    }  # fmt: skip

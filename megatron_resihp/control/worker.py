@@ -84,6 +84,7 @@ class WorkerControl:
         self._broken: dict[int, tuple[str, float]] = {}
         self._finishing = False
         self._validation: dict[str, Any] | None = None
+        self._change: dict[str, Any] | None = None
         self._end: JobEnded | None = None
         self._news = threading.Condition()
         self._notice_store = store.clone()
@@ -115,6 +116,17 @@ class WorkerControl:
         """This one has been taken; one that came meanwhile stays."""
         if self._validation is order:
             self._validation = None
+
+    @property
+    def change(self) -> dict[str, Any] | None:
+        """The change of plan in this epoch that this worker has heard of and not taken."""
+        order = self._change
+        return order if order is not None and order["epoch"] == self.epoch else None
+
+    def drop_change(self, order: dict[str, Any] | None) -> None:
+        """All leave the epoch for this one; one that came meanwhile stays."""
+        if self._change is order:
+            self._change = None
 
     def broken(self) -> bool:
         """Whether the current epoch is marked as broken or the job has ended."""
@@ -244,6 +256,9 @@ class WorkerControl:
             return
         if notice["kind"] == "validate":
             self._validation = notice
+            return
+        if notice["kind"] == "change":
+            self._change = notice
             return
         with self._news:
             if notice["kind"] == "finishing":

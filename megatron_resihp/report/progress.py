@@ -119,6 +119,11 @@ class _Run:
             names.WORKER_DEAD: self._worker_dead,
             names.WORKER_FAILED: lambda e: [f"worker {e['failed']} raised: {e['error']}"],
             names.RECOVERY: self._recovery,
+            names.PLAN_CHANGE: lambda e: [
+                f"change {e['number']} of the plan, {e['why']}:", *(f"  {line}" for line in e["changes"])
+            ],
+            names.CHANGE_REFUSED: lambda e: [f"no change of the plan, {e['why']}: {e['reason']}"],
+            names.RECONFIGURATION: _reconfiguration,
             names.FIRST_STEP: self._first_step,
             names.DRILL: self._drill,
             names.DRILL_SET: self._drill_set,
@@ -251,6 +256,11 @@ def _notice(event: Event) -> list[str]:
     workers = listing(f"worker {worker}" for worker in event["workers"])
     what = event["what"].replace("_", " ")
     return [f"iteration {event['iteration']}: {what} held up {workers} for {duration(number(event['seconds']))}"]
+
+
+def _reconfiguration(event: Event) -> list[str]:
+    when = f"after iteration {event['resumed_iteration']}"
+    return [f"change {event['number']} done {when}; stood still for {duration(number(event['stood_still_s']))}"]
 
 
 def _suspicion(event: Event) -> list[str]:

@@ -226,6 +226,39 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("resumed_at", NUMBER, "when all workers went on", required=False),
         ),
     ),
+    names.PLAN_CHANGE: EventSchema(
+        "coordinator",
+        "Another plan is to be taken by choice; workers leave the epoch after the same iteration. If a failure comes "
+        "first, no `reconfiguration` follows.",
+        (
+            Field("number", INTEGER, "of the change, from 1"),
+            Field("why", TEXT, "who asked for it, and why"),
+            Field("from_digest", TEXT, "digest of the plan in force"),
+            Field("to_digest", TEXT, "digest of the plan to come"),
+            Field("changes", TEXTS, "what changes, line by line"),
+        ),
+    ),
+    names.CHANGE_REFUSED: EventSchema(
+        "coordinator",
+        "A plan was asked for that can't be taken.",
+        (Field("why", TEXT, "who asked for it, and why"), Field("reason", TEXT, "why not")),
+    ),
+    names.RECONFIGURATION: EventSchema(
+        "coordinator",
+        "Training goes on under a plan that was taken by choice.",
+        (
+            Field("number", INTEGER, "of the change"),
+            Field("why", TEXT, "who asked for it, and why"),
+            Field("from_epoch", INTEGER, "the epoch that was left"),
+            Field("to_epoch", INTEGER, "the epoch that goes on"),
+            Field("resumed_iteration", INTEGER, "last applied step"),
+            Field("bytes_moved", INTEGER, "state that had to be sent between workers", required=False),
+            Field("steps_redone", INTEGER, "0: nothing is computed again", required=False),
+            Field("left_at", NUMBER, "when the first worker stopped", required=False),
+            Field("resumed_at", NUMBER, "when all workers went on", required=False),
+            Field("stood_still_s", NUMBER, "seconds between both"),
+        ),
+    ),
     names.FIRST_STEP: EventSchema(
         "each working worker, or one of them",
         "The first iteration after a recovery is complete; `time` is its end. The last of a recovery counts.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 from launched import WAIT_S, Launched, eventually, is_alive
 
+from megatron_resihp.cli import main
 from megatron_resihp.control import messages
 from megatron_resihp.control.address import Address
+from megatron_resihp.plan import ParallelPlan, Replica, deal
 
 Launch = Callable[..., Launched]
 
@@ -82,6 +85,26 @@ def test_survivors_of_a_killed_worker_get_a_new_plan(launch: Launch) -> None:
     assert is_alive(pids[0]) and is_alive(pids[2])
     run.ask("finish")
     assert run.end() == 0, run.output()
+
+
+def test_a_plan_that_is_asked_for_is_taken(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = launch()
+    begun(run)
+    replicas = [Replica(((worker,),), share) for worker, share in enumerate(deal((6, 4, 2)))]
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"plan": ParallelPlan(tuple(replicas)).to_dict()}))
+    assert main(["apply", str(run.run_dir), str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "replica 0: micro-batches 4 (0 3 6 9) → 6 (0 3 6 8 10 11)" in said and "change 1 begins" in said
+    done = run.await_event("reconfiguration", to_epoch=1)
+    assert "asked for by hand: plan.json" in done["why"] and 0 <= done["stood_still_s"] < WAIT_S
+    assert main(["apply", str(run.run_dir), str(file)]) == 2
+    assert capsys.readouterr().err == "resihp: this plan is in force already\n"
+    run.ask("finish")
+    assert run.end() == 0, run.output()
+    assert not run.events("epoch_broken")
 
 
 def test_children_of_a_killed_worker_die_with_it(launch: Launch) -> None:

@@ -59,6 +59,10 @@ def train(control: WorkerControl, news: threading.Event) -> None:
             while not (asked("finish") or (control.stop_signal and not asked(f"deaf_{WORKER}"))):
                 news.wait(TICK_S)
                 control.check()
+                if control.change is not None:
+                    control.drop_change(control.change)
+                    plan = recover(control, plan)
+                    begin(control, plan)
                 if asked(f"fail_{WORKER}"):
                     raise ValueError("the loss is no number\nand more")
                 if asked(f"crash_{WORKER}"):

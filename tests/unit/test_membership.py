@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_resihp.control.actions import (
     Action,
+    Answer,
     End,
     Go,
     Limits,
@@ -24,8 +26,7 @@ from megatron_resihp.control.actions import (
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.messages import FENCED_EXIT
 from megatron_resihp.control.record import Outcome, Record, Stage
-from megatron_resihp.plan import Chunk, Coordinate, Shard
-from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, deal, spelled_out
 
 LIMITS = Limits(muster_s=10.0, build_s=100.0, salvage_s=50.0, recoveries_per_iteration=3)
 
@@ -48,7 +49,7 @@ class Job:
         self.now = 0.0
         self.iteration = 5
         self.at: dict[int, tuple[int, Stage]] = {}
-        self.held: dict[int, Coordinate | None] = {}
+        self.held: dict[int, tuple[Shard, ...]] = {}
         self.actions: list[Action] = []
 
     def tell(self, kind: str, worker: int | None = None, **fields: Any) -> list[Action]:
@@ -65,7 +66,8 @@ class Job:
             if isinstance(action, Go):
                 assert self.membership.plan is not None
                 # Only now do workers let go of what they held.
-                self.held = {w: self.membership.plan.coordinate_of(w) for w in self.membership.plan.members}
+                full = spelled_out(self.membership.plan, self.own)
+                self.held = {w: full.shards_of(w) for w in full.members}
         return actions
 
     # What workers do
@@ -89,16 +91,24 @@ class Job:
             for worker in workers
             for action in self.tell(
                 "muster", worker, **{"epoch": self.membership.epoch, "record": self.record(worker).to_dict(),
-                "held": self.shards(self.held[worker]), **fields},
+                "held": self.held[worker], **fields},
             )
         ]  # fmt: skip
 
-    def shards(self, coordinate: Coordinate | None) -> tuple[Shard, ...]:
-        return shards_at(self.own, coordinate, self.sizes["tensor_parallel"]) if coordinate else ()
-
     def digests(self, worker: int, state: str) -> dict[str, str]:
-        coordinate = self.membership.plan and self.membership.plan.coordinate_of(worker)
-        return {"{}/{}".format(*coordinate): state} if coordinate else {}
+        plan = self.membership.plan
+        if plan is None:
+            return {}
+        if plan.not_rectangular is None:
+            coordinate = plan.coordinate_of(worker)
+            return {"{}/{}".format(*coordinate): state} if coordinate else {}
+        cuts = math.lcm(*(shard.tp_degree for member in plan.members for shard in plan.shards_of(member)))
+        return {
+            f"{layer}/{cut}": state
+            for first, end, rank, degree in plan.shards_of(worker)
+            for layer in range(first, end)
+            for cut in range(rank * cuts // degree, (rank + 1) * cuts // degree)
+        }
 
     def record(self, worker: int) -> Record:
         iteration, stage = self.at.get(worker, (self.iteration, Stage.COMPUTE))
@@ -109,6 +119,15 @@ class Job:
             {n: Outcome(0, 1.5, {"lm loss": (8.0, 4.0)}) for n in known},
             {n: {"iteration": n - 1} for n in (iteration - 1, iteration)},
         )  # fmt: skip
+
+    def apply(self, plan: Any, **fields: Any) -> list[Action]:
+        data = plan.to_dict() if isinstance(plan, ParallelPlan) else plan
+        return self.tell("apply", plan=data, why="asked for by hand", answer="answer/1", **fields)
+
+    def leave(self, *workers: int) -> list[Action]:
+        """Workers muster after the step that all have agreed on."""
+        self.at = {worker: (self.iteration, Stage.STEPPED) for worker in self.membership.living}
+        return self.muster(*workers)
 
     def kill(self, worker: int, number: int = signal.SIGKILL) -> list[Action]:
         return self.tell("exited", worker, code=-number, time=self.now)
@@ -588,7 +607,7 @@ class TestNoPlan:
 
     def test_nobody_holds_anything(self) -> None:
         job = Job(workers=2, pipeline=1).start()
-        job.held[1] = None
+        job.held[1] = ()
         job.kill(0)
         actions = job.muster(1)
         assert only(OrderSalvage, actions).writers == {}
@@ -615,14 +634,16 @@ class TestNoPlan:
         job.kill(4)
         job.kill(5)
         plan = only(PublishPlan, job.muster(0, 1, 2, 3)).plan
-        (mover,) = (w for w in plan.working if plan.coordinate_of(w) != job.held[w])
-        assert job.held[mover] == Coordinate(0, 0)
-        job.held.update({0: Coordinate(0, 0), 1: Coordinate(0, 0)})
+        first = Shard(0, 3, 0, 1)
+        wanted = spelled_out(plan, job.own)
+        (mover,) = (w for w in plan.working if wanted.shards_of(w) != job.held[w])
+        assert job.held[mover] == (first,)
+        job.held.update({0: (first,), 1: (first,)})
         others = [worker for worker in plan.members if worker != mover]
         job.ready(*others)
         order = only(OrderSalvage, job.ready(mover, state="garbled on the way"))
         for worker, shard in order.writers.items():
-            assert shard == job.shards(job.held[worker])
+            assert shard == job.held[worker]
 
     def test_nobody_knows_where_to_go_on(self) -> None:
         job = Job().start()
@@ -630,6 +651,185 @@ class TestNoPlan:
         empty = Record(5, Stage.COMPUTE).to_dict()
         end = only(End, job.muster(1, 2, 3, record=empty))
         assert end.code == 1 and "no survivor knows" in end.reason
+
+
+def plan_of(*replicas: tuple[Any, ...], counts: tuple[int, ...] = (2, 2)) -> ParallelPlan:
+    """Replicas as (stages, chunks) or (stages,); by default two of two micro-batches each."""
+    shares = deal(counts)
+    return ParallelPlan(tuple(Replica(each[0], share, *each[1:]) for each, share in zip(replicas, shares, strict=True)))
+
+
+OTHER_LAYERS = (Chunk(0, 0, 2), Chunk(1, 2, 6))
+UNLIKE = plan_of((((0,), (2,)), OTHER_LAYERS), (((1,), (3,)), OTHER_LAYERS), counts=(3, 1))
+
+
+class TestChangeByChoice:
+    def test_from_the_question_to_go(self) -> None:
+        job = Job().start()
+        job.now = 10.0
+        actions = job.apply(UNLIKE)
+        answer = only(Answer, actions)
+        assert answer.key == "answer/1" and "change 1 begins" in answer.content["done"]
+        assert "replica 0: layers 3, 3 → 2, 4" in answer.content["changes"]
+        [change] = events(actions, "plan_change")
+        assert change["to_digest"] == UNLIKE.digest and change["changes"] == answer.content["changes"]
+        [notice] = [action.notice for action in actions if isinstance(action, Notify)]
+        assert notice == {"kind": "change", "number": 1, "epoch": 0}
+        assert job.membership.phase is Phase.RUNNING
+        job.now = 20.0
+        actions = job.leave(0, 1, 2)
+        assert not events(actions, "epoch_broken") and not notices(actions)
+        published = only(PublishPlan, job.leave(3))
+        assert (published.epoch, published.plan) == (1, UNLIKE)
+        assert (published.commit.iteration, published.commit.replay) == (5, True)
+        assert published.held[2] == (Shard(3, 6, 0, 1),)
+        job.now = 20.25
+        actions = job.ready(0, 1, 2, 3, steps_redone=0, bytes_received=3)
+        only(Go, actions)
+        assert not events(actions, "recovery")
+        [done] = events(actions, "reconfiguration")
+        assert (done["number"], done["from_epoch"], done["to_epoch"]) == (1, 0, 1)
+        assert (done["stood_still_s"], done["steps_redone"], done["bytes_moved"]) == (0.25, 0, 12)
+
+    def test_there_and_back(self) -> None:
+        job = Job().start()
+        first = job.membership.plan
+        assert first is not None
+        self.change(job, UNLIKE)
+        self.change(job, spelled_out(first, job.own))
+        assert job.membership.plan == first, "in short again, so that Megatron's own groups run it"
+
+    def change(self, job: Job, plan: ParallelPlan) -> None:
+        only(Notify, job.apply(plan))
+        only(PublishPlan, job.leave(*sorted(job.membership.living)))
+        only(Go, job.ready(*job.members))
+
+    def test_who_gets_no_work_keeps_what_it_holds(self) -> None:
+        job = Job().start()
+        self.change(job, plan_of((((0,), (2,)),), counts=(4,)))
+        assert job.membership.plan is not None
+        assert job.membership.plan.standbys == {1: (0, 0), 3: (1, 0)}
+        self.change(job, plan_of((((0,), (2,)), OTHER_LAYERS), counts=(4,)))
+        assert job.membership.plan.standbys == {1: (Shard(0, 3, 0, 1),), 3: (Shard(3, 6, 0, 1),)}
+
+    @pytest.mark.parametrize(
+        ("asked", "reason"),
+        [
+            (plan_of((((0,), (2,)),), (((1,), (3,)),)), "in force already"),
+            (plan_of((((0,), (2,)), OTHER_LAYERS), (((1,), (4,)), OTHER_LAYERS)), "worker 4 can't work: not alive"),
+            (plan_of((((0,), (2,)),), counts=(6,)), "6 micro-batches, the job has 4 in"),
+            (plan_of((((0,), (2,)), (Chunk(0, 0, 2), Chunk(1, 2, 5))), counts=(4,)), "5 layers, the job 6"),
+            (plan_of((((0, 1, 2),),), counts=(4,)), "doesn't fit the job"),
+            ({"replicas": []}, "this is no plan"),
+            ({**UNLIKE.to_dict(), "uneven_shards": True}, "unlike shards"),
+            ({"version": 3}, "breaks a rule: a plan of version 3"),
+            ([1], "this is no plan"),
+        ],
+    )
+    def test_what_is_refused(self, asked: Any, reason: str) -> None:
+        job = Job().start()
+        actions = job.apply(asked)
+        assert reason in only(Answer, actions).content["refused"]
+        assert reason in events(actions, "change_refused")[0]["reason"]
+        assert not notices(actions) and job.membership.phase is Phase.RUNNING
+        self.change(job, UNLIKE)
+
+    def test_one_change_at_a_time(self) -> None:
+        job = Job().start()
+        job.apply(UNLIKE)
+        assert "change 1 is under way" in only(Answer, job.apply(UNLIKE)).content["refused"]
+
+    @pytest.mark.parametrize("state", ["starting", "mustering", "building"])
+    def test_no_change_while_there_is_no_training(self, state: str) -> None:
+        job = Job()
+        job.describe(0)
+        if state != "starting":
+            job.ready(0, 1, 2, 3)
+            job.kill(0)
+        if state == "building":
+            job.muster(1, 2, 3)
+        assert f"is {state}" in only(Answer, job.apply(UNLIKE)).content["refused"]
+
+    @pytest.mark.parametrize("news", [{"kind": "trained", "worker": 1}, {"kind": "stop", "signal": 15}])
+    def test_no_change_shortly_before_the_end(self, news: dict[str, Any]) -> None:
+        job = Job().start()
+        job.tell(**news)
+        assert "about to end" in only(Answer, job.apply(UNLIKE)).content["refused"]
+
+    def test_a_death_before_anybody_has_left(self) -> None:
+        job = Job().start()
+        job.apply(UNLIKE)
+        assert notices(job.kill(0)) == ["broken"]
+        published = only(PublishPlan, job.muster(1, 2, 3))
+        assert published.plan.not_rectangular is None and published.plan.members == (1, 2, 3)
+        assert events(job.ready(1, 2, 3), "recovery")
+
+    @pytest.mark.parametrize("dies_first", [True, False])
+    def test_a_death_while_workers_leave(self, dies_first: bool) -> None:
+        """Who has reported waits for the next plan and does not report again."""
+        job = Job().start()
+        job.apply(UNLIKE)
+        job.leave(1)
+        actions = job.kill(0) if dies_first else job.tell("suspect", 2, epoch=0, error="connection reset")
+        assert notices(actions) == ["broken"] and events(actions, "epoch_broken")
+        job.kill(0)
+        published = only(PublishPlan, job.leave(2, 3))
+        assert published.plan.not_rectangular is None and published.plan.members == (1, 2, 3)
+        [recovery] = events(job.ready(1, 2, 3), "recovery")
+        assert recovery["broken_at"] == job.now
+
+    def test_who_does_not_leave_is_given_up(self) -> None:
+        job = Job().start()
+        job.apply(UNLIKE)
+        assert not job.wait(1000.0), "an iteration may last"
+        job.leave(0, 1, 2)
+        assert not job.wait(9.0)
+        actions = job.wait(2.0)
+        assert events(actions, "worker_dead")[0]["cause"] == "did not report within 10 s"
+        assert only(PublishPlan, actions).plan.members == (0, 1, 2)
+
+    def test_a_death_while_the_new_plan_is_built(self) -> None:
+        job = Job().start()
+        job.apply(UNLIKE)
+        job.leave(0, 1, 2, 3)
+        job.ready(0, 1)
+        job.now = 30.0
+        assert notices(job.kill(3)) == ["broken"]
+        published = only(PublishPlan, job.muster(0, 1, 2))
+        assert published.plan.not_rectangular is None and published.epoch == 2
+        assert published.held == {0: (Shard(0, 3, 0, 1),), 1: (Shard(0, 3, 0, 1),), 2: (Shard(3, 6, 0, 1),)}
+        [recovery] = events(job.ready(0, 1, 2), "recovery")
+        assert recovery["broken_at"] == 30.0
+
+    def test_state_that_differs_after_the_move_leads_back(self) -> None:
+        """What was held before is still there: no reason to end the job."""
+        job = Job().start()
+        job.apply(UNLIKE)
+        job.leave(0, 1, 2, 3)
+        job.ready(0, 1, 2)
+        actions = job.ready(3, state="garbled on the way")
+        assert notices(actions) == ["broken"]
+        assert "layer 2" in events(actions, "epoch_broken")[0]["cause"]
+        published = only(PublishPlan, job.muster(0, 1, 2, 3))
+        assert published.plan.not_rectangular is None
+        only(Go, job.ready(0, 1, 2, 3))
+
+    def test_a_failure_under_a_plan_of_unlike_stages(self) -> None:
+        """Nobody holds a shard of the job's own layout, but all state is there."""
+        job = Job().start()
+        self.change(job, UNLIKE)
+        job.kill(3)
+        plan = only(PublishPlan, job.muster(0, 1, 2)).plan
+        assert plan.not_rectangular is None and len(plan.working) == 2
+        assert events(job.ready(*job.members), "recovery")
+
+    def test_changes_are_no_recoveries(self) -> None:
+        job = Job().start()
+        first = job.membership.plan
+        assert first is not None
+        for _ in range(LIMITS.recoveries_per_iteration):
+            self.change(job, UNLIKE)
+            self.change(job, first)
 
 
 class TestWhateverHappens:
@@ -659,7 +859,10 @@ class TestWhateverHappens:
             job.iteration += 1
         worker = data.draw(st.integers(0, job.membership.world_size - 1))
         epoch = max(0, job.membership.epoch - data.draw(st.integers(0, 1)))
-        match data.draw(st.sampled_from(["muster", "ready"] * 5 + ["suspect", "kill", "silent", "node", "wait"])):
+        happenings = ["muster", "ready"] * 5 + ["suspect", "kill", "silent", "node", "wait", "apply"]
+        match data.draw(st.sampled_from(happenings)):
+            case "apply":
+                job.apply(self._any_plan(job, data))
             case "muster":
                 agreed = data.draw(st.sampled_from([Stage.REDUCED, Stage.AGREED]))
                 if job.membership.phase is Phase.RUNNING:
@@ -680,6 +883,17 @@ class TestWhateverHappens:
                 job.tell("node_lost", node=worker // 2, cause="gone", time=job.now)
             case "wait":
                 job.wait(data.draw(st.sampled_from([1.0, 200.0])))
+
+    def _any_plan(self, job: Job, data: st.DataObject) -> ParallelPlan:
+        """One pipeline of some of the living with a cut somewhere."""
+        living = sorted(job.membership.living) or [0]
+        layers = job.own[-1].end
+        cut = data.draw(st.integers(1, layers - 1))
+        first, *rest = living
+        stages, chunks = ((first,), tuple(rest[:2])), (Chunk(0, 0, cut), Chunk(1, cut, layers))
+        if not rest:
+            stages, chunks = ((first,),), (Chunk(0, 0, layers),)  # type: ignore[assignment]
+        return ParallelPlan((Replica(stages, tuple(range(job.sizes["micro_batches"])), chunks),))
 
     def _do_what_is_told(self, job: Job) -> None:
         membership = job.membership

@@ -1,0 +1,124 @@
+"""A change of plan by choice: what is taken of a plan that was asked for, and why it may be refused. Imports `plan`.
+
+The plan says who works where. Who is alive and has no work is a standby and keeps what it holds, whatever the plan says
+of standbys: it can't keep what it doesn't hold, and nobody drops state without need.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_resihp.control.holdings import lacking
+from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, differences, shortened, spelled_out
+from megatron_resihp.plan.spelling import coordinate_at
+
+
+class ChangeRefused(Exception):
+    """A change that can't be; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that workers have been told of.
+
+    Attributes:
+        number: of changes, from 1.
+        plan: what to change to.
+        why: in words.
+        first_mustered_at: when the first worker stopped for it; None: nobody has yet.
+    """
+
+    number: int
+    plan: ParallelPlan
+    why: str
+    first_mustered_at: float | None = None
+
+
+def plan_of(data: Any) -> ParallelPlan:
+    """The plan in what was asked for.
+
+    Raises:
+        ChangeRefused: there is none.
+    """
+    try:
+        return ParallelPlan.from_dict(data)
+    except PlanError as error:
+        raise ChangeRefused(f"the plan breaks a rule: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        raise ChangeRefused("this is no plan; give the JSON of a plan") from None
+
+
+def plan_to_change_to(
+    asked: ParallelPlan, current: ParallelPlan, own: tuple[Chunk, ...], degree: int, living: set[int]
+) -> ParallelPlan:
+    """What is to be run of a plan that was asked for.
+
+    Args:
+        asked: says who works where.
+        current: the plan in force.
+        own: the job's own split into layers.
+        degree: the job's own tensor-parallel degree.
+        living: members of the current epoch.
+
+    Raises:
+        ChangeRefused: the plan can't be run, or is in force already.
+    """
+    before = spelled_out(current, own)
+    held = {worker: before.shards_of(worker) for worker in living}
+    working = _checked(asked, current, own, held)
+    after = with_standbys(working, held, own, degree)
+    if spelled_out(after, own) == before:
+        raise ChangeRefused("this plan is in force already")
+    return after
+
+
+def _checked(
+    asked: ParallelPlan, current: ParallelPlan, own: tuple[Chunk, ...], held: Mapping[int, tuple[Shard, ...]]
+) -> ParallelPlan:
+    """The plan's working part with its layers, if it can be run."""
+    dead = sorted(set(asked.working) - held.keys())
+    if dead:
+        names = ", ".join(map(str, dead))
+        raise ChangeRefused(f"worker{'s' if len(dead) > 1 else ''} {names} can't work: not alive in this job")
+    if asked.micro_batch_count != current.micro_batch_count:
+        counts = f"{asked.micro_batch_count} micro-batches, the job has {current.micro_batch_count}"
+        raise ChangeRefused(f"the plan has {counts} in a global batch")
+    if asked.uneven_shards:
+        raise ChangeRefused("the plan has members of a stage hold unlike shards, which can't be run")
+    try:
+        working = spelled_out(replace(asked, standbys={}), own)
+    except PlanError as error:
+        raise ChangeRefused(f"the plan doesn't fit the job: {error}") from None
+    layers = own[-1].end
+    if working.replicas[0].chunks[-1].end != layers:
+        raise ChangeRefused(f"the plan has {working.replicas[0].chunks[-1].end} layers, the job {layers}")
+    lost = lacking(held, layers)
+    if lost:
+        raise ChangeRefused(f"the state of layer {lost[0].first} is held by nobody")
+    return working
+
+
+def with_standbys(
+    working: ParallelPlan, held: Mapping[int, tuple[Shard, ...]], own: tuple[Chunk, ...], degree: int
+) -> ParallelPlan:
+    """The plan with all others who are alive as standbys, in short where it says no more than the job's own arguments.
+
+    Such a plan is run by Megatron's own groups, in which a standby keeps a shard of the job's own layout or nothing.
+
+    Args:
+        working: says its layers, and nothing of standbys.
+        held: what each living worker holds.
+        own, degree: the job's own split, and its tensor-parallel degree.
+    """
+    idle = sorted(held.keys() - set(working.working))
+    if {each for replica in working.replicas for each in replica.shape} == {degree}:
+        fitting: dict[int, Kept] = {worker: coordinate_at(own, held[worker], degree) for worker in idle}
+        short = shortened(replace(working, standbys=fitting), own)
+        if short.not_rectangular is None:
+            return short
+    return replace(working, standbys={worker: held[worker] or None for worker in idle})
+
+
+def changes(before: ParallelPlan, after: ParallelPlan, own: tuple[Chunk, ...]) -> tuple[str, ...]:
+    """What a change changes, line by line."""
+    return differences(spelled_out(before, own), spelled_out(after, own))

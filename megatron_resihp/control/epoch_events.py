@@ -1,0 +1,53 @@
+"""What the coordinator writes to the event log when one epoch follows another. Pure; imports `plan` and this room."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from megatron_resihp.control.change import Change
+from megatron_resihp.control.record import Commit, Outcome
+from megatron_resihp.plan import ParallelPlan
+
+Event = dict[str, Any]
+Ready = Collection[Mapping[str, Any]]
+"""What the members of an epoch reported when they were ready for it."""
+
+
+def epoch_started(epoch: int, plan: ParallelPlan) -> Event:
+    """The plan of an epoch is in force."""
+    return {"event": "epoch_started", "epoch": epoch, "plan": plan.to_dict(), "digest": plan.digest}
+
+
+def agreed(epoch: int, commit: Commit, outcome: Outcome) -> Event:
+    """What counts as applied when an epoch was left."""
+    losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in outcome.losses.items()}
+    return {
+        "event": "agreed", "epoch": epoch, "iteration": commit.iteration, "agreed_epoch": outcome.epoch,
+        "loss": losses, "grad_norm": outcome.grad_norm, "skipped": False,
+    }  # fmt: skip
+
+
+def recovery(
+    epoch: int, commit: Commit, ready: Ready, dead: Iterable[int], broken_at: float, now: float
+) -> Event:
+    """Training goes on after a failure."""
+    return {
+        "event": "recovery", **_moved(epoch, commit, ready), "dead": sorted(dead), "broken_at": broken_at,
+        "resumed_at": now,
+    }  # fmt: skip
+
+
+def reconfiguration(epoch: int, commit: Commit, ready: Ready, change: Change, now: float) -> Event:
+    """Training goes on after a change by choice."""
+    left_at = now if change.first_mustered_at is None else change.first_mustered_at
+    return {
+        "event": "reconfiguration", **_moved(epoch, commit, ready), "number": change.number, "why": change.why,
+        "left_at": left_at, "resumed_at": now, "stood_still_s": now - left_at,
+    }  # fmt: skip
+
+
+def _moved(epoch: int, commit: Commit, ready: Ready) -> Event:
+    return {
+        "epoch": epoch, "from_epoch": epoch - 1, "to_epoch": epoch, "resumed_iteration": commit.iteration,
+        "bytes_moved": sum(message["bytes_received"] for message in ready),
+        "steps_redone": max(message["steps_redone"] for message in ready),
+    }  # fmt: skip
