@@ -2,12 +2,19 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_resihp.cost.job import Array, JobCost
 from megatron_resihp.cost.memory import with_layers
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
+
+Index = NDArray[np.int64]
+Shards = tuple[Shard, ...]
+_ROUNDING: Final = 1e-9
+"""Share that is lacking only because thirds and the like are rounded."""
 
 
 def bytes_to_move(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> dict[int, float]:
@@ -25,10 +32,13 @@ def bytes_to_move(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> d
     Raises:
         PlanError: a plan has other layers than the model.
     """
-    size = _prefix_bytes(cost, len(after.replicas))
-    held = _shards(before, cost)
-    lacking = {worker: _lacking(shards, held.get(worker, ()), size) for worker, shards in _shards(after, cost).items()}
-    return {worker: number for worker, number in lacking.items() if number > 0}
+    size = prefix_bytes(cost, len(after.replicas))
+    held, wanted = shards_held(before, cost), shards_held(after, cost)
+    have = {shards: number for number, shards in enumerate({held.get(worker, ()): None for worker in wanted})}
+    need = {shards: number for number, shards in enumerate(dict.fromkeys(wanted.values()))}
+    lacking = lacking_bytes(list(have), list(need), size)
+    found = {worker: float(lacking[have[held.get(worker, ())], need[shards]]) for worker, shards in wanted.items()}
+    return {worker: number for worker, number in found.items() if number > 0}
 
 
 def seconds_to_get_there(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> float:
@@ -44,33 +54,55 @@ def seconds_to_get_there(before: ParallelPlan, after: ParallelPlan, cost: JobCos
     return cost.rebuild_s + max(bytes_to_move(before, after, cost).values(), default=0.0) / cost.device.bandwidth
 
 
-def _lacking(wanted: Sequence[Shard], held: Sequence[Shard], size: Array) -> float:
-    if wanted == held:
-        return 0.0
-    return sum(_overlap(shard, shard, size) - sum(_overlap(shard, old, size) for old in held) for shard in wanted)
+def lacking_bytes(held: Sequence[Shards], wanted: Sequence[Shards], size: Array) -> Array:
+    """Bytes of what is wanted that holders lack, [held, wanted].
+
+    Args:
+        held: what holders have, each part of the state once.
+        wanted: the same of places.
+        size: bytes of the layers before each one, and of all; see `prefix_bytes`.
+    """
+    have, need = _Rectangles.of(held), _Rectangles.of(wanted)
+    first = np.maximum(have.first[:, np.newaxis], need.first)
+    end = np.maximum(np.minimum(have.end[:, np.newaxis], need.end), first)
+    share = np.minimum(have.stop[:, np.newaxis], need.stop) - np.maximum(have.start[:, np.newaxis], need.start)
+    common = np.maximum(share, 0.0) * (size[end] - size[first])
+    found = np.zeros((len(held), len(wanted)))
+    np.add.at(found, (have.owner[:, np.newaxis], need.owner), common)
+    whole = np.zeros(len(wanted))
+    np.add.at(whole, need.owner, (need.stop - need.start) * (size[need.end] - size[need.first]))
+    return np.where(found >= whole * (1 - _ROUNDING), 0.0, whole - found)
 
 
-def _overlap(one: Shard, other: Shard, size: Array) -> float:
-    """Bytes that two shards have in common."""
-    first, end = max(one.first, other.first), min(one.end, other.end)
-    if first >= end:
-        return 0.0
-    start = max(one.tp_rank / one.tp_degree, other.tp_rank / other.tp_degree)
-    stop = min((one.tp_rank + 1) / one.tp_degree, (other.tp_rank + 1) / other.tp_degree)
-    return max(stop - start, 0.0) * float(size[end] - size[first])
+class _Rectangles(NamedTuple):
+    """Shards of several owners: layers first, …, end − 1, of each the share from start to stop; each [shards]."""
+
+    owner: Index
+    first: Index
+    end: Index
+    start: Array
+    stop: Array
+
+    @classmethod
+    def of(cls, shards_of: Sequence[Shards]) -> "_Rectangles":
+        rows = np.array(
+            [(owner, *shard) for owner, shards in enumerate(shards_of) for shard in shards], np.int64
+        ).reshape(-1, 5)
+        owner, first, end, rank, degree = rows.T
+        return cls(owner, first, end, rank / degree, (rank + 1) / degree)
 
 
 @lru_cache(maxsize=64)
-def _prefix_bytes(cost: JobCost, copies: int) -> Array:
-    """Bytes of the layers before each one, and of all, [layers + 1]."""
+def prefix_bytes(cost: JobCost, copies: int) -> Array:
+    """Bytes of the layers before each one, and of all, [layers + 1]; of weights and a copy's share of the optimizer."""
     training = cost.training
     sharers = copies if training.distributed_optimizer else 1
     each = training.weight_bytes + training.optimizer_bytes / sharers
     return np.cumsum([0.0, *(layer.parameters * each for layer in cost.model.layers)])
 
 
-def _shards(plan: ParallelPlan, cost: JobCost) -> dict[int, tuple[Shard, ...]]:
-    """What each worker holds."""
+def shards_held(plan: ParallelPlan, cost: JobCost) -> dict[int, tuple[Shard, ...]]:
+    """What each worker of a plan holds, standbys included."""
     held: dict[int, tuple[Shard, ...]] = {}
     first = with_layers(plan.replicas[0], cost.model)
     for replica in plan.replicas:

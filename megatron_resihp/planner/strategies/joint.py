@@ -3,7 +3,8 @@
 Imports `plan`, `cost` and `planner`. The parts are in `planner/search`: groups are cut out of each node's workers
 sorted by speed (`groups`), dealt to replicas (`construct`, `starts`), each pipeline's layers split so that its slowest
 stage is as fast as memory allows (`stages`), micro-batches shared so that the slowest replica is as fast as can be
-(`share`); then random moves of all these, kept where the simulated 1F1B makespan says so (`improve`).
+(`share`); then random moves of all these, kept where the simulated 1F1B makespan says so (`improve`). In the end
+workers take the places where they lack least of the state (`planner.places`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,8 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.plan import ParallelPlan, PlanError
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.moves import seconds_to_get_there
+from megatron_resihp.planner.moves import bytes_to_move, seconds_to_get_there
+from megatron_resihp.planner.places import keep_places
 from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.search.build import plan_of
 from megatron_resihp.planner.search.groups import Nodes, nodes_of
@@ -107,7 +109,8 @@ def answers(
         candidates += [tuned(each, health, cost, settings.effort) for each in plans]
     if not candidates:
         raise NoPlanError(f"no layout of {len(health.speed)} workers fits their memory")
-    yield min(candidates, key=lambda each: _charged_seconds(plan, each, health, cost))
+    candidates = [each if each is kept else keep_places(plan, each, health, cost) for each in candidates]
+    yield min(candidates, key=lambda each: _charges(plan, each, health, cost)) if candidates[1:] else candidates[0]
 
 
 def _plan_of(start: Start, nodes: Nodes, health: Health, cost: JobCost) -> ParallelPlan:
@@ -138,10 +141,10 @@ def _still_possible(plan: ParallelPlan, health: Health, cost: JobCost) -> Parall
     return plan if kept == plan else kept
 
 
-def _charged_seconds(before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost) -> float:
-    """Seconds of an iteration, getting there shared out over the time until the next event."""
-    seconds = iteration_seconds(after, health, cost)
-    if before.replicas == after.replicas or cost.until_next_event_s == float("inf"):
-        return seconds
-    left = 1 - seconds_to_get_there(before, after, cost) / cost.until_next_event_s
-    return seconds / left if left > 0 else float("inf")
+def _charges(before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost) -> tuple[float, float]:
+    """Seconds of an iteration, getting there shared out over the time until the next event; then bytes to move."""
+    seconds, moved = iteration_seconds(after, health, cost), bytes_to_move(before, after, cost)
+    if before.replicas != after.replicas and cost.until_next_event_s < float("inf"):
+        left = 1 - seconds_to_get_there(before, after, cost) / cost.until_next_event_s
+        seconds = seconds / left if left > 0 else float("inf")
+    return seconds, sum(moved.values())

@@ -1,0 +1,303 @@
+"""Who takes which place of a next plan, so that few bytes move. Imports numpy, scipy, `plan`, `cost` and this room.
+
+A place is a replica, stage and tensor-parallel rank. Workers are interchangeable where that makes no stage slower and
+leaves each tensor-parallel group inside a node. Two kinds of exchange are each an assignment problem, solved in turns
+until nothing is gained: groups, idle ones too, take the places of groups, and nodes those of nodes, worker by worker.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import permutations
+from typing import Final, NamedTuple
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from megatron_resihp.cost.job import Array, JobCost
+from megatron_resihp.plan import Kept, ParallelPlan, Shard
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.moves import Index, lacking_bytes, prefix_bytes, shards_held
+
+_MOST: Final = 320
+"""Groups, or nodes, that are assigned at the least cost; more groups are in the order of their layers, nodes stay."""
+_MOST_PAIRS: Final = 16_384
+"""The same for unlike pairs of up to four members, whose orders are tried all at once."""
+_MOST_LARGE_PAIRS: Final = 512
+"""The same for pairs of more members, each of which is an assignment problem."""
+_MOST_ROUNDS: Final = 4
+_FEW: Final = 4
+_ROUNDING: Final = 64
+"""Bytes by which sums of rounded parts may differ from the rounded sum."""
+_ANYWHERE: Final = -1
+_NOWHERE: Final = -2
+
+
+def keep_places(before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+    """The same plan for other workers, no slower and with fewer bytes to move, in which standbys keep what they hold.
+
+    Who has a slow link stays in its group, and the group in its place.
+
+    Args:
+        before: the plan in force; workers that are dead by now don't matter.
+        after: the plan to get to, of all live workers.
+        health, cost: of the workers and the job.
+
+    Raises:
+        PlanError: a plan has other layers than the model.
+    """
+    held = shards_held(before, cost)
+    situation, at = _situation(held, after, health, cost)
+    live = health.live
+    workers = [live[worker] for worker in _settled(situation, at)]
+    at_next_place = iter(workers)
+    replicas = tuple(
+        replace(each, stages=tuple(tuple(next(at_next_place) for _ in members) for members in each.stages))
+        for each in after.replicas
+    )
+    idle = sorted(health.speed.keys() - set(workers))
+    standbys: dict[int, Kept] = dict.fromkeys(idle)
+    copies = max(sum(all(each.stages) for each in replicas), 1)
+    standbys |= {worker: held[worker] for worker in idle if held.get(worker) and _has_room(held[worker], copies, cost)}
+    return replace(after, replicas=replicas, standbys=standbys)
+
+
+def _has_room(shards: Sequence[Shard], copies: int, cost: JobCost) -> bool:
+    """Whether a standby can keep them; fewer holders than before have larger shares of a distributed optimizer."""
+    state = sum(cost.bytes(shard.tp_degree, copies).state[shard.first : shard.end].sum() for shard in shards)
+    return bool(state <= cost.device.memory - _ROUNDING)
+
+
+class _WorkerKind(NamedTuple):
+    """Workers of a kind are interchangeable.
+
+    Attributes:
+        held: what they have of the state.
+        speed: p.
+        group: the only one that it may be in: ANYWHERE, or NOWHERE if it has to be idle.
+    """
+
+    held: tuple[Shard, ...]
+    speed: float
+    group: int
+
+
+class _PlaceKind(NamedTuple):
+    """Places of a kind are interchangeable.
+
+    Attributes:
+        wanted: what a worker has to have there.
+        speed: what it has to have at least.
+        group: its number if a worker has to stay in it, ANYWHERE otherwise.
+    """
+
+    wanted: tuple[Shard, ...]
+    speed: float
+    group: int
+
+
+class _Situation(NamedTuple):
+    """Live workers and the places of a plan as numbers from 0 on.
+
+    Attributes:
+        kind: of each worker, a row of `lacking`.
+        place_kind: of each place, a column of `lacking`.
+        groups: the places of each tensor-parallel group.
+        nodes: the workers of each node.
+        kinds, place_kinds: what these numbers stand for.
+        lacking: bytes that workers of a kind lack at places of a kind; infinite where they can't be.
+    """
+
+    kind: list[int]
+    place_kind: list[int]
+    groups: list[range]
+    nodes: list[list[int]]
+    kinds: list[_WorkerKind]
+    place_kinds: list[_PlaceKind]
+    lacking: Array
+
+
+def _situation(
+    held: Mapping[int, tuple[Shard, ...]], after: ParallelPlan, health: Health, cost: JobCost
+) -> tuple[_Situation, list[int]]:
+    """What there is, and the worker at each place in the plan as it is."""
+    live = health.live
+    linked = {worker for pair in health.link for worker in pair}
+    stages = [members for replica in after.replicas for members in replica.stages if members]
+    own = {worker: group for group, members in enumerate(stages) for worker in members}
+    kind, kinds = _numbered(
+        _WorkerKind(
+            held.get(worker, ()), health.speed[worker], own.get(worker, _NOWHERE) if worker in linked else _ANYWHERE
+        )
+        for worker in live
+    )
+    wanted = shards_held(replace(after, standbys={}), cost)
+    places: list[_PlaceKind] = []
+    groups: list[range] = []
+    for group, members in enumerate(stages):
+        groups.append(range(len(places), len(places) + len(members)))
+        slowest = min(health.speed[worker] for worker in members)
+        tied = _ANYWHERE if linked.isdisjoint(members) else group
+        places += [_PlaceKind(wanted[worker], slowest, tied) for worker in members]
+    place_kind, place_kinds = _numbered(places)
+    number = {worker: index for index, worker in enumerate(live)}
+    nodes: dict[int, list[int]] = {}
+    for worker in live:
+        nodes.setdefault(worker // cost.workers_per_node, []).append(number[worker])
+    situation = _Situation(
+        kind=kind,
+        place_kind=place_kind,
+        groups=groups,
+        nodes=list(nodes.values()),
+        kinds=kinds,
+        place_kinds=place_kinds,
+        lacking=_lacking(kinds, place_kinds, prefix_bytes(cost, len(after.replicas))),
+    )
+    return situation, [number[worker] for members in stages for worker in members]
+
+
+def _numbered[Value: Hashable](values: Iterable[Value]) -> tuple[list[int], list[Value]]:
+    """The number of each value among the unlike ones, and those."""
+    numbers: dict[Value, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values], list(numbers)
+
+
+def _middle(shards: Sequence[Shard]) -> float:
+    """Of the layers."""
+    layers = sum(shard.end - shard.first for shard in shards)
+    return sum((shard.first + shard.end) * (shard.end - shard.first) for shard in shards) / max(2 * layers, 1)
+
+
+def _lacking(workers: Sequence[_WorkerKind], places: Sequence[_PlaceKind], size: Array) -> Array:
+    """[kinds of workers, kinds of places]."""
+    row, held = _numbered(worker.held for worker in workers)
+    column, wanted = _numbered(place.wanted for place in places)
+    lacking = lacking_bytes(held, wanted, size)[np.ix_(row, column)]
+    speed, needed = np.array([worker.speed for worker in workers]), np.array([place.speed for place in places])
+    tied, group = np.array([worker.group for worker in workers]), np.array([place.group for place in places])
+    elsewhere = (tied[:, np.newaxis] != _ANYWHERE) & (tied[:, np.newaxis] != group)
+    return np.where((speed[:, np.newaxis] < needed) | elsewhere, np.inf, lacking)
+
+
+def _settled(situation: _Situation, at: list[int]) -> list[int]:
+    """The worker at each place when no exchange gains anything any more."""
+    least = _total(situation, at)
+    for _ in range(_MOST_ROUNDS):
+        moved = _nodes_exchanged(situation, _groups_exchanged(situation, at))
+        total = _total(situation, moved)
+        if not total < least:
+            break
+        at, least = moved, total
+    return at
+
+
+def _total(situation: _Situation, at: Sequence[int]) -> float:
+    kinds = [situation.kind[worker] for worker in at]
+    return float(situation.lacking[kinds, situation.place_kind].sum())
+
+
+def _groups_exchanged(situation: _Situation, at: Sequence[int]) -> list[int]:
+    """Groups, and as many idle workers of a node, to the places of groups of that degree."""
+    by_degree: dict[int, list[Sequence[int]]] = {}
+    for each in situation.groups:
+        by_degree.setdefault(len(each), []).append(each)
+    moved = list(at)
+    for degree, places_of in by_degree.items():
+        members = [[moved[place] for place in places] for places in places_of]
+        groups = members + _idle_groups(situation, moved, degree)
+        costs = _costs(situation, groups, places_of)
+        taken = _in_order(situation, members, places_of) if costs is None else linear_sum_assignment(costs.T)[1]
+        for places, group in zip(places_of, taken, strict=True):
+            _seat(situation, groups[group], places, moved)
+    return moved
+
+
+def _idle_groups(situation: _Situation, at: Sequence[int], degree: int) -> list[list[int]]:
+    """Of each node, with who holds the same layers together."""
+    working = set(at)
+    groups = []
+    for workers in situation.nodes:
+        idle = sorted(set(workers) - working, key=lambda worker: (situation.kinds[situation.kind[worker]], worker))
+        groups += [idle[first : first + degree] for first in range(0, len(idle) - degree + 1, degree)]
+    return groups
+
+
+def _nodes_exchanged(situation: _Situation, at: Sequence[int]) -> list[int]:
+    """All that is done in one node to another one; inside a node, any worker to any place."""
+    node_of = {worker: node for node, workers in enumerate(situation.nodes) for worker in workers}
+    places_of: list[list[int]] = [[] for _ in situation.nodes]
+    for place, worker in enumerate(at):
+        places_of[node_of[worker]].append(place)
+    costs = _costs(situation, situation.nodes, places_of)
+    taken = range(len(situation.nodes)) if costs is None else linear_sum_assignment(costs.T)[1]
+    moved = list(at)
+    for places, node in zip(places_of, taken, strict=True):
+        _seat(situation, situation.nodes[node], places, moved)
+    return moved
+
+
+def _seat(situation: _Situation, workers: Sequence[int], places: Sequence[int], at: list[int]) -> None:
+    """Give the places to the workers who lack least there."""
+    if not places:
+        return
+    kinds = [situation.kind[worker] for worker in workers]
+    costs = situation.lacking[kinds, [[situation.place_kind[place]] for place in places]]
+    for place, worker in zip(places, linear_sum_assignment(costs)[1].tolist(), strict=True):
+        at[place] = workers[worker]
+
+
+def _costs(
+    situation: _Situation, workers_of: Sequence[Sequence[int]], places_of: Sequence[Sequence[int]]
+) -> Array | None:
+    """Bytes that workers lack if they take places as well as they can, [workers_of, places_of]; None if too many."""
+    who, workers = _numbered(tuple(sorted(situation.kind[worker] for worker in each)) for each in workers_of)
+    where, places = _numbered(tuple(sorted(situation.place_kind[place] for place in each)) for each in places_of)
+    sizes = {*map(len, workers), *map(len, places)}
+    few = len(sizes) == 1 and max(sizes) <= _FEW
+    pairs = len(workers) * len(places)
+    if max(len(who), len(where)) > _MOST or pairs > (_MOST_PAIRS if few else _MOST_LARGE_PAIRS):
+        return None
+    if few:
+        costs = _least_of_orders(situation.lacking, np.array(workers), np.array(places))
+    else:
+        rows, columns = [np.array(row) for row in workers], [np.array(column)[:, np.newaxis] for column in places]
+        costs = np.array([[_least(situation.lacking, row, column) for column in columns] for row in rows])
+    return costs[np.array(who)[:, np.newaxis], where]
+
+
+def _least_of_orders(lacking: Array, workers: Index, places: Index) -> Array:
+    """Bytes that each row of workers lacks at each row of as many places, in the best order of the workers."""
+    each = lacking[workers[:, np.newaxis, :, np.newaxis], places[np.newaxis, :, np.newaxis, :]]
+    count = np.arange(workers.shape[1])
+    orders = (each[:, :, order, count].sum(axis=2) for order in permutations(count))
+    return reduce(np.minimum, orders)
+
+
+def _least(lacking: Array, workers: Index, places: Index) -> float:
+    """Bytes lacked by the workers, [n], at all of the places, [≤ n, 1]; infinite if they can't be there."""
+    if len(workers) < len(places) or not len(places):
+        return np.inf if len(places) else 0.0
+    costs = lacking[workers, places]
+    try:
+        return float(costs[linear_sum_assignment(costs)].sum())
+    except ValueError:
+        return np.inf
+
+
+def _in_order(
+    situation: _Situation, members: Sequence[Sequence[int]], places_of: Sequence[Sequence[int]]
+) -> list[int]:
+    """The group for each group's places, of those that are as fast, by the middle of their layers."""
+    middle = [_middle(kind.held) for kind in situation.kinds]
+    wanted_middle = [_middle(kind.wanted) for kind in situation.place_kinds]
+    alike: dict[tuple[float, int], list[int]] = {}
+    for group, places in enumerate(places_of):
+        kind = situation.place_kinds[situation.place_kind[places[0]]]
+        alike.setdefault((kind.speed, kind.group), []).append(group)
+    taken = [0] * len(members)
+    for groups in alike.values():
+        held = sorted(groups, key=lambda group: sum(middle[situation.kind[worker]] for worker in members[group]))
+        wanted = sorted(groups, key=lambda group: wanted_middle[situation.place_kind[places_of[group][0]]])
+        for source, target in zip(held, wanted, strict=True):
+            taken[target] = source
+    return taken
