@@ -3,6 +3,7 @@
 Imports `plan`, `planner` and `cost`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_resihp.cost.job import JobCost
@@ -61,20 +62,30 @@ def _idle(plan: ParallelPlan, health: Health, cost: JobCost) -> dict[int, float]
     """Seconds of an iteration in which each live worker does nothing."""
     iteration_s = evaluate(plan, health, cost).iteration_s
     idle = dict.fromkeys(health.speed, iteration_s)
-    for replica in plan.replicas:
-        for worker, seconds in _work(replica, health, cost).items():
+    for replica, counts in zip(plan.replicas, _micro_batches_run(plan), strict=True):
+        for worker, seconds in _work(replica, counts, health, cost).items():
             idle[worker] -= seconds
     return idle
 
 
-def _work(replica: Replica, health: Health, cost: JobCost) -> dict[int, float]:
-    """Seconds that each worker computes in an iteration, at its own speed."""
+def _micro_batches_run(plan: ParallelPlan) -> list[list[int]]:
+    """How many each replica runs in each of its chunks, migrated ones where they are run."""
+    counts = [[len(replica.micro_batches)] * len(replica.chunks) for replica in plan.replicas]
+    owner = {index: number for number, replica in enumerate(plan.replicas) for index in replica.micro_batches}
+    for migration in plan.migrations:
+        counts[owner[migration.micro_batch]][migration.chunk] -= 1
+        counts[migration.replica][migration.chunk] += 1
+    return counts
+
+
+def _work(replica: Replica, counts: Sequence[int], health: Health, cost: JobCost) -> dict[int, float]:
+    """Seconds that each worker computes in an iteration with so many micro-batches in each chunk, at its own speed."""
     per_chunk = stage_seconds(replica, health, cost).sum(axis=0)
     work: dict[int, float] = {}
-    for chunk, seconds in zip(replica.chunks, per_chunk, strict=True):
+    for chunk, seconds, count in zip(replica.chunks, per_chunk, counts, strict=True):
         members = replica.stages[chunk.stage]
-        slowest = min(health.speed[worker] for worker in members)
+        slowest = min((health.speed[worker] for worker in members), default=1.0)
         for worker in members:
-            own = float(seconds) * slowest / health.speed[worker] * len(replica.micro_batches)
+            own = float(seconds) * slowest / health.speed[worker] * count
             work[worker] = work.get(worker, 0.0) + own
     return work

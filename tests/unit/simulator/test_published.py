@@ -2,9 +2,15 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from megatron_resihp.pipeline.joint import JointProgram
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.planner.evaluation import joint_timeline, migrating, timeline_of
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.strategies.resihp import resihp
 from megatron_resihp.simulator import published
 from megatron_resihp.simulator.ablation import ABLATION
 from megatron_resihp.simulator.amplification import amplification
@@ -69,6 +75,39 @@ def test_one_slow_gpu_idles_peers_stages_and_replicas_in_proportion(sizes: Sizes
     assert idle.node == 0
     assert idle.pp / idle.tp == pytest.approx(before["pp"] / before["tp"], rel=0.02)
     assert idle.dp / idle.tp == pytest.approx(before["dp"] / before["tp"], rel=0.02)
+
+
+def test_migrated_work_counts_where_it_is_run(sizes: Sizes) -> None:
+    judge, plan = published.judge_of(sizes), sizes.plan()
+    slow = plan.replicas[0].stages[1][0]
+    health = Health(dict.fromkeys(plan.members, 1.0) | {slow: 0.5})
+    migrated = resihp(plan, health, judge.cost)
+    assert len(migrating(migrated)) == len(migrated.replicas) == 2
+    together = joint_timeline(migrated, health, judge.cost)
+    after = waiting(together.program, together.end - together.start, together.makespan, migrated, health)
+    well = Health(dict.fromkeys(plan.members, 1.0))
+    apart = [timeline_of(replica, well, judge.cost) for replica in plan.replicas]
+    before = {
+        worker: apart[0].makespan - float(np.nansum((apart[number].end - apart[number].start)[:, place.stage]))
+        for number, replica in enumerate(plan.replicas)
+        for worker, place in replica.workers()
+    }
+    more = {worker: max(after[worker] - before[worker], 0.0) for worker in plan.members if worker != slow}
+    idle = amplification(migrated, plan, health, slow, judge.cost)
+    assert idle.node + idle.tp + idle.pp + idle.dp == pytest.approx(sum(more.values()))
+
+
+def waiting(
+    program: JointProgram, seconds: NDArray[np.float64], makespan: float, plan: ParallelPlan, health: Health
+) -> dict[int, float]:
+    """Seconds that each worker doesn't compute, at its own speed, by adding up the ops that its stage runs."""
+    busy = np.bincount(program.device, seconds[tuple(program.flat.T)])
+    idle = dict.fromkeys(health.live, makespan)
+    groups = [members for replica in plan.replicas for members in replica.stages]
+    for members, stage_s in zip(groups, busy.tolist(), strict=True):
+        slowest = min(health.speed[worker] for worker in members)
+        idle |= {worker: makespan - stage_s * slowest / health.speed[worker] for worker in members}
+    return idle
 
 
 def test_each_of_resihps_steps_brings_something(sizes: Sizes) -> None:
