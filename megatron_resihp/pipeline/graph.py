@@ -4,14 +4,16 @@ Besides the op before it on its device, an op waits for at most one other: F for
 of the stage after. B's own F and W's own B are on the same device and stand earlier there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_resihp.pipeline.compiled import compiled
-from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.pipeline.op import Op, OpKind
 
 NONE: Final = -1
 _F, _B = int(OpKind.F), int(OpKind.B)
@@ -35,6 +37,12 @@ class OpGraph:
     source: NDArray[np.int32]
     transfer: NDArray[np.int32]
     stuck: int
+
+
+def rows_of(ops: Sequence[Sequence[Op]]) -> NDArray[np.int64]:
+    """All ops, device after device, as rows (kind, stage, micro-batch)."""
+    count = sum(map(len, ops))
+    return np.fromiter(chain.from_iterable(chain.from_iterable(ops)), np.int64, 3 * count).reshape(count, 3)
 
 
 def build_graph(

@@ -7,12 +7,11 @@ its own way through the devices, and a result is sent wherever two ops that foll
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_resihp.pipeline.graph import NONE, OpGraph, build_graph
+from megatron_resihp.pipeline.graph import NONE, OpGraph, build_graph, rows_of
 from megatron_resihp.pipeline.op import Op, OpKind
 from megatron_resihp.pipeline.program import ProgramError
 from megatron_resihp.pipeline.simulate import run_graph
@@ -66,9 +65,7 @@ class JointProgram:
     @cached_property
     def flat(self) -> NDArray[np.int64]:
         """All ops, device after device, as rows (kind, stage, micro-batch)."""
-        count = sum(map(len, self.ops))
-        numbers = chain.from_iterable(chain.from_iterable(self.ops))
-        return np.fromiter(numbers, np.int64, 3 * count).reshape(count, 3)
+        return rows_of(self.ops)
 
     @cached_property
     def device(self) -> NDArray[np.int64]:

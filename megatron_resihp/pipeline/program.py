@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_resihp.pipeline.graph import OpGraph, build_graph
+from megatron_resihp.pipeline.graph import OpGraph, build_graph, rows_of
 from megatron_resihp.pipeline.op import Op, OpKind
 
 ABSENT: Final = -1
@@ -65,9 +64,7 @@ class Program:
     @cached_property
     def flat(self) -> NDArray[np.int64]:
         """All ops, device after device, as rows (kind, stage, micro-batch)."""
-        count = sum(map(len, self.ops))
-        numbers = chain.from_iterable(chain.from_iterable(self.ops))
-        return np.fromiter(numbers, np.int64, 3 * count).reshape(count, 3)
+        return rows_of(self.ops)
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:

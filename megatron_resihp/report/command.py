@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from megatron_resihp.report.check import LARGEST_DIFFERENCE, faults
+from megatron_resihp.report.drawing import drawing
 from megatron_resihp.report.events import FILE_NAME, read_events
 from megatron_resihp.report.summary import RunSummary, summarize, with_reference
 
@@ -87,12 +88,8 @@ def _draw(summary: RunSummary, reference: RunSummary | None, path: Path) -> None
         from megatron_resihp.report.picture import draw
     except ImportError:
         raise _BadInput("--plot needs matplotlib, which is not installed; pip install matplotlib") from None
-    try:
+    with drawing(path, _BadInput):
         draw(summary, reference, path)
-    except OSError as error:
-        raise _BadInput(f"{path} cannot be written ({error.strerror}); give --plot another file") from None
-    except ValueError as error:
-        raise _BadInput(f"{path} cannot be drawn ({error}); give --plot a name that ends in .png") from None
 
 
 def _render(summary: RunSummary) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
+from megatron_resihp.report.drawing import drawing
 from megatron_resihp.report.health_flags import HealthFlagError, health_of
 from megatron_resihp.report.plan_answer import Answer, Situation, ask, to_json
 from megatron_resihp.report.plan_source import SourceError, source_of
@@ -75,9 +76,5 @@ def _shown(namespace: argparse.Namespace, answers: Mapping[str, Answer]) -> Answ
 def _draw(situation: Situation, shown: Answer, path: Path) -> None:
     from megatron_resihp.report.plan_picture import draw
 
-    try:
+    with drawing(path, BadInput):
         draw(situation, shown, path)
-    except OSError as error:
-        raise BadInput(f"{path} cannot be written ({error.strerror}); give --plot another file") from None
-    except ValueError as error:
-        raise BadInput(f"{path} cannot be drawn ({error}); give --plot a name that ends in .png") from None

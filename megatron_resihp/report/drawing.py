@@ -1,0 +1,18 @@
+"""What goes wrong when a picture is written, in one line. May import: the standard library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def drawing(path: Path, refusal: Callable[[str], Exception]) -> Iterator[None]:
+    """Around what draws into the file that --plot names; what goes wrong is raised as the command's own refusal."""
+    try:
+        yield
+    except OSError as error:
+        raise refusal(f"{path} cannot be written ({error.strerror}); give --plot another file") from None
+    except ValueError as error:
+        raise refusal(f"{path} cannot be drawn ({error}); give --plot a name that ends in .png") from None
