@@ -38,6 +38,17 @@ class Health:
     def live(self) -> tuple[int, ...]:
         return tuple(sorted(self.speed))
 
+    def rounded_down(self, steps: int) -> "Health":
+        """With speeds that are whole multiples of 1 / steps, or what they are where that would be 0."""
+        # A little more, as 0.29 · 100 is just below 29.
+        def rounded(speed: float) -> float:
+            return int(speed * steps + 1e-9) / steps or speed
+
+        return Health(
+            {worker: rounded(speed) for worker, speed in self.speed.items()},
+            {pair: rounded(speed) for pair, speed in self.link.items()},
+        )
+
     def between(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> float:
         """Speed of the slowest link between two groups of workers."""
         if not self.link:

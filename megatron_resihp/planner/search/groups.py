@@ -1,4 +1,4 @@
-"""Tensor-parallel groups inside nodes. Imports numpy and numba.
+"""Tensor-parallel groups inside nodes. Imports numpy, numba and `planner`.
 
 Members of a group wait for its slowest one, so groups are cut out of a node's workers sorted by speed: any other
 grouping with the same sizes has, sorted by speed, no faster group anywhere. (Of its i fastest groups, each of whose
@@ -6,13 +6,13 @@ workers is at least as fast as the i-th group, there are as many workers as in t
 ones; so the last of those is at least as fast.) A group is one number: its node, its first place there, its degree.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_resihp.cost.job import Array
 from megatron_resihp.pipeline.compiled import compiled
+from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.search.tables import Index
 
 NOBODY = -1
@@ -24,17 +24,23 @@ class Nodes(NamedTuple):
     Attributes:
         workers: worker ids, [nodes, workers per node]; NOBODY where there are fewer.
         speed: of these, [nodes, workers per node]; 0 for nobody.
+        link_ends: both ends of each slow link, as indices into the flat `workers`, [slow links, 2].
+        link_speed: of each slow link, [slow links].
     """
 
     workers: Index
     speed: Array
+    link_ends: Index
+    link_speed: Array
 
 
-def nodes_of(speed: Mapping[int, float], workers_per_node: int) -> Nodes:
-    """Live workers by node; workers of equal speed by id."""
-    ids = np.fromiter(speed, np.int64, len(speed))
-    speeds = np.fromiter(speed.values(), np.float64, len(speed))
-    order = np.lexsort((ids, -speeds, ids // workers_per_node))
+def nodes_of(health: Health, workers_per_node: int) -> Nodes:
+    """Live workers by node; of equal speed those with slow links last, then by id."""
+    count = len(health.speed)
+    ids, speeds = np.fromiter(health.speed, np.int64, count), np.fromiter(health.speed.values(), np.float64, count)
+    link = {pair: speed for pair, speed in health.link.items() if health.speed.keys() >= set(pair)}
+    linked = np.isin(ids, list({worker for pair in link for worker in pair}))
+    order = np.lexsort((ids, linked, -speeds, ids // workers_per_node))
     ids, speeds = ids[order], speeds[order]
     numbers, node, counts = np.unique(ids // workers_per_node, return_inverse=True, return_counts=True)
     place = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -43,7 +49,10 @@ def nodes_of(speed: Mapping[int, float], workers_per_node: int) -> Nodes:
     workers[node, place], by_node[node, place] = ids, speeds
     # In an order that doesn't depend on names, so that plans don't either.
     order = np.lexsort((numbers, *-by_node.T[::-1]))
-    return Nodes(workers[order], by_node[order])
+    workers, by_node = workers[order], by_node[order]
+    where = {worker: index for index, worker in enumerate(workers.ravel().tolist())} if link else {}
+    ends = np.array([[where[worker] for worker in pair] for pair in link], np.int64).reshape(-1, 2)
+    return Nodes(workers, by_node, ends, np.array(list(link.values()), np.float64))
 
 
 def members_of(nodes: Nodes, group: int) -> tuple[int, ...]:
@@ -78,6 +87,26 @@ def degree_of(nodes: Nodes, group: int) -> int:
 def speed_of(nodes: Nodes, group: int) -> float:
     """Of its slowest member."""
     return nodes.speed[node_of(nodes, group), first_of(nodes, group) + degree_of(nodes, group) - 1]
+
+
+@compiled
+def link_between(nodes: Nodes, one: int, other: int) -> float:
+    """Speed of the slowest link between members of two groups."""
+    slowest = 1.0
+    for number in range(len(nodes.link_speed)):
+        first, second = nodes.link_ends[number]
+        if (_holds(nodes, one, first) and _holds(nodes, other, second)) or (
+            _holds(nodes, one, second) and _holds(nodes, other, first)
+        ):
+            slowest = min(slowest, nodes.link_speed[number])
+    return slowest
+
+
+@compiled
+def _holds(nodes: Nodes, group: int, place: int) -> bool:
+    """Whether a worker, by its index into the flat `workers`, is in a group."""
+    first = group // nodes.speed.shape[1]
+    return first <= place < first + degree_of(nodes, group)
 
 
 @compiled

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_resihp.cost.job import Array
 from megatron_resihp.pipeline.compiled import compiled
-from megatron_resihp.planner.search.groups import Nodes, degree_of, speed_of
+from megatron_resihp.planner.search.groups import Nodes, degree_of, link_between, speed_of
 from megatron_resihp.planner.search.makespan import pipeline_makespan
 from megatron_resihp.planner.search.stages import most_in_flight, split_layers
 from megatron_resihp.planner.search.tables import Index, Tables
@@ -101,6 +101,10 @@ def same_result(nodes: Nodes, layout: Layout, one: int, other: int) -> bool:
         mine, theirs = layout.order[one, stage], layout.order[other, stage]
         if degree_of(nodes, mine) != degree_of(nodes, theirs) or speed_of(nodes, mine) != speed_of(nodes, theirs):
             return False
+        if stage > 0 and len(nodes.link_speed):
+            before, there = layout.order[one, stage - 1], layout.order[other, stage - 1]
+            if link_between(nodes, before, mine) != link_between(nodes, there, theirs):
+                return False
     return True
 
 
@@ -163,9 +167,19 @@ def assess(tables: Tables, nodes: Nodes, layout: Layout, replica: int, scratch: 
     if misfits:
         layout.seconds[replica] = MISFIT * misfits
     else:
+        _note_transfers(tables, nodes, layout, replica, scratch)
         time_of(tables, layout, replica, scratch)
         if stages * (stages + micro_batches) <= _SHIFTED:
             _shift_layers(tables, layout, replica, scratch)
+
+
+@compiled
+def _note_transfers(tables: Tables, nodes: Nodes, layout: Layout, replica: int, scratch: Scratch) -> None:
+    """Seconds from each stage to the next one."""
+    for stage in range(layout.stages[replica] - 1):
+        this, following = layout.order[replica, stage], layout.order[replica, stage + 1]
+        seconds = tables.transfer[scratch.degree[stage], scratch.degree[stage + 1]]
+        scratch.transfer[stage] = seconds / link_between(nodes, this, following)
 
 
 @compiled
@@ -204,7 +218,7 @@ def _has_room(tables: Tables, layout: Layout, replica: int, stage: int, scratch:
 
 @compiled
 def time_of(tables: Tables, layout: Layout, replica: int, scratch: Scratch) -> None:
-    """Run a replica's micro-batches with its layers as they are; degree and speed of its stages are in `scratch`."""
+    """Run a replica's micro-batches with its layers as they are; what is known of its stages is in `scratch`."""
     stages, ends = layout.stages[replica], layout.ends[replica]
     first = 0
     for stage in range(stages):
@@ -217,8 +231,6 @@ def time_of(tables: Tables, layout: Layout, replica: int, scratch: Scratch) -> N
         scratch.backward[stage] = backward / scratch.speed[stage]
         scratch.weight[stage] = weight / scratch.speed[stage]
         first = ends[stage]
-        if stage + 1 < stages:
-            scratch.transfer[stage] = tables.transfer[k, scratch.degree[stage + 1]]
     layout.period[replica] = _period(stages, scratch)
     layout.seconds[replica] = pipeline_makespan(
         scratch.forward,

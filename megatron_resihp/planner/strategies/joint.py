@@ -60,6 +60,8 @@ class Settings:
 
 DEFAULT: Final = Settings()
 _LEAST_STEPS: Final = 60
+_SPEEDS: Final = 200
+"""Steps of speed that candidates are made for."""
 
 
 def joint(plan: ParallelPlan, health: Health, cost: JobCost, settings: Settings = DEFAULT) -> ParallelPlan:
@@ -77,18 +79,23 @@ def answers(
 ) -> Iterator[ParallelPlan]:
     """A first plan at once, then the best one found, which is the plan in force where no other pays.
 
+    Candidates are made for speeds rounded down, and the best one is chosen for those that are: so a bit more of any
+    speed, which leaves the candidates as they are, never gives a slower plan, nor does any more of it where the plan in
+    force is the one for less, as that is a candidate.
+
     Raises:
         NoPlanError: nothing fits the survivors.
     """
     if not health.speed:
         raise NoPlanError("no worker is left")
+    seen = health.rounded_down(_SPEEDS)
     one_f_one_b = tables_of(cost, settings.uneven)
     orders = [one_f_one_b, tables_of(cost, settings.uneven, True)] if settings.zero_bubble else [one_f_one_b]
-    nodes = nodes_of(health.speed, cost.workers_per_node)
+    nodes = nodes_of(seen, cost.workers_per_node)
     starts = Starts(nodes, cost.micro_batches, one_f_one_b.rate.tolist())
     starts.look_around(one_f_one_b)
     if starts.found[0].fits:
-        yield _plan_of(starts.found[0], nodes, health, cost)
+        yield _plan_of(starts.found[0], nodes, seen, cost)
     starts.look_closer(orders)
     steps = max(_LEAST_STEPS, int(settings.steps * (64 / len(health.speed)) ** 2))
     improved = starts.different(settings.starts)
@@ -100,16 +107,16 @@ def answers(
     kept = _still_possible(plan, health, cost)
     candidates = [] if kept is None else [kept]
     fitting = [start for start in improved if start.fits]
-    candidates += [_plan_of(start, nodes, health, cost) for start in fitting[:1]]
+    candidates += [_plan_of(start, nodes, seen, cost) for start in fitting[:1]]
     if len(health.speed) <= settings.second_step_up_to:
-        candidates += _made_by(settings.seeds, plan, health, cost)
+        candidates += _made_by(settings.seeds, plan, seen, cost)
     if settings.effort and len(health.speed) <= settings.second_step_up_to:
         fitting.sort(key=Start.promise)
-        plans = (_plan_of(start, nodes, health, cost) for start in fitting[: settings.tuned])
-        candidates += [tuned(each, health, cost, settings.effort) for each in plans]
+        plans = (_plan_of(start, nodes, seen, cost) for start in fitting[: settings.tuned])
+        candidates += [tuned(each, seen, cost, settings.effort) for each in plans]
     if not candidates:
         raise NoPlanError(f"no layout of {len(health.speed)} workers fits their memory")
-    candidates = [each if each is kept else keep_places(plan, each, health, cost) for each in candidates]
+    candidates = [each if each is kept else keep_places(plan, each, seen, cost) for each in candidates]
     yield min(candidates, key=lambda each: _charges(plan, each, health, cost)) if candidates[1:] else candidates[0]
 
 

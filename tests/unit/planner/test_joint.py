@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_instances import first_plan, job
+from planner_instances import first_plan, job, relabelled, relabelled_health
 from planner_optimum import optimum
 
 from megatron_resihp.cost.device import Device
@@ -69,6 +69,49 @@ def test_more_health_is_never_slower_from_the_plan_for_less(health: Health) -> N
     healthy = Health({worker: 1.0 for worker in range(16)})
     more = joint(less, healthy, COST, QUICK)
     assert evaluate(more, healthy, COST).iteration_s <= evaluate(less, health, COST).iteration_s
+
+
+@pytest.mark.parametrize("link", [(0, 4), (3, 14), (9, 13)])
+def test_a_slow_link_is_left_unused(link: tuple[int, int]) -> None:
+    speed = {worker: 1.0 for worker in range(16)}
+    slow, well = Health(speed, {link: 0.001}), Health(speed)
+    plan = joint(BEFORE, slow, COST, QUICK)
+    assert evaluate(plan, slow, COST).iteration_s == pytest.approx(
+        evaluate(joint(BEFORE, well, COST, QUICK), well, COST).iteration_s
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(health_of_16, st.permutations(range(4)), st.permutations(range(4)))
+def test_other_names_give_a_plan_that_is_as_fast(health: Health, nodes: list[int], places: list[int]) -> None:
+    label = {worker: 4 * nodes[worker // 4] + places[worker % 4] for worker in range(16)}
+    named = relabelled(BEFORE, label), relabelled_health(health, label)
+    try:
+        plan = joint(BEFORE, health, COST, QUICK)
+    except NoPlanError:
+        with pytest.raises(NoPlanError):
+            joint(*named, COST, QUICK)
+        return
+    seconds = evaluate(plan, health, COST).iteration_s
+    assert evaluate(joint(*named, COST, QUICK), named[1], COST).iteration_s == pytest.approx(seconds)
+
+
+parts = st.floats(0.01, 0.99)
+speed_with_more = st.tuples(st.integers(40, 199), parts, parts)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.dictionaries(st.integers(0, 15), speed_with_more, min_size=8))
+def test_a_bit_more_of_any_speed_is_never_slower(found: dict[int, tuple[int, float, float]]) -> None:
+    less, more = (
+        Health({worker: (step + pick(parts)) / 200 for worker, (step, *parts) in found.items()}) for pick in (min, max)
+    )
+    try:
+        before = joint(BEFORE, less, COST, QUICK)
+    except NoPlanError:
+        return
+    after = joint(BEFORE, more, COST, QUICK)
+    assert evaluate(after, more, COST).iteration_s <= evaluate(before, less, COST).iteration_s
 
 
 def test_without_uneven_shards_degrees_divide_the_model() -> None:

@@ -14,6 +14,7 @@ from megatron_resihp.cost.presets import PRESETS
 from megatron_resihp.cost.training import Training
 from megatron_resihp.pipeline.schedules import one_f_one_b, zero_bubble_h1
 from megatron_resihp.pipeline.simulate import simulate
+from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.search.groups import form_groups, members_of, nodes_of
 from megatron_resihp.planner.search.makespan import pipeline_makespan
 from megatron_resihp.planner.search.stages import split_layers
@@ -73,7 +74,7 @@ def _longest(tables, degree, speed, ends):  # type: ignore[no-untyped-def]
 
 
 def test_dear_stages_make_large_groups_and_cheap_ones_small() -> None:
-    nodes = nodes_of({0: 1.0, 1: 1.0, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0}, 4)
+    nodes = nodes_of(Health({0: 1.0, 1: 1.0, 2: 0.5, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0}), 4)
     rate = np.array([0.0, 1.0, 1.9, 2.7, 3.4])
     formed = {price: form_groups(nodes, rate, price) for price in (0.0, 0.3, 9.0)}
     groups = {price: {members_of(nodes, group) for group in working} for price, (working, _) in formed.items()}
