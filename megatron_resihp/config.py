@@ -107,6 +107,35 @@ class Slowdown:
         return f"{name} is at {f'{self.factor:g} of its speed' if self.factor < 1.0 else 'full speed'}"
 
 
+@dataclass(frozen=True)
+class ScheduledPlan:
+    """A plan to ask for when an iteration (1-based) begins."""
+
+    path: str
+    iteration: int
+    plan: dict[str, Any]
+
+    PATTERN = re.compile(r"(.+?)(?:@([1-9]\d*))?")
+
+    @classmethod
+    def parse(cls, text: str) -> "ScheduledPlan":
+        """Read FILE[@ITERATION].
+
+        Raises:
+            ConfigError: the file can't be read, or is no JSON object.
+        """
+        match = cls.PATTERN.fullmatch(text)
+        assert match is not None, "the pattern fits any text but an empty one"
+        path, iteration = match.groups()
+        try:
+            plan = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--resihp-plan {path} cannot be read: {error}") from error
+        if not isinstance(plan, dict):
+            raise ConfigError(f"--resihp-plan {path} is no plan; `resihp plan --json` writes one")
+        return cls(path, int(iteration or 1), plan)
+
+
 def factor_of(text: str) -> float:
     """Read a number.
 
@@ -141,6 +170,11 @@ class ResihpConfig:
         + ", ".join(DRILL_POINTS) + " (default forward); slow:WORKER:SPEED@ITERATION, "
         "link:A-B:FACTOR@ITERATION, clear@ITERATION; or @FILE, a JSON list of such.",
         nargs="+", metavar="DRILL",
+    )  # fmt: skip
+    resihp_plan: Sequence[str] = _flag(
+        (), "Plans to change to while training: FILE[@ITERATION], the JSON of `resihp plan --json`, asked for when the "
+        "iteration begins (default: the first) and taken after one of the next.",
+        nargs="+", metavar="PLAN",
     )  # fmt: skip
     resihp_record_samples: bool = _flag(
         False, "Write the indices of the samples really fed to the model to the event log, iteration by iteration."
@@ -182,6 +216,14 @@ class ResihpConfig:
             ConfigError: if one of them cannot be, or a file of drills cannot be read.
         """
         return tuple(slow for text in self._drill_texts() if (slow := Slowdown.parse(text)) is not None)
+
+    def plans(self) -> tuple[ScheduledPlan, ...]:
+        """The plans to ask for, in the order of their iterations.
+
+        Raises:
+            ConfigError: one of them can't be read.
+        """
+        return tuple(sorted(map(ScheduledPlan.parse, self.resihp_plan), key=lambda plan: plan.iteration))
 
     def _drill_texts(self) -> list[str]:
         return [line for text in self.resihp_drill for line in (_read(text[1:]) if text[:1] == "@" else [text])]

@@ -111,11 +111,10 @@ def with_standbys(
         own, degree: the job's own split, and its tensor-parallel degree.
     """
     idle = sorted(held.keys() - set(working.working))
-    if {each for replica in working.replicas for each in replica.shape} == {degree}:
+    short = shortened(working, own)
+    if short.not_rectangular is None and short.tensor_parallel == degree:
         fitting: dict[int, Kept] = {worker: coordinate_at(own, held[worker], degree) for worker in idle}
-        short = shortened(replace(working, standbys=fitting), own)
-        if short.not_rectangular is None:
-            return short
+        return replace(short, standbys=fitting)
     return replace(working, standbys={worker: held[worker] or None for worker in idle})
 
 

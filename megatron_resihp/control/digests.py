@@ -1,15 +1,14 @@
 """Digests of the state that workers hold, compared under equal keys. Pure; imports `plan`.
 
-Under a plan of equal replicas a key is "stage/TP rank", under any other "layer/cut": which of as many equal cuts of a
-layer as the least common multiple of all tensor-parallel degrees in force; cut −1 are the parameters that every member
-of a group holds whole, layer −1 are word embeddings that the head shares.
+For shards of the job's own layout a key is "stage/TP rank"; for others "layer/cut/cuts": which of so many equal cuts of
+a layer. Cut −1 are the parameters that every member of a group holds whole, layer −1 are word embeddings that the head
+shares.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
+from megatron_resihp.plan import Chunk, Coordinate, Shard
 from megatron_resihp.plan.replica import shards_at
 
 
@@ -22,28 +21,24 @@ def differing(reports: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
     return tuple(sorted((key for key, digests in found.items() if len(digests) > 1), key=_numbers))
 
 
-def name_of(key: str, plan: ParallelPlan) -> str:
+def name_of(key: str) -> str:
     """A key in words."""
-    first, second = _numbers(key)
-    if plan.not_rectangular is None:
-        return f"stage {first} TP rank {second}"
-    layer = "the word embeddings" if first < 0 else f"layer {first}"
-    return layer if second < 0 else f"{layer}, cut {second} of {_cuts(plan)}"
+    numbers = _numbers(key)
+    if len(numbers) == 2:
+        return "stage {} TP rank {}".format(*numbers)
+    layer, cut, cuts = numbers
+    name = "the word embeddings" if layer < 0 else f"layer {layer}"
+    return name if cut < 0 else f"{name}, cut {cut} of {cuts}"
 
 
-def shards_of_key(key: str, plan: ParallelPlan, own: Sequence[Chunk]) -> tuple[Shard, ...]:
-    """What a key is a digest of, as shards of the model."""
-    first, second = _numbers(key)
-    if plan.not_rectangular is None:
-        return shards_at(own, Coordinate(first, second), plan.tensor_parallel)
-    layer = max(first, 0)
-    return (Shard(layer, layer + 1, 0, 1) if second < 0 else Shard(layer, layer + 1, second, _cuts(plan)),)
+def shards_of_key(key: str, own: Sequence[Chunk], degree: int) -> tuple[Shard, ...]:
+    """What a key is a digest of, as shards of the model. `own`, `degree`: the job's own layout."""
+    numbers = _numbers(key)
+    if len(numbers) == 2:
+        return shards_at(own, Coordinate(*numbers), degree)
+    layer, cut, cuts = max(numbers[0], 0), *numbers[1:]
+    return (Shard(layer, layer + 1, 0, 1) if cut < 0 else Shard(layer, layer + 1, cut, cuts),)
 
 
-def _cuts(plan: ParallelPlan) -> int:
-    return math.lcm(*(shard.tp_degree for worker in plan.members for shard in plan.shards_of(worker)))
-
-
-def _numbers(key: str) -> tuple[int, int]:
-    first, second = key.split("/")
-    return int(first), int(second)
+def _numbers(key: str) -> tuple[int, ...]:
+    return tuple(map(int, key.split("/")))

@@ -131,7 +131,7 @@ class Membership:
             return self._end_if_stranded()
         unlike = differing(ready["digests"] for ready in self._ready.values())
         if unlike:
-            cause = f"state differs between holders of {', '.join(name_of(key, self.plan) for key in unlike)}"
+            cause = f"state differs between holders of {', '.join(name_of(key) for key in unlike)}"
             if self.phase is Phase.STARTING:
                 return self._end(1, f"{cause} before the first iteration")
             if self._change is not None:
@@ -139,7 +139,9 @@ class Membership:
                 return self._break(cause, now)
             # Members wait for Go; what each of them held when it mustered it still holds.
             # A shard that nobody vouches for counts as missing.
-            missing = tuple(shard for key in unlike for shard in shards_of_key(key, self.plan, self.own))
+            assert self.shape is not None
+            degree = self.shape.tensor_parallel
+            missing = tuple(shard for key in unlike for shard in shards_of_key(key, self.own, degree))
             return [*self._broken(cause), *self._salvage(cause, now, missing)]
         return self._go(self.plan, now)
 

@@ -182,7 +182,6 @@ class WorkerControl:
             writers, own = data["writers"], _shards(data["writers"].get(str(self.worker), ()))
             return SalvageOrder(epoch, data["impossible"], commit, own, len(writers), _shards(data["missing"]))
         plan = ParallelPlan.from_dict(data["plan"])
-        plan.require_rectangular()
         if self.worker not in plan.members:
             raise JobEnded(messages.FENCED_EXIT, "this worker was given up for dead and is fenced")
         self.epoch = epoch
@@ -192,7 +191,6 @@ class WorkerControl:
     def first_plan(self) -> ParallelPlan:
         """Wait for the plan of epoch 0."""
         plan = ParallelPlan.from_dict(json.loads(self._await(messages.plan_key(0)))["plan"])
-        plan.require_rectangular()
         return plan
 
     def count(self, name: str) -> int:

@@ -89,7 +89,13 @@ class Feed:
         consumed = getattr(self._runtime.args, self._consumed_name) if self._consumed_name else 0
         if self._runtime.replay is not None and not self._is_eval:
             consumed += self._runtime.args.global_batch_size  # the step to come is applied already and reads nothing
-        if self._is_eval:
+        general = self._runtime.general
+        share: Sequence[int]
+        if general is not None:
+            evaluates = general.replica == general.evaluating_replica
+            everything = range(self.sampler.micro_batches if evaluates else 0)
+            share = everything if self._is_eval else self._runtime.read_order
+        elif self._is_eval:
             counts = even_counts(self.sampler.micro_batches, len(self._runtime.current_plan.replicas))
             share = deal(counts)[self._runtime.replica]
         else:

@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_resihp.executor.communicators import Communicators, SideGroup
+from megatron_resihp.integration.general_state import sum_general_gradients
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import Coordinate, ParallelPlan
 
@@ -29,7 +30,10 @@ def join_keepers(plan: ParallelPlan, coordinate: Coordinate, me: int, communicat
 
 
 def share_gradients(runtime: Runtime) -> None:
-    """Broadcast this shard's final gradients from its sender to its standbys; all of them call it once per step."""
+    """Give this worker's final gradients to those who keep them current; all of them call it once per step."""
+    if runtime.general is not None:
+        sum_general_gradients(runtime, runtime.general)
+        return
     if runtime.keepers is None:
         return
     for gradients in _gradient_buffers(runtime):

@@ -18,9 +18,10 @@ from megatron_resihp.control.record import Outcome, Stage
 from megatron_resihp.detector.records import SpanKind
 from megatron_resihp.integration.counting import count_as_one_replica, snapshot_counters
 from megatron_resihp.integration.course import follow
+from megatron_resihp.integration.digests import record_digests, state_digests
 from megatron_resihp.integration.probe_seams import begin_iteration
+from megatron_resihp.integration.recovery import leave_if_agreed
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.shard import native_digests, record_digest
 from megatron_resihp.integration.telemetry import report_iteration
 from megatron_resihp.integration.validation import validate
 
@@ -71,7 +72,7 @@ def _finish(runtime: Runtime) -> None:
     runtime.probes.flush()
     if runtime.padding is not None:
         runtime.control.event("emulation", ops=runtime.padding.ops, late=runtime.padding.late)
-    record_digest(runtime)
+    record_digests(runtime)
     progress = runtime.progress
     if progress.stage is Stage.STEPPED:
         # From here on, who recovers finds the counters as they are after the last step.
@@ -100,7 +101,7 @@ def _first_epoch(runtime: Runtime) -> None:
     # From Go on a death is recovered from, also before train() begins its first step.
     runtime.args.curr_iteration = runtime.args.iteration
     runtime.progress.begin(runtime.args.iteration + 1, snapshot_counters(runtime))
-    runtime.control.ready(native_digests(runtime, runtime.trained), 0, 0, runtime.communicators.ports())
+    runtime.control.ready(state_digests(runtime, runtime.trained), 0, 0, runtime.communicators.ports())
     runtime.communicators.narrow(runtime.control.peer_ports)
 
 
@@ -115,8 +116,10 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
     @functools.wraps(original)
     def train_step(*positional: Any, iteration: int, **options: Any) -> StepReturn:
         runtime.control.check()
+        leave_if_agreed(runtime)
         runtime.progress.begin(iteration + 1, snapshot_counters(runtime))
         runtime.slowdowns.begin(iteration + 1)
+        _ask_for_plan(runtime, iteration + 1)
         runtime.fed.clear()
         runtime.losses = []
         if runtime.replay is not None:
@@ -130,9 +133,20 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
             report_iteration(runtime)
             if runtime.to_validate is not None:
                 validate(runtime)
+            if runtime.general is not None:
+                # Megatron has averaged over one replica only.
+                return (_agreed_losses(runtime, runtime.progress.outcomes[iteration + 1]), *result[1:])
         return result
 
     return train_step
+
+
+def _ask_for_plan(runtime: Runtime, iteration: int) -> None:
+    """Ask for a scheduled plan, once; who reports the iteration asks for all."""
+    while runtime.plans and runtime.plans[0].iteration <= iteration:
+        due = runtime.plans.pop(0)
+        if runtime.reports:
+            runtime.control.tell("apply", plan=due.plan, why=f"--resihp-plan {due.path}", answer=None)
 
 
 def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
@@ -141,11 +155,16 @@ def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
     runtime.progress.agreed(outcome)
     runtime.progress.stage = Stage.STEPPED
     runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
-    losses = {
+    return _agreed_losses(runtime, outcome), 0, False, False, 0, outcome.grad_norm, None, 0
+
+
+def _agreed_losses(runtime: Runtime, outcome: Outcome) -> dict[str, torch.Tensor]:
+    if not runtime.is_last_stage:
+        return {}
+    return {
         name: torch.tensor(total / max(tokens, 1.0), dtype=torch.float, device="cuda")
         for name, (total, tokens) in outcome.losses.items()
     }
-    return losses if runtime.is_last_stage else {}, 0, False, False, 0, outcome.grad_norm, None, 0
 
 
 def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:

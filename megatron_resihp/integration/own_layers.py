@@ -1,5 +1,6 @@
 """The job's own split of the model into stages, as Megatron makes it from its arguments. Imports `plan` only."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_resihp.plan import Chunk, Coordinate, Shard, chunks_of_layout
@@ -29,11 +30,33 @@ def own_chunks(args: Any) -> tuple[Chunk, ...]:
     return chunks_from(counts, stages)
 
 
-def own_shards(args: Any, coordinate: Coordinate | None) -> tuple[Shard, ...]:
-    """What the holder of a coordinate of the job's own layout holds; nothing for None."""
-    return () if coordinate is None else shards_at(own_chunks(args), coordinate, args.tensor_model_parallel_size)
+@dataclass(frozen=True)
+class OwnLayout:
+    """What the job's own arguments say of its layout, taken down before any plan changes what Megatron sees of them.
+
+    Attributes:
+        chunks: the layers of each stage.
+        tensor_parallel: its degree.
+        sequence_parallel: whether members of a group share the tokens between layers.
+        tied_head: number of the head's layer if it shares the word embeddings.
+    """
+
+    chunks: tuple[Chunk, ...]
+    tensor_parallel: int
+    sequence_parallel: bool
+    tied_head: int | None
+
+    def shards_of(self, coordinate: Coordinate) -> tuple[Shard, ...]:
+        """What the holder of a coordinate holds."""
+        return shards_at(self.chunks, coordinate, self.tensor_parallel)
+
+    def coordinate_of(self, shards: tuple[Shard, ...]) -> Coordinate | None:
+        """The coordinate whose holder holds just these shards; None: there is no such."""
+        return coordinate_at(self.chunks, shards, self.tensor_parallel)
 
 
-def own_coordinate(args: Any, shards: tuple[Shard, ...]) -> Coordinate | None:
-    """The coordinate of the job's own layout whose holder holds just these shards; None: there is no such."""
-    return coordinate_at(own_chunks(args), shards, args.tensor_model_parallel_size)
+def own_layout(args: Any) -> OwnLayout:
+    """Of Megatron's validated arguments."""
+    chunks = own_chunks(args)
+    tied_head = None if args.untie_embeddings_and_output_weights else chunks[-1].end - 1
+    return OwnLayout(chunks, args.tensor_model_parallel_size, args.sequence_parallel, tied_head)

@@ -17,6 +17,7 @@ from megatron_resihp.detector.records import OpKind, SpanKind
 from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.probes import Probes
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.world import rank_order
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 P2P = "megatron.core.pipeline_parallel.p2p_communication"
@@ -77,9 +78,11 @@ def probe_patches(runtime: Runtime) -> list[Patch]:
 
 def begin_iteration(runtime: Runtime) -> None:
     """Called where an iteration that will be computed begins."""
-    workers = runtime.current_plan.rank_order(pipeline_last=not runtime.args.use_tp_pp_dp_mapping)
     runtime.probes.tp_group = mpu.get_tensor_model_parallel_group()
-    runtime.probes.begin(runtime.epoch, runtime.progress.iteration, runtime.micro_batches, workers)
+    # In general mode ops name their micro-batch by its index in the global batch.
+    everything = tuple(range(runtime.current_plan.micro_batch_count))
+    micro_batches = runtime.micro_batches if runtime.general is None else everything
+    runtime.probes.begin(runtime.epoch, runtime.progress.iteration, micro_batches, rank_order(runtime))
 
 
 def wrap_span(runtime: Runtime, kind: SpanKind, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +113,8 @@ def wrap_forward_step(runtime: Runtime, original: Callable[..., Any]) -> Callabl
                 forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options
             )
         before = _packed_so_far()
-        probes.open_forward(options.get("vp_stage") or 0, options["current_microbatch"], _tensors(input_tensor))
+        chunk = options.get("vp_stage") or runtime.running_chunk
+        probes.open_forward(chunk, options["current_microbatch"], _tensors(input_tensor))
         result = original(
             forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options
         )

@@ -13,22 +13,41 @@ from typing import Any
 import torch
 from megatron.core.rerun_state_machine import RerunMode
 
+from megatron_resihp.control.digests import name_of
 from megatron_resihp.control.record import Commit, Stage
 from megatron_resihp.control.worker import EpochBroken, EpochPlan, JobEnded, SalvageOrder
 from megatron_resihp.executor.communicators import is_communicator_error
 from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
 from megatron_resihp.integration.counting import restore_counters
+from megatron_resihp.integration.digests import state_digests
 from megatron_resihp.integration.drills import StagedError
-from megatron_resihp.integration.own_layers import own_coordinate, own_shards
+from megatron_resihp.integration.general_state import move_state, slice_digests
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.salvage import salvage
-from megatron_resihp.integration.shard import fill_shard, group_steps, native_digests, shard_tensors
+from megatron_resihp.integration.shard import fill_shard, group_steps, shard_tensors
 from megatron_resihp.integration.step import install_step, take_step
 from megatron_resihp.integration.world import build_model_parallel, build_world, reset_singletons, tear_down
+from megatron_resihp.plan.slices import all_shards, cuts_of
+from megatron_resihp.plan.spelling import spelled_out
 
 
 class ContractBroken(RuntimeError):
     """A record contradicts what was agreed; going on could train another model, so the job ends."""
+
+
+class PlanChange(Exception):
+    """All workers leave the epoch after the same step, because they have agreed to: nobody has died."""
+
+
+def leave_if_agreed(runtime: Runtime) -> None:
+    """Called between two iterations.
+
+    Raises:
+        PlanChange: all workers leave now.
+    """
+    if runtime.to_change:
+        runtime.to_change = False
+        raise PlanChange
 
 
 class Phases:
@@ -50,7 +69,8 @@ def is_ours(runtime: Runtime, error: BaseException) -> bool:
     """Whether an error starts a recovery: a communicator's, or any while the epoch is marked as broken."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return False
-    return isinstance(error, EpochBroken | StagedError) or is_communicator_error(error) or runtime.control.broken()
+    ours = isinstance(error, EpochBroken | StagedError | PlanChange)
+    return ours or is_communicator_error(error) or runtime.control.broken()
 
 
 def recover(runtime: Runtime, error: Exception) -> None:
@@ -66,10 +86,11 @@ def recover(runtime: Runtime, error: Exception) -> None:
         if not is_ours(runtime, error):
             raise error
         _let_go_of_frames(error)
-        with phases.phase("notice"):
-            runtime.control.suspect(error, runtime.config.resihp_answer_timeout)
+        if not isinstance(error, PlanChange):
+            with phases.phase("notice"):
+                runtime.control.suspect(error, runtime.config.resihp_answer_timeout)
         if runtime.recovered_from is None:
-            runtime.recovered_from = runtime.control.broken_at()
+            runtime.recovered_from = runtime.control.broken_at() or time.time()
         try:
             _enter_next_epoch(runtime, phases)
         except JobEnded:
@@ -95,7 +116,7 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases) -> None:
     with phases.phase("agree"):
         runtime.reach("recovery-muster")
         record = runtime.progress.record(runtime.in_loop, runtime.position)
-        order = runtime.control.muster(record, own_shards(runtime.args, runtime.held))
+        order = runtime.control.muster(record, runtime.held)
         if order.commit is not None:
             redone = _apply(runtime, order.commit)
         if isinstance(order, SalvageOrder):
@@ -106,8 +127,7 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases) -> None:
         trained = _rebuild(runtime, order)
     try:
         with phases.phase("migrate"):
-            moved = _migrate(runtime, order, trained)
-            digests = native_digests(runtime, trained)
+            moved, digests = _migrate(runtime, order, trained)
         with phases.phase("ready"):
             runtime.reach("recovery-ready")
             runtime.control.ready(digests, moved, redone, runtime.communicators.ports())
@@ -149,11 +169,13 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     return runtime.build_trained()
 
 
-def _migrate(runtime: Runtime, order: EpochPlan, trained: Trained) -> int:
-    """Fill the new objects, from the old ones or from another holder; returns the bytes received."""
+def _migrate(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int, dict[str, str]]:
+    """Fill the new objects, from the old ones or from another holder; returns the bytes received and state digests."""
     assert runtime.trained is not None and runtime.everybody is not None
+    held = {worker: runtime.own.coordinate_of(shards) for worker, shards in order.held.items()}
+    if runtime.general is not None or any(shards and not held[worker] for worker, shards in order.held.items()):
+        return _migrate_slices(runtime, order, trained)
     received = 0
-    held = {worker: own_coordinate(runtime.args, shards) for worker, shards in order.held.items()}
     for transfer in plan_transfers(order.plan, held):
         if transfer.source == runtime.worker:
             own = shard_tensors(runtime.trained)
@@ -165,7 +187,22 @@ def _migrate(runtime: Runtime, order: EpochPlan, trained: Trained) -> int:
             received = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if trained is not runtime.trained and not received:
         fill_shard(trained, shard_tensors(runtime.trained), group_steps(runtime.trained))
-    return received
+    return received, state_digests(runtime, trained)
+
+
+def _migrate_slices(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int, dict[str, str]]:
+    """The same between shards that are cut unlike each other; digests are of the state before and after."""
+    assert runtime.trained is not None and runtime.everybody is not None
+    own, worker, old = runtime.own, runtime.worker, runtime.trained
+    wanted = all_shards(spelled_out(order.plan, own.chunks))
+    cuts = cuts_of(shard for table in (order.held, wanted) for shards in table.values() for shard in shards)
+    new = None if trained is old else trained
+    received = move_state(runtime.everybody, worker, old, new, order.held, wanted, cuts, own.tied_head)
+    digests = slice_digests(old, order.held[worker], cuts, own.tied_head)
+    for key, digest in slice_digests(new, wanted[worker], cuts, own.tied_head).items() if new is not None else ():
+        if digests.setdefault(key, digest) != digest:
+            raise ContractBroken(f"the state of {name_of(key)} is not what it was before it moved")
+    return received, digests
 
 
 def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained) -> None:
@@ -181,9 +218,10 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained) -> None:
         live.scheduler.optimizer = live.optimizer
         install_step(runtime)
         _take_apart(old_model)
-    runtime.held = order.plan.coordinate_of(runtime.worker)
+    runtime.held = spelled_out(order.plan, runtime.own.chunks).shards_of(runtime.worker)
     runtime.in_loop = runtime.works
     runtime.position = commit.position
+    runtime.to_change = False
     restore_counters(runtime, commit.counters)
     runtime.replay = commit.outcome if commit.replay and runtime.works else None
     if runtime.works:

@@ -5,7 +5,7 @@ The seams write here how far the iteration got; recovery reads it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,12 +13,20 @@ from megatron_resihp.config import ResihpConfig, Slowdown
 from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.executor.communicators import Communicators, SideGroup
+from megatron_resihp.executor.interpreter import Exchange
+from megatron_resihp.executor.routes import Step
+from megatron_resihp.executor.slice_sums import Bucket
 from megatron_resihp.integration.drills import Drills, ScheduledSlowdowns
+from megatron_resihp.integration.general import General
+from megatron_resihp.integration.own_layers import OwnLayout
 from megatron_resihp.integration.padding import Padding
 from megatron_resihp.integration.probe_clock import make_clock
 from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.probes import PadOp, PadTransfer, Probes
-from megatron_resihp.plan import Coordinate, ParallelPlan
+from megatron_resihp.plan import Coordinate, ParallelPlan, Shard
+
+if TYPE_CHECKING:
+    from megatron_resihp.integration.general_world import MegatronGroups, Sizes
 
 LOSS_SLOTS = 4
 """How many named losses the agreement carries."""
@@ -65,13 +73,24 @@ class Trained:
     scheduler: Any
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that a chained optimizer is made of; a plain one is its own part."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
 class Runtime:
     """One worker's state. Created when the arguments are known, filled as Megatron starts. `send` takes the probes'
     notes and must not block.
 
     Attributes:
         plan: the plan of the current epoch.
-        held: the shard whose state `trained` is.
+        own_layout: what the job's own arguments say of its layout.
+        tokens: that the losses of this iteration on this worker were summed over, in general mode.
+        held: the shards whose state `trained` is.
+        general: the plan as this worker sees it where Megatron's own groups can't run it; None where they can.
+        routes, exchange: in general mode this worker's steps, and what carries their results.
+        running_chunk: in general mode which of this worker's chunks is being run.
+        buckets: in general mode, whose gradients are summed with whom.
         trained: the live training objects; pretrain's own references stay valid, recovery fills them anew.
         totals: Megatron's running loss totals as of the last log call.
         flops: floating-point operations so far, as train() counts them.
@@ -86,6 +105,8 @@ class Runtime:
         fed: sample indices that this worker's loader handed to the model in this iteration.
         probes: what measures this worker's iterations.
         to_validate: micro-benchmarks that all workers begin after this step.
+        plans: that are still to be asked for.
+        to_change: whether all workers leave for another plan after this step.
         padding: what makes ops and transfers last as long as on an emulated device; None: nothing does.
     """
 
@@ -103,11 +124,20 @@ class Runtime:
         self.args = args
         self.worker = control.worker
         self.plan: ParallelPlan | None = None
-        self.held: Coordinate | None = None
+        self.held: tuple[Shard, ...] = ()
         self.trained: Trained | None = None
         self.progress = Progress()
+        self.general: General | None = None
+        self.routes: tuple[Step, ...] = ()
+        self.exchange: Exchange | None = None
+        self.running_chunk = 0
+        self.buckets: list[Bucket] = []
         self.everybody: SideGroup | None = None
         self.keepers: SideGroup | None = None
+        self.own_layout: OwnLayout | None = None
+        self.tokens: Any = 0.0
+        self.megatron_groups: MegatronGroups | None = None
+        self.sizes: Sizes | None = None
         self.build_groups: Callable[[], None] | None = None
         self.build_trained: Callable[[], Trained] | None = None
         self.feeds: list[Any] = []
@@ -128,7 +158,9 @@ class Runtime:
         self.probes = Probes(self.worker, make_clock, send)
         self.padding: Padding | None = None
         self.to_validate: dict[str, Any] | None = None
+        self.to_change = False
         self.drills = Drills(config.drills(), self.worker, self._announce_drill)
+        self.plans = list(config.plans())
         self.slowdowns = ScheduledSlowdowns(config.slowdowns(), self._ask_for_slowdown)
 
     @property
@@ -149,6 +181,16 @@ class Runtime:
         return self.plan
 
     @property
+    def own(self) -> OwnLayout:
+        assert self.own_layout is not None, "no arguments yet"
+        return self.own_layout
+
+    @property
+    def coordinate(self) -> Coordinate | None:
+        """The coordinate of the job's own layout whose state `trained` is; None if it is of another layout."""
+        return None if self.own_layout is None else self.own_layout.coordinate_of(self.held)
+
+    @property
     def works(self) -> bool:
         """Whether the plan gives this worker work (False: it is a standby)."""
         return self.plan is None or self.plan.replica_of(self.worker) is not None
@@ -165,13 +207,37 @@ class Runtime:
         return self.current_plan.replicas[self.replica].micro_batches
 
     @property
+    def read_order(self) -> tuple[int, ...]:
+        """Indices of the micro-batches that this worker runs forwards, in order of their first op."""
+        if self.general is None:
+            return self.micro_batches
+        return tuple(dict.fromkeys(step.op.micro_batch for step in self.routes if step.op.kind == "F"))
+
+    @property
+    def tp_rank(self) -> int | None:
+        """This worker's place in its tensor-parallel group; None for a standby."""
+        coordinate = self.current_plan.coordinate_of(self.worker) if self.works else None
+        return None if coordinate is None else coordinate.tp_rank
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this worker works on the embedding."""
+        if self.general is not None:
+            return self.works and 0 in self.general.own_chunks
+        return self.coordinate is not None and self.coordinate.stage == 0
+
+    @property
     def is_last_stage(self) -> bool:
-        return self.held is not None and self.held.stage == self.current_plan.pipeline_parallel - 1
+        if self.general is not None:
+            return self.general.has_head
+        return self.coordinate is not None and self.coordinate.stage == self.current_plan.pipeline_parallel - 1
 
     @property
     def reports(self) -> bool:
         """Whether this worker writes the events of each iteration: replica 0, last stage, TP rank 0."""
-        first_of_stage = self.held is not None and self.held.tp_rank == 0
+        if self.general is not None:
+            return self.worker == self.general.reporter
+        first_of_stage = self.coordinate is not None and self.coordinate.tp_rank == 0
         return self.works and self.replica == 0 and self.is_last_stage and first_of_stage
 
     @property

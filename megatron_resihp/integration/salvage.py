@@ -18,7 +18,6 @@ from megatron.training.checkpointing import generate_state_dict, get_checkpoint_
 
 from megatron_resihp.control.worker import SalvageOrder
 from megatron_resihp.integration.counting import restore_counters
-from megatron_resihp.integration.own_layers import own_coordinate
 from megatron_resihp.integration.runtime import Runtime
 
 
@@ -26,13 +25,14 @@ def salvage(runtime: Runtime, order: SalvageOrder) -> None:
     """Write this worker's shard if it was chosen to, and report."""
     if not order.shards or order.commit is None:
         return
-    assert runtime.trained is not None and runtime.held is not None
+    coordinate = runtime.coordinate
+    assert runtime.trained is not None and coordinate is not None
     iteration, args = order.commit.iteration, runtime.args
     directory = Path(os.environ["RESIHP_RUN_DIR"]) / "salvage"
     path = Path(
         get_checkpoint_name(
             str(directory), iteration, pipeline_parallel=args.pipeline_model_parallel_size > 1,
-            tensor_rank=runtime.held.tp_rank, pipeline_rank=runtime.held.stage, expert_parallel=False, expert_rank=0,
+            tensor_rank=coordinate.tp_rank, pipeline_rank=coordinate.stage, expert_parallel=False, expert_rank=0,
         )
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def salvage(runtime: Runtime, order: SalvageOrder) -> None:
     print(f"resihp: worker {runtime.worker} saved {path}", file=sys.stderr, flush=True)
     runtime.control.event(
         "salvage", iteration=iteration, path=str(path), complete=not order.missing,
-        missing=[own_coordinate(runtime.args, (shard,)) for shard in order.missing],
+        missing=[runtime.own.coordinate_of((shard,)) for shard in order.missing],
     )
     runtime.control.tell("salvaged")
 

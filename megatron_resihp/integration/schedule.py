@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron_resihp.integration.general import General
+from megatron_resihp.integration.program_schedule import run_evaluation, run_training
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import deal, even_counts
 
@@ -26,6 +28,8 @@ def wrap_get_forward_backward_func(runtime: Runtime, original: Callable[..., Sch
 
 def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, Any]]:
     total = kwargs["num_microbatches"]
+    if runtime.general is not None:
+        return _run_general(runtime, runtime.general, kwargs)
     replicas = len(runtime.current_plan.replicas)
     if kwargs.get("forward_only"):
         share = deal(even_counts(total, replicas))[runtime.replica]
@@ -37,6 +41,16 @@ def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, 
     if factor != 1.0 and not runtime.args.calculate_per_token_loss:
         kwargs["forward_step_func"] = _scaled(kwargs["forward_step_func"], factor)
     runtime.losses = schedule(**{**kwargs, "num_microbatches": len(share)})
+    return runtime.losses
+
+
+def _run_general(runtime: Runtime, general: General, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+    call = (kwargs["forward_step_func"], kwargs["data_iterator"], kwargs["model"], kwargs["num_microbatches"])
+    if kwargs.get("forward_only"):
+        runtime.reach("evaluate")
+        return run_evaluation(runtime, general, *call)
+    runtime.probes.begin_schedule()
+    runtime.losses = run_training(runtime, general, *call)
     return runtime.losses
 
 

@@ -10,6 +10,10 @@ from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.runtime import Runtime
 
 TRAINING = "megatron.training.training"
+MODEL_BUILDERS = (
+    (f"{TRAINING}:get_model", ("model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection")),
+    ("megatron.training.models.gpt:GPTModelBuilder.build_distributed_models", ("self", "pg_collection")),
+)
 
 
 def training_patches(runtime: Runtime) -> list[Patch]:
@@ -26,6 +30,10 @@ def training_patches(runtime: Runtime) -> list[Patch]:
             partial(startup.wrap_setup_model_and_optimizer, runtime),
             ("model_type", "model_provider_func", "checkpointing_context"),
             "remembers how model and optimizer are made",
+        ),
+        *(
+            Patch(target, partial(startup.wrap_build_model, runtime), parameters, "builds any plan's chunks")
+            for target, parameters in MODEL_BUILDERS
         ),
         Patch(
             f"{TRAINING}:build_pretraining_data_loader",

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_resihp.executor.digest import digest_tensors
-from megatron_resihp.integration.runtime import Runtime, Trained
-from megatron_resihp.integration.step import parts
+from megatron_resihp.integration.runtime import Trained, parts_of
 
 
 def shard_tensors(trained: Trained) -> dict[str, torch.Tensor]:
@@ -27,24 +25,9 @@ def shard_tensors(trained: Trained) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def record_digest(runtime: Runtime) -> None:
-    """Write a digest of the state that this worker holds to the event log, if that is asked for."""
-    if runtime.config.resihp_record_digests and runtime.trained is not None:
-        digest = digest_tensors(shard_tensors(runtime.trained))
-        runtime.control.event("digest", shard=runtime.held, iteration=runtime.progress.iteration, digest=digest)
-
-
-def native_digests(runtime: Runtime, trained: Trained) -> dict[str, str]:
-    """The digest of the shard that the plan gives this worker or lets it keep, by its coordinate."""
-    coordinate = runtime.current_plan.coordinate_of(runtime.worker)
-    if coordinate is None:
-        return {}
-    return {f"{coordinate.stage}/{coordinate.tp_rank}": digest_tensors(shard_tensors(trained))}
-
-
 def group_steps(trained: Trained) -> list[Any]:
     """Step counters that optimizers such as Apex's keep per parameter group instead of per parameter."""
-    return [group.get("step") for part in parts(trained.optimizer) for group in part.optimizer.param_groups]
+    return [group.get("step") for part in parts_of(trained.optimizer) for group in part.optimizer.param_groups]
 
 
 def fill_shard(trained: Trained, tensors: dict[str, torch.Tensor], steps: list[Any]) -> None:
@@ -69,15 +52,29 @@ def fill_shard(trained: Trained, tensors: dict[str, torch.Tensor], steps: list[A
         for chunk, model in enumerate(trained.model):
             for name, buffer in model.named_buffers():
                 buffer.copy_(tensors[f"buffer/{chunk}/{name}"])
-    groups = [group for part in parts(trained.optimizer) for group in part.optimizer.param_groups]
+    groups = [group for part in parts_of(trained.optimizer) for group in part.optimizer.param_groups]
     for group, step in zip(groups, steps, strict=True):
         if step is not None:
             group["step"] = step
 
 
+def states_of(trained: Trained) -> dict[int, dict[str, torch.Tensor]]:
+    """For each trained parameter, by identity, all that the optimizer step changes of it: "param", "master" and
+    "state/…" for what the optimizer keeps."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    for _, parameter, state in _parameters(trained):
+        tensors = {"param": parameter.data}
+        master = getattr(parameter, "main_param", None)
+        if master is not None:
+            tensors["master"] = master.data
+        tensors |= {f"state/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        found[id(parameter)] = tensors
+    return found
+
+
 def _parameters(trained: Trained) -> Iterator[tuple[str, torch.nn.Parameter, dict[str, Any]]]:
     """Each trained parameter with its name and the optimizer's state for it."""
-    inner = [part.optimizer for part in parts(trained.optimizer) if not part.is_stub_optimizer]
+    inner = [part.optimizer for part in parts_of(trained.optimizer) if not part.is_stub_optimizer]
     owned = {id(p): optimizer for optimizer in inner for group in optimizer.param_groups for p in group["params"]}
     for chunk, model in enumerate(trained.model):
         for name, parameter in model.named_parameters():

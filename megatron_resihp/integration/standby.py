@@ -4,9 +4,10 @@ May import this room's other modules.
 """
 
 from megatron_resihp.control.record import Stage
+from megatron_resihp.integration.digests import record_digests
 from megatron_resihp.integration.keepers import share_gradients
+from megatron_resihp.integration.recovery import leave_if_agreed
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.shard import record_digest
 from megatron_resihp.integration.step import agree, take_step
 from megatron_resihp.integration.telemetry import report_recovered
 
@@ -15,6 +16,7 @@ def keep_current(runtime: Runtime) -> None:
     """Step with the others until the epoch breaks or the job ends; returns only by an exception."""
     assert runtime.trained is not None
     while True:
+        leave_if_agreed(runtime)
         runtime.progress.begin(runtime.progress.iteration + 1, None)
         share_gradients(runtime)
         runtime.control.check()
@@ -24,5 +26,5 @@ def keep_current(runtime: Runtime) -> None:
         take_step(runtime, outcome)
         runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
         # Nobody can tell a standby which step is the last one in time for it to say what it holds then.
-        record_digest(runtime)
+        record_digests(runtime)
         report_recovered(runtime)

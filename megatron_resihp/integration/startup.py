@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import get_args
+from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.address import parse_address
@@ -25,7 +26,8 @@ from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.integration.emulation import padding_of
-from megatron_resihp.integration.own_layers import own_chunks
+from megatron_resihp.integration.general_world import MegatronGroups, Sizes, StageGroup, as_stage
+from megatron_resihp.integration.own_layers import OwnLayout, own_layout
 from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.step import install_step
@@ -74,9 +76,12 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
     @functools.wraps(original)
     def initialize_megatron(*positional: Any, **options: Any) -> Any:
         args = runtime.args
-        runtime.control.tell("job", **job_fields(args, runtime.config))
+        runtime.own_layout = own = own_layout(args)
+        runtime.control.tell("job", **job_fields(args, runtime.config, own))
         runtime.plan = runtime.control.first_plan()
-        runtime.held = runtime.plan.coordinate_of(runtime.worker)
+        coordinate = runtime.plan.coordinate_of(runtime.worker)
+        assert coordinate is not None, "every worker has work at the start"
+        runtime.held = own.shards_of(coordinate)
         torch.cuda.set_device(args.local_rank)
         build_world(runtime)
         return original(*positional, **options)
@@ -84,12 +89,13 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
     return initialize_megatron
 
 
-def job_fields(args: Any, config: ResihpConfig) -> dict[str, Any]:
+def job_fields(args: Any, config: ResihpConfig, own: OwnLayout) -> dict[str, Any]:
     """What the coordinator must know of Megatron's arguments and of ours."""
     return {
         "tensor_parallel": args.tensor_model_parallel_size,
         "pipeline_parallel": args.pipeline_model_parallel_size,
-        "chunks": own_chunks(args),
+        "chunks": own.chunks,
+        "tied": own.tied_head is not None,
         "micro_batch_size": args.micro_batch_size,
         "global_batch_size": args.global_batch_size,
         "micro_batches": args.global_batch_size // args.micro_batch_size,
@@ -114,6 +120,7 @@ def wrap_initialize_model_parallel(runtime: Runtime, original: Callable[..., Non
     def initialize_model_parallel(*positional: Any, **options: Any) -> None:
         runtime.build_groups = functools.partial(original, *positional, **options)
         original(*positional, **options)
+        runtime.megatron_groups = MegatronGroups()
 
     return initialize_model_parallel
 
@@ -126,6 +133,7 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
         model, optimizer, scheduler = original(*positional, **options)
         runtime.trained = Trained(model, optimizer, scheduler)
         config = get_model_config(model[0])
+        runtime.sizes = sizes_of(runtime.args, options.get("cfg_container"))
         hooks = {name: getattr(config, name) for name in CONFIG_HOOKS}
         options.pop("pg_collection", None)
         runtime.build_trained = functools.partial(_build_again, runtime, original, hooks, positional, options)
@@ -133,6 +141,39 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
         return model, optimizer, scheduler
 
     return setup_model_and_optimizer
+
+
+def sizes_of(args: Any, container: Any) -> Sizes:
+    """The job's own sizes, where Megatron looks them up."""
+    model = getattr(container, "model", None)
+    if model is None:
+        return Sizes(args.padded_vocab_size, args)
+    vocabulary = model.vocab_size
+    if model.should_pad_vocab:
+        degree = model.tensor_model_parallel_size
+        vocabulary = calculate_padded_vocab_size(vocabulary, model.make_vocab_size_divisible_by, degree)
+    return Sizes(vocabulary, args, model)
+
+
+def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """In general mode each chunk of a worker is built as if it were a pipeline stage of its own."""
+
+    @functools.wraps(original)
+    def build_model(*positional: Any, **options: Any) -> Any:
+        general = runtime.general
+        if general is None:
+            return original(*positional, **options)
+        model = []
+        for number in general.own_chunks:
+            with as_stage(number, len(general.chunks)):
+                options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+                model += original(*positional, **options)
+        # Who has the head reports losses; Megatron asks the first chunk for that.
+        groups = get_attr_wrapped_model(model[0], "pg_collection")
+        groups.pp = StageGroup(general.own_chunks[-1 if general.has_head else 0], len(general.chunks))
+        return model
+
+    return build_model
 
 
 def _build_again(

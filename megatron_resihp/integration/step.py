@@ -11,14 +11,15 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_resihp.control.record import Outcome, Stage
 from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.integration.general_state import counted_norm_squared
 from megatron_resihp.integration.keepers import share_gradients
-from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime
+from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime, parts_of
 
 SHARED_COUNTERS = (
     "iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "scheduler_steps",
 )  # fmt: skip
-VALIDATION = 2
-COUNTERS_FROM = 3
+VALIDATION, CHANGE = 2, 3
+COUNTERS_FROM = 4
 LOSSES_FROM = COUNTERS_FROM + len(SHARED_COUNTERS)
 
 StepResult = tuple[bool, float | None, int | None]
@@ -41,7 +42,7 @@ def agreed_step(runtime: Runtime) -> StepResult:
     runtime.progress.stage = Stage.REDUCED
     _record_samples(runtime)
     runtime.reach("norm")
-    norm_squared = local_norm_squared(runtime) if runtime.counts_norm else 0.0
+    norm_squared = local_norm_squared(runtime)
     with runtime.probes.span(SpanKind.AGREEMENT):
         outcome = agree(runtime, norm_squared)
     runtime.progress.agreed(outcome)
@@ -55,10 +56,10 @@ def agreed_step(runtime: Runtime) -> StepResult:
 
 def _record_samples(runtime: Runtime) -> None:
     """Say what was fed before anybody can agree on it: a step that counts is never without its samples in the log."""
-    if runtime.config.resihp_record_samples and runtime.fed and runtime.held is not None and runtime.held.stage == 0:
+    if runtime.config.resihp_record_samples and runtime.fed and runtime.is_first_stage:
         runtime.control.event(
             "samples", iteration=runtime.progress.iteration, replica=runtime.replica, samples=_ranges(runtime.fed),
-            micro_batches=list(runtime.micro_batches),
+            micro_batches=list(runtime.read_order),
         )  # fmt: skip
 
 
@@ -78,8 +79,12 @@ def local_norm_squared(runtime: Runtime) -> float:
     assert runtime.trained is not None
     optimizer = runtime.trained.optimizer
     optimizer.prepare_grads()
+    if runtime.general is not None:
+        return counted_norm_squared(runtime.trained.model, runtime.general)
+    if not runtime.counts_norm:
+        return 0.0
     total = 0.0
-    for part in parts(optimizer):
+    for part in parts_of(optimizer):
         grads = part.get_grads_for_grad_norm() if part.get_parameters() else []
         if grads:
             norms = torch.stack(torch._foreach_norm([grad.float() for grad in grads])).double()
@@ -97,19 +102,23 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
     values = torch.zeros(LOSSES_FROM + 2 * LOSS_SLOTS, dtype=torch.float64)
     values[0] = norm_squared
     values[1] = 1.0 if runtime.control.stop_signal else 0.0
-    order = runtime.control.validation
-    number = float(order["number"]) if order is not None else 0.0
-    values[VALIDATION] = number
+    validation, change = runtime.control.validation, runtime.control.change
+    values[VALIDATION] = _number(validation)
+    values[CHANGE] = _number(change)
     if runtime.reports:
         counters = runtime.progress.counters[runtime.progress.iteration]
         values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
-    if runtime.works and runtime.is_last_stage and runtime.held is not None and runtime.held.tp_rank == 0:
+    if runtime.losses:
+        runtime.loss_names = tuple(sorted(runtime.losses[0]))[:LOSS_SLOTS]
+    if runtime.works and runtime.is_last_stage and runtime.tp_rank == 0:
         _add_losses(runtime, values)
     runtime.everybody.sum(values)
-    if order is not None and float(values[VALIDATION]) == number * len(runtime.everybody.workers):
-        # Everybody has heard of it, and everybody sees that now.
-        runtime.to_validate = order
-        runtime.control.drop_validation(order)
+    if _heard_by_all(runtime, validation, values[VALIDATION]):
+        runtime.to_validate = validation
+        runtime.control.drop_validation(validation)
+    if _heard_by_all(runtime, change, values[CHANGE]):
+        runtime.to_change = True
+        runtime.control.drop_change(change)
     if not runtime.works:
         _note_counters(runtime, values)
     pairs = values[LOSSES_FROM:].view(LOSS_SLOTS, 2).tolist()
@@ -119,9 +128,17 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
     )
 
 
+def _number(order: dict[str, Any] | None) -> float:
+    return float(order["number"]) if order is not None else 0.0
+
+
+def _heard_by_all(runtime: Runtime, order: dict[str, Any] | None, total: torch.Tensor) -> bool:
+    """Whether everybody has heard of an order; everybody sees that in the same step."""
+    assert runtime.everybody is not None
+    return order is not None and float(total) == _number(order) * len(runtime.everybody.workers)
+
+
 def _add_losses(runtime: Runtime, values: torch.Tensor) -> None:
-    if runtime.losses:
-        runtime.loss_names = tuple(sorted(runtime.losses[0]))[:LOSS_SLOTS]
     for slot, name in enumerate(runtime.loss_names):
         reported = torch.stack([losses[name].view(-1).double() for losses in runtime.losses]).sum(dim=0).cpu()
         if reported.numel() == 1:  # a user's loss function may report a mean instead of (sum, tokens)
@@ -141,14 +158,9 @@ def take_step(runtime: Runtime, outcome: Outcome) -> None:
     assert runtime.trained is not None
     optimizer = runtime.trained.optimizer
     optimizer.prepare_grads()
-    for part in parts(optimizer):
+    for part in parts_of(optimizer):
         parameters = part.get_parameters()
         if part.config.clip_grad > 0.0 and parameters:
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, outcome.grad_norm)
     optimizer.step_with_ready_grads()
     runtime.progress.stage = Stage.STEPPED
-
-
-def parts(optimizer: Any) -> list[Any]:
-    """The optimizers that a chained optimizer is made of; a plain one is its own part."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])

@@ -10,8 +10,14 @@ from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_s
 from megatron.training import get_timers, training
 from megatron.training.initialize import _set_random_seed
 
+from megatron_resihp.executor.slice_sums import make_buckets
+from megatron_resihp.integration.general import General
+from megatron_resihp.integration.general_world import as_stage
 from megatron_resihp.integration.keepers import join_keepers
+from megatron_resihp.integration.program_schedule import make_exchange, training_routes
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.spelling import spelled_out
 
 SEED_STRIDE = 1_000_003
 
@@ -19,22 +25,54 @@ SEED_STRIDE = 1_000_003
 def build_world(runtime: Runtime) -> None:
     """Make the current plan's process groups; standbys get side groups only."""
     args, plan = runtime.args, runtime.current_plan
+    runtime.general = view_of(runtime, plan)
     runtime.communicators.begin(runtime.epoch, plan.digest)
     runtime.everybody = runtime.communicators.side_group("everybody", plan.members)
     if runtime.works:
-        order = plan.rank_order(pipeline_last=not args.use_tp_pp_dp_mapping)
+        order = rank_order(runtime)
         args.rank, args.world_size = order.index(runtime.worker), len(order)
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         runtime.communicators.join_world(args.distributed_backend, order, timeout)
     coordinate = plan.coordinate_of(runtime.worker)
-    if coordinate is not None:
+    if runtime.general is not None:
+        runtime.buckets = make_buckets(runtime.general.holders, runtime.worker, runtime.communicators.side_group)
+        if runtime.works:
+            runtime.routes = training_routes(runtime, runtime.general)
+    elif coordinate is not None:
         runtime.keepers = join_keepers(plan, coordinate, runtime.worker, runtime.communicators)
 
 
+def view_of(runtime: Runtime, plan: ParallelPlan) -> General | None:
+    """How this worker sees a plan that Megatron's own groups can't run; None for one that they can."""
+    if plan.not_rectangular is None:
+        return None
+    return General(spelled_out(plan, runtime.own.chunks), runtime.worker, runtime.own.tied_head)
+
+
+def rank_order(runtime: Runtime) -> tuple[int, ...]:
+    """The worker id of each torch rank."""
+    if runtime.general is not None:
+        return runtime.general.rank_order
+    return runtime.current_plan.rank_order(pipeline_last=not runtime.args.use_tp_pp_dp_mapping)
+
+
 def build_model_parallel(runtime: Runtime) -> None:
-    """Megatron's own groups in the new world, as its first initialisation made them, and its random streams."""
-    assert runtime.build_groups is not None
-    runtime.build_groups()
+    """Megatron's groups in the new world, and its random streams."""
+    assert runtime.build_groups is not None and runtime.megatron_groups is not None and runtime.sizes is not None
+    general = runtime.general
+    if general is None:
+        runtime.sizes.restore()
+        runtime.build_groups()
+        _start_streams(runtime)
+        return
+    runtime.sizes.replace(general)
+    runtime.megatron_groups.replace(general)
+    runtime.exchange = make_exchange(runtime, general)
+    with as_stage(general.own_chunks[0], len(general.chunks)):
+        _start_streams(runtime)
+
+
+def _start_streams(runtime: Runtime) -> None:
     args = runtime.args
     # Streams restart in every epoch (DESIGN contract 2): from seed, epoch, stage and, in Megatron, TP rank.
     _set_random_seed(args.seed + SEED_STRIDE * runtime.epoch, args.data_parallel_random_init, args.te_rng_tracker)
@@ -42,7 +80,8 @@ def build_model_parallel(runtime: Runtime) -> None:
 
 def tear_down(runtime: Runtime) -> None:
     """Destroy every group of the old epoch and what remembers it."""
-    runtime.everybody = runtime.keepers = None
+    runtime.everybody = runtime.keepers = runtime.exchange = None
+    runtime.buckets, runtime.routes = [], ()
     mpu.destroy_model_parallel()
     runtime.communicators.destroy()
 

@@ -22,6 +22,8 @@ from typing import IO, Any, NoReturn
 import pytest
 from launched import is_alive
 
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.slices import TIED
 from megatron_resihp.report.events import FILE_NAME, read_events
 from megatron_resihp.report.summary import RunSummary, compare, summarize
 
@@ -315,14 +317,18 @@ def check_training(job: Job, reference: Job, tolerance: float = 1e-5) -> None:
 
 def check_digests(job: Job) -> None:
     """All holders of a shard ended with the same bits, and every shard has one."""
-    found: dict[tuple[int, int], dict[int, str]] = {}
+    found: dict[str, dict[int, str]] = {}
     last = max(event["iteration"] for event in job.events("digest"))
     for event in job.events("digest"):
         if event["iteration"] == last:
-            found.setdefault(tuple(event["shard"]), {})[event["worker"]] = event["digest"]
-    plan = job.events("epoch_started")[-1]["plan"]
-    degrees = len(plan["replicas"][0]["stages"]), len(plan["replicas"][0]["stages"][0])
-    assert sorted(found) == [(stage, rank) for stage in range(degrees[0]) for rank in range(degrees[1])]
+            for key, digest in event["digests"].items():
+                found.setdefault(key, {})[event["worker"]] = digest
+    plan = ParallelPlan.from_dict(job.events("epoch_started")[-1]["plan"])
+    if plan.not_rectangular is None:
+        assert set(found) == {f"{stage}/{rank}" for stage, rank in plan.coordinates()}
+    else:
+        layers = range(plan.replicas[0].chunks[-1].end)
+        assert {int(key.split("/")[0]) for key in found} - {TIED} == set(layers)
     for shard, digests in found.items():
         assert len(set(digests.values())) == 1, f"holders of {shard} differ: {digests}"
 

@@ -17,7 +17,7 @@ MEMORY_TOLERANCE = 1.05
 
 def final_state(job: Job) -> dict[int, str]:
     """The digest of parameters and moments that each worker ended with."""
-    return {event["worker"]: event["digest"] for event in job.events("digest")}
+    return {event["worker"]: event["digests"] for event in job.events("digest")}
 
 
 def test_fifty_recoveries_leave_nothing_behind(jobs: Jobs) -> None:

@@ -6,12 +6,13 @@ import argparse
 import os
 import signal
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.config import DRILL_POINTS, ConfigError, Drill, ResihpConfig, add_arguments
+from megatron_resihp.config import DRILL_POINTS, ConfigError, Drill, ResihpConfig, ScheduledPlan, add_arguments
 from megatron_resihp.integration import drills
 from megatron_resihp.integration.drills import Drills
 
@@ -45,6 +46,27 @@ class TestDrill:
             Drill.parse("kill:3@10:lunch")
 
 
+class TestPlans:
+    def test_a_plan_comes_from_a_file_at_an_iteration(self, tmp_path: Path) -> None:
+        path = tmp_path / "plan@home.json"
+        path.write_text('{"replicas": []}')
+        assert ScheduledPlan.parse(f"{path}@7") == ScheduledPlan(str(path), 7, {"replicas": []})
+        assert ScheduledPlan.parse(str(path)).iteration == 1
+
+    @pytest.mark.parametrize("content", ["{", "[1, 2]"])
+    def test_what_is_no_plan_is_refused_by_name(self, tmp_path: Path, content: str) -> None:
+        path = tmp_path / "plan.json"
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=str(path)):
+            ScheduledPlan.parse(str(path))
+
+    def test_earlier_plans_come_first(self, tmp_path: Path) -> None:
+        path = tmp_path / "plan.json"
+        path.write_text("{}")
+        plans = parse("--resihp-plan", f"{path}@9", f"{path}@3").plans()
+        assert [plan.iteration for plan in plans] == [3, 9]
+
+
 class TestFlags:
     def test_nothing_given(self) -> None:
         assert parse() == ResihpConfig()
@@ -55,7 +77,10 @@ class TestFlags:
             "--resihp", "--resihp-drill", "kill:3@10", "stop:0@2:norm", "--resihp-record-samples",
             "--resihp-record-digests", "--resihp-answer-timeout", "2.5",
         )  # fmt: skip
-        assert config == ResihpConfig(True, ["kill:3@10", "stop:0@2:norm"], True, True, 2.5)
+        assert config == ResihpConfig(
+            resihp=True, resihp_drill=["kill:3@10", "stop:0@2:norm"], resihp_record_samples=True,
+            resihp_record_digests=True, resihp_answer_timeout=2.5,
+        )  # fmt: skip
         assert config.drills() == (Drill("kill", 3, 10), Drill("stop", 0, 2, "norm"))
 
     def test_every_field_is_a_flag_with_its_help(self) -> None:

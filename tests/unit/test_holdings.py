@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,12 +114,11 @@ class TestDigests:
         assert differing(reports) == ("9/-1", "9/1", "10/0")
 
     def test_names_and_shards(self) -> None:
-        rectangular = previous(Replica(((0, 1), (2, 3)), (0,)))
-        assert name_of("1/0", rectangular) == "stage 1 TP rank 0"
-        assert shards_of_key("1/0", rectangular, OWN) == (Shard(3, 6, 0, 2),)
-        cuts = math.lcm(2, 3)
-        assert name_of("4/5", MERGED) == f"layer 4, cut 5 of {cuts}"
-        assert shards_of_key("4/5", MERGED, OWN) == (Shard(4, 5, 5, cuts),)
-        assert name_of("4/-1", MERGED) == "layer 4"
-        assert shards_of_key("4/-1", MERGED, OWN) == (Shard(4, 5, 0, 1),)
-        assert name_of("-1/0", MERGED) == f"the word embeddings, cut 0 of {cuts}"
+        assert name_of("1/0") == "stage 1 TP rank 0"
+        assert shards_of_key("1/0", OWN, 2) == (Shard(3, 6, 0, 2),)
+        assert name_of("4/5/6") == "layer 4, cut 5 of 6"
+        assert shards_of_key("4/5/6", OWN, 2) == (Shard(4, 5, 5, 6),)
+        assert name_of("4/-1/6") == "layer 4"
+        assert shards_of_key("4/-1/6", OWN, 2) == (Shard(4, 5, 0, 1),)
+        assert name_of("-1/0/6") == "the word embeddings, cut 0 of 6"
+        assert shards_of_key("-1/0/6", OWN, 2) == (Shard(0, 1, 0, 6),)

@@ -1,0 +1,123 @@
+"""What a worker knows of a plan that Megatron's own groups can't run: its chunks, its slices and how they are shared.
+
+May import `plan`, `pipeline`'s schedules and `executor`; no torch of its own. Chunks are counted through the replica,
+as in the plan; a worker's own ones in the order of their layers.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
+from megatron_resihp.plan.slices import (
+    Slice,
+    all_shards,
+    contributors_of,
+    cuts_of,
+    holders_of,
+    slices_of,
+)
+
+
+@dataclass(frozen=True)
+class General:
+    """A plan in general mode, seen by one worker.
+
+    Attributes:
+        plan: says which layers each stage runs.
+        worker: whose view it is.
+        tied_head: number of the head's layer if it shares the word embeddings.
+    """
+
+    plan: ParallelPlan
+    worker: int
+    tied_head: int | None
+
+    @cached_property
+    def replica(self) -> int | None:
+        return self.plan.replica_of(self.worker)
+
+    @cached_property
+    def coordinate(self) -> Coordinate:
+        coordinate = self.plan.coordinate_of(self.worker)
+        assert coordinate is not None and self.replica is not None, "a standby has no place in a replica"
+        return coordinate
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All chunks of this worker's replica."""
+        assert self.replica is not None
+        return self.plan.replicas[self.replica].chunks
+
+    @cached_property
+    def own_chunks(self) -> tuple[int, ...]:
+        """Numbers of the chunks that this worker holds."""
+        return tuple(number for number, chunk in enumerate(self.chunks) if chunk.stage == self.coordinate.stage)
+
+    @cached_property
+    def peers(self) -> tuple[int, ...]:
+        """Worker ids of this worker's tensor-parallel group, in order."""
+        assert self.replica is not None
+        return self.plan.replicas[self.replica].stages[self.coordinate.stage]
+
+    @cached_property
+    def rank_order(self) -> tuple[int, ...]:
+        """Worker ids in the order of torch ranks.
+
+        Megatron's last rank prints and logs, so it is `reporter`; and torch sorts the members of a group by rank, so
+        tensor-parallel peers follow each other.
+        """
+        last = self._head_members
+        return (*(worker for worker in self.plan.working if worker not in last), *last)
+
+    @cached_property
+    def reporter(self) -> int:
+        """Who has the losses and writes the events of each iteration."""
+        return self._head_members[-1]
+
+    @cached_property
+    def _head_members(self) -> tuple[int, ...]:
+        """Of the first replica that works on the head itself."""
+        heads = (replica.stages[replica.stage_of_chunk[-1]] for replica in self.plan.replicas)
+        return next(members for members in heads if members)
+
+    @cached_property
+    def evaluating_replica(self) -> int:
+        """The replica of `reporter`, which evaluates for all."""
+        replica = self.plan.replica_of(self.reporter)
+        assert replica is not None
+        return replica
+
+    @property
+    def has_head(self) -> bool:
+        return self.replica is not None and len(self.chunks) - 1 in self.own_chunks
+
+    @cached_property
+    def shards(self) -> dict[int, tuple[Shard, ...]]:
+        return all_shards(self.plan)
+
+    @cached_property
+    def cuts(self) -> int:
+        return cuts_of(shard for shards in self.shards.values() for shard in shards)
+
+    @cached_property
+    def slices(self) -> frozenset[Slice]:
+        """What this worker works on or keeps current."""
+        return slices_of(self.shards[self.worker], self.cuts, self.tied_head)
+
+    @cached_property
+    def holders(self) -> dict[Slice, tuple[int, ...]]:
+        return holders_of(self.shards, self.cuts, self.tied_head)
+
+    @cached_property
+    def contributors(self) -> dict[Slice, tuple[int, ...]]:
+        return contributors_of(self.plan, self.cuts, self.tied_head)
+
+    @cached_property
+    def contributed(self) -> frozenset[Slice]:
+        """Slices whose gradients on this worker count."""
+        return frozenset(piece for piece, workers in self.contributors.items() if self.worker in workers)
+
+    @cached_property
+    def counted(self) -> frozenset[Slice]:
+        """Slices that this worker counts in the gradient's norm: each one is counted by exactly one worker."""
+        return frozenset(piece for piece, workers in self.contributors.items() if self.worker == workers[0])

@@ -1,0 +1,93 @@
+"""A worker's parameters, and whatever is shaped like them, as slices: views, so that reading and writing copy nothing.
+
+May import torch and `plan`. Names are Megatron's, below the layer; so they agree between holders of a slice however
+their shards are cut. A gated MLP's first weight holds a part of the gate and the same part of the up-projection
+(`partition_stride`), and a slice has a part of both; query groups and heads are contiguous.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_resihp.plan import Shard
+from megatron_resihp.plan.slices import TIED, WHOLE, Slice, cuts_of_shard
+
+LAYERS = "decoder.layers."
+EMBEDDING = "embedding."
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+TIED_NAME = "word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter's part in a slice.
+
+    Attributes:
+        slice: which one.
+        name: of the parameter within its layer.
+        parameter: the parameter.
+        chunk: index of the model chunk that it is in, among this worker's own.
+        dim, stride, count, index: the part of a tensor shaped like the parameter: part `index` of `count` of each of
+            `stride` blocks along `dim`; all of it if `count` is 0.
+    """
+
+    slice: Slice
+    name: str
+    parameter: Any
+    chunk: int
+    dim: int = 0
+    stride: int = 1
+    count: int = 0
+    index: int = 0
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of a tensor that is shaped like the parameter."""
+        if not self.count:
+            return tensor
+        length = tensor.shape[self.dim] // (self.stride * self.count)
+        parts = tensor.unflatten(self.dim, (self.stride, self.count, length))
+        return parts.select(self.dim + 1, self.index)
+
+
+def pieces_of(
+    model: Sequence[torch.nn.Module], shards: Sequence[Shard], cuts: int, tied_head: int | None
+) -> Iterator[Piece]:
+    """All pieces of a worker's model.
+
+    Args:
+        model: its chunks, in the order of `shards`.
+        shards: what each of them holds.
+        cuts: into how many cuts layers are thought.
+        tied_head: number of the head's layer if it shares the word embeddings.
+
+    Raises:
+        ValueError: a parameter can't be cut so.
+    """
+    for chunk, (module, shard) in enumerate(zip(model, shards, strict=True)):
+        parameters: Iterable[tuple[str, Any]] = module.named_parameters()
+        for name, parameter in parameters:
+            layer, inner = _place(name.replace("module.", ""), shard, tied_head)
+            if not getattr(parameter, "tensor_model_parallel", False):
+                yield Piece(Slice(layer, WHOLE), inner, parameter, chunk)
+                continue
+            numbers = cuts_of_shard(shard, cuts)
+            dim, stride = parameter.partition_dim, parameter.partition_stride
+            if parameter.shape[dim] % (stride * len(numbers)):
+                raise ValueError(f"{name}, {parameter.shape[dim]} along {dim}, can't be cut in {len(numbers)} parts")
+            for index, number in enumerate(numbers):
+                yield Piece(Slice(layer, number), inner, parameter, chunk, dim, stride, len(numbers), index)
+
+
+def _place(name: str, shard: Shard, tied_head: int | None) -> tuple[int, str]:
+    """The layer of a parameter, and its name there."""
+    if tied_head is not None and name in (WORD_EMBEDDINGS, OUTPUT):
+        return TIED, TIED_NAME
+    if name.startswith(LAYERS):
+        number, _, inner = name.removeprefix(LAYERS).partition(".")
+        return max(shard.first, 1) + int(number), inner
+    if name.startswith(EMBEDDING):
+        return 0, name
+    return shard.end - 1, name

@@ -1,0 +1,168 @@
+"""Runs a plan's own order of ops with Megatron's forward and backward steps, in place of Megatron's schedule.
+
+Losses are divided by the global batch's micro-batches and gradients are summed, so that each sample weighs the same
+wherever it was run (DESIGN contract 2). May import megatron, `plan`, `pipeline`, `executor` and this room.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
+
+from megatron_resihp.executor.exchange import GlooExchange
+from megatron_resihp.executor.interpreter import run
+from megatron_resihp.executor.routes import Orders, Step, routes_for
+from megatron_resihp.integration.general import General
+from megatron_resihp.integration.general_world import as_stage
+from megatron_resihp.integration.micro_batches import MicroBatches
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.split_backward import WeightGradient, leaving_weights, remembering_bias
+from megatron_resihp.pipeline.planned import explicit_schedule, known_program
+from megatron_resihp.plan import ParallelPlan, PlannedOp, Replica, Schedule
+from megatron_resihp.plan.schedule import EXPLICIT
+
+
+def orders_of(plan: ParallelPlan) -> Orders:
+    """The ops of each stage of each replica, those of schedules that are known by name spelled out."""
+    return [_orders_of(replica) for replica in plan.replicas]
+
+
+def _orders_of(replica: Replica) -> Sequence[Sequence[PlannedOp]]:
+    schedule = replica.schedule
+    if schedule is None or not schedule.orders:
+        sizes = len(replica.stages), len(replica.stage_of_chunk), len(replica.micro_batches)
+        schedule = explicit_schedule(known_program(schedule, *sizes), replica.micro_batches)
+    return schedule.orders
+
+
+def run_training(
+    runtime: Runtime, general: General, forward_step_func: Any, data_iterator: Any, model: Any, total: int
+) -> list[dict[str, Any]]:
+    """One iteration's ops on this worker; gradients are left in Megatron's buffers, unsummed.
+
+    Args:
+        total: micro-batches of the global batch.
+
+    Returns:
+        what the loss function reported of each micro-batch that this worker ran through the head.
+    """
+    assert runtime.routes is not None and runtime.exchange is not None
+    work = MegatronWork(runtime, general, runtime.routes, forward_step_func, data_iterator, model, total)
+    with ExitStack() as stack:
+        for chunk in model:
+            stack.enter_context(chunk.no_sync())
+        run(runtime.routes, work, runtime.exchange)
+    work.batches.finish()
+    runtime.tokens = work.tokens if runtime.tp_rank == 0 else 0.0
+    return work.reported
+
+
+def run_evaluation(
+    runtime: Runtime, general: General, forward_step_func: Any, data_iterator: Any, model: Any, total: int
+) -> list[dict[str, Any]]:
+    """Run `total` micro-batches forwards through the replica whose results are printed; others have none."""
+    assert runtime.exchange is not None
+    if general.replica != general.evaluating_replica:
+        return []
+    replica = general.plan.replicas[general.replica]
+    alone = ParallelPlan((_evaluating(replica, total),), {})
+    orders = [[[op for op in order if op.kind == "F"] for order in orders] for orders in orders_of(alone)]
+    steps = routes_for(alone, orders, general.worker, runtime.own.sequence_parallel, runtime.args.seq_length)
+    work = MegatronWork(runtime, general, steps, forward_step_func, data_iterator, model, total)
+    run(steps, work, runtime.exchange)
+    work.batches.finish()
+    return work.reported
+
+
+def _evaluating(replica: Replica, total: int) -> Replica:
+    """A replica that runs micro-batches 0, …, total − 1, one after the other, through all its chunks."""
+    orders = []
+    for stage in range(len(replica.stages)):
+        own = [chunk for chunk, home in enumerate(replica.stage_of_chunk) if home == stage]
+        forwards = [PlannedOp("F", chunk, micro_batch) for micro_batch in range(total) for chunk in own]
+        orders.append((*forwards, *(op._replace(kind="B") for op in reversed(forwards))))
+    return replace(replica, micro_batches=tuple(range(total)), schedule=Schedule(EXPLICIT, orders=tuple(orders)))
+
+
+class MegatronWork:
+    """What the interpreter asks for, done by Megatron."""
+
+    def __init__(
+        self, runtime: Runtime, general: General, steps: Sequence[Step], forward_step_func: Any, data_iterator: Any,
+        model: Any, total: int,
+    ) -> None:  # fmt: skip
+        self._runtime = runtime
+        self._own = general.own_chunks
+        self._count = len(general.chunks)
+        self._models = dict(zip(general.own_chunks, model, strict=True))
+        self._config = get_model_config(model[0])
+        self._forward_step_func = forward_step_func
+        self._total = total
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._splits = any(step.op.kind == "W" for step in steps)
+        self._left: dict[tuple[int, int], list[WeightGradient]] = {}
+        forwards = [step.op.micro_batch for step in steps if step.op.kind == "F"]
+        self.batches = MicroBatches(data_iterator, list(dict.fromkeys(forwards)), Counter(forwards))
+        self.reported: list[dict[str, Any]] = []
+        self.tokens: Any = 0.0
+
+    def forward(self, chunk: int, micro_batch: int, given: torch.Tensor | None) -> torch.Tensor | None:
+        last = chunk == self._count - 1
+        self._runtime.running_chunk = self._own.index(chunk)
+        with as_stage(chunk, self._count), remembering_bias(self._splits):
+            output, tokens = schedules.forward_step(
+                self._forward_step_func, self.batches.iterator(micro_batch), self._models[chunk], self._total,
+                given, self.reported, self._config, cp_group_size=1, current_microbatch=micro_batch,
+                is_last_stage=last,
+            )  # fmt: skip
+        self.tokens = self.tokens + tokens
+        if not torch.is_grad_enabled():
+            return None if last else output
+        self._kept[chunk, micro_batch] = given, output
+        if last:
+            return None
+        result: torch.Tensor = output.detach()
+        schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+        return result
+
+    def backward(self, chunk: int, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        given, output = self._kept.pop((chunk, micro_batch))
+        with as_stage(chunk, self._count), leaving_weights(self._splits) as left:
+            found: torch.Tensor | None = schedules.backward_step(given, output, gradient, self._config)
+        self._left[chunk, micro_batch] = left
+        return found
+
+    def weight_gradient(self, chunk: int, micro_batch: int) -> None:
+        for later in self._left.pop((chunk, micro_batch)):
+            later.compute()
+
+
+def training_routes(runtime: Runtime, general: General) -> tuple[Step, ...]:
+    """This worker's steps of every iteration under the plan."""
+    args = runtime.args
+    return routes_for(
+        general.plan, orders_of(general.plan), general.worker, runtime.own.sequence_parallel, args.seq_length
+    )
+
+
+def make_exchange(runtime: Runtime, general: General) -> GlooExchange:
+    """What carries results between workers in this epoch. All of them call it in the world of the plan."""
+    args = runtime.args
+    exchange = GlooExchange(
+        general.worker,
+        dist.group.WORLD,
+        {worker: rank for rank, worker in enumerate(general.rank_order)},
+        mpu.get_tensor_model_parallel_group() if len(general.peers) > 1 else None,
+        (args.micro_batch_size, args.hidden_size),
+        args.params_dtype,
+        torch.device("cuda", torch.cuda.current_device()),
+    )
+    exchange.connect(runtime.routes)
+    return exchange

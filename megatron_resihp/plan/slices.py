@@ -1,0 +1,147 @@
+"""The smallest pieces of a model's state that no plan in force cuts further. Imports only the standard library.
+
+Gradients are summed, state moves and digests are compared slice by slice, so that workers whose shards are cut unlike
+each other can work together (DESIGN section 2).
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from megatron_resihp.plan.parallel_plan import ParallelPlan
+from megatron_resihp.plan.replica import Shard
+
+WHOLE: Final = -1
+"""The cut of a layer's parameters that every tensor-parallel member holds whole."""
+TIED: Final = -1
+"""The layer number of word embeddings that the head shares: held where the first layer is, and where the head is."""
+
+
+class Slice(NamedTuple):
+    """A piece of a layer.
+
+    Attributes:
+        layer: its number, or TIED.
+        cut: which of equally many cuts of each of its tensor-parallel parameters, or WHOLE.
+    """
+
+    layer: int
+    cut: int
+
+    def __str__(self) -> str:
+        return f"{self.layer}/{self.cut}"
+
+
+def cuts_of(shards: Iterable[Shard]) -> int:
+    """In how many cuts layers have to be thought, so that each shard is made of whole cuts."""
+    return math.lcm(*(shard.tp_degree for shard in shards))
+
+
+def cuts_of_shard(shard: Shard, cuts: int) -> range:
+    """The cuts that a shard consists of.
+
+    Raises:
+        ValueError: its degree does not divide the cuts.
+    """
+    each, rest = divmod(cuts, shard.tp_degree)
+    if rest:
+        raise ValueError(f"a shard of {shard.tp_degree} members is not made of whole cuts of {cuts}")
+    return range(shard.tp_rank * each, (shard.tp_rank + 1) * each)
+
+
+def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None) -> frozenset[Slice]:
+    """What a worker holds that has these shards.
+
+    Args:
+        shards: of one worker.
+        cuts: what `cuts_of` gives for all workers' shards.
+        tied_head: number of the head's layer if it shares the word embeddings, None if it has weights of its own.
+    """
+    found = set()
+    for shard in shards:
+        numbers = cuts_of_shard(shard, cuts)
+        for layer in range(shard.first, shard.end):
+            tied = tied_head is not None and layer in (0, tied_head)
+            found.add(Slice(layer, WHOLE))
+            found |= {Slice(TIED if tied else layer, cut) for cut in numbers}
+    return frozenset(found)
+
+
+def all_shards(plan: ParallelPlan) -> dict[int, tuple[Shard, ...]]:
+    """The shards of each member of a plan that says which layers its stages run."""
+    return {worker: plan.shards_of(worker) for worker in plan.members}
+
+
+def contributors_of(plan: ParallelPlan, cuts: int, tied_head: int | None) -> dict[Slice, tuple[int, ...]]:
+    """For each slice who has a gradient of it that counts, replica by replica, and in each by stage.
+
+    Of parameters that all members of a tensor-parallel group hold whole, the first member's counts.
+    """
+    found: dict[Slice, list[int]] = {}
+    for worker in plan.working:
+        for shard in plan.shards_of(worker):
+            for piece in sorted(slices_of([shard], cuts, tied_head)):
+                if piece.cut != WHOLE or shard.tp_rank == 0:
+                    workers = found.setdefault(piece, [])
+                    workers += [worker] if worker not in workers else []
+    return {piece: tuple(workers) for piece, workers in found.items()}
+
+
+def needed_slices(layers: int, cuts: int, tied_head: int | None) -> frozenset[Slice]:
+    """All slices of a model of so many layers, embedding and head included."""
+    return slices_of([Shard(0, layers, rank, cuts) for rank in range(cuts)], cuts, tied_head)
+
+
+class Move(NamedTuple):
+    """`source` sends slices to `target`."""
+
+    source: int
+    target: int
+    slices: tuple[Slice, ...]
+
+
+def plan_moves(
+    holdings: dict[int, frozenset[Slice]], wanted: dict[int, frozenset[Slice]]
+) -> tuple[list[Move], frozenset[Slice]]:
+    """Who sends which slices to whom, only what is missing, spread over the holders; the same on every worker.
+
+    Args:
+        holdings: for each live worker what it holds, current.
+        wanted: for each worker what it needs.
+
+    Returns:
+        the moves in an order in which they can be made one after the other, and the slices that nobody holds.
+    """
+    holders: dict[Slice, list[int]] = {}
+    for worker in sorted(holdings):
+        for piece in holdings[worker]:
+            holders.setdefault(piece, []).append(worker)
+    sent = dict.fromkeys(holdings, 0)
+    pairs: dict[tuple[int, int], list[Slice]] = {}
+    missing = set()
+    for target in sorted(wanted):
+        for piece in sorted(wanted[target] - holdings.get(target, frozenset())):
+            if piece not in holders:
+                missing.add(piece)
+                continue
+            source = min(holders[piece], key=lambda worker: (sent[worker], worker))
+            sent[source] += 1
+            pairs.setdefault((source, target), []).append(piece)
+    return [Move(*pair, tuple(slices)) for pair, slices in sorted(pairs.items())], frozenset(missing)
+
+
+def in_buckets(holders: dict[Slice, tuple[int, ...]]) -> list[tuple[tuple[int, ...], tuple[Slice, ...]]]:
+    """Slices with the same holders together, in an order that is the same on every worker."""
+    buckets: dict[tuple[int, ...], list[Slice]] = {}
+    for piece in sorted(holders):
+        buckets.setdefault(holders[piece], []).append(piece)
+    return [(workers, tuple(slices)) for workers, slices in sorted(buckets.items())]
+
+
+def holders_of(shards: Mapping[int, Sequence[Shard]], cuts: int, tied_head: int | None) -> dict[Slice, tuple[int, ...]]:
+    """For each slice all workers that hold it, sorted."""
+    found: dict[Slice, list[int]] = {}
+    for worker in sorted(shards):
+        for piece in slices_of(shards[worker], cuts, tied_head):
+            found.setdefault(piece, []).append(worker)
+    return {piece: tuple(workers) for piece, workers in found.items()}

@@ -1,0 +1,162 @@
+"""Any plan in real Megatron: a running job changes to it, trains on with the same losses, and changes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Job, Jobs, check_training, tiny
+
+from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule, Shard
+from megatron_resihp.plan.schedule import EXPLICIT
+
+MODEL: dict[str, Any] = {"num_layers": 4, "global_batch_size": 8, "train_iters": 12}
+"""Layers 0 to 5: the embedding, four decoder layers, the head."""
+RECTANGLE: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+"""Four workers in one replica, eight in two."""
+UNTIED: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
+LLAMA: dict[str, Any] = UNTIED | {
+    "group_query_attention": True, "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm",
+    "disable_bias_linear": True, "ffn_hidden_size": 64,
+}  # fmt: skip
+EVERYTHING = tuple(range(8))
+
+
+def stages(*members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, members))
+
+
+def chunks(*ends: int) -> tuple[Chunk, ...]:
+    """One chunk for each stage."""
+    return tuple(Chunk(stage, first, end) for stage, (first, end) in enumerate(zip((0, *ends), ends, strict=False)))
+
+
+def interleaved_order(homes: Sequence[int], stage: int, micro_batches: Sequence[int]) -> tuple[PlannedOp, ...]:
+    """All forwards, micro-batch by micro-batch, then all backwards the other way round: any placement can run so."""
+    forwards = [PlannedOp("F", chunk, m) for m in micro_batches for chunk, home in enumerate(homes) if home == stage]
+    return (*forwards, *(op._replace(kind="B") for op in reversed(forwards)))
+
+
+def explicit(homes: Sequence[int], count: int, micro_batches: Sequence[int]) -> Schedule:
+    orders = tuple(interleaved_order(homes, stage, micro_batches) for stage in range(count))
+    return Schedule(EXPLICIT, orders=orders)
+
+
+def one(
+    replica_stages: tuple[tuple[int, ...], ...], layers: tuple[Chunk, ...], schedule: Schedule | None = None
+) -> Replica:
+    return Replica(replica_stages, EVERYTHING, layers, schedule)
+
+
+def two(first: Sequence[int], second: Sequence[int], *parts: Any) -> tuple[Replica, ...]:
+    (stages_0, chunks_0), (stages_1, chunks_1) = parts
+    return Replica(stages_0, tuple(first), chunks_0), Replica(stages_1, tuple(second), chunks_1)
+
+
+def migrating() -> ParallelPlan:
+    """Micro-batch 7 of the first replica goes through the second replica's second stage."""
+    shares = [(0, 2, 4, 6, 7), (1, 3, 5)]
+    work = {(0, 0): shares[0], (0, 1): (0, 2, 4, 6), (1, 0): shares[1], (1, 1): (1, 3, 5, 7)}
+    layers = chunks(3, 6)
+
+    def order(replica: int, stage: int) -> tuple[PlannedOp, ...]:
+        forwards = [PlannedOp("F", stage, m) for m in work[replica, stage]]
+        return (*forwards, *(op._replace(kind="B") for op in forwards))
+
+    replicas = tuple(
+        Replica(
+            stages(*([2 * stage + 4 * number, 2 * stage + 4 * number + 1] for stage in range(2))),
+            shares[number],
+            layers,
+            Schedule(EXPLICIT, orders=(order(number, 0), order(number, 1))),
+        )
+        for number in range(2)
+    )
+    return ParallelPlan(replicas, {}, (Migration(7, 1, 1),))
+
+
+V_SHAPE = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(1, 3, 4), Chunk(0, 4, 6))
+TURNS = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(0, 3, 4), Chunk(1, 4, 6))
+
+FOUR: dict[str, ParallelPlan] = {
+    "TP 2 and 1": ParallelPlan((one(stages([0, 1], [2]), chunks(3, 6)),), {3: None}),
+    "TP 1 and 2": ParallelPlan((one(stages([3], [0, 1]), chunks(3, 6)),), {2: None}),
+    "other layers": ParallelPlan((one(stages([0, 1], [2, 3]), chunks(4, 6)),), {}),
+    "four stages": ParallelPlan((one(stages([0], [1], [2], [3]), chunks(1, 3, 5, 6)),), {}),
+    "one stage": ParallelPlan((one(stages([0, 1]), chunks(6)),), {2: None, 3: None}),
+    "TP 4": ParallelPlan((one(stages([3, 1, 2, 0]), chunks(6)),), {}),
+    "TP 1": ParallelPlan((one(stages([2]), chunks(6)),), {0: None, 1: None, 3: None}),
+    "unlike replicas": ParallelPlan(
+        two([0, 1, 2, 3, 4], [5, 6, 7], (stages([0], [1, 2]), chunks(2, 6)), (stages([3]), chunks(6))), {}
+    ),
+    "interleaved": ParallelPlan(
+        (one(stages([0, 1], [2, 3]), TURNS, Schedule("interleaved")),), {}
+    ),
+    "V shape": ParallelPlan((one(stages([0, 1], [2, 3]), V_SHAPE, explicit((0, 1, 1, 0), 2, EVERYTHING)),), {}),
+    "zero bubble": ParallelPlan((one(stages([0, 1], [2, 3]), chunks(3, 6), Schedule("zero-bubble-h1")),), {}),
+    "a standby keeps its shard": ParallelPlan(
+        (one(stages([0, 1], [2]), chunks(3, 6)),), {3: (Shard(3, 6, 1, 2),)}
+    ),
+}  # fmt: skip
+
+
+def survive(
+    jobs: Jobs, path: Path, plans: Sequence[ParallelPlan], *, workers: int, tolerance: float = 1e-5, **model: Any
+) -> Job:
+    """Change from one plan to the next, every third iteration, and end with the job's own."""
+    files = []
+    for number, plan in enumerate(plans):
+        file = path / f"plan{number}.json"
+        file.write_text(json.dumps(plan.to_dict()))
+        files.append(f"{file}@{2 + 3 * number}")
+    reference = jobs.reference(tiny(**MODEL | model), workers=workers)
+    job = jobs.run(tiny(**MODEL | model, resihp_plan=files), workers=workers)
+    check_training(job, reference, tolerance)
+    taken = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
+    assert len(taken) == 1 + len(plans), job.tails()
+    return job
+
+
+def own_plan(workers: int) -> ParallelPlan:
+    """TP 2, PP 2, as the job starts."""
+    replicas = workers // 4
+    return ParallelPlan(
+        tuple(
+            Replica(
+                stages(*([2 * replicas * stage + 2 * r + rank for rank in range(2)] for stage in range(2))),
+                tuple(range(r, 8, replicas)),
+            )
+            for r in range(replicas)
+        ),
+        {},
+    )
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_there_and_back(jobs: Jobs, tmp_path: Path, name: str) -> None:
+    survive(jobs, tmp_path, [FOUR[name], own_plan(4)], workers=4, **RECTANGLE)
+
+
+@pytest.mark.parametrize(
+    ("model", "tolerance"),
+    [
+        (UNTIED, 1e-5),
+        (LLAMA, 1e-5),
+        ({"position_embedding_type": "learned_absolute", "no_rope_fusion": None}, 1e-5),
+        ({"sequence_parallel": True}, 1e-5),
+        ({"calculate_per_token_loss": True}, 1e-5),
+        ({"bf16": True}, 2e-2),
+    ],
+    ids=["untied", "llama", "positions", "sequence parallel", "per token", "bf16"],
+)
+def test_kinds_of_model(jobs: Jobs, tmp_path: Path, model: dict[str, Any], tolerance: float) -> None:
+    plans = [FOUR["TP 2 and 1"], FOUR["unlike replicas"], own_plan(4)]
+    survive(jobs, tmp_path, plans, workers=4, tolerance=tolerance, **RECTANGLE | model)
+
+
+def test_a_stage_works_for_another_replica(jobs: Jobs, tmp_path: Path) -> None:
+    job = survive(jobs, tmp_path, [migrating(), own_plan(8)], workers=8, **RECTANGLE)
+    assert job.summary.completed

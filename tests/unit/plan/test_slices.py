@@ -1,0 +1,115 @@
+"""Slices: what workers whose shards are cut unlike each other have in common."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, even_counts
+from megatron_resihp.plan.microbatches import deal
+from megatron_resihp.plan.slices import (
+    TIED,
+    WHOLE,
+    Slice,
+    all_shards,
+    contributors_of,
+    cuts_of,
+    holders_of,
+    in_buckets,
+    needed_slices,
+    plan_moves,
+    slices_of,
+)
+
+HEAD = 9
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ParallelPlan:
+    """Replicas that differ in stages, layers and tensor-parallel degrees."""
+    replicas, worker = [], 0
+    count = draw(st.integers(1, 3))
+    shares = deal(even_counts(6, count))
+    for number in range(count):
+        stages = draw(st.integers(1, 4))
+        ends = sorted(draw(st.lists(st.integers(1, HEAD), min_size=stages - 1, max_size=stages - 1, unique=True)))
+        bounds = [0, *ends, HEAD + 1]
+        chunks = tuple(Chunk(stage, bounds[stage], bounds[stage + 1]) for stage in range(stages))
+        members = []
+        for _ in range(stages):
+            degree = draw(st.sampled_from((1, 2, 4)))
+            members.append(tuple(range(worker, worker + degree)))
+            worker += degree
+        replicas.append(Replica(tuple(members), shares[number], chunks))
+    return ParallelPlan(tuple(replicas), {})
+
+
+@given(plans(), st.booleans())
+def test_every_replica_holds_each_slice_once(plan: ParallelPlan, tied: bool) -> None:
+    """Whatever its degrees: summed over replicas, each slice counts once for each of them."""
+    head = HEAD if tied else None
+    cuts = cuts_of(shard for shards in all_shards(plan).values() for shard in shards)
+    contributors = contributors_of(plan, cuts, head)
+    assert contributors.keys() == needed_slices(HEAD + 1, cuts, head)
+    for piece, workers in contributors.items():
+        replicas = [plan.replica_of(worker) for worker in workers]
+        if piece.layer != TIED:
+            assert replicas == list(range(len(plan.replicas)))
+        else:
+            # The embedding's gradient and the head's both count.
+            assert set(replicas) == set(range(len(plan.replicas)))
+
+
+@given(plans(), st.booleans())
+def test_who_contributes_holds(plan: ParallelPlan, tied: bool) -> None:
+    head = HEAD if tied else None
+    shards = all_shards(plan)
+    cuts = cuts_of(shard for each in shards.values() for shard in each)
+    holders = holders_of(shards, cuts, head)
+    for piece, workers in contributors_of(plan, cuts, head).items():
+        assert set(workers) <= set(holders[piece])
+
+
+@given(plans(), st.booleans())
+def test_each_slice_is_in_one_bucket(plan: ParallelPlan, tied: bool) -> None:
+    shards = all_shards(plan)
+    cuts = cuts_of(shard for each in shards.values() for shard in each)
+    holders = holders_of(shards, cuts, HEAD if tied else None)
+    found = [piece for _, slices in in_buckets(holders) for piece in slices]
+    assert sorted(found) == sorted(holders)
+
+
+@given(plans(), plans(), st.booleans())
+def test_moves_bring_just_what_is_missing(before: ParallelPlan, after: ParallelPlan, tied: bool) -> None:
+    """From any plan to any other: afterwards everybody holds what the new plan wants, and nothing came twice."""
+    head = HEAD if tied else None
+    both = [all_shards(before), all_shards(after)]
+    cuts = cuts_of(shard for table in both for shards in table.values() for shard in shards)
+    held, wanted = ({worker: slices_of(shards, cuts, head) for worker, shards in table.items()} for table in both)
+    moves, missing = plan_moves(held, wanted)
+    assert not missing
+    for worker, needs in wanted.items():
+        came = [piece for move in moves if move.target == worker for piece in move.slices]
+        assert len(came) == len(set(came))
+        assert set(came) == needs - held.get(worker, frozenset())
+    for move in moves:
+        assert set(move.slices) <= held[move.source]
+
+
+def test_what_nobody_holds_is_named() -> None:
+    wanted = slices_of([Shard(0, 2, 0, 1)], 2, None)
+    moves, missing = plan_moves({1: slices_of([Shard(0, 2, 0, 2)], 2, None)}, {0: wanted})
+    assert missing == {Slice(0, 1), Slice(1, 1)}
+    assert sum(len(move.slices) for move in moves) == len(wanted) - 2
+
+
+def test_sources_take_turns() -> None:
+    """Two holders of the same shard send half of it each."""
+    held = {worker: slices_of([Shard(0, 4, 0, 1)], 1, None) for worker in (0, 1)}
+    moves, _ = plan_moves(held, {2: held[0]})
+    assert [len(move.slices) for move in moves] == [4, 4]
+
+
+def test_tied_embeddings_are_held_at_both_ends() -> None:
+    first, last = slices_of([Shard(0, 3, 1, 2)], 4, 5), slices_of([Shard(3, 6, 0, 1)], 4, 5)
+    assert {piece for piece in first if piece.layer == TIED} == {Slice(TIED, 2), Slice(TIED, 3)}
+    assert {piece.cut for piece in last if piece.layer == TIED} == {0, 1, 2, 3}
+    assert Slice(5, WHOLE) in last and Slice(5, 0) not in last
