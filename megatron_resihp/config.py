@@ -111,9 +111,8 @@ class Slowdown:
 class ScheduledPlan:
     """A plan to ask for when an iteration (1-based) begins."""
 
-    path: str
+    path: Path
     iteration: int
-    plan: dict[str, Any]
 
     PATTERN = re.compile(r"(.+?)(?:@([1-9]\d*))?")
 
@@ -122,18 +121,13 @@ class ScheduledPlan:
         """Read FILE[@ITERATION].
 
         Raises:
-            ConfigError: the file can't be read, or is no JSON object.
+            ConfigError: it is not of that form.
         """
         match = cls.PATTERN.fullmatch(text)
-        assert match is not None, "the pattern fits any text but an empty one"
+        if match is None:
+            raise ConfigError(f"--resihp-plan {text!r} is not FILE[@ITERATION], e.g. plan.json@10")
         path, iteration = match.groups()
-        try:
-            plan = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--resihp-plan {path} cannot be read: {error}") from error
-        if not isinstance(plan, dict):
-            raise ConfigError(f"--resihp-plan {path} is no plan; `resihp plan --json` writes one")
-        return cls(path, int(iteration or 1), plan)
+        return cls(Path(path), int(iteration or 1))
 
 
 def factor_of(text: str) -> float:
@@ -221,7 +215,7 @@ class ResihpConfig:
         """The plans to ask for, in the order of their iterations.
 
         Raises:
-            ConfigError: one of them can't be read.
+            ConfigError: one of them is not written as it has to be.
         """
         return tuple(sorted(map(ScheduledPlan.parse, self.resihp_plan), key=lambda plan: plan.iteration))
 

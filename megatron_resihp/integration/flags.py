@@ -13,8 +13,11 @@ from typing import Any, NoReturn
 
 from megatron_resihp import cpu
 from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
+from megatron_resihp.control.change import ChangeRefused, plan_of
 from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.support import refusals
+from megatron_resihp.plan import PlanError
+from megatron_resihp.plan.files import read_plan
 
 _parser: argparse.ArgumentParser | None = None
 
@@ -81,10 +84,14 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
     try:
         config.check()
         _check_drills(config, args.world_size)
+        for scheduled in config.plans():
+            plan_of(read_plan(scheduled.path))
         if config.resihp_emulate is not None:
             _check_emulation(config.resihp_emulate)
         if config.resihp_cost_model is not None:
             _check_cost_model(Path(config.resihp_cost_model))
+    except (PlanError, ChangeRefused) as error:
+        fail(f"--resihp-plan: {error}")
     except (ConfigError, ProfileError) as error:
         fail(str(error))
     assert _parser is not None

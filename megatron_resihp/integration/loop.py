@@ -24,6 +24,7 @@ from megatron_resihp.integration.recovery import leave_if_agreed
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.telemetry import report_iteration
 from megatron_resihp.integration.validation import validate
+from megatron_resihp.plan.files import read_plan
 
 StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None, Any]
 
@@ -146,7 +147,7 @@ def _ask_for_plan(runtime: Runtime, iteration: int) -> None:
     while runtime.plans and runtime.plans[0].iteration <= iteration:
         due = runtime.plans.pop(0)
         if runtime.reports:
-            runtime.control.tell("apply", plan=due.plan, why=f"--resihp-plan {due.path}", answer=None)
+            runtime.control.tell("apply", plan=read_plan(due.path), why=f"--resihp-plan {due.path}", answer=None)
 
 
 def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
