@@ -1,12 +1,14 @@
 """A digest of a shard's state that its holders compare. May import torch."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 CHUNK = 1 << 22
 """Words hashed at a time; bounds the extra memory."""
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes."""
 
 _MODULUS = 1 << 64
 _POSITION, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
@@ -18,20 +20,35 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     total = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
-        total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_hash(tensor)}\n".encode())
+        total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    for run in _runs([tensors[name] for name in sorted(tensors)]):
+        total.update(f"{_hash(run)}\n".encode())
     return total.hexdigest()[:16]
 
 
-def _hash(tensor: torch.Tensor) -> int:
+def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Their words one after the other, small tensors together: hashing many of them one by one takes long."""
+    waiting: list[torch.Tensor] = []
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1)
+        words = flat.view(WORDS[flat.element_size()])
+        alike = not waiting or (words.dtype, words.device) == (waiting[0].dtype, waiting[0].device)
+        if not alike or sum(map(len, waiting)) + len(words) > CHUNK:
+            yield from _joined(waiting)
+            waiting = []
+        waiting.append(words)
+    yield from _joined(waiting)
+
+
+def _joined(words: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [words[0] if len(words) == 1 else torch.cat(list(words))] if words else []
+
+
+def _hash(words: torch.Tensor) -> int:
     """A sum over the words of a tensor, each scrambled with its position, computed where the tensor lives.
 
     Unscrambled words would not do: replicas that drift apart differ by ones in many words, and such ones cancel.
     """
-    flat = tensor.detach().contiguous().view(-1)
-    if not flat.numel():
-        return 0
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    words = flat.view(width)
     value = 0
     for start in range(0, words.numel(), CHUNK):
         chunk = words[start : start + CHUNK].to(torch.int64, copy=True)

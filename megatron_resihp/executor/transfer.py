@@ -4,14 +4,19 @@ At this stage a shard moves as a whole: whoever needs one lacks all of it.
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from megatron_resihp.executor.communicators import SideGroup
 from megatron_resihp.plan import Coordinate, ParallelPlan
+
+PARCEL: Final = 64 << 20
+"""Bytes that travel together at most, unless one tensor is larger."""
+ALIGNMENT: Final = 8
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,14 @@ def send_tensors(group: SideGroup, target: int, tensors: Mapping[str, torch.Tens
     encoded = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
     group.send(torch.tensor([encoded.numel()]), target)
     group.send(encoded, target)
-    for name in names:
-        group.send(_as_bytes(tensors[name]), target)
+    for load in _loads([_padded(tensors[name].nbytes) for name in names]):
+        parcel = torch.zeros(sum(size for _, size in load), dtype=torch.uint8)
+        offset = 0
+        for index, size in load:
+            content = _as_bytes(tensors[names[index]])
+            parcel[offset : offset + len(content)] = content
+            offset += size
+        group.send(parcel, target)
 
 
 def receive_tensors(group: SideGroup, source: int, device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
@@ -59,12 +70,38 @@ def receive_tensors(group: SideGroup, source: int, device: torch.device) -> tupl
     encoded = torch.empty(int(size), dtype=torch.uint8)
     group.receive(encoded, source)
     header = json.loads(encoded.numpy().tobytes())
+    described = header["tensors"]
     tensors = {}
-    for name, shape, kind, on_host in header["tensors"]:
-        tensor = torch.empty(shape, dtype=getattr(torch, kind))
-        group.receive(_as_bytes(tensor), source)
-        tensors[name] = tensor if on_host else tensor.to(device)
+    for load in _loads([_padded(_bytes_of(shape, kind)) for _, shape, kind, _ in described]):
+        parcel = torch.empty(sum(size for _, size in load), dtype=torch.uint8)
+        group.receive(parcel, source)
+        for content, (index, _) in zip(parcel.split([size for _, size in load]), load, strict=True):
+            name, shape, kind, on_host = described[index]
+            view = content[: _bytes_of(shape, kind)].view(getattr(torch, kind)).view(shape)
+            # A tensor that is kept may not keep the whole parcel.
+            tensors[name] = view.clone() if on_host else view.to(device, copy=True)
     return tensors, header["extra"]
+
+
+def _loads(sizes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Which tensors, with their sizes in bytes, travel together: small ones one by one would take long."""
+    load: list[tuple[int, int]] = []
+    for index, size in enumerate(sizes):
+        if load and sum(each for _, each in load) + size > PARCEL:
+            yield load
+            load = []
+        load.append((index, size))
+    if load:
+        yield load
+
+
+def _padded(size: int) -> int:
+    """So that any type of tensor can begin behind it."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _bytes_of(shape: Sequence[int], kind: str) -> int:
+    return math.prod(shape) * getattr(torch, kind).itemsize
 
 
 def _describe(name: str, tensor: torch.Tensor) -> tuple[str, list[int], str, bool]:
@@ -73,4 +110,4 @@ def _describe(name: str, tensor: torch.Tensor) -> tuple[str, list[int], str, boo
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
