@@ -148,16 +148,19 @@ def _fit_scaled(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Coefficients [groups, 3] and findings [groups] of columns and times near 1."""
     allowed, alike, collinear = identifiable(moments(x, y, valid.astype(np.float64))[0])
-    coefficients, weights = _reweighted(x, y, valid, allowed)
-    level = np.zeros_like(coefficients)
-    level[:, 2] = masked_median(y, valid)
-    related = _explains(x, y, weights, coefficients, level)
+    too_few = valid.sum(axis=1) < FEWEST_SAMPLES
+    coefficients, related = np.zeros((len(y), 3)), np.zeros(len(y), dtype=bool)
+    coefficients[:, 2] = masked_median(y, valid)
+    if (rest := ~too_few & ~alike).any():
+        found, weights = _reweighted(x[rest], y[rest], valid[rest], allowed[rest])
+        related[rest] = _explains(x[rest], y[rest], weights, found, coefficients[rest])
+        coefficients[related] = found[related[rest]]
     finding = np.select(
-        [valid.sum(axis=1) < FEWEST_SAMPLES, alike, ~related, collinear],
+        [too_few, alike, ~related, collinear],
         [Finding.TOO_FEW, Finding.ALIKE, Finding.UNRELATED, Finding.COLLINEAR],
         Finding.FITTED,
     )
-    return np.where((finding <= Finding.COLLINEAR)[:, None], coefficients, level), finding
+    return coefficients, finding
 
 
 def _reweighted(

@@ -87,7 +87,8 @@ def fit_ops(
     own = own_seconds(compute, waited)
     features = [np.broadcast_to(np.asarray(each)[:, :, None, None], compute.shape) for each in (tokens, squares)]
     count = int(stages.max()) + 1
-    grouped = [by_stage(each, stages, count) for each in (*features, own, waited)]
+    parts = (np.moveaxis(by_stage(each, stages, count), 0, 3) for each in (*features, own, waited))
+    grouped = [part.reshape(*part.shape[:3], -1) for part in parts]
     ops = fit(grouped[0], grouped[1], grouped[2])
     collectives = fit(grouped[0], np.zeros_like(grouped[1]), grouped[3])
     return ops, _without_nan(collectives)
@@ -105,14 +106,15 @@ def own_seconds(compute: NDArray[np.float64], waited: NDArray[np.float64]) -> ND
 
 
 def by_stage(values: NDArray[np.float64], stage: NDArray[np.int64], stages: int) -> NDArray[np.float64]:
-    """[iterations, workers, kinds, chunks, micro-batches] → [stages, kinds, chunks, measurements], padded with NaN."""
-    most = int(np.bincount(stage, minlength=stages).max())
-    iterations, _, kinds, chunks, micro_batches = values.shape
-    result = np.full((stages, kinds, chunks, most * iterations * micro_batches), np.nan)
-    for number in range(stages):
-        of_stage = np.moveaxis(values[:, stage == number], (2, 3), (0, 1)).reshape(kinds, chunks, -1)
-        result[number, :, :, : of_stage.shape[-1]] = of_stage
-    return result
+    """[iterations, workers, kinds, chunks, micro-batches] → [iterations, stages, kinds, chunks, measurements], padded
+    with NaN."""
+    count = np.bincount(stage, minlength=stages)
+    place = np.arange(count.max()) < count[:, None]
+    worker = np.full(place.shape, len(stage))
+    worker[place] = np.argsort(stage, kind="stable")
+    if not place.all():
+        values = np.concatenate([values, np.full_like(values[:, :1], np.nan)], axis=1)
+    return values[:, worker].transpose(0, 1, 3, 4, 2, 5).reshape(len(values), stages, *values.shape[2:4], -1)
 
 
 def fit_links(
