@@ -2,6 +2,8 @@
 
 Recursive least squares with exponential forgetting in the information form (Ljung, System Identification, section
 11.2): in each iteration that brings measurements, the moments of the earlier ones are multiplied by a factor below 1.
+What an iteration's measurements have in common is noise of its own (`shared_noise`): else the first iteration with other
+documents would teach its noise as the cost of these.
 """
 
 from dataclasses import replace
@@ -10,8 +12,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_resihp.cost.fit import Finding, identifiable, moments, nonnegative_least_squares
+from megatron_resihp.cost.fit import Finding, identifiable, nonnegative_least_squares
 from megatron_resihp.cost.model import CostModel, by_stage, own_seconds
+from megatron_resihp.cost.shared_noise import Iterations, SharedNoise, summed
 
 MEMORY: Final = 200.0
 """Iterations after which a measurement's weight has fallen to 1/e."""
@@ -25,9 +28,9 @@ _LEAST_NOISE = 1e-3
 class CurrentCost:
     """A cost model whose ops follow slow changes of the devices, and that does not learn a fault as normal."""
 
-    def __init__(self, model: CostModel, memory: float = MEMORY) -> None:
+    def __init__(self, model: CostModel, memory: float = MEMORY, shared: SharedNoise | None = None) -> None:
         """`model` counts like the measurements that it was fitted from, but for no more than a memory's worth; `memory`
-        is in iterations."""
+        is in iterations; `shared` is what is known of the noise."""
         self.model = model
         self._memory = memory
         ops = model.ops
@@ -35,6 +38,33 @@ class CurrentCost:
         self._matrix = ops.information.reshape(-1, 3, 3) * self._samples[:, None, None]
         coefficients = np.nan_to_num(np.stack([ops.alpha, ops.beta, ops.gamma], axis=-1)).reshape(-1, 3)
         self._vector = (self._matrix @ coefficients[..., None])[..., 0]
+        noise = ops.noise[np.isfinite(ops.noise)]
+        self.shared = shared or SharedNoise(max(float(np.median(noise)) if noise.size else 0.0, _LEAST_NOISE))
+
+    def relearn(
+        self,
+        stage: ArrayLike,
+        own: NDArray[np.float64],
+        tokens: NDArray[np.float64],
+        squares: NDArray[np.float64],
+    ) -> CostModel:
+        """Learn the iterations that the model was fitted from anew, as iterations and not as so many measurements.
+
+        Args:
+            stage: [workers].
+            own: seconds, [iterations, workers, kinds, chunks, micro-batches], each worker's level taken out.
+            tokens, squares: [iterations, workers, micro-batches].
+        """
+        seen = self._seen(np.asarray(stage, np.int64), own, tokens, squares)
+        self.shared.learn(seen, 1.0)
+        matrix, vector = self.shared.moments(seen)
+        count, matrix, vector = (
+            part.reshape(len(own), -1, *part.shape[1:]).sum(axis=0) for part in (seen.count, matrix, vector)
+        )
+        known = count > 0
+        self._samples[known], self._matrix[known], self._vector[known] = count[known], matrix[known], vector[known]
+        self._refit()
+        return self.model
 
     def update(
         self,
@@ -55,23 +85,38 @@ class CurrentCost:
             suspect: [workers], whose measurements may not be learned as normal.
             iterations: how many have passed since the last update.
         """
-        stages = np.asarray(stage, np.int64)
         own = np.where(suspect[:, None, None, None], np.nan, own_seconds(compute[None], waited[None])[0])
-        predicted = self.model.own_compute(stages, tokens, squares)
-        limit = FARTHEST * np.maximum(np.nan_to_num(self.model.ops.noise), _LEAST_NOISE)[stages][..., None]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            learnable = (own > 0) & (np.abs(own / predicted - 1.0) <= limit) & (predicted > 0)
-        weights = np.where(learnable, predicted, np.inf) ** -2.0
-        features = [np.broadcast_to(np.nan_to_num(each)[:, None, None], own.shape) for each in (tokens, squares)]
-        values = (*features, np.ones_like(own), np.nan_to_num(own), weights)
-        columns = [np.nan_to_num(by_stage(each[None], stages, len(self.model.ops.alpha))) for each in values]
-        flat = [each.reshape(-1, each.shape[-1]) for each in columns]
-        matrix, vector = moments(np.stack(flat[:3], axis=-1), flat[3], flat[4])
-        self._learn(matrix, vector, (flat[4] > 0).sum(axis=1), float(np.exp(-iterations / self._memory)))
+        seen = self._seen(np.asarray(stage, np.int64), own[None], tokens[None], squares[None])
+        fading = float(np.exp(-iterations / self._memory))
+        self.shared.learn(seen, fading)
+        self._learn(*self.shared.moments(seen), seen.count, fading)
         return self.model
 
+    def _seen(
+        self,
+        stages: NDArray[np.int64],
+        own: NDArray[np.float64],
+        tokens: NDArray[np.float64],
+        squares: NDArray[np.float64],
+    ) -> Iterations:
+        """What iterations say that is neither a stall nor a fault; arrays as in `relearn`. Rows are groups of one
+        iteration after another."""
+        iterations, _, kinds, chunks, micro_batches = own.shape
+        features = [np.moveaxis(each, 0, 1).reshape(len(stages), -1) for each in (tokens, squares)]
+        predicted = self.model.own_compute(stages, *features).reshape(-1, kinds, chunks, iterations, micro_batches)
+        predicted = np.moveaxis(predicted, 3, 0)
+        limit = FARTHEST * np.maximum(np.nan_to_num(self.model.ops.noise), _LEAST_NOISE)[stages][..., None]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = own / predicted
+            learnable = (predicted > 0) & (np.abs(ratio - 1.0) <= limit)
+            relative = [each / predicted for each in (tokens[:, :, None, None], squares[:, :, None, None], 1.0)]
+        count = len(self.model.ops.alpha)
+        columns = (by_stage(each, stages, count) for each in (*relative, np.where(learnable, ratio, np.nan)))
+        *x, y = (each.reshape(iterations * count * kinds * chunks, -1) for each in columns)
+        return summed(np.stack(x, axis=-1), y, np.isfinite(y))
+
     def _learn(
-        self, matrix: NDArray[np.float64], vector: NDArray[np.float64], count: NDArray[np.int64], fading: float
+        self, matrix: NDArray[np.float64], vector: NDArray[np.float64], count: NDArray[np.float64], fading: float
     ) -> None:
         worth = count / (1.0 - fading)
         excess = np.where((count > 0) & (self._samples > worth), worth / np.maximum(self._samples, 1.0), 1.0)

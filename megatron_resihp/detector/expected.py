@@ -63,6 +63,7 @@ class Expected:
             self._stage = layout.stage
             self.hidden = _hidden(warm_up, shared)
             self._cost = CurrentCost(CostModel(*self._fit(warm_up)))
+            self._relearn(warm_up)
             self._set_links(layout, warm_up)
         else:
             self._cost = CurrentCost(known)
@@ -77,6 +78,15 @@ class Expected:
         own = padded([self.own(each) for each in some])
         features = [padded([workload(each)[number] for each in some]) for number in (0, 1)]
         return fit_ops(self._stage, own, np.full_like(own, np.nan), *features)
+
+    def _relearn(self, warm_up: Sequence[IterationObservations]) -> None:
+        own = padded([self.own(each) for each in warm_up])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.log(own / padded([self.predicted(each) for each in warm_up]))
+        by_worker = np.moveaxis(ratio, 1, 0).reshape(own.shape[1], -1)
+        level = np.nan_to_num(masked_median(by_worker, np.isfinite(by_worker)))
+        features = [padded([workload(each)[number] for each in warm_up]) for number in (0, 1)]
+        self._cost.relearn(self._stage, own * np.exp(-level)[:, None, None, None], *features)
 
     def _set_links(self, layout: Layout, observed: Sequence[IterationObservations]) -> None:
         """Fit links that were not known before; the others keep their costs, or a slow link would become normal. For
@@ -189,7 +199,7 @@ class Expected:
             of_stage = np.moveaxis(of_stage, (2, 3), (0, 1)).reshape(*scale.shape[1:], -1)
             known = np.isfinite(of_stage).any(axis=-1)
             scale[stage][known] = np.exp(np.nanmedian(of_stage[known], axis=-1))
-        self._cost = CurrentCost(CostModel(_scaled(ops, scale), model.collectives))
+        self._cost = CurrentCost(CostModel(_scaled(ops, scale), model.collectives), shared=self._cost.shared)
         self._set_links(layout, settling)
 
 

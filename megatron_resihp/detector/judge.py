@@ -23,7 +23,7 @@ from megatron_resihp.detector.units import Members, Units, alike_links, has_peer
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
 
-LEARN_EVERY: Final = 7
+LEARN_EVERY: Final = 3
 """Iterations between updates of the cost model: what it follows takes a hundred. Odd, since collectives are timed on
 one micro-batch in four, in turns."""
 CONFIDENCE: Final = 1.96
