@@ -306,7 +306,8 @@ class Tracker:
         return findings
 
     def _recovery(self, unit: int, series: NDArray[np.float64]) -> Finding | None:
-        """Wald's sequential probability ratio test of level 0 against the level before, over the newest residuals.
+        """Likelihood ratio test of "level 0 by now" against "one level all the time", over the newest residuals and those
+        before, of which the level before is estimated: of few it is uncertain, and too high where luck helped to find it.
 
         Where the slowness faded there is no level before: then all residuals that are kept have to be small.
         """
@@ -316,7 +317,9 @@ class Tracker:
             before = self._mean(unit, rest) if rest.size >= RUNS[0] else float(self._first_excess[unit])
             newest = np.clip(series[:window], -clip, before + clip)
             variance = self.noise.variance[JOB, unit] + window * self.noise.drift[JOB, unit]
-            odds = before / variance * (before / 2 - newest).sum()
+            earlier = max(rest.size, RUNS[0])
+            common = earlier / (window + earlier) * (newest.mean() - before) ** 2
+            odds = window / (2 * variance) * (common - newest.mean() ** 2)
             if odds > np.log(RECOVERY_ODDS) and (newest < before / 2).sum() >= RUNS[0]:
                 since = self._since(JOB, unit, series - before, window)
                 if np.median(series[:window]) > max(self._smallest, before / 4):
