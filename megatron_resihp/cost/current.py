@@ -2,8 +2,8 @@
 
 Recursive least squares with exponential forgetting in the information form (Ljung, System Identification, section
 11.2): in each iteration that brings measurements, the moments of the earlier ones are multiplied by a factor below 1.
-What an iteration's measurements have in common is noise of its own (`shared_noise`): else the first iteration with other
-documents would teach its noise as the cost of these.
+What an iteration's measurements have in common is noise of its own (`shared_noise`): else the first iteration with
+other documents would teach its noise as the cost of these.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ class CurrentCost:
 
     def __init__(self, model: CostModel, memory: float = MEMORY, shared: SharedNoise | None = None) -> None:
         """`model` counts like the measurements that it was fitted from, but for no more than a memory's worth; `memory`
-        is in iterations; `shared` is what is known of the noise."""
+        is in iterations; `shared` is what is known of the noise: nothing yet, if it is None."""
         self.model = model
         self._memory = memory
         ops = model.ops

@@ -7,13 +7,14 @@ intercept). Generalised least squares with that covariance takes the shared part
 V⁻¹ = (I − κ/n · 11ᵀ) / var e, κ = n var u / (var e + n var u).
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-class Iterations(NamedTuple):
+@dataclass(frozen=True)
+class Iterations:
     """Relative moments of groups in iterations; a row is a group in an iteration.
 
     Attributes:

@@ -306,8 +306,8 @@ class Tracker:
         return findings
 
     def _recovery(self, unit: int, series: NDArray[np.float64]) -> Finding | None:
-        """Likelihood ratio test of "level 0 by now" against "one level all the time", over the newest residuals and those
-        before, of which the level before is estimated: of few it is uncertain, and too high where luck helped to find it.
+        """Likelihood ratio test of "level 0 by now" against "one level all the time", over the newest residuals and
+        those before. The level before is estimated: from few it is uncertain, too high where luck helped to find it.
 
         Where the slowness faded there is no level before: then all residuals that are kept have to be small.
         """

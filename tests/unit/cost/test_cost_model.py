@@ -129,6 +129,16 @@ def test_a_fault_that_nobody_has_named_is_not_learned() -> None:
     assert follow(current, np.array([1.0, 1.3, 1.0, 1.0]), NOBODY) / before == pytest.approx(1.0, abs=0.005)
 
 
+def test_noise_of_one_iteration_is_not_learned_as_the_cost_of_its_documents() -> None:
+    """All workers are 6 % slower for a moment, just when documents become long."""
+    current = CurrentCost(model(noise=0.02))
+    rng = np.random.default_rng(0)
+    tokens, squares = np.full((4, 8), 6e3), rng.uniform(1.5e8, 2e8, (4, 8))
+    usual = (OWN[STAGE][:, :, None] * tokens[:, None] + BETA * squares[:, None])[:, :, None]
+    current.update(STAGE, 1.06 * usual, np.full_like(usual, np.nan), tokens, squares, NOBODY, iterations=7)
+    assert current.model.own_compute(STAGE, tokens, squares) == pytest.approx(usual, rel=0.025)
+
+
 def test_without_measurements_nothing_is_forgotten() -> None:
     current = CurrentCost(model())
     before = current.model.ops.alpha.copy()
