@@ -13,15 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_resihp.executor import gloo_sockets
+from megatron_resihp.executor import gloo_loops, gloo_sockets
 from megatron_resihp.executor.rendezvous import InterruptibleStore
 from megatron_resihp.executor.waiting import Waiter
 
 STANDBY_TIMEOUT = timedelta(days=1)
 """Side groups wait while others evaluate or save; the control plane bounds that by marking the epoch as broken."""
 
-FREEING_S = 0.5
-"""A group that takes longer to be freed waits for an operation that gloo has lost, until the group's timeout."""
+FREEING_S = 0.3
+"""A group that takes longer to be freed may wait for its event loop, which is then let go (`gloo_loops`)."""
+
+LOST_S = 0.3
+"""A group that is not free then either waits for an operation that gloo has lost, until the group's timeout."""
 
 COMMUNICATOR_WORDS = (
     "gloo", "nccl", "connection closed by peer", "connection reset by peer", "connection was likely closed",
@@ -94,6 +97,7 @@ class Communicators:
         self._side_groups: list[SideGroup] = []
         self._kept_open: dict[str, socket.socket] = {}
         self._retired: list[Any] = []
+        self._retired_listeners: set[str] = set()
         self._freeing: list[threading.Thread] = []
         self._waiter = Waiter(interrupted)
         self._waits_installed = False
@@ -146,6 +150,8 @@ class Communicators:
 
     def destroy(self) -> None:
         """Forget all groups of the epoch; the world of a dead rank can't be used for anything. `release` frees them."""
+        if self._epoch_store is not None:
+            self._retired_listeners |= gloo_sockets.listeners(self._epoch_store.published, self._foreign)
         self._retired += [*dist.distributed_c10d._world.pg_map, *self._side_groups]
         self._side_groups.clear()
         if dist.is_initialized():
@@ -154,7 +160,7 @@ class Communicators:
 
     @property
     def left_behind(self) -> int:
-        """Groups of earlier epochs that are not free yet, because gloo has lost an operation of theirs."""
+        """Groups of earlier epochs that are not free yet, and calls into them that have not come back."""
         return sum(thread.is_alive() for thread in self._freeing) + self._waiter.left_behind
 
     def release(self) -> None:
@@ -168,10 +174,20 @@ class Communicators:
         threads = [threading.Thread(target=holder.clear, name="resihp-freeing", daemon=True) for holder in holders]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + FREEING_S
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self._freeing = [thread for thread in [*self._freeing, *threads] if thread.is_alive()]
+        late = _still_alive(threads, FREEING_S)
+        if late or self._freeing:
+            gloo_loops.calm(self._retired_listeners)
+        self._freeing = [*_still_alive(self._freeing, 0.0), *_still_alive(late, LOST_S)]
+        if not self._freeing:
+            self._retired_listeners.clear()
+
+
+def _still_alive(threads: Sequence[threading.Thread], seconds: float) -> list[threading.Thread]:
+    """Wait for threads to end, for so long in all; returns those that have not."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread for thread in threads if thread.is_alive()]
 
 
 def is_communicator_error(error: BaseException) -> bool:

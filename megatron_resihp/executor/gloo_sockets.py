@@ -15,7 +15,7 @@ left the epoch. So we connect to our own listener as the peer would have, and en
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 CONNECT_S = 0.1
 WORD = 8
@@ -24,12 +24,16 @@ FAMILY = 2
 """Bytes of a socket address before the port."""
 
 
-def tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
-    """Every TCP socket of this process as (identity, duplicate); the duplicate is closed on the next step."""
+def tcp_sockets(except_for: Collection[str] = ()) -> Iterator[tuple[str, socket.socket]]:
+    """Every TCP socket of this process as (identity, duplicate); the duplicate is closed on the next step.
+
+    None is made of those in `except_for`: gloo ends the process where a socket that it closes while it frees a group
+    has a duplicate.
+    """
     for name in os.listdir("/proc/self/fd"):
         try:
             identity = os.readlink(f"/proc/self/fd/{name}")
-            if not identity.startswith("socket:"):
+            if not identity.startswith("socket:") or identity in except_for:
                 continue
             duplicate = socket.socket(fileno=os.dup(int(name)))
         except OSError:
@@ -46,7 +50,17 @@ def identities() -> set[str]:
 
 def listening_ports(except_for: set[str]) -> list[int]:
     """Ports that this process listens on through sockets that are not in `except_for`."""
-    return [tcp.getsockname()[1] for identity, tcp in tcp_sockets() if identity not in except_for and _listens(tcp)]
+    return [tcp.getsockname()[1] for _, tcp in tcp_sockets(except_for) if _listens(tcp)]
+
+
+def listeners(published: Iterable[bytes], except_for: set[str]) -> set[str]:
+    """The listening sockets of gloo's groups, given what these have published; never one of `except_for`."""
+    ports = {_published_port(value) for value in published}
+    return {
+        identity
+        for identity, tcp in tcp_sockets(except_for)
+        if _listens(tcp) and tcp.getsockname()[1] in ports
+    }
 
 
 def end_receiving(except_for: set[str], ports: set[int] | None) -> dict[str, socket.socket]:
@@ -56,12 +70,13 @@ def end_receiving(except_for: set[str], ports: set[int] | None) -> dict[str, soc
         by identity, what keeps each of them open; to be closed once all peers have ended theirs.
     """
     kept: dict[str, socket.socket] = {}
-    for identity, tcp in tcp_sockets():
-        if identity in except_for or identity in kept or _listens(tcp):
+    for identity, tcp in tcp_sockets(except_for):
+        if identity in kept or _listens(tcp):
             continue
         try:
             if ports is None or tcp.getsockname()[1] in ports or tcp.getpeername()[1] in ports:
                 tcp.shutdown(socket.SHUT_RD)
+                # It also makes gloo's end block: a send under way goes on; gloo would queue its rest and forget it.
                 kept[identity] = tcp.dup()
         except OSError:
             continue  # already closed by its owner or its peer
@@ -81,8 +96,8 @@ def stand_in(sought: Iterable[tuple[bytes, int]], except_for: set[str]) -> int:
     """
     listeners = {
         tcp.getsockname()[1]: (tcp.family, tcp.getsockname())
-        for identity, tcp in tcp_sockets()
-        if identity not in except_for and _listens(tcp)
+        for _, tcp in tcp_sockets(except_for)
+        if _listens(tcp)
     }
     count = 0
     for published, rank in sought:

@@ -34,6 +34,11 @@ class InterruptibleStore(dist.Store):
         self._published: dict[str, bytes] = {}
         self._sought: dict[str, None] = {}
 
+    @property
+    def published(self) -> list[bytes]:
+        """What this process has published of itself, one value per group."""
+        return list(self._published.values())
+
     def take_sought(self) -> list[tuple[bytes, int]]:
         """Peers that groups of this process have begun to connect to, which gloo does when it first needs them.
 

@@ -72,16 +72,34 @@ def test_who_begins_after_the_end(members: list[Member]) -> None:
 
 
 def test_groups_that_have_worked_are_freed(members: list[Member]) -> None:
+    sum_together(members)
+    for member in members:
+        member.broken.set()
+        member.communicators.abort()
+    assert [member.leave() for member in members] == [0, 0]
+
+
+def test_a_message_that_nobody_takes(members: list[Member]) -> None:
+    """A receive is given up before the message comes, as where an error strikes in between: the group is freed."""
+    first, second = members
+    assert first.group is not None and second.group is not None
+    sum_together(members)
+    first.group._group.recv([torch.ones(1)], 1, 0)
+    second.group.send(torch.ones(1), 0)
+    for member in members:
+        member.broken.set()
+        member.communicators.abort()
+    assert [member.leave() for member in members] == [0, 0]
+
+
+def sum_together(members: list[Member]) -> None:
+    """Let the group connect and work."""
     threads = [threading.Thread(target=member.sum) for member in members]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT_S)
-    for member in members:
-        assert member.error is None
-        member.broken.set()
-        member.communicators.abort()
-    assert [member.leave() for member in members] == [0, 0]
+    assert [member.error for member in members] == [None, None]
 
 
 def await_search(member: Member) -> None:

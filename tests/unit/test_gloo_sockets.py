@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -91,6 +93,25 @@ def test_what_is_kept_is_not_ended_again(network: Network) -> None:
     network.connect(network.listen())
     kept = network.end(None)
     assert not gloo_sockets.end_receiving(network.foreign | kept.keys(), None)
+
+
+def test_sends_under_way_go_on(network: Network) -> None:
+    """Gloo queues what it can't send at once, and forgets it when the connection ends."""
+    client, _ = network.connect(network.listen())
+    client.setblocking(False)
+    network.end(None)
+    assert os.get_blocking(client.fileno())
+
+
+def test_listeners_by_what_they_have_published(network: Network) -> None:
+    """Length and name of the host, length and socket address."""
+    mine, other = network.listen(), network.listen()
+    address = b"\x02\x00" + port(mine).to_bytes(2, "big") + bytes(12)
+    published = b"".join(len(part).to_bytes(8, sys.byteorder) + part for part in (b"host", address))
+    found = gloo_sockets.listeners([published], network.foreign)
+    assert found == {id_ for id_, tcp in gloo_sockets.tcp_sockets() if tcp.getsockname() == mine.getsockname()}
+    assert port(other) != port(mine)
+    assert not gloo_sockets.listeners([published], gloo_sockets.identities())
 
 
 def test_listeners_go_on_listening(network: Network) -> None:
