@@ -76,8 +76,9 @@ class General:
 
     @cached_property
     def _head_members(self) -> tuple[int, ...]:
-        """Of the first replica that works on the head itself."""
-        heads = (replica.stages[replica.stage_of_chunk[-1]] for replica in self.plan.replicas)
+        """Of the first replica that works on all of its stages; if there is none, on the head."""
+        complete = [replica for replica in self.plan.replicas if all(replica.stages)]
+        heads = (replica.stages[replica.stage_of_chunk[-1]] for replica in [*complete, *self.plan.replicas])
         return next(members for members in heads if members)
 
     @cached_property

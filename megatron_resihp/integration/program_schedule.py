@@ -18,28 +18,15 @@ from megatron.core.utils import get_model_config
 
 from megatron_resihp.executor.exchange import GlooExchange
 from megatron_resihp.executor.interpreter import run
-from megatron_resihp.executor.routes import Orders, Step, routes_for
+from megatron_resihp.executor.routes import Step, routes_for
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.general_world import as_stage
 from megatron_resihp.integration.micro_batches import MicroBatches
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.split_backward import WeightGradient, leaving_weights, remembering_bias
-from megatron_resihp.pipeline.planned import explicit_schedule, known_program
+from megatron_resihp.pipeline.planned import orders_of
 from megatron_resihp.plan import ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT
-
-
-def orders_of(plan: ParallelPlan) -> Orders:
-    """The ops of each stage of each replica, those of schedules that are known by name spelled out."""
-    return [_orders_of(replica) for replica in plan.replicas]
-
-
-def _orders_of(replica: Replica) -> Sequence[Sequence[PlannedOp]]:
-    schedule = replica.schedule
-    if schedule is None or not schedule.orders:
-        sizes = len(replica.stages), len(replica.stage_of_chunk), len(replica.micro_batches)
-        schedule = explicit_schedule(known_program(schedule, *sizes), replica.micro_batches)
-    return schedule.orders
 
 
 def run_training(
@@ -72,8 +59,9 @@ def run_evaluation(
     if general.replica != general.evaluating_replica:
         return []
     replica = general.plan.replicas[general.replica]
-    alone = ParallelPlan((_evaluating(replica, total),), {})
-    orders = [[[op for op in order if op.kind == "F"] for order in orders] for orders in orders_of(alone)]
+    evaluating = _evaluating(replica, total)
+    alone = ParallelPlan((evaluating,), {})
+    orders = [[[op for op in order if op.kind == "F"] for order in orders_of(evaluating)]]
     steps = routes_for(alone, orders, general.worker, runtime.own.sequence_parallel, runtime.args.seq_length)
     work = MegatronWork(runtime, general, steps, forward_step_func, data_iterator, model, total)
     run(steps, work, runtime.exchange)
@@ -146,10 +134,8 @@ class MegatronWork:
 
 def training_routes(runtime: Runtime, general: General) -> tuple[Step, ...]:
     """This worker's steps of every iteration under the plan."""
-    args = runtime.args
-    return routes_for(
-        general.plan, orders_of(general.plan), general.worker, runtime.own.sequence_parallel, args.seq_length
-    )
+    orders = [orders_of(replica) for replica in general.plan.replicas]
+    return routes_for(general.plan, orders, general.worker, runtime.own.sequence_parallel, runtime.args.seq_length)
 
 
 def make_exchange(runtime: Runtime, general: General) -> GlooExchange:

@@ -9,6 +9,9 @@ from megatron_resihp.pipeline.program import Program, ProgramError
 
 F, B, W = OpKind
 
+Orders = tuple[tuple[Op, ...], ...]
+"""The ops of each device, in the order in which it runs them."""
+
 
 def one_f_one_b(stages: int, micro_batches: int) -> Program:
     """1F1B without interleaving: `forward_backward_pipelining_without_interleaving`.
@@ -16,8 +19,12 @@ def one_f_one_b(stages: int, micro_batches: int) -> Program:
     Raises:
         ProgramError: there is no stage or no micro-batch.
     """
-    ordered = tuple(tuple(_one_f_one_b_ops(stages, stage, micro_batches)) for stage in range(stages))
-    return Program(ordered, tuple(range(stages)), micro_batches)
+    return Program(one_f_one_b_orders(stages, micro_batches), tuple(range(stages)), micro_batches)
+
+
+def one_f_one_b_orders(stages: int, micro_batches: int) -> Orders:
+    """Its ops, of each device."""
+    return tuple(tuple(_one_f_one_b_ops(stages, stage, micro_batches)) for stage in range(stages))
 
 
 def _one_f_one_b_ops(stages: int, stage: int, micro_batches: int) -> list[Op]:
@@ -52,11 +59,17 @@ def interleaved(devices: int, chunks: int, micro_batches: int, group_size: int |
         ProgramError: a size is below 1, or a group, the last one included, is smaller than `devices`: then devices may
             wait for each other in a circle. Megatron refuses the same.
     """
+    orders = interleaved_orders(devices, chunks, micro_batches, group_size)
+    return Program(orders, tuple(stage % devices for stage in range(devices * chunks)), micro_batches)
+
+
+def interleaved_orders(devices: int, chunks: int, micro_batches: int, group_size: int | None = None) -> Orders:
+    """Its ops, of each device; arguments and errors as of `interleaved`."""
     if min(devices, chunks, micro_batches, 1 if group_size is None else group_size) < 1:
         sizes = f"{devices} devices, {chunks} chunks and {micro_batches} micro-batches in groups of {group_size}"
         raise ProgramError(f"no pipeline has {sizes}")
     if chunks == 1:
-        return one_f_one_b(devices, micro_batches)
+        return one_f_one_b_orders(devices, micro_batches)
     group = _group_size(devices, micro_batches) if group_size is None else min(group_size, micro_batches)
     smallest = micro_batches % group or group
     if smallest < min(devices, micro_batches):
@@ -73,8 +86,7 @@ def interleaved(devices: int, chunks: int, micro_batches: int, group_size: int |
         backwards = [Op(B, (chunks - 1 - chunk) * devices + device, m) for chunk, m in turns]
         return _one_by_one(forwards, backwards, warm_up=2 * (devices - device - 1) + (chunks - 1) * group)
 
-    homes = tuple(stage % devices for stage in range(devices * chunks))
-    return Program(tuple(tuple(ops(device)) for device in range(devices)), homes, micro_batches)
+    return tuple(tuple(ops(device)) for device in range(devices))
 
 
 def _group_size(devices: int, micro_batches: int) -> int:
@@ -95,6 +107,12 @@ def zero_bubble_h1(stages: int, micro_batches: int) -> Program:
     Raises:
         ProgramError: there is no stage or no micro-batch.
     """
+    orders = zero_bubble_h1_orders(stages, micro_batches)
+    return Program(orders, tuple(range(stages)), micro_batches, splits_backward=True)
+
+
+def zero_bubble_h1_orders(stages: int, micro_batches: int) -> Orders:
+    """Its ops, of each device."""
 
     def ops(stage: int) -> list[Op]:
         ordered: list[Op] = []
@@ -105,5 +123,4 @@ def zero_bubble_h1(stages: int, micro_batches: int) -> Program:
         held_back = range(max(micro_batches - stage, 0), micro_batches)
         return ordered + [Op(W, stage, micro_batch) for micro_batch in held_back]
 
-    ordered = tuple(tuple(ops(stage)) for stage in range(stages))
-    return Program(ordered, tuple(range(stages)), micro_batches, splits_backward=True)
+    return tuple(tuple(ops(stage)) for stage in range(stages))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.pipeline.planned import explicit_schedule, program_of
+from megatron_resihp.pipeline.planned import explicit_schedule, orders_of, program_of
 from megatron_resihp.pipeline.program import ProgramError
 from megatron_resihp.pipeline.schedules import interleaved, one_f_one_b, zero_bubble_h1
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, Replica, Schedule
@@ -29,6 +29,15 @@ def test_schedules_known_by_name(stages: int, micro_batches: int) -> None:
     assert program_of(zero_bubble) == zero_bubble_h1(stages, micro_batches)
     twice = replica(stages, 2, indices, Schedule("interleaved"))
     assert program_of(twice) == program_of(replica(stages, 2, indices, None)) == interleaved(stages, 2, micro_batches)
+
+
+@given(
+    stages=SIZE, micro_batches=st.integers(1, 9), name=st.sampled_from([None, "1f1b", "zero-bubble-h1", "interleaved"])
+)
+def test_what_a_worker_runs_is_the_program(stages: int, micro_batches: int, name: str | None) -> None:
+    indices = tuple(range(micro_batches))
+    planned = replica(stages, 2 if name == "interleaved" else 1, indices, Schedule(name) if name else None)
+    assert orders_of(planned) == explicit_schedule(program_of(planned), indices).orders
 
 
 @given(stages=SIZE, chunks=st.integers(1, 3), micro_batches=st.integers(1, 6), first=st.integers(0, 1))
