@@ -117,8 +117,9 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
     @functools.wraps(original)
     def train_step(*positional: Any, iteration: int, **options: Any) -> StepReturn:
         runtime.control.check()
-        leave_if_agreed(runtime)
         runtime.progress.begin(iteration + 1, snapshot_counters(runtime))
+        # Only now: what Megatron does after the step before, such as saving, is over and not to be repeated.
+        leave_if_agreed(runtime)
         runtime.slowdowns.begin(iteration + 1)
         _ask_for_plan(runtime, iteration + 1)
         runtime.fed.clear()

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_resihp.integration.own_layers import own_chunks, own_coordinate, own_shards
+from megatron_resihp.integration.own_layers import own_chunks, own_layout
 from megatron_resihp.plan import Coordinate, Shard
 
 
@@ -18,7 +18,8 @@ def arguments(**changed: Any) -> Namespace:
         "num_layers": 8, "pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_layout": None, "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False, "sequence_parallel": False,
+        "untie_embeddings_and_output_weights": False,
     }  # fmt: skip
     return Namespace(**(defaults | changed))
 
@@ -58,8 +59,15 @@ def test_a_layout_is_taken_as_it_is() -> None:
 
 
 def test_coordinates_and_shards() -> None:
-    args = arguments()
-    assert own_shards(args, Coordinate(1, 1)) == (Shard(3, 5, 1, 2),)
-    assert own_coordinate(args, (Shard(3, 5, 1, 2),)) == Coordinate(1, 1)
-    assert own_shards(args, None) == () and own_coordinate(args, ()) is None
-    assert own_coordinate(args, (Shard(3, 5, 0, 1),)) is None, "both shares are more than one"
+    own = own_layout(arguments())
+    for coordinate in (Coordinate(0, 0), Coordinate(3, 1)):
+        assert own.coordinate_of(own.shards_of(coordinate)) == coordinate
+    assert own.shards_of(Coordinate(3, 1)) == (Shard(7, 10, 1, 2),)
+    assert own.coordinate_of((Shard(7, 10, 0, 1),)) is None
+    assert own.coordinate_of(()) is None
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_a_head_may_share_the_word_embeddings(untied: bool) -> None:
+    own = own_layout(arguments(untie_embeddings_and_output_weights=untied))
+    assert own.tied_head == (None if untied else 9)
