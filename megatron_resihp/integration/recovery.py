@@ -92,7 +92,7 @@ def recover(runtime: Runtime, error: Exception) -> None:
         if runtime.recovered_from is None:
             runtime.recovered_from = runtime.control.broken_at() or time.time()
         try:
-            _enter_next_epoch(runtime, phases)
+            _enter_next_epoch(runtime, phases, by_choice=isinstance(error, PlanChange))
         except JobEnded:
             raise  # a fenced worker's epoch stays broken for ever: trying again would never end
         except Exception as next_error:
@@ -109,7 +109,7 @@ def _let_go_of_frames(error: BaseException | None) -> None:
         error = error.__context__
 
 
-def _enter_next_epoch(runtime: Runtime, phases: Phases) -> None:
+def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None:
     with phases.phase("abort"):
         runtime.communicators.abort()
         tear_down(runtime)
@@ -118,7 +118,9 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases) -> None:
         record = runtime.progress.record(runtime.in_loop, runtime.position)
         order = runtime.control.muster(record, runtime.held)
         if order.commit is not None:
-            redone = _apply(runtime, order.commit)
+            begun = _apply(runtime, order.commit)
+            # Who leaves by choice does so before anything is computed.
+            redone = 0 if by_choice else begun
         if isinstance(order, SalvageOrder):
             salvage(runtime, order)
             raise runtime.control.await_end()
