@@ -89,6 +89,9 @@ class Membership:
         if self._deadline is None or now < self._deadline:
             return []
         self._deadline = None
+        if self.phase is Phase.MUSTERING and self._change is not None:
+            number, bound = self._change.number, self.limits.leave_s
+            return self._break(f"not all have left for change {number} within {bound:g} s", now)
         if self.phase is Phase.MUSTERING:
             late = self.living - set(self._records)
             return self._die({w: f"did not report within {self.limits.muster_s:g} s" for w in late}, now, now)
@@ -308,7 +311,7 @@ class Membership:
         """The first worker stops for a change; the others will after the same step."""
         assert self._change is not None
         self._change = replace(self._change, first_mustered_at=now)
-        self.phase, self._deadline = Phase.MUSTERING, now + self.limits.muster_s
+        self.phase, self._deadline = Phase.MUSTERING, now + self.limits.leave_s
         self._records, self._held = {}, {}
 
     def _break(self, cause: str, now: float) -> list[Action]:

@@ -778,11 +778,16 @@ class TestChangeByChoice:
         [recovery] = events(job.ready(1, 2, 3), "recovery")
         assert recovery["broken_at"] == job.now
 
-    def test_who_does_not_leave_is_given_up(self) -> None:
+    def test_who_does_not_leave_is_interrupted_and_then_given_up(self) -> None:
+        """It may evaluate or save after the step, which others are done with or have no part in."""
         job = Job().start()
         job.apply(UNLIKE)
         assert not job.wait(1000.0), "an iteration may last"
         job.leave(0, 1, 2)
+        assert not job.wait(LIMITS.leave_s - 1.0)
+        actions = job.wait(2.0)
+        assert notices(actions) == ["broken"] and not events(actions, "worker_dead")
+        assert "not all have left for change 1" in events(actions, "epoch_broken")[0]["cause"]
         assert not job.wait(9.0)
         actions = job.wait(2.0)
         assert events(actions, "worker_dead")[0]["cause"] == "did not report within 10 s"
