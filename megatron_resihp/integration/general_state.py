@@ -203,6 +203,14 @@ class _Filler:
                     group["step"] = known[0]
 
 
+def slice_states(
+    trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None
+) -> dict[Slice, dict[str, torch.Tensor]]:
+    """All that these objects hold, as views by slice; where both are here, word embeddings and head are one."""
+    states = states_of(trained)
+    return {piece: _state(states, parts) for piece, parts in _by_slice(trained, shards, cuts, tied_head).items()}
+
+
 def slice_digests(trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None) -> dict[str, str]:
     """A digest of each slice of what these objects hold; holders of the same slice must agree.
 

@@ -99,6 +99,10 @@ class Sizes:
             for holder in holders
         ]
 
+    def own(self, holder: Any) -> dict[str, Any]:
+        """What a holder says in the job's own layout."""
+        return next(values for each, values in self._own if each is holder)
+
     def restore(self) -> None:
         """The job's own sizes."""
         for holder, values in self._own:

@@ -16,6 +16,7 @@ from megatron.training import training
 
 from megatron_resihp.control.record import Outcome, Stage
 from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.integration.checkpoints import format_that_fits
 from megatron_resihp.integration.counting import count_as_one_replica, snapshot_counters
 from megatron_resihp.integration.course import follow
 from megatron_resihp.integration.digests import record_digests, state_digests
@@ -201,12 +202,14 @@ def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]
         runtime.reach("save")
         args.data_parallel_size = len(runtime.current_plan.replicas)
         try:
-            with runtime.probes.span(SpanKind.SAVE):
+            with runtime.probes.span(SpanKind.SAVE), format_that_fits(runtime) as used:
                 result = original(iteration, *positional, **options)
         finally:
             args.data_parallel_size = 1
         if runtime.reports:
-            runtime.control.event("checkpoint", iteration=iteration, path=args.save, seconds=time.time() - start)
+            runtime.control.event(
+                "checkpoint", iteration=iteration, path=args.save, seconds=time.time() - start, format=used
+            )
         return result
 
     return save_checkpoint_and_time

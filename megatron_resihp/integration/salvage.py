@@ -2,8 +2,10 @@
 
 That format has one file per (TP rank, stage), which is just what a survivor holds, and needs no collective. When all
 shards are written, `--load RUN_DIR/salvage --ckpt-format torch --no-load-rng` goes on from the last step (contract 6).
+Who holds no such shard writes the slices that it does hold (docs/usage.md).
 """
 
+import json
 import os
 import random
 import sys
@@ -18,17 +20,35 @@ from megatron.training.checkpointing import generate_state_dict, get_checkpoint_
 
 from megatron_resihp.control.worker import SalvageOrder
 from megatron_resihp.integration.counting import restore_counters
+from megatron_resihp.integration.general_state import slice_states
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.plan import Coordinate
+from megatron_resihp.plan.slices import cuts_of, slices_of
 
 
 def salvage(runtime: Runtime, order: SalvageOrder) -> None:
     """Write this worker's shard if it was chosen to, and report."""
     if not order.shards or order.commit is None:
         return
-    coordinate = runtime.coordinate
-    assert runtime.trained is not None and coordinate is not None
-    iteration, args = order.commit.iteration, runtime.args
+    assert runtime.sizes is not None
+    runtime.sizes.restore()
+    _count_after_step(runtime, order)
     directory = Path(os.environ["RESIHP_RUN_DIR"]) / "salvage"
+    if runtime.coordinate is None:
+        path = _save_slices(runtime, order, directory)
+    else:
+        path = _save_shard(runtime, order, runtime.coordinate, directory)
+    print(f"resihp: worker {runtime.worker} saved {path}", file=sys.stderr, flush=True)
+    runtime.control.event(
+        "salvage", iteration=order.commit.iteration, path=str(path), complete=not order.missing,
+        missing=[runtime.own.coordinate_of((shard,)) for shard in order.missing],
+    )
+    runtime.control.tell("salvaged")
+
+
+def _save_shard(runtime: Runtime, order: SalvageOrder, coordinate: Coordinate, directory: Path) -> Path:
+    assert runtime.trained is not None and order.commit is not None
+    iteration, args = order.commit.iteration, runtime.args
     path = Path(
         get_checkpoint_name(
             str(directory), iteration, pipeline_parallel=args.pipeline_model_parallel_size > 1,
@@ -36,7 +56,6 @@ def salvage(runtime: Runtime, order: SalvageOrder) -> None:
         )
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    _count_after_step(runtime, order)
     save_format, args.ckpt_format = args.ckpt_format, "torch"
     state = generate_state_dict(
         args, unwrap_model(runtime.trained.model), runtime.trained.optimizer, runtime.trained.scheduler,
@@ -48,12 +67,37 @@ def salvage(runtime: Runtime, order: SalvageOrder) -> None:
     if runtime.control.count("salvaged") == order.writers and not order.missing:
         # Only when all shards are there may a later start find them.
         Path(get_checkpoint_tracker_filename(str(directory))).write_text(str(iteration))
-    print(f"resihp: worker {runtime.worker} saved {path}", file=sys.stderr, flush=True)
-    runtime.control.event(
-        "salvage", iteration=iteration, path=str(path), complete=not order.missing,
-        missing=[runtime.own.coordinate_of((shard,)) for shard in order.missing],
-    )
-    runtime.control.tell("salvaged")
+    return path
+
+
+def _save_slices(runtime: Runtime, order: SalvageOrder, directory: Path) -> Path:
+    """What no stage and TP rank of the job's own layout has: a file of tensors, and what is in it as JSON beside it."""
+    assert runtime.trained is not None and order.commit is not None
+    tied_head, iteration = runtime.own.tied_head, order.commit.iteration
+    cuts = cuts_of((*runtime.held, *order.shards))
+    wanted = slices_of(order.shards, cuts, tied_head)
+    states = slice_states(runtime.trained, runtime.held, cuts, tied_head)
+    tensors = {
+        str(piece): {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        for piece, state in sorted(states.items())
+        if piece in wanted and state
+    }
+    path = directory / f"iter_{iteration:07d}" / f"worker_{runtime.worker}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scheduler = runtime.trained.scheduler.state_dict()
+    torch.save({"slices": tensors, "args": runtime.args, "opt_param_scheduler": scheduler}, path)
+    contents = {
+        "iteration": iteration,
+        "consumed_train_samples": runtime.args.consumed_train_samples,
+        "cuts": cuts,
+        "missing": [list(shard) for shard in order.missing],
+        "slices": {
+            piece: {name: [str(tensor.dtype).removeprefix("torch."), *tensor.shape] for name, tensor in state.items()}
+            for piece, state in tensors.items()
+        },
+    }
+    path.with_suffix(".json").write_text(json.dumps(contents, indent=1) + "\n")
+    return path
 
 
 def _random_states() -> dict[str, Any]:

@@ -5,7 +5,7 @@ May import megatron and this room.
 
 from functools import partial
 
-from megatron_resihp.integration import counting, course, data, loop, schedule, startup
+from megatron_resihp.integration import checkpoints, counting, course, data, loop, schedule, startup
 from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.runtime import Runtime
 
@@ -82,6 +82,15 @@ def training_patches(runtime: Runtime) -> list[Patch]:
             lambda original: course.wrap_final(runtime, loop.wrap_save_checkpoint_and_time(runtime, original)),
             ("iteration", "model", "optimizer", "opt_param_scheduler", "num_floating_point_operations_so_far"),
             "records the true data-parallel size in checkpoints",
+        ),
+        Patch(
+            "megatron.training.checkpointing:generate_state_dict",
+            partial(checkpoints.wrap_generate_state_dict, runtime),
+            (
+                "args", "model", "optimizer", "opt_param_scheduler", "rng_state", "iteration", "optim_sd_kwargs",
+                "model_sd_kwargs", "rerun_state",
+            ),
+            "writes any plan's state so that any other can load it",
         ),
         Patch(
             f"{TRAINING}:print_datetime",

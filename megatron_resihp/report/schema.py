@@ -321,6 +321,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("iteration", INTEGER, "last step in it"),
             Field("path", TEXT, "where it is"),
             Field("seconds", NUMBER, "how long training waited for it", required=False),
+            Field("format", TEXT, "Megatron's name of its format", required=False),
         ),
     ),
     names.SALVAGE: EventSchema(
