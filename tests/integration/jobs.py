@@ -226,6 +226,7 @@ class Nursery:
             job.code, job.seconds = answer["code"], time.monotonic() - job.started_at
 
 
+MOCK_DATA_SIZE = 1000
 NURSERY_ENVIRONMENT = {
     "RESIHP_CPU": "1",
     "OMP_NUM_THREADS": "1",
@@ -427,7 +428,7 @@ def _save_megatron_some_work() -> None:
     remembered = cache(lambda described: read_sources(any_factory, described))
     ArgumentGroupFactory._get_field_docstrings = lambda _, described: remembered(described)
     add_megatron_arguments(ArgumentParser())
-    MockGPTLowLevelDataset.size = 1000
+    MockGPTLowLevelDataset.size = MOCK_DATA_SIZE
 
 
 def _keep_spawned_processes_small() -> None:

@@ -11,12 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import NURSERY_ENVIRONMENT, PRETRAIN, Job, Jobs, tiny
+from jobs import MOCK_DATA_SIZE, NURSERY_ENVIRONMENT, PRETRAIN, Job, Jobs, tiny
 from test_plans import FOUR, LLAMA, MODEL, RECTANGLE
 
 SAVED = 6
 """Halfway, four iterations after the change of plan."""
 STOCK_S = 200.0
+STOCK = f"""
+import megatron_resihp, runpy
+megatron_resihp.enable()
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+MockGPTLowLevelDataset.size = {MOCK_DATA_SIZE}
+runpy.run_path({str(PRETRAIN)!r}, run_name="__main__")
+"""
+"""Megatron itself on the data of the other jobs."""
 
 
 def change_to(name: str, path: Path, iteration: int) -> dict[str, Any]:
@@ -81,8 +89,8 @@ def test_stock_megatron_goes_on_in_another_layout(jobs: Jobs, tmp_path: Path) ->
     # Padded entries of the vocabulary take part in the loss, and Megatron pads to a multiple of TP times this.
     vocabulary = {"make_vocab_size_divisible_by": 256}
     log = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(PRETRAIN),
-         *tiny(**MODEL | ours | vocabulary, load=tmp_path / "saved")],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python",
+         sys.executable, "-c", STOCK, *tiny(**MODEL | ours | vocabulary, load=tmp_path / "saved")],
         env=os.environ | NURSERY_ENVIRONMENT, capture_output=True, text=True, timeout=STOCK_S,
     )  # fmt: skip
     assert log.returncode == 0, log.stdout[-3000:] + log.stderr[-3000:]
