@@ -26,6 +26,8 @@ _THRESHOLD: Final = 0.1
 """Share by which a first move may make the score worse at most."""
 _OFTEN: Final = 0.8
 """Share of moves that touch the slowest replica; the others touch any."""
+_TWICE: Final = 0.3
+"""Share of steps of two moves: between layouts that fit there may be none that does."""
 _JOIN: Final = 0.7
 """Share of new cuts that go over two groups."""
 _MOVES: Final = 5
@@ -62,11 +64,15 @@ def improve(tables: Tables, nodes: Nodes, layout: Layout, steps: int, seed: int)
     score = least = score_of(layout)
     for step in range(steps):
         one = int(np.argmax(layout.seconds)) if np.random.random() < _OFTEN else np.random.randint(replicas)
-        other = _move(tables, nodes, layout, one, np.random.randint(replicas))
-        if other != NOTHING:
+        other = third = _move(tables, nodes, layout, one, np.random.randint(replicas))
+        if other != NOTHING and np.random.random() < _TWICE:
+            third = _move(tables, nodes, layout, one, np.random.randint(replicas))
+        if other != NOTHING and third != NOTHING:
             assess(tables, nodes, layout, one, scratch)
             if other != one:
                 assess(tables, nodes, layout, other, scratch)
+            if third != one and third != other:
+                assess(tables, nodes, layout, third, scratch)
             level(tables, nodes, layout, scratch)
             after = score_of(layout)
             if after <= score * (1 + _THRESHOLD * (1 - step / steps) * np.random.random()):

@@ -17,6 +17,12 @@ MISFIT: Final = 1e9
 
 _SHIFTED: Final = 150
 """Ops of a replica (stages × waves) up to which single layers are shifted: with few of either it matters most."""
+_FEW: Final = 32
+"""Workers up to which layers are shifted further and stages left without any, which takes twice the time."""
+_REACH: Final = 3
+"""Stages that a layer is then shifted over at most."""
+_EMPTIED: Final = 100
+"""Ops of a replica up to which the weakest stage is then tried without layers."""
 
 
 class Layout(NamedTuple):
@@ -54,6 +60,7 @@ class Scratch(NamedTuple):
     transfer: Array
     free: Array
     done: Array
+    ends: Index
 
 
 @compiled
@@ -73,8 +80,8 @@ def new_layout(replicas: int, most_stages: int, workers: int) -> Layout:
 
 @compiled
 def new_scratch(most_stages: int) -> Scratch:
-    index, rows = np.zeros(most_stages, np.int64), np.zeros((7, most_stages))
-    return Scratch(index, rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6])
+    index, rows = np.zeros((2, most_stages), np.int64), np.zeros((7, most_stages))
+    return Scratch(index[0], rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6], index[1])
 
 
 @compiled
@@ -170,7 +177,10 @@ def assess(tables: Tables, nodes: Nodes, layout: Layout, replica: int, scratch: 
         _note_transfers(tables, nodes, layout, replica, scratch)
         time_of(tables, layout, replica, scratch)
         if stages * (stages + micro_batches) <= _SHIFTED:
-            _shift_layers(tables, layout, replica, scratch)
+            few = nodes.speed.size <= _FEW
+            _shift_layers(tables, layout, replica, scratch, _REACH if few else 1)
+            if few and stages > 2 and stages * (stages + micro_batches) <= _EMPTIED:
+                _try_without_weakest(tables, layout, replica, scratch)
 
 
 @compiled
@@ -183,25 +193,63 @@ def _note_transfers(tables: Tables, nodes: Nodes, layout: Layout, replica: int, 
 
 
 @compiled
-def _shift_layers(tables: Tables, layout: Layout, replica: int, scratch: Scratch) -> None:
-    """Move single layers between neighbouring stages while that makes the replica faster."""
-    stages, ends = layout.stages[replica], layout.ends[replica]
+def _shift_layers(tables: Tables, layout: Layout, replica: int, scratch: Scratch, most: int) -> None:
+    """Give single layers to one of so many next stages, or back, while that makes the replica faster."""
+    stages = layout.stages[replica]
     improved = True
     while improved:
         improved = False
         for stage in range(stages - 1):
-            for step in (-1, 1):
-                seconds, period = layout.seconds[replica], layout.period[replica]
-                first, last = ends[stage - 1] if stage else 0, ends[stage + 1]
-                ends[stage] += step
-                grown = stage if step == 1 else stage + 1
-                if first <= ends[stage] <= last and _has_room(tables, layout, replica, grown, scratch):
-                    time_of(tables, layout, replica, scratch)
-                    if layout.seconds[replica] < seconds:
-                        improved = True
-                        continue
-                ends[stage] -= step
-                layout.seconds[replica], layout.period[replica] = seconds, period
+            for reach in range(1, min(most, stages - 1 - stage) + 1):
+                for step in (-1, 1):
+                    improved = _shift_layer(tables, layout, replica, scratch, stage, stage + reach, step) or improved
+
+
+@compiled
+def _shift_layer(
+    tables: Tables, layout: Layout, replica: int, scratch: Scratch, stage: int, other: int, step: int
+) -> bool:
+    """Move a layer from one stage to the other, and all between by one, if that makes the replica faster."""
+    ends, seconds, period = layout.ends[replica], layout.seconds[replica], layout.period[replica]
+    giver = other if step == 1 else stage
+    if ends[giver] == (ends[giver - 1] if giver else 0):
+        return False
+    ends[stage:other] += step
+    fits = True
+    for changed in range(stage, other + 1):
+        fits = fits and (changed == giver or _has_room(tables, layout, replica, changed, scratch))
+    if fits:
+        time_of(tables, layout, replica, scratch)
+        if layout.seconds[replica] < seconds:
+            return True
+    ends[stage:other] -= step
+    layout.seconds[replica], layout.period[replica] = seconds, period
+    return False
+
+
+@compiled
+def _try_without_weakest(tables: Tables, layout: Layout, replica: int, scratch: Scratch) -> None:
+    """Leave the stage with the least power without layers, which lets those before run further ahead, if that pays."""
+    stages, ends = layout.stages[replica], layout.ends[replica]
+    weakest = 0
+    for stage in range(stages):
+        power = tables.rate[scratch.degree[stage]] * scratch.speed[stage]
+        if power < tables.rate[scratch.degree[weakest]] * scratch.speed[weakest]:
+            weakest = stage
+    if ends[weakest] == (ends[weakest - 1] if weakest else 0):
+        return
+    scratch.ends[:stages] = ends[:stages]
+    seconds, period, speed = layout.seconds[replica], layout.period[replica], scratch.speed[weakest]
+    scratch.speed[weakest] = 0.0
+    micro_batches, copies = layout.micro_batches[replica], len(layout.stages)
+    misfits = split_layers(tables, scratch.degree, scratch.speed, stages, micro_batches, copies, ends)
+    scratch.speed[weakest] = speed
+    if not misfits:
+        time_of(tables, layout, replica, scratch)
+        _shift_layers(tables, layout, replica, scratch, _REACH)
+    if misfits or layout.seconds[replica] >= seconds:
+        ends[:stages] = scratch.ends[:stages]
+        layout.seconds[replica], layout.period[replica] = seconds, period
 
 
 @compiled

@@ -24,7 +24,7 @@ def split_layers(
 
     Args:
         tables: what work costs.
-        degree, speed: of each stage's group, [≥ stages].
+        degree, speed: of each stage's group, [≥ stages]; who has speed 0 gets no layers.
         stages, micro_batches, copies: how many there are.
         ends: filled, [≥ stages].
     """
@@ -67,7 +67,7 @@ def _fill(
         k = degree[stage]
         in_flight = most_in_flight(tables, stages, stage, micro_batches)
         time_left, memory, working = limit * speed[stage], 0.0, 0.0
-        while layer < layers:
+        while speed[stage] > 0 and layer < layers:
             time_left -= tables.forward[k, layer] + tables.backward[k, layer] + tables.weight[k, layer]
             memory += tables.held[k, layer] + tables.shared[k, layer] / copies + tables.kept[k, layer] * in_flight
             working = max(working, tables.working[k, layer])
@@ -86,7 +86,8 @@ def _longest(tables: Tables, degree: Index, speed: Array, stages: int, ends: Ind
         k, total = degree[stage], 0.0
         for layer in range(first, ends[stage]):
             total += tables.forward[k, layer] + tables.backward[k, layer] + tables.weight[k, layer]
-        longest = max(longest, total / speed[stage])
+        if ends[stage] > first:
+            longest = max(longest, total / speed[stage])
         first = ends[stage]
     return longest
 
