@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megatron_resihp.control import apply_command, drill_command, launcher
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from megatron_resihp.report import command as report_command
+    from megatron_resihp.report import detect_command, plan_command, simulate_command
+
     parser = argparse.ArgumentParser(
         prog="resihp", description="Keeps a Megatron-LM training job running in place when workers die."
     )
@@ -36,45 +40,20 @@ def _parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="start a training script on this node and keep the job running")
     launcher.add_arguments(launch)
     launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
-    drill = commands.add_parser("drill", help="slow a worker or a link of a running job, or end that")
-    drill_command.add_arguments(drill)
-    drill.set_defaults(run=drill_command.run)
-    apply = commands.add_parser("apply", help="ask a running job to take a given plan")
-    apply_command.add_arguments(apply)
-    apply.set_defaults(run=apply_command.run)
-    _add_report(commands.add_parser("report", help="say what happened in a run, from its event log"))
-    _add_detect(commands.add_parser("detect", help="say who was slow, from a run's records or a table of times"))
-    _add_plan(commands.add_parser("plan", help="say how a job should go on when workers are dead or slow"))
-    _add_simulate(commands.add_parser("simulate", help="say what strategies make of failures on a simulated cluster"))
+    _add(commands, "drill", drill_command, "slow a worker or a link of a running job, or end that")
+    _add(commands, "apply", apply_command, "ask a running job to take a given plan")
+    _add(commands, "report", report_command, "say what happened in a run, from its event log")
+    _add(commands, "detect", detect_command, "say who was slow, from a run's records or a table of times")
+    _add(commands, "plan", plan_command, "say how a job should go on when workers are dead or slow")
+    _add(commands, "simulate", simulate_command, "say what strategies make of failures on a simulated cluster")
     return parser
 
 
-def _add_report(parser: argparse.ArgumentParser) -> None:
-    from megatron_resihp.report import command
-
-    command.add_arguments(parser)
-    parser.set_defaults(run=command.run)
-
-
-def _add_detect(parser: argparse.ArgumentParser) -> None:
-    from megatron_resihp.report import detect_command
-
-    detect_command.add_arguments(parser)
-    parser.set_defaults(run=detect_command.run)
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    from megatron_resihp.report import plan_command
-
-    plan_command.add_arguments(parser)
-    parser.set_defaults(run=plan_command.run)
-
-
-def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    from megatron_resihp.report import simulate_command
-
-    simulate_command.add_arguments(parser)
-    parser.set_defaults(run=simulate_command.run)
+def _add(commands: Any, name: str, module: ModuleType, what: str) -> None:
+    """A sub-command whose module has `add_arguments` and `run`."""
+    parser = commands.add_parser(name, help=what)
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
 
 
 class RunReport:
