@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """How long the joint strategy plans, and how good its plans are.
 
-    python benchmarks/planning.py [--sizes 64 256 …] [--instances N] [--small N] [--malleus-sizes 64 …]
+    python benchmarks/planning.py [--sizes 64 256 …] [--instances N] [--small N] [--first-small SEED]
+                                  [--malleus-sizes 64 …]
 
 Time, for each number of GPUs: TP 4, PP 8 or 16, 16 micro-batches for each replica; in each instance 1 to 10 % of the
 GPUs are dead and 1 to 5 % run at 0.3 to 0.9 of their speed, drawn from the seed. One process, one thread, warm: what
@@ -160,9 +161,9 @@ def other(strategy: Callable[..., ParallelPlan], instances: list[Instance]) -> t
     return seconds, shares
 
 
-def gaps(count: int) -> Iterator[tuple[int, float]]:
+def gaps(first: int, count: int) -> Iterator[tuple[int, float]]:
     """Percent above the proven optimum, for each small instance for which there is a plan at all."""
-    for seed in range(count):
+    for seed in range(first, first + count):
         instance = small(seed)
         try:
             *_, plan = answers(instance.plan, instance.health, instance.cost, SETTINGS)
@@ -184,6 +185,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=list(GOALS_S), help="numbers of GPUs")
     parser.add_argument("--instances", type=int, default=20, help="of each size")
     parser.add_argument("--small", type=int, default=300, help="instances that are solved to optimality")
+    parser.add_argument("--first-small", type=int, default=0, help="seed of the first of them")
     parser.add_argument("--malleus-sizes", type=int, nargs="*", default=[64], help="where malleus plans as well")
     options = parser.parse_args()
     print(f"import {IMPORTED - STARTED:.2f} s of CPU")
@@ -205,7 +207,7 @@ def main() -> None:
             result.setdefault("malleus_share_of_bound", {})[gpus] = statistics.mean(shares)
             print(gpus, "malleus", result["malleus_s"][gpus], flush=True)
     found_gaps: list[float] = []
-    for seed, gap in gaps(options.small):
+    for seed, gap in gaps(options.first_small, options.small):
         found_gaps.append(gap)
         if gap > 1:
             print(f"small instance {seed}: {gap:.2f} % above the optimum", flush=True)
