@@ -1,0 +1,28 @@
+"""Who sends to whom under a plan, as the detector sees it."""
+
+from megatron_resihp.detector.layout import layout_of
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Schedule
+from megatron_resihp.plan.schedule import INTERLEAVED
+
+
+def links(replica: Replica, interleaved: bool = False) -> list[list[int]]:
+    plan = ParallelPlan((replica,), {})
+    return layout_of(plan, 0, dict.fromkeys(plan.working, 0), interleaved).links.tolist()
+
+
+def test_lanes_of_stages_alike() -> None:
+    replica = Replica(((0, 1), (2, 3), (4, 5)), (0,))
+    assert links(replica) == [[0, 2], [1, 3], [2, 4], [3, 5]]
+    assert links(replica, interleaved=True) == [[0, 2], [1, 3], [2, 4], [3, 5], [4, 0], [5, 1]]
+
+
+def test_each_member_of_the_larger_stage_has_one_peer() -> None:
+    chunks = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(2, 3, 6))
+    assert links(Replica(((0,), (1, 2), (3, 4, 5, 6)), (0,), chunks)) == [
+        [0, 1], [0, 2], [1, 3], [1, 4], [2, 5], [2, 6]
+    ]  # fmt: skip
+
+
+def test_stages_with_several_chunks_are_linked_once() -> None:
+    in_turns = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(0, 3, 4), Chunk(1, 4, 6))
+    assert links(Replica(((0, 1), (2,)), (0, 1), in_turns, Schedule(INTERLEAVED))) == [[0, 2], [1, 2]]
