@@ -156,9 +156,10 @@ class Joiner:
             duration = got["done"] - np.maximum(sent["posted"] + shift, got["posted"])
             limit = np.fmax(seconds[source], seconds[target])
             possible = (duration > -SLACK_S) & (duration <= limit + SLACK_S)
+            untimed = np.isnan(got["done"])
             duration = np.where(possible & (duration > 0), duration, np.nan)
         counters.unsynchronised += int(np.isnan(shift).sum())
-        counters.bad_transfers += int((~possible & ~np.isnan(shift)).sum())
+        counters.bad_transfers += int((~possible & ~untimed & ~np.isnan(shift)).sum())
         position = np.arange(len(link)) - np.searchsorted(link, link)
         width = int(position.max()) + 1 if len(link) else 0
         transfer, size = (np.full((len(self.layout.links), width), np.nan) for _ in range(2))

@@ -40,11 +40,13 @@ class Keeper:
         self._waiting.append(observations)
         if len(self._waiting) < self._settings.warm_up:
             return False
+        self._complete = True
+        observed, self._waiting = self._waiting, []
+        if not self._layout.native:
+            return True
         # Only now, because the simulator's machine code takes a second that the start of a job need not wait for.
         from megatron_resihp.detector.prediction import Prediction
 
-        self._complete = True
-        observed, self._waiting = self._waiting, []
         self._model = Prediction(self._layout, observed).model
         return True
 

@@ -20,6 +20,7 @@ class Layout:
         replica, stage, tp_rank: coordinates in the plan.
         node: index of the machine that the worker runs on.
         links: pairs of worker ids that send each other activations and gradients, shape [links, 2].
+        native: whether Megatron's own schedule runs the plan, so that iterations can be predicted.
     """
 
     epoch: int
@@ -29,6 +30,7 @@ class Layout:
     tp_rank: NDArray[np.int64]
     node: NDArray[np.int64]
     links: NDArray[np.int64]
+    native: bool = True
 
 
 @dataclass(frozen=True)

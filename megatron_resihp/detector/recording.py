@@ -53,7 +53,7 @@ class Recorder:
     def layout(self, layout: Layout) -> None:
         """An epoch begins."""
         arrays = {name: getattr(layout, name).tolist() for name in _ARRAYS}
-        self._write(_Frame.LAYOUT, json.dumps({"epoch": layout.epoch, **arrays}).encode())
+        self._write(_Frame.LAYOUT, json.dumps({"epoch": layout.epoch, "native": layout.native, **arrays}).encode())
 
     def message(self, message: bytes) -> None:
         """A packed record arrived."""
@@ -149,6 +149,7 @@ def _json(payload: bytes, path: Path) -> dict[str, Any]:
 def _layout(data: Mapping[str, Any], path: Path) -> Layout:
     try:
         arrays = {name: np.array(data[name], dtype=np.int64) for name in _ARRAYS}
-        return Layout(int(data["epoch"]), **{**arrays, "links": arrays["links"].reshape(-1, 2)})
+        links = arrays["links"].reshape(-1, 2)
+        return Layout(int(data["epoch"]), **{**arrays, "links": links}, native=bool(data.get("native", True)))
     except (KeyError, TypeError, ValueError) as error:
         raise RecordingError(f"{path} holds a damaged layout ({error!r}); give the directory of another run") from None

@@ -125,6 +125,10 @@ class _EpochPredictions:
             self._predict()
 
     def _predict(self) -> None:
+        if not self._layout.native:
+            self._result.predicted += [math.nan] * len(self._waiting)
+            self._waiting = []
+            return
         if self._prediction is None:
             self._prediction = Prediction(self._layout, self._waiting[self._skipped :] or self._waiting)
             self._result.micro_batch_mape = self._prediction.model.micro_batch_mape

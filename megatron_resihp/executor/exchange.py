@@ -94,11 +94,15 @@ class GlooExchange:
             this worker's part if the message is split, the whole tensor otherwise.
         """
         buffer, works = self._receiving.pop(message.op)
-        for work in works:
-            _wait(work)
+        self._wait_for(message, works)
         if not message.split and len(message.receivers) > 1:
             buffer = self._gather(message, buffer)
         return buffer.to(self._device)
+
+    def _wait_for(self, message: Message, works: Sequence[Any]) -> None:
+        """Wait for what this worker is sent of a message."""
+        for work in works:
+            _wait(work)
 
     def _gather(self, message: Message, share: torch.Tensor) -> torch.Tensor:
         """All receivers' shares, one after the other."""

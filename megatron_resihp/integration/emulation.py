@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import unwrap_model
 
-from megatron_resihp.cost.profile import DeviceProfile, LayerKind, load_profile
+from megatron_resihp.cost.profile import DeviceProfile, LayerKind, PassCost, load_profile
 from megatron_resihp.integration.padding import Padding, StageCosts
 from megatron_resihp.integration.runtime import Runtime
 
@@ -47,7 +47,10 @@ class HeldCosts:
             assert self._runtime.trained is not None, "an op before there is a model"
             degree = parallel_state.get_tensor_model_parallel_world_size()
             chunks = unwrap_model(self._runtime.trained.model)
-            self._costs = [self._profile.stage(layer_kinds(chunk), degree) for chunk in chunks]
+            costs = [self._profile.stage(layer_kinds(chunk), degree) for chunk in chunks]
+            if not any(step.op.kind == "W" for step in self._runtime.routes):
+                costs = [(forward, backward + weight, PassCost()) for forward, backward, weight in costs]
+            self._costs = costs
             self._epoch = self._runtime.epoch
         return self._costs
 

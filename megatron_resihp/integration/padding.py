@@ -19,6 +19,7 @@ SLICE_S: Final = 0.05
 """A long wait looks up this often whether it is still wanted."""
 
 StageCosts = Sequence[tuple[PassCost, PassCost, PassCost]]
+"""Of F, B and W, by chunk; of B with W's where one op computes both."""
 
 
 class Padding:
@@ -27,7 +28,7 @@ class Padding:
     Args:
         profile: of the emulated device.
         worker: this worker's id.
-        costs: what this worker holds now: the costs of F, B and W, by chunk.
+        costs: what this worker holds now.
         tokens_per_token: tokens of the emulated job that one real token stands for.
         bytes_per_token: of a real activation at a stage boundary.
         slowness: what drills have slowed.
@@ -68,13 +69,12 @@ class Padding:
         """Wait until the op has lasted as long as on the device, and as long as it has waited for others on top.
 
         Args:
-            kind: F, or B, in which Megatron computes the weight gradients too.
+            kind: which of the chunk's costs it has.
             tokens, squares: N and Σ l² of the real micro-batch.
             started: when the op began.
             waited: seconds of it in tensor-parallel collectives; NaN if not known.
         """
-        forward, backward, weight = self._costs()[chunk]
-        cost = forward if kind is OpKind.F else backward + weight
+        cost = self._costs()[chunk][kind]
         seconds = cost.seconds(tokens * self._scale, squares * self._scale**2)
         seconds *= max(self._random.gauss(1.0, self._profile.noise), 0.0) / self._slowness().speed(self._worker)
         deadline = started + seconds + (0.0 if math.isnan(waited) else waited)
@@ -88,9 +88,17 @@ class Padding:
         Both ends were there only a moment ago: gloo hands a message over as soon as they are. So the wait begins now,
         whenever this end's was `posted`.
         """
+        self._wait_until(self._clock() + self.transfer_seconds(peer, size))
+
+    def pad_arrival(self, arrival: float) -> None:
+        """Wait until what has come already would have come on the device."""
+        self._wait_until(arrival)
+
+    def transfer_seconds(self, peer: int, size: float) -> float:
+        """What `size` bytes from `peer` take on the device's links as they are now."""
         tokens = self._scale * size / self._bytes_per_token
         seconds = self._profile.transfer_seconds((self._worker, peer), tokens)
-        self._wait_until(self._clock() + seconds / self._slowness().link(self._worker, peer))
+        return seconds / self._slowness().link(self._worker, peer)
 
     def _wait_until(self, deadline: float) -> None:
         while (left := deadline - self._clock()) > SPIN_S:

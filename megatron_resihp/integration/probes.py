@@ -184,6 +184,16 @@ class Probes:
         """A backward op ends. `tensors`: gradients that may be sent."""
         self._close(tensors, pad)
 
+    @contextmanager
+    def weight_gradient(self, chunk: int, micro_batch: int, pad: PadOp | None) -> Iterator[None]:
+        """An op that computes the weight gradients that a backward op has left, while it lasts."""
+        if not self.recording:
+            yield
+            return
+        self._open(OpKind.W, chunk, micro_batch, ())
+        yield
+        self._close((), pad)
+
     def batch_came(self) -> None:
         """The micro-batch of the forward op under way is there: what came before was no work of the device."""
         if self._op is not None and self._op[0] is OpKind.F:
@@ -248,6 +258,13 @@ class Probes:
                 if received:
                     pad(peer, posted, float(size))
             row[DONE] = self.mark()
+
+    def note_transfer(
+        self, peer: int, received: bool, kind: OpKind, chunk: int, micro_batch: int, posted: float, done: float,
+        size: float,
+    ) -> None:  # fmt: skip
+        """A transfer of which all is known, as a row of TRANSFER says it. `done`: NaN if it was not timed."""
+        self._sheet.transfers.append([peer, received, kind, chunk, micro_batch, posted, done, size])
 
     # ---- spans
 

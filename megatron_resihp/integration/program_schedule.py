@@ -16,11 +16,11 @@ from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from megatron_resihp.executor.exchange import GlooExchange
 from megatron_resihp.executor.interpreter import run
 from megatron_resihp.executor.routes import Step, routes_for
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.general_world import as_stage
+from megatron_resihp.integration.measured_exchange import MeasuredExchange
 from megatron_resihp.integration.micro_batches import MicroBatches
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.split_backward import WeightGradient, leaving_weights, remembering_bias
@@ -128,8 +128,9 @@ class MegatronWork:
         return found
 
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
-        for later in self._left.pop((chunk, micro_batch)):
-            later.compute()
+        with self._runtime.probes.weight_gradient(self._own.index(chunk), micro_batch, self._runtime.pad_op):
+            for later in self._left.pop((chunk, micro_batch)):
+                later.compute()
 
 
 def training_routes(runtime: Runtime, general: General) -> tuple[Step, ...]:
@@ -138,10 +139,10 @@ def training_routes(runtime: Runtime, general: General) -> tuple[Step, ...]:
     return routes_for(general.plan, orders, general.worker, runtime.own.sequence_parallel, runtime.args.seq_length)
 
 
-def make_exchange(runtime: Runtime, general: General) -> GlooExchange:
+def make_exchange(runtime: Runtime, general: General) -> MeasuredExchange:
     """What carries results between workers in this epoch. All of them call it in the world of the plan."""
     args = runtime.args
-    exchange = GlooExchange(
+    exchange = MeasuredExchange(
         general.worker,
         dist.group.WORLD,
         {worker: rank for rank, worker in enumerate(general.rank_order)},
@@ -150,5 +151,6 @@ def make_exchange(runtime: Runtime, general: General) -> GlooExchange:
         args.params_dtype,
         torch.device("cuda", torch.cuda.current_device()),
     )
+    exchange.begin(runtime, general.own_chunks)
     exchange.connect(runtime.routes)
     return exchange

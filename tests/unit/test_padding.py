@@ -15,7 +15,7 @@ from megatron_resihp.cost.profile import DeviceProfile, LayerKind, LinkCost, Pas
 from megatron_resihp.detector.records import OpKind
 from megatron_resihp.integration.padding import SLICE_S, Padding
 
-COSTS = [(PassCost(0.001, 1e-5, 0.002), PassCost(0.002), PassCost(0.001))]
+COSTS = [(PassCost(0.001, 1e-5, 0.002), PassCost(0.003), PassCost(0.001))]
 
 
 class FakeTime:
@@ -72,10 +72,11 @@ class TestOps:
         took = lasted(time, lambda started: padding(time).pad_op(OpKind.F, 0, 5, 13, started, 0.0))
         assert took == pytest.approx(0.001 * 50 + 1e-5 * 1300 + 0.002, abs=1e-5)
 
-    def test_backward_computes_the_weights_gradients_too(self) -> None:
+    @pytest.mark.parametrize(("kind", "seconds"), [(OpKind.B, 0.003 * 50), (OpKind.W, 0.001 * 50)])
+    def test_each_kind_of_op_has_its_own_cost(self, kind: OpKind, seconds: float) -> None:
         time = FakeTime()
-        took = lasted(time, lambda started: padding(time).pad_op(OpKind.B, 0, 5, 13, started, 0.0))
-        assert took == pytest.approx((0.002 + 0.001) * 50, abs=1e-5)
+        took = lasted(time, lambda started: padding(time).pad_op(kind, 0, 5, 13, started, 0.0))
+        assert took == pytest.approx(seconds, abs=1e-5)
 
     @given(speed=st.floats(0.01, 1.0), waited=st.floats(0.0, 0.5))
     def test_own_work_is_slowed_and_waiting_is_not(self, speed: float, waited: float) -> None:
@@ -130,6 +131,14 @@ class TestTransfers:
         before = time.now
         padding(time, Slowness(links={slow: 0.2})).pad_transfer(2, before, 40.0)
         assert time.now - before == pytest.approx(0.06 / factor, abs=1e-5)
+
+    def test_what_was_sent_long_ago_is_there(self) -> None:
+        time = FakeTime()
+        before = time.now
+        padding(time).pad_arrival(before - 1.0)
+        assert time.now - before < 1e-5
+        padding(time).pad_arrival(before + 0.5)
+        assert time.now == pytest.approx(before + 0.5, abs=1e-5)
 
     def test_within_a_node(self) -> None:
         time = FakeTime()

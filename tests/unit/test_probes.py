@@ -133,6 +133,18 @@ def test_an_op_is_padded_before_it_ends() -> None:
         assert op["start"] == values[4] and values[6] <= op["end"]
 
 
+def test_a_weight_gradient_is_an_op_of_its_own() -> None:
+    probes, sent = make()
+    padded: list[tuple[Any, ...]] = []
+    probes.begin(0, 1, (0,), WORKERS)
+    run_micro_batch(probes, 0)
+    with probes.weight_gradient(0, 0, lambda *values: padded.append(values)):
+        pass
+    probes.finish()
+    assert sent[0].ops["kind"].tolist() == [OpKind.F, OpKind.B, OpKind.W]
+    assert [values[:4] for values in padded] == [(OpKind.W, 0, 32.0, 1024.0)]
+
+
 def test_a_received_transfer_is_padded_and_a_sent_one_is_not() -> None:
     probes, _ = make()
     padded: list[tuple[int, float, float]] = []

@@ -7,7 +7,8 @@ import pytest
 
 from megatron_resihp.detector.layout import layout_of
 from megatron_resihp.detector.recording import Recorder, Recording, RecordingError
-from megatron_resihp.plan.parallel_plan import ParallelPlan, Replica
+from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
+from megatron_resihp.plan.schedule import EXPLICIT
 
 PLAN = ParallelPlan((Replica(((0, 1), (2, 3)), (0, 1)), Replica(((4, 5), (6, 7)), (2, 3))))
 LAYOUT = layout_of(PLAN, 2, {worker: worker // 4 for worker in range(8)})
@@ -27,6 +28,40 @@ def test_interleaved_pipelines_close_their_ring() -> None:
     assert layout_of(plan, 0, {0: 0, 1: 0, 2: 0}, interleaved=True).links.tolist() == [[0, 1], [1, 2], [2, 0]]
     pair = ParallelPlan((Replica(((0,), (1,)), (0,)),))
     assert layout_of(pair, 0, {0: 0, 1: 0}, interleaved=True).links.tolist() == [[0, 1]]
+
+
+def test_workers_of_unlike_stages_are_not_compared() -> None:
+    halves, thirds = (Chunk(0, 0, 3), Chunk(1, 3, 6)), (Chunk(0, 0, 2), Chunk(1, 2, 6))
+    plan = ParallelPlan((
+        Replica(((0, 1), (2,)), (0, 1), halves),
+        Replica(((3, 4), (5, 6)), (2, 3), halves),
+        Replica(((7,), (8,)), (4,), thirds),
+    ))  # fmt: skip
+    layout = layout_of(plan, 1, dict.fromkeys(range(9), 0))
+    assert not layout.native
+    stages = dict(zip(layout.workers.tolist(), layout.stage.tolist(), strict=True))
+    alike = {frozenset(worker for worker, stage in stages.items() if stage == each) for each in stages.values()}
+    assert alike == {frozenset(each) for each in ((0, 1, 3, 4), (2,), (5, 6), (7,), (8,))}
+    assert {*map(tuple, layout.links.tolist())} == {(0, 2), (1, 2), (3, 5), (4, 6), (7, 8)}
+
+
+def test_migrated_work_has_links_between_replicas() -> None:
+    chunks = (Chunk(0, 0, 2), Chunk(1, 2, 4))
+
+    def order(stage: int, *micro_batches: int) -> tuple[PlannedOp, ...]:
+        return tuple(PlannedOp(kind, stage, micro_batch) for micro_batch in micro_batches for kind in "FB")
+
+    schedules = (
+        Schedule(EXPLICIT, orders=(order(0, 0), ())),
+        Schedule(EXPLICIT, orders=(order(0, 1), order(1, 0, 1))),
+    )
+    plan = ParallelPlan(
+        (Replica(((0,), ()), (0,), chunks, schedules[0]), Replica(((1,), (2,)), (1,), chunks, schedules[1])),
+        migrations=(Migration(0, 1, 1),),
+    )
+    layout = layout_of(plan, 1, dict.fromkeys(range(3), 0))
+    assert {*map(tuple, layout.links.tolist())} == {(0, 2), (1, 2)}
+    assert layout.stage[0] == layout.stage[1] != layout.stage[2]
 
 
 def write(path: Path, *messages: bytes, job: str = "first") -> None:

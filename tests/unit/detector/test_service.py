@@ -18,7 +18,7 @@ from megatron_resihp.detector.service import COST_MODEL_NAME, DetectionService
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
 from megatron_resihp.detector.wire import pack
-from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.report.schema import problems
 
 REPLICAS, MICRO_BATCHES = 4, 4
@@ -31,6 +31,18 @@ def plan(replicas: int = REPLICAS) -> ParallelPlan:
     """One worker to a replica."""
     return ParallelPlan(tuple(
         Replica(((worker,),), tuple(range(worker, replicas * MICRO_BATCHES, replicas))) for worker in range(replicas)
+    ))  # fmt: skip
+
+
+def unlike_plan() -> ParallelPlan:
+    """The same workers, the last two of them two stages of unlike layers."""
+    count = REPLICAS * MICRO_BATCHES
+    shares = [tuple(range(number, count, REPLICAS - 1)) for number in range(REPLICAS - 1)]
+    whole, cut = (Chunk(0, 0, 4),), (Chunk(0, 0, 1), Chunk(1, 1, 4))
+    return ParallelPlan((
+        Replica(((0,),), shares[0], whole),
+        Replica(((1,),), shares[1], whole),
+        Replica(((SLOW,), (3,)), shares[2], cut),
     ))  # fmt: skip
 
 
@@ -138,6 +150,19 @@ def test_the_next_epoch_is_judged_by_its_own_layout(job: Job) -> None:
     job.finish()
     assert not job.named("verdict")
     assert job.named("detection")[0]["iterations"] == LEARNED + 39
+
+
+def test_slowness_and_recovery_are_seen_across_a_plan_of_unlike_stages(job: Job) -> None:
+    job.run(range(1, LEARNED))
+    job.run(range(LEARNED, LEARNED + 20), slow=True)
+    job.tell(event="epoch_started", epoch=1, plan=unlike_plan().to_dict())
+    job.run(range(LEARNED + 20, LEARNED + 60), slow=True, epoch=1)
+    assert {event["change"] for event in job.named("verdict")} <= {"onset", "severity"}
+    job.run(range(LEARNED + 60, LEARNED + 90), epoch=1)
+    job.finish()
+    recovery = job.named("verdict")[-1]
+    assert recovery["change"] == "recovery" and recovery["workers"] == [SLOW]
+    assert not job.named("detection_failed")
 
 
 def test_suspects_are_ordered_to_measure_and_the_culprit_is_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

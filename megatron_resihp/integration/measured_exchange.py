@@ -1,0 +1,101 @@
+"""Messages between workers in general mode, timed for the records and, on the emulated clock, padded.
+
+A message may come while its receiver computes, and gloo does not say when. So its time is known only where it was
+waited for; on the emulated clock each message is followed by the moment at which it was sent, and comes when it would
+have come on the device. May import torch, `executor` and this room.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from megatron_resihp.detector.records import OpKind
+from megatron_resihp.executor.exchange import GlooExchange
+from megatron_resihp.executor.messages import Message, Piece
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.plan import PlannedOp
+
+STAMPS: Final = 1 << 24
+"""Added to a message's tag for the moment at which it was sent."""
+AT_ONCE_S: Final = 1e-4
+"""What took less to wait for had been there before."""
+NAN: Final = float("nan")
+
+
+class MeasuredExchange(GlooExchange):
+    """A GlooExchange whose transfers the probes note; `begin` is called once, before all else."""
+
+    def begin(self, runtime: Runtime, own_chunks: Sequence[int]) -> None:
+        """`own_chunks`: numbers of this worker's chunks in the plan."""
+        self._runtime = runtime
+        self._own = {chunk: index for index, chunk in enumerate(own_chunks)}
+        self._token_bytes = self._dtype.itemsize * self._shape[0] * self._shape[1]
+        self._taken: dict[PlannedOp, float] = {}
+        self._stamps: dict[PlannedOp, list[tuple[Any, torch.Tensor]]] = {}
+
+    def take(self, message: Message) -> None:
+        super().take(message)
+        self._taken[message.op] = time.monotonic()
+        if self._runtime.padding is not None:
+            self._stamps[message.op] = [self._take_stamp(message, piece) for piece in self._pieces_to_me(message)]
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None:
+        super().send(message, tensor)
+        now = time.monotonic()
+        for piece in message.pieces:
+            if piece.sender != self._me:
+                continue
+            if self._runtime.probes.recording:
+                self._note(message, piece.receiver, message.op.chunk, piece, now, NAN, received=False)
+            if self._runtime.padding is not None:
+                stamp = torch.tensor([now], dtype=torch.float64)
+                receiver = self._rank_of[piece.receiver]
+                work = dist.isend(stamp, group=self._group, group_dst=receiver, tag=STAMPS + message.tag)
+                self._sending[message.op].append((work, stamp))
+
+    def _wait_for(self, message: Message, works: Sequence[Any]) -> None:
+        began = time.monotonic()
+        super()._wait_for(message, works)
+        came, posted = time.monotonic(), self._taken.pop(message.op)
+        waited = came - began > AT_ONCE_S
+        chunk = message.op.chunk + (1 if message.op.kind == "F" else -1)
+        arrivals = self._arrivals(message)
+        for piece, (sent, arrival) in zip(self._pieces_to_me(message), arrivals, strict=True):
+            if self._runtime.probes.recording:
+                done = arrival if arrival > came else came if waited else NAN
+                self._note(message, piece.sender, chunk, piece, min(posted, sent), done, received=True)
+        if self._runtime.padding is not None and self._runtime.probes.recording and arrivals:
+            self._runtime.padding.pad_arrival(max(arrival for _, arrival in arrivals))
+
+    def _pieces_to_me(self, message: Message) -> list[Piece]:
+        return [piece for piece in message.pieces if piece.receiver == self._me]
+
+    def _take_stamp(self, message: Message, piece: Piece) -> tuple[Any, torch.Tensor]:
+        stamp = torch.empty(1, dtype=torch.float64)
+        sender = self._rank_of[piece.sender]
+        return dist.irecv(stamp, group=self._group, group_src=sender, tag=STAMPS + message.tag), stamp
+
+    def _arrivals(self, message: Message) -> list[tuple[float, float]]:
+        """When each piece was sent, and comes on the emulated device; what never was (∞, 0) on a real one."""
+        pieces, padding = self._pieces_to_me(message), self._runtime.padding
+        if padding is None:
+            return [(float("inf"), 0.0)] * len(pieces)
+        arrivals = []
+        for piece, (work, stamp) in zip(pieces, self._stamps.pop(message.op), strict=True):
+            work.wait()
+            sent = float(stamp)
+            arrivals.append((sent, sent + padding.transfer_seconds(piece.sender, self._size(piece))))
+        return arrivals
+
+    def _size(self, piece: Piece) -> float:
+        return float((piece.end - piece.start) * self._token_bytes)
+
+    def _note(
+        self, message: Message, peer: int, chunk: int, piece: Piece, posted: float, done: float, *, received: bool
+    ) -> None:
+        kind, own = OpKind[message.op.kind], self._own[chunk]
+        size = self._size(piece)
+        self._runtime.probes.note_transfer(peer, received, kind, own, message.op.micro_batch, posted, done, size)
