@@ -7,8 +7,8 @@ Eight CPU workers (TP 2, PP 2, DP 2) train a tiny GPT whose ops and transfers la
 `--time-scale`. One job for each case: it trains without a fault, then the fault comes (workers are killed, or slowed
 down by a drill), and then it takes one plan after the other, each computed by a strategy from the profile's costs and
 the true health, and asked for with --resihp-plan. A plan's time is the median `duration_s` of the `iteration` events
-of its epoch without the first one. `drop-replica` of a case in which nobody is dead is the job's own plan, which
-drops nothing.
+of its epoch without the first one. `drop-replica` is what the job does by itself before it is asked for a plan: who
+lost a member is left out, and where nobody is dead the job's own plan goes on.
 
 - `share_of_bound`: what no plan can beat with these devices (`cost.bounds`: work over the sum of speeds, and the
   critical path) over the measured iteration of `joint`. The iteration holds what the machine really needs for gradient
@@ -56,8 +56,12 @@ WORKERS_PER_NODE: Final = 4
 JOB: Final = SmallJob(layers=6, hidden=32, sequence=32, batch=32)
 MEMORY_SHARE: Final = 0.9
 """Of the model's state that a device has room for: a replica needs two devices."""
-WARM_UP, MEASURED, TO_CHANGE = 2, 3, 1
-"""Iterations: at a job's start, measured of each plan, and before them."""
+WARM_UP, MEASURED = 2, 2
+"""Iterations: at a job's start, and at least, measured of each plan."""
+PER_PLAN: Final = MEASURED + 2
+"""A plan is taken one or two iterations after it was asked for, and its first one is left out."""
+FAULT: Final = WARM_UP + MEASURED + 1
+"""The iteration in which the fault comes."""
 JOB_S: Final = 900.0
 
 
@@ -173,17 +177,15 @@ class Measured:
 
 def command(case: Case, plans: dict[str, ParallelPlan], profile: Path, directory: Path) -> list[str]:
     """The job of a case: healthy iterations, the fault, then each plan."""
-    each = TO_CHANGE + 1 + MEASURED
-    fault = WARM_UP + MEASURED + 1
     files = []
-    for number, (name, plan) in enumerate(plans.items(), start=1):
+    for number, (name, plan) in enumerate(plans.items()):
         file = directory / f"{name}.json"
         file.write_text(json.dumps(plan.to_dict()))
-        files.append(f"{file}@{fault + TO_CHANGE + number * each}")
-    last = fault + TO_CHANGE + (len(plans) + 1) * each
+        files.append(f"{file}@{FAULT + MEASURED + 1 + number * PER_PLAN}")
+    last = FAULT + MEASURED + len(plans) * PER_PLAN
     return [
         *JOB.under_resihp(last, directory / "run"), "--resihp-emulate", str(profile),
-        "--resihp-drill", *case.drills(fault), *(["--resihp-plan", *files] if files else []),
+        "--resihp-drill", *case.drills(FAULT), *(["--resihp-plan", *files] if files else []),
     ]  # fmt: skip
 
 
@@ -211,18 +213,17 @@ def run_case(case: Case, profile: Path, cost: JobCost, directory: Path) -> dict[
         RuntimeError: the job failed.
     """
     plans = plans_of(case, cost)
-    asked = {name: plan for name, plan in plans.items() if not same_work(plan, own_plan())}
+    asked = {name: plan for name, plan in plans.items() if name != "drop-replica" and not same_work(plan, own_plan())}
     directory.mkdir()
     with running(command(case, asked, profile, directory), directory / "output") as job:
         if job.wait(JOB_S) != 0:
             raise RuntimeError(f"{case.name}: the job failed: {(directory / 'output').read_text()[-500:]}")
     events = all_events(directory / "run")
     epochs = epochs_of(events)
-    fault = WARM_UP + MEASURED + 1
-    healthy = [seconds for number, seconds in epochs[0][1] if WARM_UP < number < fault]
+    healthy = [seconds for number, seconds in epochs[0][1] if WARM_UP < number < FAULT]
     found = {"fault-free": _measured(healthy, evaluate(own_plan(), Case("").health, cost))}
     for name, plan in plans.items():
-        seconds = [s for used, own in epochs if same_work(used, plan) for number, s in own if number > fault]
+        seconds = [s for used, own in epochs if same_work(used, plan) for number, s in own if number > FAULT]
         if seconds:
             found[name] = _measured(seconds, evaluate(plan, case.health, cost))
         else:
@@ -276,7 +277,10 @@ def main() -> int:
         for number, case in enumerate(CASES):
             if case.name not in options.cases:
                 continue
-            figures = run_case(case, path, cost, Path(scratch, str(number)))
+            try:
+                figures = run_case(case, path, cost, Path(scratch, str(number)))
+            except RuntimeError as error:
+                figures = {"error": str(error)}
             result["cases"][case.name] = figures
             say(f"{case.name}: {json.dumps(rounded(figures))}")
     result["load_average"] = load_average()

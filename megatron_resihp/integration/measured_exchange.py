@@ -48,7 +48,7 @@ class MeasuredExchange(GlooExchange):
         for piece in message.pieces:
             if piece.sender != self._me:
                 continue
-            if self._runtime.probes.recording:
+            if self._noting:
                 self._note(message, piece.receiver, message.op.chunk, piece, now, NAN, received=False)
             if self._runtime.padding is not None:
                 stamp = torch.tensor([now], dtype=torch.float64)
@@ -64,11 +64,16 @@ class MeasuredExchange(GlooExchange):
         chunk = message.op.chunk + (1 if message.op.kind == "F" else -1)
         arrivals = self._arrivals(message)
         for piece, (sent, arrival) in zip(self._pieces_to_me(message), arrivals, strict=True):
-            if self._runtime.probes.recording:
+            if self._noting:
                 done = arrival if arrival > came else came if waited else NAN
                 self._note(message, piece.sender, chunk, piece, min(posted, sent), done, received=True)
         if self._runtime.padding is not None and self._runtime.probes.recording and arrivals:
             self._runtime.padding.pad_arrival(max(arrival for _, arrival in arrivals))
+
+    @property
+    def _noting(self) -> bool:
+        """Only in an iteration, and not among moments of a device's clock: these are the host's."""
+        return self._runtime.probes.recording and self._runtime.probes.immediate
 
     def _pieces_to_me(self, message: Message) -> list[Piece]:
         return [piece for piece in message.pieces if piece.receiver == self._me]

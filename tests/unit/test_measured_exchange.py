@@ -1,0 +1,100 @@
+"""Transfers in general mode as the probes note them, and when they come on the emulated clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_resihp.detector.records import OpKind
+from megatron_resihp.executor.messages import Message
+from megatron_resihp.integration.measured_exchange import MeasuredExchange
+from megatron_resihp.plan import PlannedOp
+
+TOKENS, SHAPE = 4, (1, 8)
+LINK_S = {(0, 2): 0.05, (1, 2): 0.02}
+
+
+class Wire:
+    """Stands for gloo: what was sent, by both ranks and tag."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def isend(self, tensor: torch.Tensor, group: int, group_dst: int, tag: int = 0) -> Any:
+        self.sent[group, group_dst, tag] = tensor.clone()
+        return SimpleNamespace(wait=lambda: None)
+
+    def irecv(self, tensor: torch.Tensor, group: int, group_src: int, tag: int = 0) -> Any:
+        return SimpleNamespace(wait=lambda: tensor.copy_(self.sent.pop((group_src, group, tag))))
+
+
+class Worker:
+    """An exchange, and what its probes and its padding were told."""
+
+    def __init__(self, me: int, own_chunks: Sequence[int], emulated: bool, recording: bool = True) -> None:
+        self.rows: list[tuple[Any, ...]] = []
+        self.arrivals: list[float] = []
+        probes = SimpleNamespace(
+            recording=recording, immediate=True, note_transfer=lambda *row: self.rows.append(row)
+        )
+        padding = SimpleNamespace(
+            transfer_seconds=lambda peer, size: LINK_S[min(peer, me), max(peer, me)], pad_arrival=self.arrivals.append
+        )
+        ranks = {worker: worker for worker in range(3)}
+        group: Any = me
+        self.exchange = MeasuredExchange(me, group, ranks, None, SHAPE, torch.float32, torch.device("cpu"))
+        runtime: Any = SimpleNamespace(probes=probes, padding=padding if emulated else None)
+        self.exchange.begin(runtime, own_chunks)
+
+
+@pytest.fixture(autouse=True)
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    wire = Wire()
+    monkeypatch.setattr(dist, "isend", wire.isend)
+    monkeypatch.setattr(dist, "irecv", wire.irecv)
+    return wire
+
+
+def forwards(emulated: bool, recording: bool = True) -> tuple[Worker, Worker, Worker, float]:
+    """Micro-batch 5 from workers 0 and 1, chunk 1 of theirs, to worker 2, the only one of chunk 2."""
+    workers = [Worker(me, own, emulated, recording) for me, own in ((0, (0, 1)), (1, (0, 1)), (2, (2,)))]
+    message = Message(PlannedOp("F", 1, 5), (0, 1), (2,), TOKENS, False, 7)
+    workers[2].exchange.take(message)
+    tensor = torch.arange(TOKENS * 8, dtype=torch.float32).view(TOKENS, *SHAPE)
+    for worker in workers[:2]:
+        worker.exchange.send(message, tensor)
+    sent_at = time.monotonic()
+    assert torch.equal(workers[2].exchange.receive(message), tensor)
+    for worker in workers[:2]:
+        worker.exchange.settle(message)
+    return workers[0], workers[1], workers[2], sent_at
+
+
+def test_both_ends_note_a_transfer_by_their_own_chunks() -> None:
+    first, second, receiver, _ = forwards(emulated=False)
+    size = TOKENS // 2 * 8 * 4
+    for sender in (first, second):
+        ((peer, received, kind, chunk, micro_batch, _, _, bytes_),) = sender.rows
+        assert (peer, received, kind, chunk, micro_batch, bytes_) == (2, False, OpKind.F, 1, 5, size)
+    assert [row[:5] for row in receiver.rows] == [(0, True, OpKind.F, 0, 5), (1, True, OpKind.F, 0, 5)]
+    assert [row[7] for row in receiver.rows] == [size, size]
+
+
+def test_on_the_emulated_clock_a_message_comes_as_long_after_it_was_sent_as_its_slowest_piece_takes(wire: Wire) -> None:
+    _, _, receiver, sent_at = forwards(emulated=True)
+    (arrival,) = receiver.arrivals
+    assert arrival == pytest.approx(sent_at + 0.05, abs=0.01)
+    took = [done - posted for *_, posted, done, _ in receiver.rows]
+    assert took[0] - took[1] == pytest.approx(0.03, abs=0.01)
+    assert not wire.sent, "no moment is left behind for the next message of the same tag"
+
+
+def test_outside_of_an_iteration_nothing_is_noted_or_padded(wire: Wire) -> None:
+    *workers, _ = forwards(emulated=True, recording=False)
+    assert not any(worker.rows or worker.arrivals for worker in workers) and not wire.sent
