@@ -4,6 +4,7 @@ Replaces training.initialize_megatron, parallel_state.initialize_model_parallel 
 """
 
 import atexit
+import copy
 import functools
 import gc
 import os
@@ -168,9 +169,11 @@ def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable
             with as_stage(number, len(general.chunks)):
                 options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
                 model += original(*positional, **options)
-        # Who has the head reports losses; Megatron asks the first chunk for that.
-        groups = get_attr_wrapped_model(model[0], "pg_collection")
+        # Who has the head reports losses; Megatron asks the first chunk's wrapper for that. What it wraps keeps its own
+        # place: a last stage's output is made 32 bits wide.
+        groups = copy.copy(get_attr_wrapped_model(model[0], "pg_collection"))
         groups.pp = StageGroup(general.own_chunks[-1 if general.has_head else 0], len(general.chunks))
+        model[0].pg_collection = groups
         return model
 
     return build_model

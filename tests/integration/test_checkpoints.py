@@ -54,8 +54,9 @@ def save(jobs: Jobs, path: Path, **options: Any) -> Job:
         ("V shape", {}, 1e-5),
         ("unlike replicas", LLAMA | {"bf16": True}, 2e-2),
         ("four stages", LLAMA, 1e-5),
+        ("V shape", LLAMA | {"bf16": True}, 2e-2),
     ],
-    ids=["unlike stages", "V shape", "unlike replicas", "four stages"],
+    ids=["unlike stages", "V shape", "unlike replicas", "four stages", "V shape in 16 bits"],
 )
 def test_a_job_goes_on_in_its_own_layout(
     jobs: Jobs, tmp_path: Path, name: str, model: dict[str, Any], tolerance: float
@@ -95,7 +96,10 @@ def test_stock_megatron_goes_on_in_another_layout(jobs: Jobs, tmp_path: Path) ->
     )  # fmt: skip
     assert log.returncode == 0, log.stdout[-3000:] + log.stderr[-3000:]
     lines = re.findall(r"iteration +(\d+)/.* lm loss: (\S+) ", log.stdout)
-    assert {int(n): float(loss) for n, loss in lines} == pytest.approx(rest_of(reference), rel=1e-5)
+    expected = rest_of(reference)
+    # Megatron does not clear its totals after the first line, so the second one is the mean of both.
+    expected[SAVED + 2] = (expected[SAVED + 1] + expected[SAVED + 2]) / 2
+    assert {int(n): float(loss) for n, loss in lines} == pytest.approx(expected, rel=1e-5)
 
 
 def test_survivors_of_a_plan_that_lost_state_write_slices(jobs: Jobs, tmp_path: Path) -> None:
