@@ -47,6 +47,8 @@ def sum_gradients(buckets: Sequence[Bucket], views: Views, contributed: Set[Slic
     """Replace each gradient by its sum over all who contribute to it; all holders call it once per iteration."""
     for bucket in buckets:
         parts = [_once_each(views[piece]) for piece in bucket.slices]
+        if not any(parts):
+            continue  # none of its slices has a parameter, for any of their holders
         if bucket.group is None and not any(len(copies) > 1 for part in parts for copies in part):
             continue
         flat = torch.cat([

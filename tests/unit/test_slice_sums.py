@@ -1,0 +1,48 @@
+"""Gradients summed slice by slice; groups are stood in for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_resihp.executor.slice_sums import Bucket, sum_gradients
+from megatron_resihp.plan.slices import TIED, WHOLE, Slice
+
+
+class Group:
+    """Of two workers, the other of which has fives everywhere."""
+
+    def __init__(self) -> None:
+        self.summed: list[int] = []
+
+    def sum(self, values: torch.Tensor) -> None:
+        self.summed.append(values.numel())
+        values += 5.0
+
+
+def bucket(slices: Sequence[Slice], group: Any) -> Bucket:
+    return Bucket(tuple(slices), group)
+
+
+def test_a_holder_without_a_gradient_that_counts_gets_the_sum() -> None:
+    counting, receiving, group = torch.ones(2, 3), torch.full((4,), 7.0), Group()
+    views = {Slice(1, 0): [("weight", counting)], Slice(1, WHOLE): [("bias", receiving)]}
+    sum_gradients([bucket(sorted(views), group)], views, {Slice(1, 0)})
+    assert group.summed == [10]
+    assert torch.equal(counting, torch.full((2, 3), 6.0)) and torch.equal(receiving, torch.full((4,), 5.0))
+
+
+def test_slices_without_parameters_are_left_out() -> None:
+    """Such as what all members hold whole of an embedding without positions; it may have holders of its own."""
+    group, weight = Group(), torch.ones(2)
+    views = {Slice(0, WHOLE): [], Slice(1, 0): [("weight", weight)]}
+    buckets = [bucket([Slice(0, WHOLE)], group), bucket([Slice(0, WHOLE), Slice(1, 0)], group)]
+    sum_gradients(buckets, views, {Slice(1, 0)})
+    assert group.summed == [2] and torch.equal(weight, torch.full((2,), 6.0))
+
+
+def test_word_embeddings_that_are_held_twice_are_one() -> None:
+    first, last = torch.ones(3), torch.full((3,), 2.0)
+    views = {Slice(TIED, 0): [("weight", first), ("weight", last)]}
+    sum_gradients([bucket(list(views), None)], views, set(views))
+    assert torch.equal(first, torch.full((3,), 3.0)) and torch.equal(last, first)
