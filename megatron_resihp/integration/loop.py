@@ -25,7 +25,6 @@ from megatron_resihp.integration.recovery import leave_if_agreed
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.telemetry import report_iteration
 from megatron_resihp.integration.validation import validate
-from megatron_resihp.plan.files import read_plan
 
 StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None, Any]
 
@@ -122,7 +121,7 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
         # Only now: what Megatron does after the step before, such as saving, is over and not to be repeated.
         leave_if_agreed(runtime)
         runtime.slowdowns.begin(iteration + 1)
-        _ask_for_plan(runtime, iteration + 1)
+        runtime.ask_for_plans(iteration + 1)
         runtime.fed.clear()
         runtime.losses = []
         if runtime.replay is not None:
@@ -142,14 +141,6 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
         return result
 
     return train_step
-
-
-def _ask_for_plan(runtime: Runtime, iteration: int) -> None:
-    """Ask for a scheduled plan, once; who reports the iteration asks for all."""
-    while runtime.plans and runtime.plans[0].iteration <= iteration:
-        due = runtime.plans.pop(0)
-        if runtime.reports:
-            runtime.control.tell("apply", plan=read_plan(due.path), why=f"--resihp-plan {due.path}", answer=None)
 
 
 def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:

@@ -24,6 +24,7 @@ from megatron_resihp.integration.probe_clock import make_clock
 from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.probes import PadOp, PadTransfer, Probes
 from megatron_resihp.plan import Coordinate, ParallelPlan, Shard
+from megatron_resihp.plan.files import read_plan
 
 if TYPE_CHECKING:
     from megatron_resihp.integration.general_world import MegatronGroups, Sizes
@@ -247,6 +248,16 @@ class Runtime:
 
     def reach(self, point: str) -> None:
         self.drills.reach(point, self.progress.iteration)
+
+    def ask_for_plans(self, iteration: int) -> None:
+        """Ask for the plans that are due when an iteration begins, once; who reports the iteration asks for all.
+
+        Standbys call it too, or they would ask for plans of long ago when they report some day.
+        """
+        while self.plans and self.plans[0].iteration <= iteration:
+            due = self.plans.pop(0)
+            if self.reports:
+                self.control.tell("apply", plan=read_plan(due.path), why=f"--resihp-plan {due.path}", answer=None)
 
     def _announce_drill(self, drill: Any) -> None:
         self.control.event(

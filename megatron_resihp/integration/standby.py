@@ -18,6 +18,7 @@ def keep_current(runtime: Runtime) -> None:
     while True:
         leave_if_agreed(runtime)
         runtime.progress.begin(runtime.progress.iteration + 1, None)
+        runtime.ask_for_plans(runtime.progress.iteration)
         share_gradients(runtime)
         runtime.control.check()
         runtime.progress.stage = Stage.REDUCED
