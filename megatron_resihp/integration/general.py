@@ -7,7 +7,7 @@ as in the plan; a worker's own ones in the order of their layers.
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard
 from megatron_resihp.plan.slices import (
     Slice,
     all_shards,
@@ -76,10 +76,12 @@ class General:
 
     @cached_property
     def _head_members(self) -> tuple[int, ...]:
-        """Of the first replica that works on all of its stages; if there is none, on the head."""
-        complete = [replica for replica in self.plan.replicas if all(replica.stages)]
-        heads = (replica.stages[replica.stage_of_chunk[-1]] for replica in [*complete, *self.plan.replicas])
-        return next(members for members in heads if members)
+        """Of the first replica that runs the head itself, of those with members in all stages if there is one: these
+        can evaluate for all."""
+        running = [replica for replica in self.plan.replicas if _runs_head(replica)]
+        complete = [replica for replica in running if all(replica.stages)]
+        replica = (complete or running)[0]
+        return replica.stages[replica.stage_of_chunk[-1]]
 
     @cached_property
     def evaluating_replica(self) -> int:
@@ -122,3 +124,10 @@ class General:
     def counted(self) -> frozenset[Slice]:
         """Slices that this worker counts in the gradient's norm: each one is counted by exactly one worker."""
         return frozenset(piece for piece, workers in self.contributors.items() if self.worker == workers[0])
+
+
+def _runs_head(replica: Replica) -> bool:
+    """Whether any micro-batch goes through its head; another replica's may do all of its work."""
+    if replica.schedule is None or not replica.schedule.orders:
+        return bool(replica.stages[replica.stage_of_chunk[-1]])
+    return any(op.chunk == len(replica.chunks) - 1 for order in replica.schedule.orders for op in order)

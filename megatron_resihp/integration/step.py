@@ -110,7 +110,7 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
     if runtime.losses:
         runtime.loss_names = tuple(sorted(runtime.losses[0]))[:LOSS_SLOTS]
-    if runtime.works and runtime.is_last_stage and runtime.tp_rank == 0:
+    if runtime.works and runtime.losses and runtime.is_last_stage and runtime.tp_rank == 0:
         _add_losses(runtime, values)
     runtime.everybody.sum(values)
     if _heard_by_all(runtime, validation, values[VALIDATION]):
