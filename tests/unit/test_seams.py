@@ -32,7 +32,7 @@ def test_every_target_is_named_once() -> None:
 
 def test_drills_hook_in_only_where_they_wait() -> None:
     runtime: Any = SimpleNamespace(drills=SimpleNamespace(points=lambda: {"p2p", "norm"}))
-    assert [patch.target for patch in drill_patches(runtime)] == [TARGETS["p2p"]]
+    assert [patch.target for patch in drill_patches(runtime)] == list(TARGETS["p2p"])
     assert set(TARGETS) <= set(DRILL_POINTS)
 
 
