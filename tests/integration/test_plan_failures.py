@@ -1,0 +1,183 @@
+"""Workers die while a plan that Megatron's own groups can't run is in force, and while plans change."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Job, Jobs, check_training, tiny
+from test_plans import V_SHAPE, chunks, explicit, stages
+from test_recovery_points import EVALUATION, RECOVERY_POINTS, evaluations
+
+from megatron_resihp.plan import ParallelPlan, Replica, Shard
+
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 4, "global_batch_size": 4}
+"""Two replicas of two stages on four workers: any two survivors that hold everything between them can go on."""
+
+UNLIKE = ParallelPlan(
+    (Replica(stages([0, 1], [2]), (0, 1), chunks(3, 6)), Replica(stages([3]), (2, 3), chunks(6))), {}
+)
+"""A stage of two members and one of one; and a replica of a single stage that holds everything."""
+LONE = ParallelPlan((Replica(stages([0], [1, 2]), (0, 1, 2, 3), chunks(2, 6)),), {3: None})
+"""Worker 0 is the only holder of the first layers."""
+KEEPING = ParallelPlan(
+    (Replica(stages([1], [2]), (0, 1, 2, 3), chunks(2, 6)),), {0: (Shard(0, 3, 0, 1),), 3: (Shard(3, 6, 0, 1),)}
+)
+"""Standbys go on holding the shards of the job's own layout."""
+VEE = ParallelPlan(
+    (Replica(stages([3], [0]), (0, 1, 2, 3), V_SHAPE, explicit((0, 1, 1, 0), 2, (0, 1, 2, 3))),), {1: None, 2: None}
+)
+"""Embedding and head on the same worker, what lies between on another one."""
+
+
+def ask_for(path: Path, *plans: tuple[ParallelPlan, int]) -> list[str]:
+    """Values of --resihp-plan."""
+    words = []
+    for number, (plan, iteration) in enumerate(plans):
+        file = path / f"plan{number}.json"
+        file.write_text(json.dumps(plan.to_dict()))
+        words.append(f"{file}@{iteration}")
+    return words
+
+
+def survive(
+    jobs: Jobs, path: Path, plans: Sequence[tuple[ParallelPlan, int]], drills: Sequence[str], **extra: Any
+) -> Job:
+    """Run a job of four workers through plans and drills and compare it with the undisturbed one."""
+    reference = jobs.reference(tiny(**PIPELINE), workers=4)
+    job = jobs.run(
+        tiny(**PIPELINE, **extra, resihp_plan=ask_for(path, *plans), resihp_drill=list(drills) or None), workers=4
+    )
+    check_training(job, reference)
+    struck = {(drill.target, drill.point) for drill in job.summary.drills}
+    wanted = [drill.partition(":")[2] for drill in drills]
+    assert struck == {(int(text.partition("@")[0]), text.partition(":")[2]) for text in wanted}
+    return job
+
+
+def in_general_mode(job: Job) -> list[bool]:
+    """Of each epoch, whether it was run in general mode."""
+    plans = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
+    return [plan.not_rectangular is not None for plan in plans]
+
+
+@pytest.mark.parametrize(
+    ("point", "victim"),
+    [
+        ("forward", 1), ("p2p", 0), ("backward", 2), ("p2p", 2), ("grad-sync", 3), ("norm", 1), ("step", 2),
+        ("between", 3),
+    ],
+)
+def test_a_death_under_an_unlike_plan(jobs: Jobs, tmp_path: Path, point: str, victim: int) -> None:
+    job = survive(jobs, tmp_path, [(UNLIKE, 1)], [f"kill:{victim}@3:{point}"])
+    assert in_general_mode(job) == [False, True, False]
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_standby_that_keeps_a_shard_dies(jobs: Jobs, tmp_path: Path, victim: int) -> None:
+    job = survive(jobs, tmp_path, [(KEEPING, 1)], [f"kill:{victim}@3:grad-sync"])
+    assert in_general_mode(job) == [False, True, False]
+
+
+def test_two_deaths_under_an_unlike_plan(jobs: Jobs, tmp_path: Path) -> None:
+    """Worker 3 has everything, worker 0 fetches what it lacks."""
+    job = survive(jobs, tmp_path, [(UNLIKE, 1)], ["kill:1@3:norm", "kill:2@3:recovery-rebuild"])
+    assert {death.worker for death in job.summary.deaths} == {1, 2}
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("point", RECOVERY_POINTS)
+def test_a_death_in_a_change(jobs: Jobs, tmp_path: Path, point: str, victim: int) -> None:
+    survive(jobs, tmp_path, [(UNLIKE, 1)], [f"kill:{victim}@1:{point}"])
+
+
+@pytest.mark.parametrize("point", RECOVERY_POINTS)
+def test_a_death_in_a_change_from_one_unlike_plan_to_another(jobs: Jobs, tmp_path: Path, point: str) -> None:
+    job = survive(jobs, tmp_path, [(UNLIKE, 1), (KEEPING, 3)], [f"kill:2@3:{point}"])
+    assert in_general_mode(job) == [False, True, False]
+
+
+def test_an_epoch_breaks_without_a_death_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
+    drills = ["rebuild:1@2:backward", "rebuild:2@4:grad-sync", "rebuild:0@5:recovery-ready"]
+    job = survive(jobs, tmp_path, [(UNLIKE, 1), (KEEPING, 3), (UNLIKE, 5)], drills)
+    assert not job.summary.deaths
+
+
+def test_a_change_asked_for_during_another_is_refused(jobs: Jobs, tmp_path: Path) -> None:
+    job = survive(jobs, tmp_path, [(UNLIKE, 2), (KEEPING, 2), (KEEPING, 4)], [])
+    assert "under way" in job.events("change_refused")[0]["reason"]
+    assert in_general_mode(job)[-1]
+
+
+@pytest.mark.parametrize("iteration", [5, 6])
+def test_a_change_shortly_before_the_end(jobs: Jobs, tmp_path: Path, iteration: int) -> None:
+    """Standbys can't know that no further iteration comes: they wait for the others, who finish the job."""
+    job = survive(jobs, tmp_path, [(KEEPING, 1), (UNLIKE, iteration)], [])
+    assert in_general_mode(job)[:2] == [False, True]
+
+
+def test_a_death_in_the_last_iteration_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
+    survive(jobs, tmp_path, [(UNLIKE, 4)], ["kill:2@6:step"])
+
+
+def test_evaluation_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
+    """Within training and after it, of one replica for all."""
+    model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
+    reference = jobs.reference(tiny(**model), workers=4)
+    job = jobs.run(tiny(**model, resihp_plan=ask_for(tmp_path, (UNLIKE, 1), (VEE, 3), (LONE, 5))), workers=4)
+    check_training(job, reference)
+    assert in_general_mode(job) == [False, True, True, True]
+    assert evaluations(job) == evaluations(reference)
+    assert final_losses(job) == final_losses(reference)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_death_while_evaluating_in_general_mode(jobs: Jobs, tmp_path: Path, victim: int) -> None:
+    model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
+    reference = jobs.reference(tiny(**model), workers=4)
+    plans, drill = ask_for(tmp_path, (UNLIKE, 1)), f"kill:{victim}@4:evaluate"
+    job = jobs.run(tiny(**model, resihp_plan=plans, resihp_drill=drill), workers=4)
+    check_training(job, reference)
+    assert evaluations(job) == evaluations(reference)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_death_after_the_last_iteration_in_general_mode(jobs: Jobs, tmp_path: Path, victim: int) -> None:
+    model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
+    reference = jobs.reference(tiny(**model), workers=4)
+    plans, drill = ask_for(tmp_path, (UNLIKE, 4)), f"kill:{victim}@7:evaluate"
+    job = jobs.run(tiny(**model, resihp_plan=plans, resihp_drill=drill), workers=4)
+    check_training(job, reference)
+    assert final_losses(job) == final_losses(reference)
+
+
+def test_a_stop_during_a_change(jobs: Jobs, tmp_path: Path) -> None:
+    plans = ask_for(tmp_path, (UNLIKE, 2), (KEEPING, 4), (UNLIKE, 6))
+    job = jobs.start(tiny(**PIPELINE | {"train_iters": 1000}, resihp_plan=plans), workers=4)
+    job.await_event("plan_change", number=2)
+    job.signal(signal.SIGTERM)
+    assert job.wait().code == 128 + signal.SIGTERM, job.tails()
+    iterations = [event["iteration"] for event in job.events("iteration")]
+    assert iterations and iterations == sorted(set(iterations))
+
+
+def test_the_only_holder_of_a_layer_dies(jobs: Jobs, tmp_path: Path) -> None:
+    plans = ask_for(tmp_path, (LONE, 1))
+    job = jobs.run(tiny(**PIPELINE, resihp_plan=plans, resihp_drill="kill:0@3:backward"), workers=4)
+    assert job.code == 1, job.tails()
+    assert "no plan fits the survivors" in job.events("run_finished")[0]["reason"]
+
+
+def final_losses(job: Job) -> dict[str, float]:
+    """Losses of validation and test set after the last iteration."""
+    found: dict[str, float] = {}
+    for worker in range(job.workers):
+        for line in job.log(worker).splitlines():
+            if "validation loss at " in line and "iteration 6 on" in line:
+                name = line.split("validation loss at ")[1].split("|")[0].strip()
+                found[name] = round(float(line.split("lm loss value: ")[1].split()[0]), 5)
+    return found
