@@ -177,7 +177,7 @@ class Measured:
 
 def command(case: Case, plans: dict[str, ParallelPlan], profile: Path, directory: Path) -> list[str]:
     """The job of a case: healthy iterations, the fault, then each plan."""
-    files = []
+    files: list[str] = []
     for number, (name, plan) in enumerate(plans.items()):
         file = directory / f"{name}.json"
         file.write_text(json.dumps(plan.to_dict()))

@@ -45,12 +45,15 @@ class Probes:
         tp_group: the tensor-parallel group of this epoch.
         timed_group: the group whose collectives are to be timed now: that one, inside of ops that are sampled.
         mark: gives the moment, as the clock has it.
+        emulated: whether ops are padded. Then only an op's first wait in a collective counts, which is that for members
+            who began it later: what collectives take on the device is in its costs, and what they really take is not.
     """
 
     def __init__(self, worker: int, make_clock: Callable[[], Clock], send: Callable[[Sheet], None]) -> None:
         self.recording = False
         self.tp_group: Any = None
         self.timed_group: Any = NOBODY
+        self.emulated = False
         self._worker = worker
         self._send = send
         # Marks of one iteration are read while the next one takes its own.
@@ -236,7 +239,8 @@ class Probes:
         """A collective of `timed_group` is over."""
         now = self.mark()
         if self._clock.immediate:
-            self._waited += now - since
+            if not (self.emulated and self._waited):
+                self._waited += now - since
         else:
             self._sheet.waits.append((len(self._sheet.ops), since, now))
 

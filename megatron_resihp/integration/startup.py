@@ -64,6 +64,7 @@ def create_runtime(config: ResihpConfig) -> Runtime:
     gc.freeze()
     if config.resihp_emulate is not None:
         runtime.padding = padding_of(runtime, config.resihp_emulate)
+        runtime.probes.emulated = True
     return runtime
 
 

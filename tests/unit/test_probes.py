@@ -109,6 +109,19 @@ def test_waiting_is_told_apart() -> None:
     assert sent[0].ops["waited"][0] == pytest.approx(0.75, abs=0.05)
 
 
+def test_on_the_emulated_clock_only_members_who_begin_late_are_waited_for() -> None:
+    probes, sent = make()
+    probes.emulated = True
+    probes.begin(0, 1, (0, 1), WORKERS)
+    for index in range(2):
+        probes.open_forward(0, index, [])
+        probes.note_wait(probes.mark() - 0.5)
+        probes.note_wait(probes.mark() - 0.25)
+        probes.close_forward(object(), [], None, None)
+    probes.finish()
+    assert sent[0].ops["waited"] == pytest.approx([0.5, 0.5], abs=0.05)
+
+
 def test_an_op_begins_when_its_micro_batch_is_there() -> None:
     probes, sent = make()
     probes.begin(0, 1, (0,), WORKERS)

@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""How long training stands still when a running job changes its plan by choice.
+
+    python benchmarks/reconfigure.py [--rounds N]
+
+Eight CPU workers (TP 2, PP 2, DP 2) train a tiny GPT in fp32 and change, every few iterations, to a plan of another
+kind and back: a stage of one worker less, other layers, unlike replicas. Nothing fails.
+
+- `voluntary_stall_s`: median over all changes of `stood_still_s` of the `reconfiguration` event, from when the first
+  worker stopped until all went on; `by_change` has it for each kind.
+- `phases`: medians over the changes of what each phase took the worker that took longest.
+- `bytes_over_minimum`: all bytes that were sent over what the new plans' workers lacked (`planner.moves`).
+- `fail_stop_s` is null: what a worker's death costs with a symmetric plan is in recovery.py; a job does not plan
+  asymmetrically by itself yet.
+
+The last line of standard output is one JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from common import SmallJob, all_events, load_average, print_result, running
+
+from megatron_resihp.cost.device import Device
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.cost.layers import model_from_arguments
+from megatron_resihp.cost.training import Training
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, even_chunks, spelled_out
+from megatron_resihp.planner.moves import bytes_to_move
+from megatron_resihp.report import events as names
+from megatron_resihp.report.events import Event
+
+GOAL_S: Final = 0.3
+JOB: Final = SmallJob()
+EVERY, FIRST = 4, 5
+"""Iterations between changes, and that of the first one."""
+JOB_S: Final = 600.0
+OWN: Final = even_chunks(JOB.layers, JOB.pipeline_parallel)
+
+
+def plan(first: tuple[tuple[int, ...], ...], second: tuple[tuple[int, ...], ...], *layers: Any) -> ParallelPlan:
+    """Two replicas by their stages, with even shares of the batch."""
+    chunks = layers or (OWN, OWN)
+    shares = [tuple(range(number, JOB.batch, 2)) for number in range(2)]
+    return ParallelPlan((Replica(first, shares[0], chunks[0]), Replica(second, shares[1], chunks[1])))
+
+
+OWN_PLAN: Final = plan(((0, 1), (4, 5)), ((2, 3), (6, 7)))
+CHANGES: Final = {
+    "a worker less in a stage": plan(((0, 1), (4, 5)), ((2, 3), (6,))),
+    "other layers": plan(((0, 1), (4, 5)), ((2, 3), (6, 7)), *[(Chunk(0, 0, 4), Chunk(1, 4, OWN[-1].end))] * 2),
+    "unlike replicas": plan(((0, 1), (4, 5)), ((2,), (3,), (6, 7)), OWN, (
+        Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(2, 3, OWN[-1].end)
+    )),
+}  # fmt: skip
+
+
+def train(rounds: int, directory: Path) -> list[Event]:
+    """Run the job with each change and back, so many times; its events."""
+    files: list[str] = []
+    for name, changed in [*CHANGES.items()] * rounds:
+        for label, wanted in ((name, changed), ("back", OWN_PLAN)):
+            file = directory / f"{len(files)} {label}.json"
+            file.write_text(json.dumps(wanted.to_dict()))
+            files.append(f"{file}@{FIRST + EVERY * len(files)}")
+    command = [*JOB.under_resihp(FIRST + EVERY * len(files), directory / "run"), "--resihp-plan", *files]
+    with running(command, directory / "output") as job:
+        if job.wait(JOB_S) != 0:
+            raise RuntimeError(f"the job failed: {(directory / 'output').read_text()[-500:]}")
+    return all_events(directory / "run")
+
+
+def cost() -> JobCost:
+    """Of the job, as far as its state's bytes go."""
+    model = model_from_arguments({
+        "num_layers": JOB.layers, "hidden_size": JOB.hidden, "num_attention_heads": 4, "vocab_size": 127,
+        "max_position_embeddings": JOB.sequence, "tensor_model_parallel_size": JOB.tensor_parallel,
+    })  # fmt: skip
+    return JobCost(model, Training(JOB.sequence, weight_bytes=4, optimizer_bytes=8), Device(1.0), JOB.batch)
+
+
+def summarize(events: Sequence[Event]) -> dict[str, Any]:
+    """The figures of all changes of a run."""
+    changes = [event for event in events if event["event"] == names.RECONFIGURATION]
+    plans = {
+        event["epoch"]: spelled_out(ParallelPlan.from_dict(event["plan"]), OWN)
+        for event in events
+        if event["event"] == names.EPOCH_STARTED
+    }
+    by_change: dict[str, list[float]] = {}
+    least = moved = 0.0
+    for event in changes:
+        name = Path(event["why"]).stem.partition(" ")[2]
+        by_change.setdefault(name, []).append(event["stood_still_s"])
+        moved += event["bytes_moved"]
+        least += sum(bytes_to_move(plans[event["from_epoch"]], plans[event["to_epoch"]], cost()).values())
+    longest: dict[tuple[str, int], float] = {}
+    for event in events:
+        if event["event"] == names.PHASE:
+            key = event["phase"], event["to_epoch"]
+            longest[key] = max(longest.get(key, 0.0), event["seconds"])
+    phases = {phase for phase, _ in longest}
+    return {
+        "voluntary_stall_s": statistics.median(event["stood_still_s"] for event in changes),
+        "longest_s": max(event["stood_still_s"] for event in changes),
+        "by_change": {name: statistics.median(seconds) for name, seconds in by_change.items()},
+        "phases": {
+            phase: statistics.median(seconds for (each, _), seconds in longest.items() if each == phase)
+            for phase in sorted(phases)
+        },
+        "bytes_moved": moved,
+        "bytes_over_minimum": moved / least if least else None,
+        "fail_stop_s": None,
+        "changes": len(changes),
+        "load_average": load_average(),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="of all kinds of change, there and back (default 3)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="reconfigure-") as scratch:
+        result = summarize(train(options.rounds, Path(scratch)))
+    if result["voluntary_stall_s"] > GOAL_S:
+        print(f"slower than {GOAL_S} s", file=sys.stderr)
+    print_result(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
