@@ -13,6 +13,14 @@ DRILL_POINTS = (
     "recovery-muster", "recovery-rebuild", "recovery-ready",
 )  # fmt: skip
 
+RECTANGULAR: Final = "rectangular"
+STRATEGIES: Final = (
+    RECTANGULAR, "drop-replica", "recycle", "oobleck", "greyhound", "adaptra", "recycle+greyhound", "oobleck+greyhound",
+    "resihp", "malleus", "adaptis", "joint",
+)
+"""Who may plan in place."""
+ACTS: Final = ("observe", "ask", "act")
+
 FALSE_ALARMS_PER_JOB: Final = 0.01
 """How many false reports of a slow worker or link are accepted in a job where nobody says otherwise."""
 
@@ -190,6 +198,19 @@ class ResihpConfig:
         "average: more than 0, at most 1.", metavar="N",
     )  # fmt: skip
 
+    resihp_strategy: str = _flag(
+        RECTANGULAR, "Who plans when workers die. One of " + ", ".join(STRATEGIES) + "; rectangular makes as many "
+        "complete replicas as there are, and is asked where another has no plan that can be run.", metavar="NAME",
+    )  # fmt: skip
+
+    resihp_act: str = _flag(
+        ACTS[0], "What to do when another plan would be faster. observe: write to the event log what would be done; "
+        "ask: write the plan to RUN_DIR/proposals, for `resihp apply`; act: take it.", metavar="MODE",
+    )  # fmt: skip
+    resihp_seconds_between_changes: float = _flag(
+        60.0, "Least time from one change of plan by choice to the next.", metavar="SECONDS"
+    )  # fmt: skip
+
     resihp_cost_model: str | None = _flag(
         None, "The cost_model.json of an earlier run of the job, so that slow workers are looked for from the first "
         "iterations on; without it, the one in the run directory if there is one.", metavar="FILE",
@@ -227,6 +248,17 @@ class ResihpConfig:
         ConfigError: a value cannot be.
         """
         check_false_alarms("--resihp-false-alarms-per-job", self.resihp_false_alarms_per_job)
+        if self.resihp_strategy not in STRATEGIES:
+            known = ", ".join(STRATEGIES)
+            raise ConfigError(f"--resihp-strategy {self.resihp_strategy} is none of them; choose from {known}")
+        if self.resihp_act not in ACTS:
+            raise ConfigError(f"--resihp-act {self.resihp_act} is none of them; choose from {', '.join(ACTS)}")
+        if self.resihp_act != ACTS[0] and self.resihp_strategy == RECTANGULAR:
+            mend = "give --resihp-strategy joint, for example"
+            raise ConfigError(f"--resihp-act {self.resihp_act} needs a strategy that reacts to slow workers; {mend}")
+        if not self.resihp_seconds_between_changes >= 0:  # not NaN either
+            seconds = f"{self.resihp_seconds_between_changes:g}"
+            raise ConfigError(f"--resihp-seconds-between-changes {seconds} can't be; give 0 or more")
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> "ResihpConfig":

@@ -24,6 +24,7 @@ from megatron_resihp.control.actions import (
     PublishPlan,
 )
 from megatron_resihp.control.membership import Membership
+from megatron_resihp.control.next_plan import NextPlan, rectangles
 from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.control.store import Store
 
@@ -41,7 +42,8 @@ class Coordinator:
         command: what was started, for the log.
         limits: bounds of waiting.
         grace_s: how long workers get to exit by themselves at the end.
-        to_notify: notices that others want all workers to get.
+        to_notify: notices that others want all workers to get, and messages (with a `type`) that are to be reacted to.
+        next_plan: who plans when workers have died.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class Coordinator:
         limits: Limits | None = None,
         grace_s: float = 10.0,
         to_notify: queue.SimpleQueue[dict[str, Any]] | None = None,
+        next_plan: NextPlan = rectangles,
     ) -> None:
         self._store = store
         self._write_event = write_event
-        self._membership = Membership(world_size, workers_per_node, limits or Limits())
+        self._membership = Membership(world_size, workers_per_node, limits or Limits(), next_plan)
         self._command = command
         self._grace_s = grace_s
         self._to_notify = to_notify or queue.SimpleQueue()
@@ -76,13 +79,14 @@ class Coordinator:
             text = self._store.pop(messages.INBOX, POLL_S)
             actions = self._react(json.loads(text)) if text is not None else []
             actions += self._membership.tick(time.time())
-            actions += [Notify(notice) for notice in self._waiting_notices()]
+            for order in self._waiting_orders():
+                actions += self._react(order) if "type" in order else [Notify(order)]
             for action in actions:
                 code = self._carry_out(action)
                 if code is not None:
                     return code
 
-    def _waiting_notices(self) -> list[dict[str, Any]]:
+    def _waiting_orders(self) -> list[dict[str, Any]]:
         return [self._to_notify.get() for _ in range(self._to_notify.qsize())]
 
     def _react(self, message: dict[str, Any]) -> list[Action]:

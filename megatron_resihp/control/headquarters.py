@@ -23,6 +23,7 @@ from megatron_resihp.control.detection import Detection
 from megatron_resihp.control.mailbox import Ending
 from megatron_resihp.control.nodes import Meeting, publish
 from megatron_resihp.control.store import StoreError, TcpStore, serve
+from megatron_resihp.control.strategist import Strategist
 
 FAILED_GRACE_S: Final = 5.0
 
@@ -75,7 +76,7 @@ class Headquarters:
         listener: bound to the port of `address`.
         log: takes the events.
         meeting: where agents of other nodes connect; None where there are none.
-        detection: told of all events.
+        detection, strategist: told of all events.
         on_end: told, in this object's thread, if the store can't be served.
     """
 
@@ -87,6 +88,7 @@ class Headquarters:
         job: Job,
         meeting: Meeting | None,
         detection: Detection,
+        strategist: Strategist,
         on_end: Callable[[Ending], None],
     ) -> None:
         self._address = address
@@ -95,6 +97,7 @@ class Headquarters:
         self._job = job
         self._meeting = meeting
         self.detection = detection
+        self._strategist = strategist
         self._on_end = on_end
         self._served: TcpStore | None = None
         self._connection: TcpStore | None = None
@@ -108,6 +111,7 @@ class Headquarters:
                 self._connection.close()
             finished = {"event": "run_finished", "time": time.time(), "exit_code": ending.code, "reason": ending.reason}
             self._write(finished)
+        self._strategist.close(timeout_s)
         self._thread.join(timeout_s)
         self.detection.close(timeout_s)
         if self._served is not None:
@@ -134,8 +138,9 @@ class Headquarters:
         job = self._job
         workers = job.nodes * job.workers_per_node
         return Coordinator(
-            store, self._write, workers, job.workers_per_node, job.command, job.limits, to_notify=self.detection.orders
-        )
+            store, self._write, workers, job.workers_per_node, job.command, job.limits,
+            to_notify=self.detection.orders, next_plan=self._strategist.next_plan,
+        )  # fmt: skip
 
     def _open(self) -> TcpStore:
         self._served = serve(self._address.host, self._address.port, self._listener)
@@ -146,4 +151,5 @@ class Headquarters:
 
     def _write(self, event: dict[str, Any]) -> None:
         self.detection.note(event)
+        self._strategist.note(event)
         self._log.write(event)

@@ -35,6 +35,7 @@ from megatron_resihp.control.shipping import Relay, Uplink
 from megatron_resihp.control.slicing import Slicer
 from megatron_resihp.control.spawn import Spawn, exec_worker
 from megatron_resihp.control.store import Store, StoreError, connect, reserve, wait_until_reachable
+from megatron_resihp.control.strategist import Strategist
 
 LOCAL_HOST: Final = "127.0.0.1"
 RUNS: Final = Path("resihp-runs")
@@ -328,10 +329,17 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     if seat.lifelines is not None and seat.records is not None:
         meeting = Meeting(*(Address(seat.address.host, s.getsockname()[1]) for s in (seat.lifelines, seat.records)))
     log = Log(seat.sink)
-    detection = Detection(lambda order: _make_judge(seat.run_dir, order), log.write)
+
+    def judged(event: dict[str, Any]) -> None:
+        strategist.note(event)
+        log.write(event)
+
+    detection = Detection(lambda order: _make_judge(seat.run_dir, order), judged)
+    workers = options.nodes * options.workers_per_node
+    strategist = Strategist(seat.run_dir, workers, options.workers_per_node, log.write, detection.orders.put)
     limits = Limits(options.muster_timeout_s)
     job = Job(options.nodes, options.workers_per_node, list(options.command), limits, seat.token)
-    return Headquarters(seat.address, seat.listener, log, job, meeting, detection, mailbox.end)
+    return Headquarters(seat.address, seat.listener, log, job, meeting, detection, strategist, mailbox.end)
 
 
 def _make_judge(run_dir: Path, order: Callable[[dict[str, Any]], None]) -> Judge:

@@ -23,8 +23,9 @@ from megatron_resihp.control.actions import (
 from megatron_resihp.control.change import Change, ChangeRefused, changes, plan_of, plan_to_change_to
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfiguration, recovery
-from megatron_resihp.control.holdings import plan_for_survivors, written_once
+from megatron_resihp.control.holdings import written_once
 from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
+from megatron_resihp.control.next_plan import NextPlan, Survivors, rectangles
 from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard
 from megatron_resihp.plan.replica import shards_at
@@ -38,17 +39,21 @@ class Membership:
     """The coordinator's state. Feed it with `handle` and `tick`; carry out the actions that they return.
 
     Attributes:
+        next_plan: who plans when workers have died.
         shape, own: sizes of the job, and its own split into layers, once a worker has told them.
+        job: all that workers have told of it.
     """
 
     world_size: int
     workers_per_node: int
     limits: Limits = field(default_factory=Limits)
+    next_plan: NextPlan = rectangles
 
     phase: Phase = Phase.STARTING
     epoch: int = 0
     shape: JobShape | None = None
     own: tuple[Chunk, ...] = ()
+    job: dict[str, Any] = field(default_factory=dict)
     plan: ParallelPlan | None = None
     commit: Commit | None = None
     dead: dict[int, str] = field(default_factory=dict)
@@ -59,6 +64,8 @@ class Membership:
     _records: dict[int, Record] = field(default_factory=dict)
     _held: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
     _deadline: float | None = None
+    _running: ParallelPlan | None = None
+    """The plan that was run last: what it gave them is what its members hold."""
     _change: Change | None = None
     _changes: int = 0
     _recoveries_here: int = 0
@@ -116,7 +123,7 @@ class Membership:
             if (shape, own) != (self.shape, self.own):
                 return self._end(1, f"workers were started with different sizes: {self.shape} and {shape}")
             return []
-        self.shape, self.own = shape, own
+        self.shape, self.own, self.job = shape, own, dict(message)
         try:
             self.plan = initial_plan(shape, self.world_size, message["pipeline_last"])
         except NoPlanError as error:
@@ -125,6 +132,10 @@ class Membership:
             Log({"event": "job", **{k: v for k, v in message.items() if k not in ("type", "epoch")}}),
             PublishPlan(0, self.plan, None, {}),
         ]
+
+    def _on_model(self, message: Message, now: float) -> list[Action]:
+        self.job["arguments"] = message["arguments"]
+        return [Log({"event": "model", "arguments": message["arguments"]})]
 
     def _on_ready(self, message: Message, now: float) -> list[Action]:
         if message["epoch"] != self.epoch or self.phase not in (Phase.STARTING, Phase.BUILDING):
@@ -156,7 +167,7 @@ class Membership:
         elif self.commit is not None:
             ready = self._ready.values()
             actions.append(Log(recovery(self.epoch, self.commit, ready, set(self.dead), self._broken_at, now)))
-        self.phase, self._deadline, self._change = Phase.RUNNING, None, None
+        self.phase, self._deadline, self._change, self._running = Phase.RUNNING, None, None, plan
         return actions
 
     def _on_suspect(self, message: Message, now: float) -> list[Action]:
@@ -350,9 +361,12 @@ class Membership:
         if self._recoveries_here > self.limits.recoveries_per_iteration:
             return self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
                                  f"{commit.iteration}", now)  # fmt: skip
-        held = {worker: self._held[worker] for worker in self._records}
+        survivors = Survivors(
+            self.shape, self.own, {worker: self._held[worker] for worker in self._records}, self.plan, self._running,
+            self.job, self.world_size,
+        )  # fmt: skip
         try:
-            plan = self._next_plan(held)
+            plan, told = self._next_plan(survivors)
         except NoPlanError as error:
             degree = self.shape.tensor_parallel
             missing = tuple(shard for lost in error.missing for shard in shards_at(self.own, lost, degree))
@@ -360,20 +374,20 @@ class Membership:
         self.epoch += 1
         self.plan, self.phase, self._ready = plan, Phase.BUILDING, {}
         self._deadline = now + self.limits.build_s
-        told: list[Action] = [] if commit.outcome is None else [Log(agreed(self.epoch - 1, commit, commit.outcome))]
-        return [*told, PublishPlan(self.epoch, plan, commit, held)]
+        if commit.outcome is not None:
+            told.append(agreed(self.epoch - 1, commit, commit.outcome))
+        return [*map(Log, told), PublishPlan(self.epoch, plan, commit, dict(survivors.held))]
 
-    def _next_plan(self, held: dict[int, tuple[Shard, ...]]) -> ParallelPlan:
-        """What was asked for, if all that it was asked for are still there.
+    def _next_plan(self, survivors: Survivors) -> tuple[ParallelPlan, list[dict[str, Any]]]:
+        """What was asked for, if all that it was asked for are still there; and what to write to the log.
 
         Raises:
             NoPlanError.
         """
-        assert self.shape is not None and self.plan is not None
-        if self._change is not None and set(self._change.plan.members) == held.keys():
-            return self._change.plan
+        if self._change is not None and set(self._change.plan.members) == survivors.held.keys():
+            return self._change.plan, []
         self._change = None
-        return plan_for_survivors(self.shape, self.own, held, self.plan)
+        return self.next_plan(survivors)
 
     def _salvage(self, reason: str, now: float, missing: tuple[Shard, ...] = ()) -> list[Action]:
         writers = written_once({worker: self._held.get(worker, ()) for worker in self.living})

@@ -3,8 +3,8 @@
 Imports numpy, `pipeline` and this room.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import numpy as np
@@ -32,6 +32,7 @@ class JobCost:
         squares: Σ l² of the documents of a typical micro-batch, tokens²; None: each sample is one document.
         alone: measured seconds of F, B and W of each layer for a micro-batch on one healthy device without tensor
             parallelism, [3, layers]; None: from the device's peak.
+        measured: the same for members of groups of some degrees, where that is known; it goes before all else.
         rebuild_s: seconds that building new process groups takes.
         until_next_event_s: expected seconds until the next change of health, over which the cost of getting to a plan
             has to pay for itself.
@@ -44,6 +45,7 @@ class JobCost:
     workers_per_node: int = 8
     squares: float | None = None
     alone: Array | None = None
+    measured: Mapping[int, Array] = field(default_factory=dict)
     rebuild_s: float = 2.0
     until_next_event_s: float = float("inf")
 
@@ -95,6 +97,8 @@ class JobCost:
 
     def _seconds_of(self, degree: int) -> Array:
         work = self._work(degree)
+        if degree in self.measured:
+            return self.measured[degree]
         if self.alone is None:
             seconds = work / self.device.rate(degree)
         else:

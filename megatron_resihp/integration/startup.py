@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import get_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
+from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.address import parse_address
 from megatron_resihp.control.shipping import Outbox
 from megatron_resihp.control.store import connect
 from megatron_resihp.control.worker import WorkerControl
+from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.integration.emulation import padding_of
@@ -111,8 +114,18 @@ def job_fields(args: Any, config: ResihpConfig, own: OwnLayout) -> dict[str, Any
         ],
         "transfer_bytes": args.micro_batch_size * args.seq_length * args.hidden_size * args.params_dtype.itemsize,
         "false_alarms_per_job": config.resihp_false_alarms_per_job,
+        "strategy": config.resihp_strategy,
+        "act": config.resihp_act,
+        "seconds_between_changes": config.resihp_seconds_between_changes,
+        "device_memory": None if cpu.installed() else torch.cuda.get_device_properties(args.local_rank).total_memory,
         "cost_model": config.resihp_cost_model and os.path.abspath(config.resihp_cost_model),
     }
+
+
+def model_fields(args: Any) -> dict[str, Any]:
+    """What a planner must know of Megatron's arguments once the tokenizer is there."""
+    found = {name: getattr(args, name, None) for name in ARGUMENTS}
+    return {name: value.name if isinstance(value, Enum) else value for name, value in found.items()}
 
 
 def wrap_initialize_model_parallel(runtime: Runtime, original: Callable[..., None]) -> Callable[..., None]:
@@ -140,6 +153,8 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
         options.pop("pg_collection", None)
         runtime.build_trained = functools.partial(_build_again, runtime, original, hooks, positional, options)
         install_step(runtime)
+        if runtime.worker == 0:
+            runtime.control.tell("model", arguments=model_fields(runtime.args))
         return model, optimizer, scheduler
 
     return setup_model_and_optimizer

@@ -124,6 +124,10 @@ class _Run:
             ],
             names.CHANGE_REFUSED: lambda e: [f"no change of the plan, {e['why']}: {e['reason']}"],
             names.RECONFIGURATION: _reconfiguration,
+            names.PLANNED: _planned,
+            names.WOULD_CHANGE: lambda e: [f"another plan would pay: {e['why']}; --resihp-act act would take it"],
+            names.PROPOSAL: lambda e: [f"another plan would pay: {e['why']}; see `resihp apply`: {e['path']}"],
+            names.POLICY_FAILED: lambda e: [f"the policy gave up, training goes on: {e['error']}"],
             names.FIRST_STEP: self._first_step,
             names.DRILL: self._drill,
             names.DRILL_SET: self._drill_set,
@@ -256,6 +260,13 @@ def _notice(event: Event) -> list[str]:
     workers = listing(f"worker {worker}" for worker in event["workers"])
     what = event["what"].replace("_", " ")
     return [f"iteration {event['iteration']}: {what} held up {workers} for {duration(number(event['seconds']))}"]
+
+
+def _planned(event: Event) -> list[str]:
+    if event.get("instead_of"):
+        return [f"planned by {event['strategy']} instead of {event['instead_of']}: {event.get('reason')}"]
+    seconds = event.get("planning_s")
+    return [f"planned by {event['strategy']}{f' in {duration(number(seconds))}' if seconds is not None else ''}"]
 
 
 def _reconfiguration(event: Event) -> list[str]:

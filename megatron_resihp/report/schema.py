@@ -72,6 +72,7 @@ TEXTS: Final = Kind("list of strings", _is_list_of(lambda value: isinstance(valu
 PAIRS: Final = Kind("list of [integer, integer]", _is_list_of(lambda v: _is_list_of(_is_int)(v) and len(v) == 2))
 RANGES: Final = Kind("list of [first, last]", _is_list_of(_is_range))
 NAMED_NUMBERS: Final = Kind("object of numbers", _is_named_numbers)
+OBJECT: Final = Kind("object", lambda value: isinstance(value, Mapping))
 PLAN: Final = Kind("plan", _is_plan)
 
 COMMON: Final = (
@@ -87,6 +88,14 @@ _ITERATION_FIELDS: Final = (
     Field("grad_norm", NUMBER, "norm of the whole gradient", required=False),
     Field("skipped", FLAG, "the step was skipped for an overflow", required=False),
     Field("agreed_epoch", INTEGER, "the epoch whose attempt was agreed; without it, `epoch` is", required=False),
+)
+
+_RECOMMENDED: Final = (
+    Field("why", TEXT, "who is slow, and what is gained"),
+    Field("gain", NUMBER, "share of an iteration's pipelines that is saved"),
+    Field("lost_s", NUMBER, "seconds lost so far by not having changed", required=False),
+    Field("cost_s", NUMBER, "seconds that the change costs", required=False),
+    Field("iteration_s", NUMBER, "seconds of an iteration's pipelines afterwards, by simulation", required=False),
 )
 
 EVENTS: Final[Mapping[str, EventSchema]] = {
@@ -112,6 +121,10 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("micro_batches", INTEGER, "micro-batches in an iteration, over all replicas", required=False),
             Field("seq_length", INTEGER, "tokens in a sample", required=False),
             Field("train_iters", INTEGER, "iterations to reach"),
+            Field("strategy", TEXT, "who plans when workers die", required=False),
+            Field("act", TEXT, "what is done when another plan is faster: observe, ask or act", required=False),
+            Field("seconds_between_changes", NUMBER, "least time between changes by choice", required=False),
+            Field("device_memory", INTEGER, "bytes of each device; null: not known", required=False),
             Field("gemm", INTEGERS, "m, n and k of a matrix product of the training", required=False),
             Field("transfer_bytes", INTEGER, "size of a micro-batch's activations", required=False),
             Field("false_alarms_per_job", NUMBER, "what the detector may get wrong, on average", required=False),
@@ -258,6 +271,39 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("resumed_at", NUMBER, "when all workers went on", required=False),
             Field("stood_still_s", NUMBER, "seconds between both"),
         ),
+    ),
+    names.MODEL: EventSchema(
+        "coordinator",
+        "What a worker has told of the model, for planning.",
+        (Field("arguments", OBJECT, "Megatron's arguments by name, those that work and memory depend on"),),
+    ),
+    names.PLANNED: EventSchema(
+        "coordinator",
+        "Who planned for survivors, where the job has a strategy of its own.",
+        (
+            Field("strategy", TEXT, "whose plan is taken"),
+            Field("instead_of", TEXT, "whose plan was wanted", required=False),
+            Field("reason", TEXT, "why that was not taken", required=False),
+            Field("planning_s", NUMBER, "how long it thought", required=False),
+            Field("iteration_s", NUMBER, "seconds of an iteration's pipelines, by simulation", required=False),
+            Field("bound_s", NUMBER, "what no plan can beat", required=False),
+            Field("moving_s", NUMBER, "how long getting there was thought to take", required=False),
+        ),
+    ),
+    names.WOULD_CHANGE: EventSchema(
+        "the policy, on node 0",
+        "A change of plan by choice would pay, and the job was started to observe only.",
+        (*_RECOMMENDED, Field("plan", PLAN, "the plan", required=False)),
+    ),
+    names.PROPOSAL: EventSchema(
+        "the policy, on node 0",
+        "A change of plan by choice would pay; `resihp apply RUN_DIR PATH` makes it.",
+        (*_RECOMMENDED, Field("path", TEXT, "where the plan is")),
+    ),
+    names.POLICY_FAILED: EventSchema(
+        "the policy, on node 0",
+        "The policy has given up: no more changes by choice unless by hand. Training and the rest go on.",
+        (Field("error", TEXT, "why"),),
     ),
     names.FIRST_STEP: EventSchema(
         "each working worker, or one of them",

@@ -107,6 +107,25 @@ def test_a_plan_that_is_asked_for_is_taken(
     assert not run.events("epoch_broken")
 
 
+@pytest.mark.parametrize("strategy", ["drop-replica", "no such"])
+def test_survivors_are_planned_for_by_a_strategy(launch: Launch, tmp_path: Path, strategy: str) -> None:
+    """In a process of its own; where that has no plan, by rectangles."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job").write_text(json.dumps({"strategy": strategy}))
+    run = launch()
+    pids = begun(run)
+    kill(pids[1])
+    planned = run.await_event("planned")
+    if strategy == "no such":
+        assert (planned["strategy"], planned["instead_of"]) == ("rectangular", strategy)
+        assert "no strategy no such" in planned["reason"]
+    else:
+        assert planned["strategy"] == strategy and planned["iteration_s"] > 0
+    run.await_event("recovery", to_epoch=1)
+    run.ask("finish")
+    assert run.end() == 0, run.output()
+
+
 def test_children_of_a_killed_worker_die_with_it(launch: Launch) -> None:
     run = launch("breed_1")
     pids = begun(run)

@@ -7,6 +7,7 @@ worker 3 raise, `crash_3` end without a word, `deaf_3` ignore an order to stop, 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -28,6 +29,11 @@ TICK_S = 0.01
 JOB = {
     "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "global_batch_size": 12, "micro_batches": 12,
     "train_iters": 5, "seq_length": 8, "pipeline_last": True, "chunks": [[0, 0, 4]],
+}  # fmt: skip
+
+MODEL = {
+    "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8,
+    "padded_vocab_size": 32,
 }  # fmt: skip
 
 
@@ -96,7 +102,8 @@ def main() -> None:
     store = connect(*parse_address(os.environ["RESIHP_STORE"]), 30.0)
     news = threading.Event()
     control = WorkerControl(store, WORKER, news.set)
-    control.tell("job", **JOB)
+    control.tell("job", **JOB, **(json.loads((RUN_DIR / "job").read_text()) if asked("job") else {}))
+    control.tell("model", arguments=MODEL)
     try:
         train(control, news)
     except JobEnded as end:

@@ -7,14 +7,25 @@ import os
 import signal
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.config import DRILL_POINTS, ConfigError, Drill, ResihpConfig, ScheduledPlan, add_arguments
+from megatron_resihp.config import (
+    DRILL_POINTS,
+    STRATEGIES,
+    ConfigError,
+    Drill,
+    ResihpConfig,
+    ScheduledPlan,
+    add_arguments,
+)
 from megatron_resihp.integration import drills
 from megatron_resihp.integration.drills import Drills
+from megatron_resihp.planner.strategies.registry import STRATEGIES as REGISTRY
+from megatron_resihp.planner.strategies.registry import Change
 
 
 def parse(*command: str) -> ResihpConfig:
@@ -86,6 +97,28 @@ class TestFlags:
     def test_a_bad_drill_is_found_when_drills_are_asked_for(self) -> None:
         with pytest.raises(ConfigError):
             parse("--resihp-drill", "kill").drills()
+
+
+class TestPlanning:
+    def test_the_strategies_are_those_that_plan_in_place(self) -> None:
+        in_place = {name for name, entry in REGISTRY.items() if entry.change is Change.IN_PLACE}
+        assert set(STRATEGIES) == {"rectangular", *in_place}
+
+    @pytest.mark.parametrize(
+        ("flags", "said"),
+        [
+            ({"resihp_strategy": "restart"}, "--resihp-strategy restart is none of them"),
+            ({"resihp_act": "sleep"}, "--resihp-act sleep is none of them; choose from observe, ask, act"),
+            ({"resihp_act": "act"}, "needs a strategy that reacts to slow workers"),
+            ({"resihp_seconds_between_changes": float("nan")}, "--resihp-seconds-between-changes nan can't be"),
+        ],
+    )
+    def test_what_can_not_be(self, flags: dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            ResihpConfig(**flags).check()
+
+    def test_what_can_be(self) -> None:
+        ResihpConfig(resihp_act="act", resihp_strategy="joint", resihp_seconds_between_changes=0.0).check()
 
 
 class TestStriking:

@@ -1,0 +1,44 @@
+"""How fast workers and links are, as far as the detector has said. Pure; imports the standard library."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+Link = tuple[int, int]
+
+
+class Speeds:
+    """Kept up to date verdict by verdict; a worker or link that nothing was said of is healthy."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, float] = {}
+        self._links: dict[Link, float] = {}
+
+    def note(self, verdict: Mapping[str, Any]) -> None:
+        """Take in a `verdict` event."""
+        speed, workers = float(verdict["speed"]), verdict["workers"]
+        if verdict["change"] == "recovery":
+            speed = 1.0
+        if len(workers) == 1:
+            self._workers = _with(self._workers, workers[0], speed)
+        else:
+            self._links = _with(self._links, (min(workers), max(workers)), speed)
+
+    def of(self, workers: Collection[int]) -> dict[int, float]:
+        """The speed of each worker."""
+        return {worker: self._workers.get(worker, 1.0) for worker in workers}
+
+    def links(self, workers: Collection[int]) -> dict[Link, float]:
+        """The slow links between these workers."""
+        return {pair: speed for pair, speed in self._links.items() if set(pair) <= set(workers)}
+
+    def in_words(self, workers: Collection[int]) -> str:
+        """Who is slow of these workers, and which links between them."""
+        slow = [f"worker {worker} at {speed:.2f}" for worker, speed in sorted(self.of(workers).items()) if speed < 1.0]
+        links = [f"link {one}-{other} at {speed:.2f}" for (one, other), speed in sorted(self.links(workers).items())]
+        return ", ".join([*slow, *links]) or "all workers are well"
+
+
+def _with(known: Mapping[Any, float], key: Any, speed: float) -> dict[Any, float]:
+    """A new mapping, so that another thread may read the old one meanwhile."""
+    rest = {each: value for each, value in known.items() if each != key}
+    return rest if speed >= 1.0 else {**rest, key: speed}

@@ -1,0 +1,114 @@
+"""Who plans for survivors: complete rectangles, or a strategy whose plan is taken if it can be run.
+
+May import `plan`, `planner` and this room's modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_resihp.config import RECTANGULAR
+from megatron_resihp.control.change import with_standbys
+from megatron_resihp.control.holdings import Held, lacking, plan_for_survivors
+from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
+from megatron_resihp.planner import JobShape
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """What a plan is made for.
+
+    Attributes:
+        shape, own: sizes of the job, and its own split into layers.
+        held: what each of them holds.
+        previous: the plan that was published last, whether or not it was ever run.
+        running: the plan that was run last.
+        job: all that workers have told of the job.
+        workers: how many there were at the start.
+    """
+
+    shape: JobShape
+    own: tuple[Chunk, ...]
+    held: Held
+    previous: ParallelPlan
+    running: ParallelPlan | None
+    job: Mapping[str, Any]
+    workers: int
+
+
+NextPlan = Callable[[Survivors], tuple[ParallelPlan, list[Event]]]
+"""Makes the next plan, and says what to write to the log. Raises NoPlanError."""
+
+
+def rectangles(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
+    """As many complete replicas of the job's own shape as there are; needs no more than sizes."""
+    return plan_for_survivors(survivors.shape, survivors.own, survivors.held, survivors.previous), []
+
+
+class StrategicPlan:
+    """The plan of the strategy that the job was started with, or rectangles where it has none that can be run.
+
+    Args:
+        ask: a strategy by name, survivors and the plan that they come from → what `planning.answer` gives.
+    """
+
+    def __init__(self, ask: Callable[[str, Survivors, ParallelPlan], Mapping[str, Any]]) -> None:
+        self._ask = ask
+
+    def __call__(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
+        strategy = survivors.job.get("strategy", RECTANGULAR)
+        if strategy == RECTANGULAR:
+            return rectangles(survivors)
+        try:
+            plan, answer = self._strategic(strategy, survivors)
+        except (_Unusable, PlanError) as error:
+            plan, told = rectangles(survivors)
+            refused = {"event": "planned", "strategy": RECTANGULAR, "instead_of": strategy, "reason": str(error)}
+            return plan, [*told, refused]
+        numbers = {name: answer[name] for name in ("planning_s", "iteration_s", "bound_s", "moving_s")}
+        return plan, [{"event": "planned", "strategy": strategy, **numbers}]
+
+    def _strategic(self, strategy: str, survivors: Survivors) -> tuple[ParallelPlan, Mapping[str, Any]]:
+        own, held, running = survivors.own, survivors.held, survivors.running
+        if running is None or not _holds(running, survivors):
+            raise _Unusable("survivors don't hold what the last plan gave them")
+        lost = lacking(held, own[-1].end)
+        if lost:
+            raise _Unusable(f"the state of layer {lost[0].first} is held by nobody")
+        answer = self._ask(strategy, survivors, running)
+        if "no_plan" in answer:
+            raise _Unusable(answer["no_plan"])
+        return planned(answer["plan"], held, own, survivors.shape.tensor_parallel), answer
+
+
+class _Unusable(Exception):
+    """There is no plan of the strategy that can be run; the message says why."""
+
+
+def _holds(running: ParallelPlan, survivors: Survivors) -> bool:
+    plan = spelled_out(running, survivors.own)
+    return all(shards == plan.shards_of(worker) for worker, shards in survivors.held.items())
+
+
+def planned(data: Mapping[str, Any], held: Held, own: tuple[Chunk, ...], degree: int) -> ParallelPlan:
+    """A strategy's plan as it is run: who has no work keeps what it holds, unless the plan has no room for that.
+
+    Args:
+        data: the plan's JSON.
+        held: what each living worker holds.
+        own, degree: the job's own split into layers, and its tensor-parallel degree.
+
+    Raises:
+        PlanError: it breaks a rule.
+    """
+    plan = ParallelPlan.from_dict(data)
+    kept = {
+        worker: () if worker in plan.standbys and plan.standbys[worker] is None else shards
+        for worker, shards in held.items()
+    }
+    working = spelled_out(ParallelPlan(plan.replicas, {}, plan.migrations, plan.uneven_shards), own)
+    return with_standbys(working, kept, own, degree)

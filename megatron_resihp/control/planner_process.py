@@ -1,0 +1,90 @@
+"""The near end of the process that plans: asks it, and waits no longer than is good.
+
+May import the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import IO, Any
+
+
+class PlannerProcess:
+    """Starts with the first request, and again after one that took too long. Any thread may ask; one at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """A request of `planning.request_of` → its answer; {"no_plan": reason} also if none came."""
+        with self._lock:
+            if self._closed:
+                return {"no_plan": "the job is ending"}
+            try:
+                process = self._running()
+                assert process.stdin is not None and process.stdout is not None
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+                line = _read_line(process.stdout, timeout_s)
+            except OSError as error:
+                line, reason = b"", f"the planner's process can't be asked: {error}"
+            else:
+                reason = f"no plan within {timeout_s:g} s"
+            if not line:
+                self._end()
+                return {"no_plan": reason}
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+
+    def start(self) -> None:
+        """Start it ahead of the first request."""
+        with self._lock:
+            if not self._closed:
+                self._running()
+
+    def close(self) -> None:
+        """End the process; an answer that is waited for becomes none."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_resihp.control.planning"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
+            )  # fmt: skip
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def _read_line(stream: IO[bytes], timeout_s: float) -> bytes:
+    """A whole line, or nothing if it does not come in time or the stream ends."""
+    deadline = time.monotonic() + timeout_s
+    parts: list[bytes] = []
+    while not parts or not parts[-1].endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([stream], [], [], left)[0]:
+            return b""
+        part = stream.read(1 << 16)
+        if not part:
+            return b""
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,183 @@
+"""When to change a plan by choice: the run's events and planners' answers in, actions out. A pure state machine.
+
+Slowness may pass, and a change costs a stand-still, so waiting and changing are weighed as in ski rental: a change is
+made once the time that it would have saved so far is as much as it costs. No order of events can then cost more than
+twice what knowing the future would have saved. Besides, what is left of the job has to be long enough to pay for it.
+
+May import `plan` and this room's other pure modules.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatron_resihp.control.health import Speeds
+from megatron_resihp.plan import ParallelPlan
+
+Event = Mapping[str, Any]
+
+OBSERVE, ASK, ACT = "observe", "ask", "act"
+LEAST_GAIN: Final = 0.01
+"""Smaller gains are within the error of the costs that plans are compared by."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to act.
+
+    Attributes:
+        act: "observe": say what would be done; "ask": propose it to people; "act": do it.
+        seconds_between_changes: least time from one change by choice to the next.
+    """
+
+    act: str = OBSERVE
+    seconds_between_changes: float = 60.0
+
+
+@dataclass(frozen=True)
+class AskPlanner:
+    """Find a plan for this one and the workers' speeds; the answer goes to `Policy.answered` with the same number."""
+
+    number: int
+    plan: ParallelPlan
+    speeds: dict[int, float]
+    links: dict[tuple[int, int], float]
+
+
+@dataclass(frozen=True)
+class Recommend:
+    """A change that pays. What is done about it is up to the settings.
+
+    Attributes:
+        act: as in the settings.
+        plan: JSON of the plan to change to.
+        why: who is slow, and what is gained.
+        gain: share of an iteration that is saved.
+        lost_s: what has been lost already.
+        cost_s: what the change costs.
+        iteration_s: of the new plan's pipelines, as planned.
+    """
+
+    act: str
+    plan: Mapping[str, Any]
+    why: str
+    gain: float
+    lost_s: float
+    cost_s: float
+    iteration_s: float
+
+
+Action = AskPlanner | Recommend
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    plan: Mapping[str, Any]
+    gain: float
+    moving_s: float
+    iteration_s: float
+
+
+class Policy:
+    """One per job. Feed it with `note` and `answered`; times are of any one clock, in seconds.
+
+    Args:
+        settings: how to act.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._speeds = Speeds()
+        self._plan: ParallelPlan | None = None
+        self._asked = 0
+        self._candidate: _Candidate | None = None
+        self._lost_s = 0.0
+        self._since: int | None = None
+        """First iteration that was slow, of what has not been counted as lost yet."""
+        self._iteration = 0
+        self._iteration_s: float | None = None
+        self._train_iters: int | None = None
+        self._stand_still_s: float | None = None
+        self._changed_at: float | None = None
+
+    def note(self, event: Event, now: float) -> list[Action]:
+        """Something happened in the run."""
+        match event["event"]:
+            case "job":
+                self._train_iters = event["train_iters"]
+            case "epoch_started":
+                self._plan = ParallelPlan.from_dict(event["plan"])
+                self._drop()
+            case "recovery":
+                self._stand_still_s = event["resumed_at"] - event["broken_at"]
+                # Rectangles are not the best that survivors can do. Who only looks on need not know how much better.
+                return self._ask() if self._settings.act != OBSERVE or self._somebody_is_slow() else []
+            case "reconfiguration":
+                self._stand_still_s, self._changed_at = event["stood_still_s"], now
+            case "change_refused":
+                self._changed_at = now
+                return self._ask()
+            case "verdict":
+                self._speeds.note(event)
+                self._since = event["since"] if self._since is None else min(self._since, event["since"])
+                return self._ask()
+            case "iteration":
+                return self._iterated(event, now)
+        return []
+
+    def answered(self, number: int, answer: Mapping[str, Any], now: float) -> list[Action]:
+        """What the planner found."""
+        if number != self._asked or "no_plan" in answer or not answer["current_s"]:
+            return []
+        gain = 1.0 - answer["iteration_s"] / answer["current_s"]
+        if gain < LEAST_GAIN:
+            self._since = None
+            return []
+        self._candidate = _Candidate(answer["plan"], gain, answer["moving_s"], answer["iteration_s"])
+        if self._since is not None and self._iteration_s is not None:
+            self._lost_s += max(self._iteration - self._since + 1, 0) * self._iteration_s * gain
+        self._since = None
+        return self._decide(now)
+
+    def _ask(self) -> list[Action]:
+        if self._plan is None:
+            return []
+        self._asked += 1
+        self._candidate = None
+        members = self._plan.members
+        return [AskPlanner(self._asked, self._plan, self._speeds.of(members), self._speeds.links(members))]
+
+    def _somebody_is_slow(self) -> bool:
+        members = () if self._plan is None else self._plan.members
+        return min(self._speeds.of(members).values(), default=1.0) < 1.0 or bool(self._speeds.links(members))
+
+    def _drop(self) -> None:
+        """Another plan is in force: what was found for the one before is of no use, and nothing is lost by this one."""
+        self._asked += 1
+        self._candidate, self._lost_s, self._since = None, 0.0, None
+
+    def _iterated(self, event: Event, now: float) -> list[Action]:
+        self._iteration = event["iteration"]
+        if event.get("duration_s"):
+            self._iteration_s = float(event["duration_s"])
+            if self._candidate is not None:
+                self._lost_s += self._iteration_s * self._candidate.gain
+        return self._decide(now)
+
+    def _decide(self, now: float) -> list[Action]:
+        candidate, iteration_s = self._candidate, self._iteration_s
+        if candidate is None or iteration_s is None or self._train_iters is None or self._plan is None:
+            return []
+        cost_s = candidate.moving_s if self._stand_still_s is None else self._stand_still_s
+        to_save_s = (self._train_iters - self._iteration) * iteration_s * candidate.gain
+        too_soon = (
+            self._changed_at is not None and now - self._changed_at < self._settings.seconds_between_changes
+        )
+        if too_soon or self._lost_s < cost_s or to_save_s < cost_s:
+            return []
+        why = f"{self._speeds.in_words(self._plan.members)}: iterations {100 * candidate.gain:.0f} % shorter"
+        found = Recommend(
+            self._settings.act, candidate.plan, why, candidate.gain, self._lost_s, cost_s, candidate.iteration_s
+        )
+        self._candidate = None  # said once
+        return [found]

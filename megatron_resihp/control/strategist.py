@@ -1,0 +1,161 @@
+"""Beside the coordinator on node 0: has plans made, when workers died and when others would be faster.
+
+A thread follows the run's events for the policy and may take its time; the coordinator asks in its own thread and waits
+no longer than a bound. Each has a planner's process of its own. May import the standard library, `plan` and this room's
+modules.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_resihp.config import RECTANGULAR
+from megatron_resihp.control.health import Speeds
+from megatron_resihp.control.next_plan import StrategicPlan, Survivors
+from megatron_resihp.control.planner_process import PlannerProcess
+from megatron_resihp.control.planning import request_of
+from megatron_resihp.control.policy import ACT, ASK, AskPlanner, Policy, Recommend, Settings
+from megatron_resihp.plan import ParallelPlan
+
+Event = dict[str, Any]
+
+FOLLOWED: Final = (
+    "job", "model", "epoch_started", "recovery", "reconfiguration", "change_refused", "verdict", "iteration",
+)  # fmt: skip
+"""Events that planning needs."""
+IN_A_RECOVERY_S: Final = 30.0
+"""How long a recovery waits for a strategy's plan before it does with complete rectangles."""
+BY_CHOICE_S: Final = 600.0
+FOR_LOOKING_ON: Final = "joint"
+"""Whose plans are compared where the job has no strategy that reacts to slow workers."""
+PROPOSALS: Final = "proposals"
+COST_MODEL: Final = "cost_model.json"
+
+
+class Strategist:
+    """One per job.
+
+    Args:
+        run_dir: where proposals are written and the detector keeps what it learns.
+        workers, workers_per_node: of the job at the start.
+        write: takes events; from any thread.
+        order: takes messages for the coordinator.
+
+    Attributes:
+        next_plan: who plans when workers have died.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        workers: int,
+        workers_per_node: int,
+        write: Callable[[Event], None],
+        order: Callable[[Event], None],
+    ) -> None:
+        self.next_plan = StrategicPlan(self._plan_for_survivors)
+        self._run_dir = run_dir
+        self._sizes = workers, workers_per_node
+        self._write = write
+        self._order = order
+        self._speeds = Speeds()
+        self._job: Event = {}
+        self._policy: Policy | None = None
+        self._proposals = 0
+        self._in_recoveries, self._by_choice = PlannerProcess(), PlannerProcess()
+        self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="resihp-policy", daemon=True)
+        self._thread.start()
+
+    def note(self, event: Event) -> None:
+        """Tell of an event of the run; from any thread, at once."""
+        if event["event"] == "verdict":
+            self._speeds.note(event)
+        if event["event"] in FOLLOWED:
+            self._news.put(event)
+
+    def close(self, timeout_s: float) -> None:
+        """End thread and processes."""
+        self._news.put(None)
+        self._in_recoveries.close()
+        self._by_choice.close()
+        self._thread.join(timeout_s)
+
+    def _plan_for_survivors(self, strategy: str, survivors: Survivors, running: ParallelPlan) -> Mapping[str, Any]:
+        request = request_of(
+            strategy, survivors.job, *self._sizes, running, self._speeds.of(survivors.held),
+            self._speeds.links(survivors.held), self._run_dir / COST_MODEL,
+        )  # fmt: skip
+        return self._in_recoveries.ask(request, IN_A_RECOVERY_S)
+
+    def _run(self) -> None:
+        try:
+            while (event := self._news.get()) is not None:
+                self._follow(event)
+        except Exception as error:
+            # Whatever it is, training goes on without changes by choice.
+            traceback.print_exc()
+            self._write({"event": "policy_failed", "error": f"{type(error).__name__}: {error}"})
+
+    def _follow(self, event: Event) -> None:
+        match event["event"]:
+            case "job":
+                self._job = dict(event)
+                defaults = Settings()
+                between = event.get("seconds_between_changes", defaults.seconds_between_changes)
+                self._policy = Policy(Settings(event.get("act", defaults.act), between))
+            case "model":
+                self._job["arguments"] = event["arguments"]
+                self._warm_up()
+        if self._policy is not None:
+            self._do(self._policy.note(event, time.monotonic()))
+
+    def _warm_up(self) -> None:
+        """The first plan takes seconds more: libraries are loaded, and machine code is made. No recovery shall wait."""
+        if self._job.get("strategy", RECTANGULAR) != RECTANGULAR:
+            self._in_recoveries.start()
+
+    def _do(self, actions: list[AskPlanner | Recommend]) -> None:
+        for action in actions:
+            if isinstance(action, Recommend):
+                self._recommend(action)
+                continue
+            strategy = self._job.get("strategy", RECTANGULAR)
+            request = request_of(
+                FOR_LOOKING_ON if strategy == RECTANGULAR else strategy, self._job, *self._sizes, action.plan,
+                action.speeds, action.links, self._run_dir / COST_MODEL,
+            )  # fmt: skip
+            answer = self._by_choice.ask(request, BY_CHOICE_S)
+            assert self._policy is not None
+            self._do(self._policy.answered(action.number, answer, time.monotonic()))
+
+    def _recommend(self, found: Recommend) -> None:
+        numbers = {
+            "why": found.why, "gain": found.gain, "lost_s": found.lost_s, "cost_s": found.cost_s,
+            "iteration_s": found.iteration_s,
+        }  # fmt: skip
+        if found.act == ACT:
+            self._order({"type": "apply", "plan": found.plan, "why": found.why})
+        elif found.act == ASK:
+            path = self._propose({**numbers, "plan": found.plan})
+            self._tell({"event": "proposal", **numbers, "path": str(path)})
+        else:
+            self._tell({"event": "would_change", **numbers, "plan": found.plan})
+
+    def _propose(self, proposal: Event) -> Path:
+        directory = self._run_dir / PROPOSALS
+        directory.mkdir(exist_ok=True)
+        self._proposals += 1
+        path = directory / f"{self._proposals}.json"
+        path.write_text(json.dumps(proposal) + "\n")
+        return path
+
+    def _tell(self, event: Event) -> None:
+        self._write({"time": time.time(), "worker": None, **event})

@@ -1,0 +1,134 @@
+"""What work costs in a job that runs: from what its workers have told, the emulated device, or what was fitted.
+
+Imports numpy, `plan` and this room.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from megatron_resihp.cost import profile as emulated
+from megatron_resihp.cost.device import Device, layer_work
+from megatron_resihp.cost.job import Array, JobCost
+from megatron_resihp.cost.layers import LayerKind, Model, ModelError, model_from_arguments
+from megatron_resihp.cost.model import CostModel
+from megatron_resihp.cost.training import Training, TrainingError, training_from_arguments
+from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.plan import Chunk
+
+_FLOPS: Final = 312e12
+"""Peak of a device of which nothing is known; ratios between layers do not depend on it."""
+_MEMORY: Final = 80 << 30
+_BANDWIDTH: Final = 25e9
+_KINDS: Final = {
+    LayerKind.EMBEDDING: emulated.LayerKind.EMBEDDING,
+    LayerKind.ATTENTION: emulated.LayerKind.ATTENTION,
+    LayerKind.MLP: emulated.LayerKind.MLP,
+    LayerKind.MAMBA: emulated.LayerKind.MAMBA,
+    LayerKind.HEAD: emulated.LayerKind.HEAD,
+}
+F, B, W = OpKind
+
+
+class UnknownCost(Exception):
+    """Too little is known of a job to plan for it; the message says what."""
+
+
+def cost_of_job(
+    job: Mapping[str, Any], workers: int, workers_per_node: int, own: Sequence[Chunk], fitted: CostModel | None
+) -> JobCost:
+    """What the parts of a plan cost.
+
+    Args:
+        job: what workers told at the start: Megatron's "arguments", "micro_batches", "tensor_parallel"; where known
+            "emulated", the name of a device profile, and "device_memory" in bytes.
+        workers, workers_per_node: of the job.
+        own: the job's own split into layers, which `fitted` was fitted with.
+        fitted: what the detector has learned of healthy ops; None: nothing yet.
+
+    Raises:
+        UnknownCost: the model or its training can't be told from the arguments.
+    """
+    if "arguments" not in job:
+        raise UnknownCost("the workers have not told the model's sizes")
+    try:
+        model, training = model_from_arguments(job["arguments"]), training_from_arguments(job["arguments"])
+    except (ModelError, TrainingError) as error:
+        raise UnknownCost(str(error)) from None
+    if len(model.layers) != own[-1].end:
+        raise UnknownCost(f"the arguments give {len(model.layers)} layers, the job has {own[-1].end}")
+    memory = job.get("device_memory") or _MEMORY
+    device, alone, measured = Device(_FLOPS, bandwidth=_BANDWIDTH, memory=memory), None, {}
+    if job.get("emulated"):
+        profile = _profile(job["emulated"])
+        device = _emulated_device(profile, model, training, memory, workers)
+        measured = {degree: _emulated_seconds(profile, model, training, degree) for degree in range(1, workers + 1)}
+    elif fitted is not None:
+        alone = _fitted_seconds(fitted, model, training, own, job["tensor_parallel"])
+    return JobCost(
+        model=model, training=training, device=device, micro_batches=job["micro_batches"],
+        workers_per_node=workers_per_node, alone=alone, measured=measured,
+    )  # fmt: skip
+
+
+def _profile(name: str) -> emulated.DeviceProfile:
+    try:
+        return emulated.load_profile(name)
+    except emulated.ProfileError as error:
+        raise UnknownCost(str(error)) from None
+
+
+def _emulated_device(
+    profile: emulated.DeviceProfile, model: Model, training: Training, memory: int, workers: int
+) -> Device:
+    """The emulated link as one of the job's own small tensors."""
+    link = profile.within_node if workers <= profile.workers_per_node else profile.between_nodes
+    emulated_bytes = profile.sequence / training.sequence_length * profile.boundary_bytes_per_token
+    return Device(
+        _FLOPS, latency=profile.time_scale * link.latency_s, memory=memory,
+        bandwidth=link.bytes_per_s / profile.time_scale * model.hidden_bytes / emulated_bytes,
+    )  # fmt: skip
+
+
+def _emulated_seconds(profile: emulated.DeviceProfile, model: Model, training: Training, degree: int) -> Array:
+    """Of F, B and W of each layer, [3, layers], as `integration.padding` lets them last."""
+    tokens = float(training.micro_batch_size * profile.sequence)
+    squares = tokens * profile.sequence
+    passes = [
+        profile.stage([_KINDS.get(layer.kind, emulated.LayerKind.TRANSFORMER)], degree) for layer in model.layers
+    ]
+    seconds = np.array([[cost.seconds(tokens, squares) for cost in each] for each in passes]).T
+    seconds.setflags(write=False)
+    return seconds
+
+
+def _fitted_seconds(
+    fitted: CostModel, model: Model, training: Training, own: Sequence[Chunk], degree: int
+) -> Array | None:
+    """Of F, B and W of each layer on a device alone, [3, layers]: each stage's share out by floating-point operations.
+
+    None where the fit is of other stages, or of none that tell everything.
+    """
+    stages = 1 + max(chunk.stage for chunk in own)
+    if fitted.ops.gamma.shape[0] != stages or len(own) != stages:
+        return None
+    durations = fitted.durations(np.arange(stages), np.full((stages, 1), training.tokens), np.full((stages, 1),
+                                 training.squares))[:, :, 0, 0]  # fmt: skip
+    work = _work(model, training, degree)
+    alone = np.zeros(work.shape)
+    for stage, (_, first, end) in enumerate(own):
+        of_stage = work[:, first:end]
+        for kinds, seconds in (([F], durations[stage, F]), ([B, W], np.nansum(durations[stage, [B, W]]))):
+            total = of_stage[kinds].sum()
+            if not (seconds > 0 and total > 0):
+                return None
+            alone[kinds, first:end] = seconds * of_stage[kinds] / total
+    whole = _work(model, training, 1)
+    share = np.divide(whole, work, out=np.ones_like(work), where=work > 0)
+    return alone * share
+
+
+def _work(model: Model, training: Training, degree: int) -> Array:
+    work: Array = layer_work(model, training, degree) @ np.array([training.tokens, training.squares])
+    return work

@@ -1,0 +1,95 @@
+"""A strategy's plan for a job that runs: asked for by name, and checked to be one that can be run.
+
+Imports numpy, `plan`, `cost` and this room; the strategies only once one is asked, since that takes a while.
+"""
+
+from dataclasses import dataclass
+
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.cost.memory import check_plan
+from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.rectangular import NoPlanError
+from megatron_resihp.planner.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a strategy makes of a health.
+
+    Attributes:
+        plan: the next one, with layers; all live workers are in it.
+        iteration_s: seconds of its pipelines in an iteration.
+        current_s: the same of the plan in force as things are; None: it can't go on.
+        healthy_s: the same of the plan in force if all its workers were well.
+        moving_s: how long the job stands still to get there.
+        bound_s: what no plan can beat.
+    """
+
+    plan: ParallelPlan
+    iteration_s: float
+    current_s: float | None
+    healthy_s: float
+    moving_s: float
+    bound_s: float
+
+
+def strategy_named(name: str) -> Strategy:
+    """A strategy whose plans can be taken in place.
+
+    Raises:
+        NoPlanError: there is no such strategy.
+    """
+    from megatron_resihp.planner.strategies.joint import Settings, joint
+    from megatron_resihp.planner.strategies.registry import STRATEGIES, Change
+
+    if name not in STRATEGIES or STRATEGIES[name].change is not Change.IN_PLACE:
+        raise NoPlanError(f"there is no strategy {name} that changes a job in place")
+    if name == "joint":
+        even = Settings(uneven=False)
+        return lambda plan, health, cost: joint(plan, health, cost, even)
+    return STRATEGIES[name].strategy
+
+
+def propose(name: str, plan: ParallelPlan, own: tuple[Chunk, ...], health: Health, cost: JobCost) -> Proposal:
+    """Ask a strategy.
+
+    Args:
+        name: of the strategy.
+        plan: in force; its workers may be dead by now.
+        own: the job's own split into layers.
+        health, cost: of what is left.
+
+    Raises:
+        NoPlanError: it has no plan, or none that can be run.
+    """
+    from megatron_resihp.planner.evaluation import evaluate
+    from megatron_resihp.planner.moves import seconds_to_get_there
+
+    before = spelled_out(plan, own)
+    after = strategy_named(name)(before, health, cost)
+    require_runnable(after, health, cost)
+    evaluation = evaluate(after, health, cost)
+    alive = set(before.working) <= health.speed.keys()
+    return Proposal(
+        plan=after,
+        iteration_s=evaluation.iteration_s,
+        current_s=evaluate(before, health, cost).iteration_s if alive else None,
+        healthy_s=evaluate(before, Health(dict.fromkeys(before.members, 1.0)), cost).iteration_s,
+        moving_s=seconds_to_get_there(before, after, cost),
+        bound_s=evaluation.bound.seconds,
+    )
+
+
+def require_runnable(plan: ParallelPlan, health: Health, cost: JobCost) -> None:
+    """Raises NoPlanError unless the plan can be run by workers that are alive, with this model."""
+    if not set(plan.working) <= health.speed.keys():
+        raise NoPlanError(f"worker {min(set(plan.working) - health.speed.keys())} is to work and is dead")
+    if plan.uneven_shards:
+        raise NoPlanError("members of a stage hold unlike shards, which can't be run")
+    if plan.micro_batch_count != cost.micro_batches:
+        raise NoPlanError(f"the plan has {plan.micro_batch_count} micro-batches, the job {cost.micro_batches}")
+    try:
+        check_plan(plan, cost.model, cost.training, cost.device.memory)
+    except PlanError as error:
+        raise NoPlanError(str(error)) from None

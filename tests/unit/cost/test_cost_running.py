@@ -1,0 +1,117 @@
+"""What work costs in a running job: from arguments alone, on the emulated clock, and from what was fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_resihp.cost.arguments import ARGUMENTS
+from megatron_resihp.cost.fit import fit
+from megatron_resihp.cost.layers import model_from_arguments
+from megatron_resihp.cost.model import CostModel
+from megatron_resihp.cost.profile import LayerKind, load_profile
+from megatron_resihp.cost.running import UnknownCost, cost_of_job
+from megatron_resihp.cost.training import training_from_arguments
+from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.plan import even_chunks
+
+MODEL = {
+    "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "max_position_embeddings": 64,
+    "padded_vocab_size": 256, "micro_batch_size": 2, "attention_backend": "unfused",
+}  # fmt: skip
+JOB: dict[str, Any] = {"arguments": MODEL, "micro_batches": 8, "tensor_parallel": 2, "emulated": None}
+OWN = even_chunks(4, 2)
+F, B, W = OpKind
+
+
+class Recording(Mapping[str, Any]):
+    """Arguments that note which of them were looked at."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values, self.read = values, set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def test_workers_tell_all_arguments_that_matter_and_may_be_used() -> None:
+    """Arguments of mixtures of experts, hybrids and latent attention are refused with the plugin as yet."""
+    support = pytest.importorskip("megatron_resihp.integration.support")
+    read: set[str] = set()
+    for changed in ({}, {"padded_vocab_size": None, "vocab_size": 256}, {"recompute_granularity": "full"},
+                    {"group_query_attention": True, "num_query_groups": 2}, {"fp16": True}):  # fmt: skip
+        arguments = Recording({**MODEL, **changed})
+        model_from_arguments(arguments)
+        training_from_arguments(arguments)
+        read |= arguments.read
+    assert read & support.ALLOWED <= set(ARGUMENTS)
+    assert set(ARGUMENTS) - read <= {"num_query_groups", "accumulate_allreduce_grads_in_fp32"}
+
+
+def test_the_emulated_device_sets_the_pace() -> None:
+    profile = load_profile("a100")
+    cost = cost_of_job({**JOB, "emulated": "a100"}, 4, 4, OWN, None)
+    tokens = 2.0 * profile.sequence
+    for degree in (1, 2):
+        forward, backward, weight = profile.stage([LayerKind.TRANSFORMER], degree)
+        expected = [each.seconds(tokens, tokens * profile.sequence) for each in (forward, backward, weight)]
+        assert cost.seconds(degree)[:, 1] == pytest.approx(expected)
+    assert cost.transfer(1, 1) == pytest.approx(profile.transfer_seconds((0, 1), tokens))
+    assert cost.micro_batches == 8 and cost.workers_per_node == 4
+
+
+def test_workers_of_several_emulated_nodes_use_the_slow_links() -> None:
+    near, far = (cost_of_job({**JOB, "emulated": "a100"}, workers, 8, OWN, None) for workers in (4, 8))
+    assert far.transfer(1, 1) > 2 * near.transfer(1, 1)
+
+
+def fitted(stage_seconds: tuple[float, ...]) -> CostModel:
+    """Ops that always take the same time: F the stage's seconds, B twice that."""
+    seconds = np.array([[[[s]], [[2 * s]], [[np.nan]]] for s in stage_seconds]) * np.ones(30)
+    tokens, squares = np.full(30, 128.0), np.full(30, 128.0 * 64)
+    nothing = fit(tokens, squares, np.full(seconds.shape, np.nan))
+    collectives = replace(nothing, gamma=np.zeros(seconds.shape[:-1]))
+    return CostModel(fit(tokens, squares, seconds), collectives)
+
+
+def test_what_was_measured_goes_before_the_peak() -> None:
+    cost = cost_of_job(JOB, 8, 8, OWN, fitted((0.3, 0.5)))
+    seconds = cost.seconds(2)
+    assert seconds[F, :3].sum() == pytest.approx(0.3)
+    assert seconds[F, 3:].sum() == pytest.approx(0.5)
+    assert seconds[[B, W], :3].sum() == pytest.approx(0.6)
+    assert seconds[F, 1] == pytest.approx(seconds[F, 2]), "layers alike take as long"
+    assert cost.seconds(1)[F, 1] > 1.5 * seconds[F, 1]
+
+
+def test_a_fit_of_other_stages_says_nothing_of_these() -> None:
+    assert cost_of_job(JOB, 8, 8, OWN, fitted((0.3, 0.5, 0.5))).alone is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"arguments": {**MODEL, "padded_vocab_size": None}}, "vocab_size"),
+        ({"arguments": {**MODEL, "num_layers": 6}}, "8 layers, the job has 6"),
+        ({"emulated": "no such device"}, "no such device"),
+    ],
+)
+def test_a_job_that_can_not_be_told(changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnknownCost, match=reason):
+        cost_of_job({**JOB, **changed}, 8, 8, OWN, None)
+
+
+def test_a_job_that_says_nothing() -> None:
+    with pytest.raises(UnknownCost, match="have not told"):
+        cost_of_job({"micro_batches": 8}, 8, 8, OWN, None)

@@ -1,0 +1,113 @@
+"""Who plans for survivors: a strategy where its plan can be run, complete rectangles otherwise, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_resihp.control.next_plan import StrategicPlan, Survivors
+from megatron_resihp.control.planning import answer, request_of
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, even_chunks, spelled_out
+from megatron_resihp.planner import JobShape, initial_plan
+
+OWN = even_chunks(4, 2)
+SHAPE = JobShape(tensor_parallel=1, pipeline_parallel=2, micro_batches=4, workers_per_node=4)
+START = initial_plan(SHAPE, 4)
+ARGUMENTS = {
+    "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "max_position_embeddings": 64,
+    "padded_vocab_size": 256, "micro_batch_size": 1,
+}  # fmt: skip
+JOB = {
+    "strategy": "joint", "chunks": OWN, "micro_batches": 4, "tensor_parallel": 1, "emulated": "a100",
+    "arguments": ARGUMENTS,
+}  # fmt: skip
+NUMBERS = {"planning_s": 0.1, "iteration_s": 1.0, "bound_s": 0.9, "moving_s": 2.0}
+
+
+def survivors(*workers: int, running: ParallelPlan | None = START, **job: Any) -> Survivors:
+    full = spelled_out(START, OWN)
+    held = {worker: full.shards_of(worker) for worker in workers}
+    return Survivors(SHAPE, OWN, held, START, running, {**JOB, **job}, 4)
+
+
+def strategic(found: Mapping[str, Any]) -> StrategicPlan:
+    return StrategicPlan(lambda strategy, survivors, running: {**NUMBERS, **found})
+
+
+UNLIKE = ParallelPlan((Replica(((2,), (1, 3)), (0, 1, 2, 3), (Chunk(0, 0, 2), Chunk(1, 2, 6))),))
+
+
+def test_a_strategys_plan_is_taken() -> None:
+    plan, told = strategic({"plan": UNLIKE.to_dict()})(survivors(1, 2, 3))
+    assert plan == UNLIKE
+    assert told == [{"event": "planned", "strategy": "joint", **NUMBERS}]
+
+
+def test_who_gets_no_work_keeps_its_state_where_there_is_room() -> None:
+    one = ParallelPlan((Replica(((1,), (2,)), (0, 1, 2, 3), (Chunk(0, 0, 2), Chunk(1, 2, 6))),))
+    plan, _ = strategic({"plan": one.to_dict()})(survivors(1, 2, 3))
+    assert plan.standbys == {3: (Shard(3, 6, 0, 1),)}
+    no_room = replace(one, standbys={3: None})
+    plan, _ = strategic({"plan": no_room.to_dict()})(survivors(1, 2, 3))
+    assert plan.standbys == {3: None}
+
+
+def test_a_plan_of_the_jobs_own_layers_is_said_in_short() -> None:
+    own = ParallelPlan((Replica(((1,), (3,)), (0, 1, 2, 3), OWN),))
+    plan, _ = strategic({"plan": own.to_dict()})(survivors(1, 2, 3))
+    assert plan.not_rectangular is None and plan.standbys == {2: (1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("found", "changed", "reason"),
+    [
+        ({"no_plan": "too little memory"}, {}, "too little memory"),
+        ({"plan": {"version": 3}}, {}, "version 3"),
+        ({"plan": UNLIKE.to_dict()}, {"running": UNLIKE}, "what the last plan gave them"),
+        ({"plan": UNLIKE.to_dict()}, {"running": None}, "what the last plan gave them"),
+    ],
+)
+def test_rectangles_where_there_is_no_such_plan(found: dict[str, Any], changed: dict[str, Any], reason: str) -> None:
+    plan, told = strategic(found)(survivors(1, 2, 3, **changed))
+    assert plan.not_rectangular is None and plan.members == (1, 2, 3)
+    [planned] = told
+    assert (planned["strategy"], planned["instead_of"]) == ("rectangular", "joint")
+    assert reason in planned["reason"]
+
+
+def test_no_strategy_is_asked_unless_wanted() -> None:
+    def never(*_: Any) -> Mapping[str, Any]:
+        raise AssertionError
+
+    plan, told = StrategicPlan(never)(survivors(1, 2, 3, strategy="rectangular"))
+    assert plan.not_rectangular is None and not told
+
+
+class TestAnswer:
+    """What the planner's process answers, without the process."""
+
+    def ask(self, strategy: str, speeds: dict[int, float], **job: Any) -> dict[str, Any]:
+        return answer(request_of(strategy, {**JOB, **job}, 4, 4, START, speeds, {}, None))
+
+    @pytest.mark.parametrize("strategy", ["drop-replica", "resihp", "malleus", "joint"])
+    def test_a_death(self, strategy: str) -> None:
+        found = self.ask(strategy, {1: 1.0, 2: 1.0, 3: 1.0})
+        plan = ParallelPlan.from_dict(found["plan"])
+        assert set(plan.working) <= {1, 2, 3} and plan.micro_batch_count == 4
+        assert found["current_s"] is None and found["healthy_s"] > 0
+        assert 0 < found["bound_s"] <= found["iteration_s"] * (1 + 1e-9)
+
+    def test_a_slow_worker(self) -> None:
+        found = self.ask("joint", {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.3})
+        assert found["iteration_s"] < 0.8 * found["current_s"], "less for who is slow"
+        assert found["current_s"] > 2 * found["healthy_s"]
+        assert not ParallelPlan.from_dict(found["plan"]).uneven_shards
+
+    def test_no_plan(self) -> None:
+        assert "no strategy restart" in self.ask("restart", {1: 1.0})["no_plan"]
+        assert "have not told" in answer(
+            request_of("joint", {key: JOB[key] for key in JOB if key != "arguments"}, 4, 4, START, {1: 1.0}, {}, None)
+        )["no_plan"]  # fmt: skip

@@ -1,0 +1,155 @@
+"""When a plan is changed by choice: slowness that lasts is acted on, what passes by itself or doesn't pay is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_resihp.control.policy import Action, AskPlanner, Policy, Recommend, Settings
+from megatron_resihp.plan import ParallelPlan, Replica
+
+PLAN = ParallelPlan((Replica(((0,), (2,)), (0, 2)), Replica(((1,), (3,)), (1, 3))))
+NEXT = {"version": 2, "replicas": [], "standbys": {}}
+ITERATION_S = 2.0
+
+
+class Run:
+    """A job in which every iteration takes two seconds; changes cost five, and save a quarter where there is a gain."""
+
+    def __init__(self, train_iters: int = 1000, **settings: Any) -> None:
+        self.policy = Policy(Settings(**{"act": "act", "seconds_between_changes": 60.0, **settings}))
+        self.now, self.iteration = 1000.0, 10
+        self.tell("job", train_iters=train_iters)
+        self.tell("epoch_started", plan=PLAN.to_dict(), epoch=0)
+
+    def tell(self, name: str, **fields: Any) -> list[Action]:
+        return self.policy.note({"event": name, **fields}, self.now)
+
+    def verdict(self, change: str = "onset", speed: float = 0.5, late: int = 0) -> AskPlanner:
+        """Worker 3's speed changed, which is known so many iterations later."""
+        since = self.iteration + 1
+        self.train(late)
+        fields = {"kind": "compute", "change": change, "workers": [3], "speed": speed}
+        [asked] = self.tell("verdict", since=since, iteration=self.iteration, **fields)
+        assert isinstance(asked, AskPlanner)
+        return asked
+
+    def answer(self, asked: AskPlanner, gain: float = 0.25, moving_s: float = 5.0) -> list[Action]:
+        found = {"plan": NEXT, "current_s": 2.0, "iteration_s": 2.0 * (1 - gain), "moving_s": moving_s}
+        return self.policy.answered(asked.number, found, self.now)
+
+    def train(self, iterations: int) -> list[Action]:
+        found: list[Action] = []
+        for _ in range(iterations):
+            self.now += ITERATION_S
+            self.iteration += 1
+            found += self.tell("iteration", iteration=self.iteration, duration_s=ITERATION_S)
+        return found
+
+
+def test_the_planner_is_told_who_is_slow() -> None:
+    run = Run()
+    asked = run.verdict(speed=0.4)
+    assert asked.plan == PLAN and asked.speeds == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.4} and asked.links == {}
+    [again] = run.tell("verdict", kind="link", change="onset", workers=[2, 0], speed=0.3, since=11, iteration=11)
+    assert isinstance(again, AskPlanner) and again.links == {(0, 2): 0.3}
+
+
+def test_a_change_is_made_once_what_it_would_have_saved_is_what_it_costs() -> None:
+    """Each iteration loses half a second; after ten, five seconds are lost."""
+    run = Run()
+    asked = run.verdict(late=3)
+    assert not run.answer(asked)
+    assert not run.train(6)
+    [found] = run.train(1)
+    assert isinstance(found, Recommend)
+    assert (found.plan, found.act) == (NEXT, "act")
+    assert (found.gain, found.lost_s, found.cost_s) == (pytest.approx(0.25), pytest.approx(5.0), 5.0)
+    assert "worker 3 at 0.50" in found.why and "25 % shorter" in found.why
+    assert not run.train(100), "said once"
+
+
+def test_slowness_that_passes_is_waited_out() -> None:
+    run = Run()
+    run.answer(run.verdict())
+    assert not run.train(8)
+    asked = run.verdict("recovery", 1.0)
+    assert set(asked.speeds.values()) == {1.0}
+    assert not run.answer(asked, gain=0.0) and not run.train(50)
+
+
+def test_what_can_not_pay_any_more_is_left() -> None:
+    """Of 30 iterations ten pass until it would be done; the rest saves less than a change costs."""
+    run = Run(train_iters=28)
+    run.answer(run.verdict())
+    assert not run.train(18)
+
+
+def test_a_gain_within_the_error_of_planning_is_none() -> None:
+    run = Run()
+    assert not run.answer(run.verdict(), gain=0.005) and not run.train(900)
+
+
+def test_an_answer_that_is_too_old() -> None:
+    run = Run()
+    old = run.verdict(speed=0.9)
+    new = run.verdict("severity", speed=0.5)
+    assert not run.answer(old) and not run.train(50)
+    [found] = run.answer(new)
+    assert isinstance(found, Recommend) and found.lost_s == pytest.approx(25.0), "since the verdict's first iteration"
+
+
+def test_a_plan_for_another_epoch_is_worth_nothing() -> None:
+    run = Run()
+    run.answer(run.verdict())
+    run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
+    assert not run.train(100)
+
+
+def test_least_time_between_changes() -> None:
+    run = Run()
+    run.answer(run.verdict())
+    assert run.train(10)
+    run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
+    run.tell("reconfiguration", stood_still_s=0.5)
+    run.answer(run.verdict("recovery", 1.0))
+    assert not run.train(29), "58 seconds"
+    [found] = run.train(1)
+    assert isinstance(found, Recommend) and found.cost_s == 0.5, "what a change really cost"
+
+
+def test_a_refusal_is_not_asked_again_at_once() -> None:
+    run = Run()
+    run.answer(run.verdict())
+    assert run.train(10)
+    [asked] = run.tell("change_refused", why="worker 3", reason="the job is mustering")
+    assert isinstance(asked, AskPlanner)
+    run.answer(asked)
+    assert not run.train(29) and run.train(5)
+
+
+def test_growing_back_after_a_recovery() -> None:
+    """Also with everybody well: complete rectangles leave survivors idle."""
+    run = Run()
+    run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
+    [asked] = run.tell("recovery", broken_at=1.0, resumed_at=3.0)
+    assert isinstance(asked, AskPlanner)
+    run.answer(asked)
+    [found] = run.train(4)
+    assert isinstance(found, Recommend) and found.cost_s == 2.0 and "all workers are well" in found.why
+
+
+def test_who_only_looks_on_need_not_plan_after_each_recovery() -> None:
+    run = Run(act="observe")
+    assert not run.tell("recovery", broken_at=1.0, resumed_at=3.0)
+    run.answer(run.verdict())
+    [found] = run.train(10)
+    assert isinstance(found, Recommend) and found.act == "observe"
+    assert run.tell("recovery", broken_at=1.0, resumed_at=3.0), "a worker is slow"
+
+
+@pytest.mark.parametrize("answer", [{"no_plan": "too few"}, {"current_s": None, "iteration_s": 1.0}])
+def test_no_plan_is_no_change(answer: dict[str, Any]) -> None:
+    run = Run()
+    assert not run.policy.answered(run.verdict().number, answer, run.now) and not run.train(100)
