@@ -126,6 +126,34 @@ def test_survivors_are_planned_for_by_a_strategy(launch: Launch, tmp_path: Path,
     assert run.end() == 0, run.output()
 
 
+@pytest.mark.parametrize("act", ["observe", "ask", "act"])
+def test_a_slow_worker_gets_less_to_do_if_that_is_wanted(launch: Launch, tmp_path: Path, act: str) -> None:
+    """From a verdict of the detector, which a worker tells here, to another plan."""
+    slow = {"kind": "compute", "change": "onset", "workers": [2], "speed": 0.25, "since": 1, "iteration": 1}
+    events = [{"event": "verdict", **slow}, {"event": "iteration", "iteration": 2, "duration_s": 60.0}]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events").write_text(json.dumps(events))
+    job = {"strategy": "greyhound", "act": act, "train_iters": 1000}
+    (tmp_path / "run" / "job").write_text(json.dumps(job))
+    run = launch()
+    begun(run)
+    if act == "ask":
+        proposal = run.await_event("proposal")
+        assert not run.events("plan_change")
+        assert main(["apply", str(run.run_dir), proposal["path"]]) == 0
+    if act == "observe":
+        found = run.await_event("would_change")
+        assert found["gain"] > 0.3 and found["lost_s"] > found["cost_s"] and "worker 2 at 0.25" in found["why"]
+    else:
+        run.await_event("reconfiguration", to_epoch=1)
+        plan = ParallelPlan.from_dict(run.await_event("epoch_started", epoch=1)["plan"])
+        shares = {worker: len(plan.replicas[plan.replica_of(worker) or 0].micro_batches) for worker in plan.working}
+        assert shares[2] < 3 and min(shares[0], shares[1]) > 4
+    run.ask("finish")
+    assert run.end() == 0, run.output()
+    assert len(run.events("plan_change")) == (act != "observe")
+
+
 def test_children_of_a_killed_worker_die_with_it(launch: Launch) -> None:
     run = launch("breed_1")
     pids = begun(run)

@@ -2,7 +2,8 @@
 
 Run by test_launcher.py, which steers it with files in RUN_DIR: `finish` lets all workers reach the end, `fail_3` makes
 worker 3 raise, `crash_3` end without a word, `deaf_3` ignore an order to stop, `hang_3` outlive SIGTERM. At the start
-`breed_3` makes it start children, and `knock_3` connect to the port that the file holds.
+`breed_3` makes it start children, and `knock_3` connect to the port that the file holds. `job` holds what is to be told
+of the job, and `events` what worker 0 tells when training begins.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def asked(what: str) -> bool:
 
 def begin(control: WorkerControl, plan: ParallelPlan) -> None:
     control.ready(digests={"0/0": "same"}, bytes_received=0, steps_redone=0, ports=[])
+    if WORKER == 0 and control.epoch == 0 and asked("events"):
+        control.events(json.loads((RUN_DIR / "events").read_text()))
     print(f"epoch {control.epoch} members {list(plan.members)} pid {os.getpid()}", flush=True)
 
 
@@ -102,7 +105,7 @@ def main() -> None:
     store = connect(*parse_address(os.environ["RESIHP_STORE"]), 30.0)
     news = threading.Event()
     control = WorkerControl(store, WORKER, news.set)
-    control.tell("job", **JOB, **(json.loads((RUN_DIR / "job").read_text()) if asked("job") else {}))
+    control.tell("job", **{**JOB, **(json.loads((RUN_DIR / "job").read_text()) if asked("job") else {})})
     control.tell("model", arguments=MODEL)
     try:
         train(control, news)
