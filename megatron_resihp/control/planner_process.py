@@ -66,6 +66,8 @@ class PlannerProcess:
                 [sys.executable, "-m", "megatron_resihp.control.planning"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
             )  # fmt: skip
+            if self._closed:  # meanwhile, by another thread that may not have seen it
+                self._process.kill()
         return self._process
 
     def _end(self) -> None:

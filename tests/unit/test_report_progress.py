@@ -70,6 +70,19 @@ def test_whatever_befalls_a_run_is_told(synthetic_run: Callable[..., Any]) -> No
     run.write("worker_failed", failed=2, error="ValueError: no")
     run.write("evaluation", iteration=10, loss={"lm loss": 3.25})
     run.write("checkpoint", iteration=10, path="saved", seconds=1.5)
+    run.write("planned", strategy="joint", planning_s=1.5)
+    run.write("planned", strategy="rectangular", instead_of="joint", reason="no plan within 30 s")
+    run.write("would_change", why="worker 3 at 0.50: iterations 20 % shorter", gain=0.2)
+    run.write("proposal", why="worker 3 at 0.50: iterations 20 % shorter", gain=0.2, path="run/proposals/1.json")
+    run.write("change_refused", why="asked for by hand: plan.json", reason="this plan is in force already")
+    run.write(
+        "plan_change", number=1, why="asked for by hand: plan.json", from_digest="0", to_digest="1",
+        changes=["replica 0: layers 3, 3 → 2, 4"],
+    )  # fmt: skip
+    run.write(
+        "reconfiguration", number=1, why="asked for", from_epoch=0, to_epoch=1, resumed_iteration=10, stood_still_s=0.25
+    )
+    run.write("policy_failed", error="ValueError: no")
     run.write("salvage", iteration=10, path="left", complete=False, missing=[])
     run.finish(3, "no plan fits")
     lines = follow(run.events, isatty=False).splitlines()
@@ -78,6 +91,15 @@ def test_whatever_befalls_a_run_is_told(synthetic_run: Callable[..., Any]) -> No
         "worker 2 raised: ValueError: no",
         "evaluation after iteration 10: lm loss 3.2500",
         "checkpoint of iteration 10 written in 1.5 s: saved",
+        "planned by joint in 1.5 s",
+        "planned by rectangular instead of joint: no plan within 30 s",
+        "another plan would pay: worker 3 at 0.50: iterations 20 % shorter; --resihp-act act would take it",
+        "another plan would pay: worker 3 at 0.50: iterations 20 % shorter; see `resihp apply`: run/proposals/1.json",
+        "no change of the plan, asked for by hand: plan.json: this plan is in force already",
+        "change 1 of the plan, asked for by hand: plan.json:",
+        "  replica 0: layers 3, 3 → 2, 4",
+        "change 1 done after iteration 10; stood still for 250 ms",
+        "the policy gave up, training goes on: ValueError: no",
         "no plan is left; survivors wrote INCOMPLETE state of iteration 10: left",
         "run ended with exit code 3: no plan fits",
     ]

@@ -1,0 +1,24 @@
+"""A strategy plans for the survivors of a real job on the emulated clock, and training goes on with the same losses."""
+
+from __future__ import annotations
+
+from jobs import Jobs, check_training, tiny
+
+from megatron_resihp.plan import ParallelPlan
+
+MODEL = {
+    "num_layers": 4, "global_batch_size": 8, "train_iters": 12, "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+}  # fmt: skip
+
+
+def test_survivors_of_a_death_in_a_tensor_parallel_group_all_go_on_working(jobs: Jobs) -> None:
+    """Complete replicas would need eight workers, or leave three of seven idle."""
+    arguments = tiny(**MODEL, resihp_emulate="h800", resihp_strategy="joint", resihp_drill=["kill:5@6:backward"])
+    job = jobs.start(arguments, workers=8).wait(240.0)
+    assert job.code == 0, job.tails()
+    [planned] = job.events("planned")
+    assert planned["strategy"] == "joint" and planned["bound_s"] <= planned["iteration_s"]
+    plan = ParallelPlan.from_dict(job.events("epoch_started")[-1]["plan"])
+    assert set(plan.working) == {0, 1, 2, 3, 4, 6, 7} and plan.not_rectangular is not None
+    check_training(job, jobs.reference(tiny(**MODEL), workers=8))
