@@ -70,7 +70,7 @@ def test_a_fenced_worker_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its epoch stays broken for ever: trying again would never end."""
     tried: list[int] = []
 
-    def enter(runtime: Any, phases: Any) -> None:
+    def enter(runtime: Any, phases: Any, by_choice: bool) -> None:
         tried.append(len(tried))
         if len(tried) > 1:
             pytest.fail("tried again")
@@ -86,7 +86,7 @@ def test_a_failure_during_recovery_starts_the_next(monkeypatch: pytest.MonkeyPat
     outcomes: list[Exception | None] = [OF_COMMUNICATORS[1], EpochBroken("worker 4"), None]
     suspected: list[BaseException] = []
 
-    def enter(runtime: Any, phases: Any) -> None:
+    def enter(runtime: Any, phases: Any, by_choice: bool) -> None:
         outcome = outcomes.pop(0)
         if outcome is not None:
             raise outcome
