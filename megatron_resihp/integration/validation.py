@@ -14,6 +14,7 @@ from megatron.core import mpu
 
 from megatron_resihp.detector.records import OpKind, SpanKind
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.world import rank_order
 
 
 def validate(runtime: Runtime) -> None:
@@ -56,8 +57,8 @@ def _time_transfer(runtime: Runtime, transfer: Mapping[str, Any]) -> dict[str, A
     """There with `size` bytes and back with one element: seconds of each repeat at either end."""
     sends = transfer["sender"] == runtime.worker
     peer = transfer["receiver" if sends else "sender"]
-    workers = runtime.current_plan.rank_order(pipeline_last=not runtime.args.use_tp_pp_dp_mapping)
-    rank, group = workers.index(peer), mpu.get_pipeline_model_parallel_group()
+    rank = rank_order(runtime).index(peer)
+    group = mpu.get_pipeline_model_parallel_group() if runtime.general is None else dist.group.WORLD
     there = torch.zeros(max(transfer["size"] // 4, 1), dtype=torch.float32, device="cuda")
     back = torch.zeros(1, dtype=torch.float32, device="cuda")
 

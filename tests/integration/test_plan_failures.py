@@ -13,10 +13,20 @@ from jobs import Job, Jobs, check_training, tiny
 from test_plans import V_SHAPE, chunks, explicit, stages
 from test_recovery_points import EVALUATION, RECOVERY_POINTS, evaluations
 
-from megatron_resihp.plan import ParallelPlan, Replica, Shard
+from megatron_resihp.detector.inquiry import PAUSE
+from megatron_resihp.plan import Migration, ParallelPlan, PlannedOp, Replica, Schedule, Shard
+from megatron_resihp.plan.schedule import EXPLICIT
 
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 4, "global_batch_size": 4}
 """Two replicas of two stages on four workers: any two survivors that hold everything between them can go on."""
+
+
+def in_order(*micro_batches: Sequence[int]) -> Schedule:
+    """For each stage all forwards, then all backwards."""
+    forwards = [tuple(PlannedOp("F", stage, m) for m in own) for stage, own in enumerate(micro_batches)]
+    orders = tuple((*own, *(op._replace(kind="B") for op in own)) for own in forwards)
+    return Schedule(EXPLICIT, orders=orders)
+
 
 UNLIKE = ParallelPlan(
     (Replica(stages([0, 1], [2]), (0, 1), chunks(3, 6)), Replica(stages([3]), (2, 3), chunks(6))), {}
@@ -28,10 +38,20 @@ KEEPING = ParallelPlan(
     (Replica(stages([1], [2]), (0, 1, 2, 3), chunks(2, 6)),), {0: (Shard(0, 3, 0, 1),), 3: (Shard(3, 6, 0, 1),)}
 )
 """Standbys go on holding the shards of the job's own layout."""
+
 VEE = ParallelPlan(
     (Replica(stages([3], [0]), (0, 1, 2, 3), V_SHAPE, explicit((0, 1, 1, 0), 2, (0, 1, 2, 3))),), {1: None, 2: None}
 )
 """Embedding and head on the same worker, what lies between on another one."""
+
+IDLE_HEAD = ParallelPlan(
+    (
+        Replica(stages([2], [1]), (0, 1), chunks(3, 6), in_order((0, 1), ())),
+        Replica(stages([0], [3]), (2, 3), chunks(3, 6), in_order((2, 3), (0, 1, 2, 3))),
+    ),
+    {}, (Migration(0, 1, 1), Migration(1, 1, 1)),
+)  # fmt: skip
+"""The second stage of the first replica, worker 1, which had no head before, has no work."""
 
 
 def ask_for(path: Path, *plans: tuple[ParallelPlan, int]) -> list[str]:
@@ -54,6 +74,7 @@ def survive(
     )
     check_training(job, reference)
     struck = {(drill.target, drill.point) for drill in job.summary.drills}
+    assert not job.events("detection_failed")
     wanted = [drill.partition(":")[2] for drill in drills]
     assert struck == {(int(text.partition("@")[0]), text.partition(":")[2]) for text in wanted}
     return job
@@ -113,6 +134,15 @@ def test_a_change_asked_for_during_another_is_refused(jobs: Jobs, tmp_path: Path
     assert in_general_mode(job)[-1]
 
 
+def test_a_standby_that_reports_later_asks_for_no_plan_again(jobs: Jobs, tmp_path: Path) -> None:
+    job = survive(jobs, tmp_path, [(KEEPING, 1), (VEE, 3), (KEEPING, 5)], [])
+    assert in_general_mode(job) == [False, True, True, True] and not job.events("change_refused")
+
+
+def test_a_head_whose_work_is_all_done_by_another_replica(jobs: Jobs, tmp_path: Path) -> None:
+    survive(jobs, tmp_path, [(IDLE_HEAD, 1)], [])
+
+
 @pytest.mark.parametrize("iteration", [5, 6])
 def test_a_change_shortly_before_the_end(jobs: Jobs, tmp_path: Path, iteration: int) -> None:
     """Standbys can't know that no further iteration comes: they wait for the others, who finish the job."""
@@ -170,6 +200,19 @@ def test_the_only_holder_of_a_layer_dies(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.run(tiny(**PIPELINE, resihp_plan=plans, resihp_drill="kill:0@3:backward"), workers=4)
     assert job.code == 1, job.tails()
     assert "no plan fits the survivors" in job.events("run_finished")[0]["reason"]
+
+
+def test_suspects_are_tested_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
+    """Matrix products on the suspects and P2P on their links, while training goes on as if nothing were."""
+    # A first test is ordered before the plan is in force, and the next one is long after it.
+    model = PIPELINE | {"train_iters": PAUSE + 6}
+    job = jobs.run(tiny(**model, resihp_plan=ask_for(tmp_path, (UNLIKE, 1))), workers=4, judge="suspects")
+    check_training(job, jobs.reference(tiny(**model), workers=4))
+    tests = {event["worker"]: event for event in job.events("validation")}
+    assert {peer: [each["peer"] for each in event["transfers"]] for peer, event in tests.items()} == {
+        0: [2], 1: [2], 2: [0, 1]
+    }  # fmt: skip
+    assert not job.events("detection_failed")
 
 
 def final_losses(job: Job) -> dict[str, float]:
