@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos_plans import ITERATIONS, LAYERS, MICRO_BATCHES, WORKERS, random_sequence
 from jobs import Jobs, check_training, tiny
-from random_plans import ITERATIONS, LAYERS, MICRO_BATCHES, WORKERS, random_sequence
 from test_plans import RECTANGLE
 
 MODEL: dict[str, Any] = {

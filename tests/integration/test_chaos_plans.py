@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from random import Random
 
 import pytest
-from random_plans import LAYERS, MICRO_BATCHES, WORKERS, random_plan
+from chaos_plans import LAYERS, MICRO_BATCHES, WORKERS, random_plan
 
 from megatron_resihp.control.change import ChangeRefused, plan_to_change_to
 from megatron_resihp.control.holdings import lacking, plan_for_survivors
