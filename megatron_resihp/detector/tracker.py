@@ -377,7 +377,10 @@ class Tracker:
 
     def _since(self, family: int, unit: int, series: NDArray[np.float64], window: int) -> int:
         """Iteration from which the newest residuals have another mean than 0, as the newest `window` of them say."""
-        reach = max(float(self.noise.clip[family, unit]), 2 * abs(float(np.median(series[:window]))))
+        # A large change is known before it fills the window; what is as far as it may not be clipped to a stall's size,
+        # or healthy residuals before it would weigh as much.
+        levels = [abs(float(np.median(series[:length]))) for length in (window, RUNS[0])]
+        reach = max(float(self.noise.clip[family, unit]), 2 * max(levels))
         length = change_point(np.clip(series, -reach, reach))
         return int(self._when[length - 1, family, unit])
 

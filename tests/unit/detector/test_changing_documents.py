@@ -30,3 +30,17 @@ def test_a_level_that_luck_made_look_high_is_no_recovery_when_luck_ends() -> Non
     residuals[:3, 2], residuals[3:6, 2], residuals[6:, 2] = 0.09, 0.02, 0.05
     found = [finding for number, row in enumerate(residuals) for finding in tracker.update(row, 50 + number)]
     assert [(each.unit, each.change) for each in found] == [(2, Change.ONSET)]
+
+
+def test_a_large_change_is_told_from_small_ones_just_before_it() -> None:
+    """A link at 0.3 after two iterations a bit slow by chance: two residuals tell since when, and how slow."""
+    rng = np.random.default_rng(0)
+    units = np.zeros(4, dtype=np.int64)
+    history = 0.012 * rng.standard_normal((50, 4))
+    tracker = Tracker(units, history, np.arange(50), 0.03, np.median(history, axis=0), np.zeros(4, dtype=bool))
+    tracker.budget(0.01, 300, 4)
+    residuals = np.zeros((12, 4))
+    residuals[4, 1], residuals[5, 1], residuals[6:, 1] = 0.05, 0.03, -np.log(0.3)
+    found = [finding for number, row in enumerate(residuals) for finding in tracker.update(row, 50 + number)]
+    assert [(each.unit, each.change, each.since) for each in found] == [(1, Change.ONSET, 56)]
+    assert abs(np.exp(-found[0].excess) - 0.3) < 0.03
