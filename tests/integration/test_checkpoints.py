@@ -27,6 +27,9 @@ runpy.run_path({str(PRETRAIN)!r}, run_name="__main__")
 """Megatron itself on the data of the other jobs."""
 
 
+NIGHTLY = pytest.mark.nightly
+
+
 def change_to(name: str, path: Path, iteration: int) -> dict[str, Any]:
     file = path / "plan.json"
     file.write_text(json.dumps(FOUR[name].to_dict()))
@@ -50,11 +53,11 @@ def save(jobs: Jobs, path: Path, **options: Any) -> Job:
 @pytest.mark.parametrize(
     ("name", "model", "tolerance"),
     [
-        ("TP 2 and 1", {}, 1e-5),
-        ("V shape", {}, 1e-5),
+        pytest.param("TP 2 and 1", {}, 1e-5, marks=NIGHTLY),
+        pytest.param("V shape", {}, 1e-5, marks=NIGHTLY),
         ("unlike replicas", LLAMA | {"bf16": True}, 2e-2),
-        ("four stages", LLAMA, 1e-5),
-        ("V shape", LLAMA | {"bf16": True}, 2e-2),
+        pytest.param("four stages", LLAMA, 1e-5, marks=NIGHTLY),
+        pytest.param("V shape", LLAMA | {"bf16": True}, 2e-2, marks=NIGHTLY),
     ],
     ids=["unlike stages", "V shape", "unlike replicas", "four stages", "V shape in 16 bits"],
 )
@@ -71,6 +74,7 @@ def test_a_job_goes_on_in_its_own_layout(
     assert job.summary.loss == pytest.approx(rest_of(jobs.reference(tiny(**layout), workers=4)), rel=tolerance)
 
 
+@NIGHTLY
 def test_a_job_changes_its_plan_after_loading(jobs: Jobs, tmp_path: Path) -> None:
     """From a checkpoint of its own layout."""
     save(jobs, tmp_path)

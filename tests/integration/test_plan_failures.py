@@ -21,6 +21,9 @@ PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 4, 
 """Two replicas of two stages on four workers: any two survivors that hold everything between them can go on."""
 
 
+NIGHTLY = pytest.mark.nightly
+
+
 def in_order(*micro_batches: Sequence[int]) -> Schedule:
     """For each stage all forwards, then all backwards."""
     forwards = [tuple(PlannedOp("F", stage, m) for m in own) for stage, own in enumerate(micro_batches)]
@@ -28,9 +31,7 @@ def in_order(*micro_batches: Sequence[int]) -> Schedule:
     return Schedule(EXPLICIT, orders=orders)
 
 
-UNLIKE = ParallelPlan(
-    (Replica(stages([0, 1], [2]), (0, 1), chunks(3, 6)), Replica(stages([3]), (2, 3), chunks(6))), {}
-)
+UNLIKE = ParallelPlan((Replica(stages([0, 1], [2]), (0, 1), chunks(3, 6)), Replica(stages([3]), (2, 3), chunks(6))), {})
 """A stage of two members and one of one; and a replica of a single stage that holds everything."""
 LONE = ParallelPlan((Replica(stages([0], [1, 2]), (0, 1, 2, 3), chunks(2, 6)),), {3: None})
 """Worker 0 is the only holder of the first layers."""
@@ -89,8 +90,11 @@ def in_general_mode(job: Job) -> list[bool]:
 @pytest.mark.parametrize(
     ("point", "victim"),
     [
-        ("forward", 1), ("p2p", 0), ("backward", 2), ("p2p", 2), ("grad-sync", 3), ("norm", 1), ("step", 2),
-        ("between", 3),
+        ("p2p", 0),
+        ("backward", 2),
+        ("grad-sync", 3),
+        ("step", 2),
+        *(pytest.param(*case, marks=NIGHTLY) for case in (("forward", 1), ("p2p", 2), ("norm", 1), ("between", 3))),
     ],
 )
 def test_a_death_under_an_unlike_plan(jobs: Jobs, tmp_path: Path, point: str, victim: int) -> None:
@@ -98,7 +102,7 @@ def test_a_death_under_an_unlike_plan(jobs: Jobs, tmp_path: Path, point: str, vi
     assert in_general_mode(job) == [False, True, False]
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=NIGHTLY), 3])
 def test_a_standby_that_keeps_a_shard_dies(jobs: Jobs, tmp_path: Path, victim: int) -> None:
     job = survive(jobs, tmp_path, [(KEEPING, 1)], [f"kill:{victim}@3:grad-sync"])
     assert in_general_mode(job) == [False, True, False]
@@ -110,12 +114,13 @@ def test_two_deaths_under_an_unlike_plan(jobs: Jobs, tmp_path: Path) -> None:
     assert {death.worker for death in job.summary.deaths} == {1, 2}
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [0, pytest.param(3, marks=NIGHTLY)])
 @pytest.mark.parametrize("point", RECOVERY_POINTS)
 def test_a_death_in_a_change(jobs: Jobs, tmp_path: Path, point: str, victim: int) -> None:
     survive(jobs, tmp_path, [(UNLIKE, 1)], [f"kill:{victim}@1:{point}"])
 
 
+@NIGHTLY
 @pytest.mark.parametrize("point", RECOVERY_POINTS)
 def test_a_death_in_a_change_from_one_unlike_plan_to_another(jobs: Jobs, tmp_path: Path, point: str) -> None:
     job = survive(jobs, tmp_path, [(UNLIKE, 1), (KEEPING, 3)], [f"kill:2@3:{point}"])
@@ -143,7 +148,7 @@ def test_a_head_whose_work_is_all_done_by_another_replica(jobs: Jobs, tmp_path: 
     survive(jobs, tmp_path, [(IDLE_HEAD, 1)], [])
 
 
-@pytest.mark.parametrize("iteration", [5, 6])
+@pytest.mark.parametrize("iteration", [pytest.param(5, marks=NIGHTLY), 6])
 def test_a_change_shortly_before_the_end(jobs: Jobs, tmp_path: Path, iteration: int) -> None:
     """Standbys can't know that no further iteration comes: they wait for the others, who finish the job."""
     job = survive(jobs, tmp_path, [(KEEPING, 1), (UNLIKE, iteration)], [])
@@ -165,7 +170,7 @@ def test_evaluation_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
     assert final_losses(job) == final_losses(reference)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=NIGHTLY), 1, pytest.param(3, marks=NIGHTLY)])
 def test_a_death_while_evaluating_in_general_mode(jobs: Jobs, tmp_path: Path, victim: int) -> None:
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
@@ -175,7 +180,7 @@ def test_a_death_while_evaluating_in_general_mode(jobs: Jobs, tmp_path: Path, vi
     assert evaluations(job) == evaluations(reference)
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [0, pytest.param(3, marks=NIGHTLY)])
 def test_a_death_after_the_last_iteration_in_general_mode(jobs: Jobs, tmp_path: Path, victim: int) -> None:
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
