@@ -18,7 +18,7 @@ from test_plans import RECTANGLE
 MODEL: dict[str, Any] = {
     **RECTANGLE, "num_layers": LAYERS - 2, "global_batch_size": MICRO_BATCHES, "train_iters": ITERATIONS
 }  # fmt: skip
-SAMPLE = 2
+SAMPLE = 1
 HEARTBEAT_S = 6.0
 BOUND_S = 240.0
 """Far beyond what a sequence takes on a busy machine, and below any time-out of torch."""

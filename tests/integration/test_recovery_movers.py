@@ -16,6 +16,7 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 SEQUENCE_PARALLEL: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PER_TOKEN: dict[str, Any] = {"calculate_per_token_loss": True}
+LOSSES = ({}, pytest.param(PER_TOKEN, marks=pytest.mark.nightly))
 
 
 def survive(
@@ -37,14 +38,14 @@ def moved(job: Job) -> int:
     return sum(event["bytes_moved"] for event in job.events("recovery"))
 
 
-@pytest.mark.parametrize("loss", [{}, PER_TOKEN], ids=["mean", "per token"])
+@pytest.mark.parametrize("loss", LOSSES, ids=["mean", "per token"])
 def test_one_of_three_replicas_dies(jobs: Jobs, loss: dict[str, Any]) -> None:
     job, plan = survive(jobs, "kill:4@3:backward", model=WIDE | loss, workers=6)
     assert shares(plan) == [3, 3] and moved(job) == 0
 
 
 @pytest.mark.parametrize("point", ["backward", "step"])
-@pytest.mark.parametrize("loss", [{}, PER_TOKEN], ids=["mean", "per token"])
+@pytest.mark.parametrize("loss", LOSSES, ids=["mean", "per token"])
 def test_a_survivor_moves_to_a_shard_that_lost_two_of_its_holders(jobs: Jobs, loss: dict[str, Any], point: str) -> None:
     """Of the second stage one holder is left, of the first three; one of these fetches the second stage from there."""
     job, plan = survive(jobs, f"kill:3@3:{point}", f"kill:4@3:{point}", model=WIDE | loss, workers=6)
@@ -65,14 +66,14 @@ def test_the_mover_is_killed_where_it_is_ready(jobs: Jobs) -> None:
     assert job.summary.deaths
 
 
-@pytest.mark.parametrize("loss", [{}, PER_TOKEN], ids=["mean", "per token"])
+@pytest.mark.parametrize("loss", LOSSES, ids=["mean", "per token"])
 def test_uneven_shares(jobs: Jobs, loss: dict[str, Any]) -> None:
     """Four replicas with two micro-batches each become three with 3, 3 and 2."""
     job, plan = survive(jobs, "kill:1@3:backward", model={"global_batch_size": 8} | loss, workers=4)
     assert shares(plan) == [2, 3, 3] and moved(job) == 0
 
 
-@pytest.mark.parametrize("loss", [{}, PER_TOKEN], ids=["mean", "per token"])
+@pytest.mark.parametrize("loss", LOSSES, ids=["mean", "per token"])
 def test_uneven_shares_of_a_pipeline(jobs: Jobs, loss: dict[str, Any]) -> None:
     """Three replicas with three micro-batches each become two with 5 and 4."""
     _, plan = survive(jobs, "kill:2@3:p2p", model=WIDE | {"global_batch_size": 9} | loss, workers=6)
@@ -105,7 +106,7 @@ def test_sixteen_bits_of_a_shard_that_moves(jobs: Jobs) -> None:
     assert moved(job) > 0
 
 
-@pytest.mark.parametrize("loss", [{}, PER_TOKEN], ids=["mean", "per token"])
+@pytest.mark.parametrize("loss", LOSSES, ids=["mean", "per token"])
 def test_packed_documents(jobs: Jobs, documents: Path, loss: dict[str, Any]) -> None:
     model = {
         "pipeline_model_parallel_size": 2, "mock_data": False, "data_path": documents, "vocab_size": 257,

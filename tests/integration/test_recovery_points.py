@@ -33,19 +33,23 @@ def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], extra: dict[str, A
     return job
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+BOTH = (1, pytest.param(2, marks=pytest.mark.nightly))
+"""Victims on either side of what is split."""
+
+
+@pytest.mark.parametrize("victim", BOTH)
 @pytest.mark.parametrize("point", [*ITERATION_POINTS, "p2p"])
 def test_a_death_in_a_pipeline(jobs: Jobs, point: str, victim: int) -> None:
     survive(jobs, f"kill:{victim}@3:{point}", layout=PIPELINE)
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", BOTH)
 @pytest.mark.parametrize("point", ITERATION_POINTS)
 def test_a_death_in_a_tensor_parallel_group(jobs: Jobs, point: str, victim: int) -> None:
     survive(jobs, f"kill:{victim}@3:{point}", layout=TENSOR)
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", BOTH)
 def test_a_death_in_the_first_iteration(jobs: Jobs, victim: int) -> None:
     survive(jobs, f"kill:{victim}@1:backward", layout=PIPELINE)
 
@@ -54,7 +58,7 @@ def test_a_death_in_the_last_iteration(jobs: Jobs) -> None:
     survive(jobs, "kill:2@6:step", layout=PIPELINE)
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", BOTH)
 def test_a_death_while_evaluating(jobs: Jobs, victim: int) -> None:
     reference = jobs.reference(tiny(**PIPELINE, **EVALUATION), workers=4)
     job = survive(jobs, f"kill:{victim}@4:evaluate", layout={**PIPELINE, **EVALUATION})
@@ -72,7 +76,7 @@ def evaluations(job: Job) -> dict[int, float]:
     return found
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", BOTH)
 def test_a_death_while_saving(jobs: Jobs, victim: int) -> None:
     directory = jobs.directory / f"checkpoint{victim}"
     survive(jobs, f"kill:{victim}@4:save", layout=PIPELINE, extra={"save": directory, "save_interval": 2})
@@ -120,7 +124,7 @@ def test_one_after_another_at_the_same_iteration(jobs: Jobs) -> None:
     assert {death.worker for death in job.summary.deaths} == {0, 3}
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", BOTH)
 def test_data_loaders_of_a_dead_worker_die_with_it(jobs: Jobs, victim: int) -> None:
     job = survive(jobs, f"kill:{victim}@3:forward", layout=PIPELINE, extra={"num_workers": 2})
     [recovery] = job.events("recovery")
