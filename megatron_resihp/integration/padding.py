@@ -65,8 +65,10 @@ class Padding:
         self._sleep = sleep
         self._random = random.Random(f"{profile.seed} {worker}")
 
-    def pad_op(self, kind: OpKind, chunk: int, tokens: float, squares: float, started: float, waited: float) -> None:
+    def pad_op(self, kind: OpKind, chunk: int, tokens: float, squares: float, started: float, waited: float) -> float:
         """Wait until the op has lasted as long as on the device, and as long as it has waited for others on top.
+
+        Returns the seconds by which it had already lasted longer than that, 0 if it had not.
 
         Args:
             kind: which of the chunk's costs it has.
@@ -79,8 +81,10 @@ class Padding:
         seconds *= max(self._random.gauss(1.0, self._profile.noise), 0.0) / self._slowness().speed(self._worker)
         deadline = started + seconds + (0.0 if math.isnan(waited) else waited)
         self.ops += 1
-        self.late += self._clock() > deadline
+        late = max(self._clock() - deadline, 0.0)
+        self.late += late > 0.0
         self._wait_until(deadline)
+        return late
 
     def pad_transfer(self, peer: int, posted: float, size: float) -> None:
         """Wait as long as `size` bytes, which have just come from `peer`, would take on the device's links.

@@ -25,9 +25,10 @@ SAMPLE = 4
 MOST_PAUSES = 256
 """Of garbage collections since the last record; the newest count."""
 
-PadOp = Callable[[OpKind, int, float, float, float, float], None]
+PadOp = Callable[[OpKind, int, float, float, float, float], float]
 """(kind, chunk, tokens, squares, started, waited), called at the end of an op, before its end is noted. `started`:
-seconds of the monotonic clock; `waited`: seconds in tensor-parallel collectives since. On the host's clock only."""
+seconds of the monotonic clock; `waited`: seconds in tensor-parallel collectives since. Returns the seconds by which the
+op had come too late to be padded. On the host's clock only."""
 PadTransfer = Callable[[int, float, float], None]
 """(peer, posted, bytes), called when a tensor has been received, before that is noted."""
 
@@ -45,8 +46,9 @@ class Probes:
         tp_group: the tensor-parallel group of this epoch.
         timed_group: the group whose collectives are to be timed now: that one, inside of ops that are sampled.
         mark: gives the moment, as the clock has it.
-        emulated: whether ops are padded. Then only an op's first wait in a collective counts, which is that for members
-            who began it later: what collectives take on the device is in its costs, and what they really take is not.
+        emulated: whether ops are padded. Then an op's first wait in a collective counts, which is that for members who
+            began it later: what collectives take on the device is in its costs, and what they really take is not. Later
+            waits count where they made the op late: some member had been held up in the midst of it.
     """
 
     def __init__(self, worker: int, make_clock: Callable[[], Clock], send: Callable[[Sheet], None]) -> None:
@@ -69,7 +71,7 @@ class Probes:
         self._broken = False
         self._pause_began = 0.0
         self._op: tuple[OpKind, int, int] | None = None
-        self._entered = self._batch_came = self._opened = self._waited = 0.0
+        self._entered = self._batch_came = self._opened = self._waited = self._waited_later = 0.0
         self._first_wait = 0
         self._of_output: dict[int, tuple[int, int]] = {}
         self._of_tensor: dict[int, tuple[int, int]] = {}
@@ -202,7 +204,7 @@ class Probes:
         if self._op is not None and self._op[0] is OpKind.F:
             self._batch_came = time.monotonic()
             del self._sheet.waits[self._first_wait :]
-            self._waited = 0.0
+            self._waited = self._waited_later = 0.0
             self._opened = self.mark()
 
     def _open(self, kind: OpKind, chunk: int, micro_batch: int, inputs: Iterable[Any]) -> None:
@@ -214,18 +216,19 @@ class Probes:
         if self._clock.immediate or micro_batch in self._sampled:
             self.timed_group = self.tp_group
         self._first_wait = len(self._sheet.waits)
-        self._waited = self._batch_came = 0.0
+        self._waited = self._waited_later = self._batch_came = 0.0
         self._entered = time.monotonic()
         self._opened = self.mark()
 
     def _close(self, tensors: Iterable[Any], pad: PadOp | None) -> None:
         assert self._op is not None
         kind, chunk, micro_batch = self._op
+        late = 0.0
         if pad is not None:
             tokens, squares = self._sheet.workload.get(micro_batch, (NAN, NAN))
-            pad(kind, chunk, tokens, squares, self._opened, self._waited)
+            late = pad(kind, chunk, tokens, squares, self._opened, self._waited)
         end = self.mark()
-        waited = NAN if self.timed_group is NOBODY else self._waited
+        waited = NAN if self.timed_group is NOBODY else self._waited + min(late, self._waited_later)
         self._op, self.timed_group = None, NOBODY
         self._sheet.ops.append((kind, chunk, micro_batch, self._opened, end, waited))
         if self._batch_came:
@@ -239,7 +242,9 @@ class Probes:
         """A collective of `timed_group` is over."""
         now = self.mark()
         if self._clock.immediate:
-            if not (self.emulated and self._waited):
+            if self.emulated and self._waited:
+                self._waited_later += now - since
+            else:
                 self._waited += now - since
         else:
             self._sheet.waits.append((len(self._sheet.ops), since, now))

@@ -95,9 +95,9 @@ class TestOps:
         time = FakeTime()
         pads = padding(time)
         started, time.now = time.now, time.now + 0.2
-        pads.pad_op(OpKind.B, 0, 5, 13, started, 0.0)
+        assert pads.pad_op(OpKind.B, 0, 5, 13, started, 0.0) == pytest.approx(0.05, abs=1e-4)
         assert (pads.ops, pads.late) == (1, 1) and time.now - started < 0.2001
-        pads.pad_op(OpKind.B, 0, 5, 13, time.now, 0.0)
+        assert pads.pad_op(OpKind.B, 0, 5, 13, time.now, 0.0) == 0.0
         assert (pads.ops, pads.late) == (2, 1)
 
     def test_noise_is_of_the_size_asked_for_and_of_a_seed(self) -> None:

@@ -122,6 +122,21 @@ def test_on_the_emulated_clock_only_members_who_begin_late_are_waited_for() -> N
     assert sent[0].ops["waited"] == pytest.approx([0.5, 0.5], abs=0.05)
 
 
+@pytest.mark.parametrize(("late", "counted"), [(0.1, 0.1), (9.0, 0.25)])
+def test_on_the_emulated_clock_a_member_held_up_in_the_midst_of_a_late_op_is_waited_for(
+    late: float, counted: float
+) -> None:
+    probes, sent = make()
+    probes.emulated = True
+    probes.begin(0, 1, (0,), WORKERS)
+    probes.open_forward(0, 0, [])
+    probes.note_wait(probes.mark() - 0.5)
+    probes.note_wait(probes.mark() - 0.25)
+    probes.close_forward(object(), [], None, lambda *_: late)
+    probes.finish()
+    assert sent[0].ops["waited"] == pytest.approx([0.5 + counted], abs=0.05)
+
+
 def test_an_op_begins_when_its_micro_batch_is_there() -> None:
     probes, sent = make()
     probes.begin(0, 1, (0,), WORKERS)
@@ -138,8 +153,13 @@ def test_an_op_begins_when_its_micro_batch_is_there() -> None:
 def test_an_op_is_padded_before_it_ends() -> None:
     probes, sent = make()
     padded: list[tuple[Any, ...]] = []
+
+    def pad(*values: Any) -> float:
+        padded.append((*values, probes.mark()))
+        return 0.0
+
     probes.begin(0, 1, (0,), WORKERS)
-    run_micro_batch(probes, 0, lambda *values: padded.append((*values, probes.mark())))
+    run_micro_batch(probes, 0, pad)
     probes.finish()
     assert [values[:4] for values in padded] == [(OpKind.F, 0, 32.0, 1024.0), (OpKind.B, 0, 32.0, 1024.0)]
     for op, values in zip(sent[0].ops, padded, strict=True):
@@ -149,9 +169,14 @@ def test_an_op_is_padded_before_it_ends() -> None:
 def test_a_weight_gradient_is_an_op_of_its_own() -> None:
     probes, sent = make()
     padded: list[tuple[Any, ...]] = []
+
+    def pad(*values: Any) -> float:
+        padded.append(values)
+        return 0.0
+
     probes.begin(0, 1, (0,), WORKERS)
     run_micro_batch(probes, 0)
-    with probes.weight_gradient(0, 0, lambda *values: padded.append(values)):
+    with probes.weight_gradient(0, 0, pad):
         pass
     probes.finish()
     assert sent[0].ops["kind"].tolist() == [OpKind.F, OpKind.B, OpKind.W]
