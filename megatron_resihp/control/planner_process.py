@@ -12,7 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import IO, Any
+from contextlib import suppress
+from typing import IO, Any, Final
+
+REHEARSAL: Final = "rehearsal"
+"""In a request: nobody waits for the answer."""
 
 
 class PlannerProcess:
@@ -30,9 +34,8 @@ class PlannerProcess:
                 return {"no_plan": "the job is ending"}
             try:
                 process = self._running()
-                assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
+                assert process.stdout is not None
+                _write(process, request)
                 line = _read_line(process.stdout, timeout_s)
             except OSError as error:
                 line, reason = b"", f"the planner's process can't be asked: {error}"
@@ -44,11 +47,12 @@ class PlannerProcess:
             answer: dict[str, Any] = json.loads(line)
             return answer
 
-    def start(self) -> None:
-        """Start it ahead of the first request."""
+    def rehearse(self, request: Mapping[str, Any]) -> None:
+        """Start it ahead of the first request, with one to practise on whose answer nobody waits for."""
         with self._lock:
             if not self._closed:
-                self._running()
+                with suppress(OSError):
+                    _write(self._running(), {**request, REHEARSAL: True})
 
     def close(self) -> None:
         """End the process; an answer that is waited for becomes none."""
@@ -75,6 +79,12 @@ class PlannerProcess:
         if process is not None:
             process.kill()
             process.communicate()
+
+
+def _write(process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(request).encode() + b"\n")
+    process.stdin.flush()
 
 
 def _read_line(stream: IO[bytes], timeout_s: float) -> bytes:

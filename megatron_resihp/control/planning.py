@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_resihp.control.planner_process import REHEARSAL
 from megatron_resihp.plan import Chunk, ParallelPlan
 
-NICE: Final = 5
-"""Training's own processes on node 0 go first."""
+NICE: Final = 19
+"""Training's own processes on node 0 go first; while a recovery waits for a plan, they are idle."""
 
 
 def request_of(
@@ -89,24 +90,18 @@ def _fitted(path: str | None) -> Any:
         return None
 
 
-def _warm_up() -> None:
-    """Load what planning needs, so that the first request need not wait for it."""
-    from megatron_resihp.planner.bridge import strategy_named
-
-    strategy_named("joint")
-
-
 def main() -> None:
     """Answer until the input ends."""
     os.nice(NICE)
     answers, sys.stdout = sys.stdout, sys.stderr  # nothing else may get among the answers
-    _warm_up()
     for line in sys.stdin:
+        request = json.loads(line)
         try:
-            found = answer(json.loads(line))
+            found = answer(request)
         except Exception as error:  # a strategy's bug must not end the process, which others ask, too
             found = {"no_plan": f"{type(error).__name__}: {error}"}
-        print(json.dumps(found), file=answers, flush=True)
+        if not request.get(REHEARSAL):
+            print(json.dumps(found), file=answers, flush=True)
 
 
 if __name__ == "__main__":

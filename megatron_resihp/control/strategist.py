@@ -35,6 +35,7 @@ IN_A_RECOVERY_S: Final = 30.0
 BY_CHOICE_S: Final = 600.0
 FOR_LOOKING_ON: Final = "joint"
 """Whose plans are compared where the job has no strategy that reacts to slow workers."""
+REHEARSED_SPEED: Final = 0.7
 PROPOSALS: Final = "proposals"
 COST_MODEL: Final = "cost_model.json"
 
@@ -113,14 +114,19 @@ class Strategist:
                 self._policy = Policy(Settings(event.get("act", defaults.act), between))
             case "model":
                 self._job["arguments"] = event["arguments"]
-                self._warm_up()
+            case "epoch_started" if event["epoch"] == 0:
+                self._rehearse(ParallelPlan.from_dict(event["plan"]))
         if self._policy is not None:
             self._do(self._policy.note(event, time.monotonic()))
 
-    def _warm_up(self) -> None:
-        """The first plan takes seconds more: libraries are loaded, and machine code is made. No recovery shall wait."""
-        if self._job.get("strategy", RECTANGULAR) != RECTANGULAR:
-            self._in_recoveries.start()
+    def _rehearse(self, plan: ParallelPlan) -> None:
+        """The first plan takes longer: libraries are loaded and, once per installation, machine code is made for most
+        of a minute. No recovery shall wait for that."""
+        strategy = self._job.get("strategy", RECTANGULAR)
+        if strategy != RECTANGULAR:
+            speeds = {worker: REHEARSED_SPEED if worker == 0 else 1.0 for worker in plan.members}
+            request = request_of(strategy, self._job, *self._sizes, plan, speeds, {}, None)
+            self._in_recoveries.rehearse(request)
 
     def _do(self, actions: list[AskPlanner | Recommend]) -> None:
         for action in actions:

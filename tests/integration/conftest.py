@@ -15,6 +15,7 @@ from jobs import REPOSITORY, Jobs, Nursery
 
 SCRIPT = REPOSITORY / "scripts" / "make_dataset.py"
 MAKE_S = 60.0
+COMPILE_S = 300.0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,6 +34,14 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     nursery = Nursery()
     yield Jobs(nursery, directory)
     nursery.close()
+
+
+@pytest.fixture(scope="session")
+def compiled_planner() -> None:
+    """The planner's machine code is there, so that no job shares the cores with a compiler for most of a minute."""
+    arguments = ("--model", "llama2-7b", "--gpus", "8", "--tp", "2", "--pp", "2", "--slow", "1=0.7", "--json")
+    command = [str(Path(sys.executable).with_name("resihp")), "plan", *arguments]
+    subprocess.run(command, check=True, timeout=COMPILE_S, stdout=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="session")

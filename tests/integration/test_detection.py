@@ -28,7 +28,8 @@ JOB_S = 480.0
 """It takes about two and a half minutes."""
 
 
-@pytest.mark.timeout(JOB_S + 60)
+@pytest.mark.usefixtures("compiled_planner")
+@pytest.mark.timeout(JOB_S + 120)
 def test_a_slow_worker_and_a_slow_link_are_named_and_nothing_else_is(
     jobs: Jobs, documents: Path, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from jobs import Jobs, check_training, tiny
 
 from megatron_resihp.plan import ParallelPlan
@@ -12,6 +13,7 @@ MODEL = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("compiled_planner")
 def test_survivors_of_a_death_in_a_tensor_parallel_group_all_go_on_working(jobs: Jobs) -> None:
     """Complete replicas would need eight workers, or leave three of seven idle."""
     arguments = tiny(**MODEL, resihp_emulate="h800", resihp_strategy="joint", resihp_drill=["kill:5@6:backward"])
