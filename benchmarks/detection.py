@@ -18,6 +18,7 @@ directory after a change to a detector or the generator. The last line of standa
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -99,31 +100,35 @@ def make_detector(name: str, job: SyntheticJob) -> Detector:
     return Greyhound(*given, validate=validate) if name == "greyhound" else Resihp(*given, validate=validate)
 
 
-def run_chunk(row: Row, draw: Draw, first: int, last: int) -> list[JobScore]:
-    """Score jobs `first` to `last` − 1 of a row."""
-    jobs = (
-        draw_job(draw.purpose, draw.seed, NOISES[row.noise], SHAPES[row.shape], index, draw.timed_every)
-        for index in range(first, last)
-    )
-    return [watch(job, make_detector(row.detector, job)) for job in jobs]
+def run_chunk(rows: Sequence[Row], draw: Draw, first: int, last: int) -> list[list[JobScore]]:
+    """Score jobs `first` to `last` − 1 of rows that have the same ones, which are drawn only once; row by row."""
+    scores: list[list[JobScore]] = [[] for _ in rows]
+    for index in range(first, last):
+        noise, shape = NOISES[rows[0].noise], SHAPES[rows[0].shape]
+        job = draw_job(draw.purpose, draw.seed, noise, shape, index, draw.timed_every)
+        for row, found in zip(rows, scores, strict=True):
+            found.append(watch(job, make_detector(row.detector, job)))
+    return scores
 
 
 def run_rows(rows: Sequence[Row], draw: Draw, processes: int) -> Iterator[tuple[Row, list[JobScore]]]:
     """Rows with their scores, as they are finished."""
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        chunks: dict[Row, list[Future[list[JobScore]]]] = {}
-        row_of: dict[Future[list[JobScore]], Row] = {}
-        for row in rows:
-            starts = range(0, draw.count(row), CHUNK)
-            ends = [min(start + CHUNK, draw.count(row)) for start in starts]
-            chunks[row] = [pool.submit(run_chunk, row, draw, *chunk) for chunk in zip(starts, ends, strict=True)]
-            row_of |= dict.fromkeys(chunks[row], row)
+        chunks: dict[tuple[Row, ...], list[Future[list[list[JobScore]]]]] = {}
+        for _, alike in itertools.groupby(rows, key=lambda row: (row.noise, row.shape)):
+            group = tuple(alike)
+            starts = range(0, draw.count(group[0]), CHUNK)
+            ends = [min(start + CHUNK, draw.count(group[0])) for start in starts]
+            chunks[group] = [pool.submit(run_chunk, group, draw, *chunk) for chunk in zip(starts, ends, strict=True)]
+        group_of = {future: group for group, futures in chunks.items() for future in futures}
         try:
-            for future in as_completed(row_of):
-                row = row_of[future]
+            for future in as_completed(group_of):
+                group = group_of[future]
                 future.result()  # a failure ends the run at once
-                if row in chunks and all(chunk.done() for chunk in chunks[row]):
-                    yield row, [score for chunk in chunks.pop(row) for score in chunk.result()]
+                if group in chunks and all(chunk.done() for chunk in chunks[group]):
+                    results = [chunk.result() for chunk in chunks.pop(group)]
+                    for number, row in enumerate(group):
+                        yield row, [score for result in results for score in result[number]]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -54,36 +54,23 @@ class Exchange(Protocol):
     def finish(self) -> None: ...
 
 
-class Observer(Protocol):
-    """Is told of waits; the time in between is its to take."""
-
-    def begin_wait(self, message: Message) -> None:
-        """A worker begins to wait for a message."""
-        ...
-
-    def end_wait(self, message: Message) -> None:
-        """It has come."""
-        ...
-
-
-def run(steps: Sequence[Step], work: Work, exchange: Exchange, observer: Observer | None = None) -> None:
+def run(steps: Sequence[Step], work: Work, exchange: Exchange) -> None:
     """Run all steps in their order. Returns when everything that they send has been received.
 
     Raises:
         ValueError: an op has no result, and another one needs it.
         what `work` and `exchange` raise.
     """
-    interpreter = _Interpreter(work, exchange, observer)
+    interpreter = _Interpreter(work, exchange)
     for step in steps:
         interpreter.run(step)
     exchange.finish()
 
 
 class _Interpreter:
-    def __init__(self, work: Work, exchange: Exchange, observer: Observer | None) -> None:
+    def __init__(self, work: Work, exchange: Exchange) -> None:
         self._work = work
         self._exchange = exchange
-        self._observer = observer
         self._kept: dict[PlannedOp, Tensor] = {}
 
     def run(self, step: Step) -> None:
@@ -112,12 +99,7 @@ class _Interpreter:
             return None
         if isinstance(step.source, PlannedOp):
             return self._kept.pop(step.op)
-        if self._observer is not None:
-            self._observer.begin_wait(step.source)
-        tensor = self._exchange.receive(step.source)
-        if self._observer is not None:
-            self._observer.end_wait(step.source)
-        return tensor
+        return self._exchange.receive(step.source)
 
 
 def _required(result: Tensor | None, step: Step) -> Tensor:

@@ -29,7 +29,7 @@ def steps_of(worker: int, *orders: str, homes: Sequence[int]) -> tuple[Step, ...
 
 
 class Log:
-    """Work, exchange and observer that write down what they are asked for; results are numbered by op."""
+    """Work and exchange that write down what they are asked for; results are numbered by op."""
 
     def __init__(self, result: Callable[[], Tensor | None] = lambda: torch.ones(TOKENS, 1)) -> None:
         self.lines: list[str] = []
@@ -66,12 +66,6 @@ class Log:
     def finish(self) -> None:
         self.lines.append("finish")
 
-    def begin_wait(self, message: Message) -> None:
-        self.lines.append(f"begin {message.op}")
-
-    def end_wait(self, message: Message) -> None:
-        self.lines.append(f"end {message.op}")
-
 
 def test_around_each_op_its_messages() -> None:
     log = Log()
@@ -81,12 +75,10 @@ def test_around_each_op_its_messages() -> None:
     ]  # fmt: skip
 
 
-def test_the_observer_is_told_of_waits() -> None:
+def test_a_received_input_is_waited_for_before_its_op() -> None:
     log = Log()
-    run(steps_of(1, "F0.0 B0.0", "F0.1 B0.1", homes=(0, 1)), log, log, log)
-    assert log.lines == [
-        "take F0.0", "begin F0.0", "receive F0.0", "end F0.0", "F0.1", "B0.1", "send B0.1", "finish",
-    ]  # fmt: skip
+    run(steps_of(1, "F0.0 B0.0", "F0.1 B0.1", homes=(0, 1)), log, log)
+    assert log.lines == ["take F0.0", "receive F0.0", "F0.1", "B0.1", "send B0.1", "finish"]
 
 
 def test_ends_of_the_pipeline_receive_nothing() -> None:
