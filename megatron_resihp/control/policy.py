@@ -94,6 +94,11 @@ class Policy:
         self._lost_s = 0.0
         self._since: int | None = None
         """First iteration that was slow, of what has not been counted as lost yet."""
+        self._counted = 0
+        """The last iteration whose loss is counted."""
+        self._heard = False
+        """Whether there was a verdict that no recommendation was made for yet."""
+        self._changing = False
         self._iteration = 0
         self._iteration_s: float | None = None
         self._train_iters: int | None = None
@@ -108,17 +113,22 @@ class Policy:
             case "epoch_started":
                 self._plan = ParallelPlan.from_dict(event["plan"])
                 self._drop()
+            case "plan_change":
+                self._changing = True
             case "recovery":
                 self._stand_still_s = event["resumed_at"] - event["broken_at"]
                 # Rectangles are not the best that survivors can do. Who only looks on need not know how much better.
                 return self._ask() if self._settings.act != OBSERVE or self._somebody_is_slow() else []
             case "reconfiguration":
                 self._stand_still_s, self._changed_at = event["stood_still_s"], now
+                # What was found for a verdict that came on the way was a change of the plan before.
+                return self._ask() if self._heard else []
             case "change_refused":
-                self._changed_at = now
+                self._changed_at, self._heard = now, True
                 return self._ask()
             case "verdict":
                 self._speeds.note(event)
+                self._heard = True
                 self._since = event["since"] if self._since is None else min(self._since, event["since"])
                 return self._ask()
             case "iteration":
@@ -135,7 +145,9 @@ class Policy:
             return []
         self._candidate = _Candidate(answer["plan"], gain, answer["moving_s"], answer["iteration_s"])
         if self._since is not None and self._iteration_s is not None:
-            self._lost_s += max(self._iteration - self._since + 1, 0) * self._iteration_s * gain
+            uncounted = self._iteration - max(self._since - 1, self._counted)
+            self._lost_s += max(uncounted, 0) * self._iteration_s * gain
+            self._counted = self._iteration
         self._since = None
         return self._decide(now)
 
@@ -155,6 +167,7 @@ class Policy:
         """Another plan is in force: what was found for the one before is of no use, and nothing is lost by this one."""
         self._asked += 1
         self._candidate, self._lost_s, self._since = None, 0.0, None
+        self._changing = False
 
     def _iterated(self, event: Event, now: float) -> list[Action]:
         self._iteration = event["iteration"]
@@ -162,11 +175,12 @@ class Policy:
             self._iteration_s = float(event["duration_s"])
             if self._candidate is not None:
                 self._lost_s += self._iteration_s * self._candidate.gain
+                self._counted = self._iteration
         return self._decide(now)
 
     def _decide(self, now: float) -> list[Action]:
         candidate, iteration_s = self._candidate, self._iteration_s
-        if candidate is None or iteration_s is None or self._train_iters is None or self._plan is None:
+        if self._changing or candidate is None or iteration_s is None or self._train_iters is None or self._plan is None:
             return []
         cost_s = candidate.moving_s if self._stand_still_s is None else self._stand_still_s
         to_save_s = (self._train_iters - self._iteration) * iteration_s * candidate.gain
@@ -179,5 +193,5 @@ class Policy:
         found = Recommend(
             self._settings.act, candidate.plan, why, candidate.gain, self._lost_s, cost_s, candidate.iteration_s
         )
-        self._candidate = None  # said once
+        self._candidate, self._heard = None, False  # said once
         return [found]

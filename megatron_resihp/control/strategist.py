@@ -27,7 +27,8 @@ from megatron_resihp.plan import ParallelPlan
 Event = dict[str, Any]
 
 FOLLOWED: Final = (
-    "job", "model", "epoch_started", "recovery", "reconfiguration", "change_refused", "verdict", "iteration",
+    "job", "model", "epoch_started", "recovery", "plan_change", "reconfiguration", "change_refused", "verdict",
+    "iteration",
 )  # fmt: skip
 """Events that planning needs."""
 IN_A_RECOVERY_S: Final = 30.0

@@ -107,6 +107,34 @@ def test_a_plan_for_another_epoch_is_worth_nothing() -> None:
     assert not run.train(100)
 
 
+def test_a_verdict_while_a_change_is_under_way_is_not_forgotten() -> None:
+    """What is found for it then is a change of the plan that is being left."""
+    run = Run(seconds_between_changes=0.0)
+    run.answer(run.verdict())
+    assert run.train(10)
+    run.tell("plan_change")
+    assert not run.answer(run.verdict("recovery", 1.0)) and not run.train(10)
+    run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
+    [asked] = run.tell("reconfiguration", stood_still_s=0.5)
+    assert isinstance(asked, AskPlanner) and set(asked.speeds.values()) == {1.0}
+    run.answer(asked)
+    assert run.train(1)
+    run.tell("epoch_started", plan=PLAN.to_dict(), epoch=2)
+    assert not run.tell("reconfiguration", stood_still_s=0.5), "nothing is new"
+
+
+def test_what_is_lost_is_counted_once() -> None:
+    """Of a worker that becomes slower still, only what was lost since the last count is new."""
+    run = Run()
+    run.answer(run.verdict())
+    run.train(6)
+    slower = {"kind": "compute", "change": "severity", "workers": [3], "speed": 0.4, "since": run.iteration - 3}
+    [asked] = run.tell("verdict", iteration=run.iteration, **slower)
+    assert isinstance(asked, AskPlanner) and not run.answer(asked) and not run.train(3)
+    [found] = run.train(1)
+    assert isinstance(found, Recommend) and found.lost_s == pytest.approx(5.0)
+
+
 def test_least_time_between_changes() -> None:
     run = Run()
     run.answer(run.verdict())
