@@ -68,6 +68,8 @@ class Membership:
     """The plan that was run last: what it gave them is what its members hold."""
     _change: Change | None = None
     _changes: int = 0
+    _waiting: list[Message] = field(default_factory=list)
+    """Plans that are asked for as soon as training goes on."""
     _recoveries_here: int = 0
     _broken_at: float = 0.0
     _salvage_left: set[int] = field(default_factory=set)
@@ -168,7 +170,8 @@ class Membership:
             ready = self._ready.values()
             actions.append(Log(recovery(self.epoch, self.commit, ready, set(self.dead), self._broken_at, now)))
         self.phase, self._deadline, self._change, self._running = Phase.RUNNING, None, None, plan
-        return actions
+        waiting, self._waiting = self._waiting, []
+        return actions + [action for message in waiting for action in self._on_apply(message, now)]
 
     def _on_suspect(self, message: Message, now: float) -> list[Action]:
         if message["epoch"] != self.epoch or message["worker"] in self.dead:
@@ -229,7 +232,10 @@ class Membership:
     # What people and the policy ask for
 
     def _on_apply(self, message: Message, now: float) -> list[Action]:
-        """Somebody asks for a plan: {"plan", "why", "answer": key or None}."""
+        """Somebody asks for a plan: {"plan", "why", "answer": key or None}; with "patient", also to have it later."""
+        if message.get("patient") and (self._change or self.phase in (Phase.MUSTERING, Phase.BUILDING)):
+            self._waiting.append(message)
+            return []
         try:
             change = self._new_change(message)
         except ChangeRefused as error:

@@ -257,7 +257,8 @@ class Runtime:
         while self.plans and self.plans[0].iteration <= iteration:
             due = self.plans.pop(0)
             if self.reports:
-                self.control.tell("apply", plan=read_plan(due.path), why=f"--resihp-plan {due.path}", answer=None)
+                why = f"--resihp-plan {due.path}"
+                self.control.tell("apply", plan=read_plan(due.path), why=why, answer=None, patient=True)
 
     def _announce_drill(self, drill: Any) -> None:
         self.control.event(

@@ -750,6 +750,22 @@ class TestChangeByChoice:
             job.muster(1, 2, 3)
         assert f"is {state}" in only(Answer, job.apply(UNLIKE)).content["refused"]
 
+    def test_plans_that_are_due_in_a_recovery_are_taken_after_it(self) -> None:
+        """Nobody asks for those of --resihp-plan again; and one after the other."""
+        job = Job().start()
+        job.kill(3)
+        plans = plan_of((((0,), (2,)), OTHER_LAYERS), counts=(4,)), plan_of((((1,),), (Chunk(0, 0, 6),)), counts=(4,))
+        for plan in plans:
+            assert not job.apply(plan, patient=True)
+        job.muster(0, 1, 2)
+        for number, plan in enumerate(plans, 1):
+            actions = job.ready(*job.members)
+            only(Go, actions)
+            assert [change["number"] for change in events(actions, "plan_change")] == [number]
+            job.leave(*job.members)
+            assert job.membership.plan is not None and job.membership.plan.replicas == plan.replicas
+        assert not events(job.ready(*job.members), "plan_change")
+
     @pytest.mark.parametrize("news", [{"kind": "trained", "worker": 1}, {"kind": "stop", "signal": 15}])
     def test_no_change_shortly_before_the_end(self, news: dict[str, Any]) -> None:
         job = Job().start()
