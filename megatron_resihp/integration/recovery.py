@@ -69,19 +69,19 @@ def is_ours(runtime: Runtime, error: BaseException) -> bool:
     """Whether an error starts a recovery: a communicator's, or any while the epoch is marked as broken."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return False
-    ours = isinstance(error, EpochBroken | StagedError | PlanChange)
-    return ours or is_communicator_error(error) or runtime.control.broken()
+    return isinstance(error, PlanChange) or _is_an_interruption(error) or runtime.control.broken()
 
 
 def recover(runtime: Runtime, error: Exception) -> None:
     """Bring this worker into the next epoch that holds.
 
     Raises:
-        the error itself: if it is none of ours.
+        the error itself: if it is none of ours, or strikes again at the same place on the way.
         JobEnded: nothing to go on with; what this worker holds has been saved if it was asked to.
     """
     phases = Phases()
     runtime.last_step_at = None
+    struck: set[tuple[Any, ...]] = set()
     while True:
         if not is_ours(runtime, error):
             raise error
@@ -97,9 +97,24 @@ def recover(runtime: Runtime, error: Exception) -> None:
             raise  # a fenced worker's epoch stays broken for ever: trying again would never end
         except Exception as next_error:
             error = next_error
+            if not _is_an_interruption(error):
+                # Once it may be what the end of the epoch has led to; a bug would be tried for ever.
+                if (strike := _strike(error)) in struck:
+                    raise
+                struck.add(strike)
             continue
         runtime.phases = phases.seconds
         return
+
+
+def _is_an_interruption(error: BaseException) -> bool:
+    return isinstance(error, EpochBroken | StagedError) or is_communicator_error(error)
+
+
+def _strike(error: BaseException) -> tuple[Any, ...]:
+    """What an error is, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (type(error), str(error), *((frame.filename, frame.lineno) for frame in frames[-1:]))
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:

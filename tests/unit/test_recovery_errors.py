@@ -97,3 +97,17 @@ def test_a_failure_during_recovery_starts_the_next(monkeypatch: pytest.MonkeyPat
     recovery.recover(worker, EpochBroken("worker 3"))
     assert [str(error)[:8] for error in suspected] == ["worker 3", "[/pytorc", "worker 4"] and not outcomes
     assert worker.recovered_from == 1.0, "the time of the first death stays"
+
+
+def test_a_bug_that_a_recovery_meets_again_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it may be garbage of an aborted collective; while others fail too, it would be tried for ever."""
+    errors = [KeyError("text"), *OF_COMMUNICATORS, ValueError("text"), *OF_COMMUNICATORS, KeyError("text")]
+    tried = iter(errors)
+
+    def enter(runtime: Any, phases: Any, by_choice: bool) -> None:
+        raise next(tried)
+
+    monkeypatch.setattr(recovery, "_enter_next_epoch", enter)
+    with pytest.raises(KeyError) as caught:
+        recovery.recover(runtime(broken=True), EpochBroken("worker 3"))
+    assert caught.value is errors[-1] and next(tried, None) is None
