@@ -51,11 +51,12 @@ class Keeper:
         return True
 
     def save(self, learned: Learned) -> None:
-        """Write what was learned, completed by what was fitted here; nothing while an epoch has just begun.
+        """Write what was learned, completed by what was fitted here; nothing while an epoch has just begun, or where
+        stages are not the job's own: other runs, and planners, take what is in the file for those.
 
         Raises OSError.
         """
-        if not self._complete:
+        if not self._complete or self._layout is None or not self._layout.native:
             return
         model = learned.model if self._model is None else replace(self._model, ops=learned.model.ops)
         save(replace(learned, model=model), self._path)

@@ -165,6 +165,15 @@ def test_slowness_and_recovery_are_seen_across_a_plan_of_unlike_stages(job: Job)
     assert not job.named("detection_failed")
 
 
+def test_costs_of_unlike_stages_do_not_take_the_place_of_the_jobs_own(job: Job, tmp_path: Path) -> None:
+    job.run(range(1, LEARNED))
+    before = (tmp_path / COST_MODEL_NAME).read_text()
+    job.tell(event="epoch_started", epoch=1, plan=unlike_plan().to_dict())
+    job.run(range(LEARNED, 2 * LEARNED), epoch=1)
+    job.finish()
+    assert (tmp_path / COST_MODEL_NAME).read_text() == before
+
+
 def test_suspects_are_ordered_to_measure_and_the_culprit_is_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     suspicion = Suspicion((0, 1), 0.5, 2, 3)
     monkeypatch.setattr(Monitor, "suspicions", lambda self: [suspicion])
