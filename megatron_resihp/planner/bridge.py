@@ -3,7 +3,7 @@
 Imports numpy, `plan`, `cost` and this room; the strategies only once one is asked, since that takes a while.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan
@@ -67,7 +67,7 @@ def propose(name: str, plan: ParallelPlan, own: tuple[Chunk, ...], health: Healt
     from megatron_resihp.planner.moves import seconds_to_get_there
 
     before = spelled_out(plan, own)
-    after = strategy_named(name)(before, health, cost)
+    after = plainly_ordered(strategy_named(name)(before, health, cost))
     require_runnable(after, health, cost)
     evaluation = evaluate(after, health, cost)
     alive = set(before.working) <= health.speed.keys()
@@ -79,6 +79,15 @@ def propose(name: str, plan: ParallelPlan, own: tuple[Chunk, ...], health: Healt
         moving_s=seconds_to_get_there(before, after, cost),
         bound_s=evaluation.bound.seconds,
     )
+
+
+def plainly_ordered(plan: ParallelPlan) -> ParallelPlan:
+    """The same with the usual order of ops where a replica's only stage could hide no wait with another one: Megatron's
+    own groups and schedule may be able to run that."""
+    return replace(plan, replicas=tuple(
+        replace(each, schedule=None) if len(each.stages) == len(each.chunks) == 1 and not plan.migrations else each
+        for each in plan.replicas
+    ))  # fmt: skip
 
 
 def require_runnable(plan: ParallelPlan, health: Health, cost: JobCost) -> None:
