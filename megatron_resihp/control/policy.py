@@ -180,7 +180,9 @@ class Policy:
 
     def _decide(self, now: float) -> list[Action]:
         candidate, iteration_s = self._candidate, self._iteration_s
-        if self._changing or candidate is None or iteration_s is None or self._train_iters is None or self._plan is None:
+        if self._changing or candidate is None or iteration_s is None:
+            return []
+        if self._train_iters is None or self._plan is None:
             return []
         cost_s = candidate.moving_s if self._stand_still_s is None else self._stand_still_s
         to_save_s = (self._train_iters - self._iteration) * iteration_s * candidate.gain
