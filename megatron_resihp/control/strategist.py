@@ -21,7 +21,7 @@ from megatron_resihp.control.health import Speeds
 from megatron_resihp.control.next_plan import StrategicPlan, Survivors
 from megatron_resihp.control.planner_process import PlannerProcess
 from megatron_resihp.control.planning import request_of
-from megatron_resihp.control.policy import ACT, ASK, AskPlanner, Policy, Recommend, Settings
+from megatron_resihp.control.policy import ACT, ASK, OBSERVE, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.plan import ParallelPlan
 
 Event = dict[str, Any]
@@ -122,12 +122,14 @@ class Strategist:
 
     def _rehearse(self, plan: ParallelPlan) -> None:
         """The first plan takes longer: libraries are loaded and, once per installation, machine code is made for most
-        of a minute. No recovery shall wait for that."""
+        of a minute. No recovery shall wait for that, and no change that pays."""
         strategy = self._job.get("strategy", RECTANGULAR)
         if strategy != RECTANGULAR:
             speeds = {worker: REHEARSED_SPEED if worker == 0 else 1.0 for worker in plan.members}
             request = request_of(strategy, self._job, *self._sizes, plan, speeds, {}, None)
             self._in_recoveries.rehearse(request)
+            if self._job.get("act", OBSERVE) != OBSERVE:
+                self._by_choice.rehearse(request)
 
     def _do(self, actions: list[AskPlanner | Recommend]) -> None:
         for action in actions:
