@@ -1,7 +1,7 @@
 """The agent: starts a node's workers, notices within milliseconds when one dies, and ends them when the job is over.
 
 It reports and does not decide: what a death means is the coordinator's business, and survivors are left alone until the
-coordinator ends the job. May import: the standard library and this room's modules.
+coordinator ends the job. May import: the standard library, `plan` and this room's modules.
 """
 
 from __future__ import annotations
@@ -9,24 +9,22 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from megatron_resihp.control import linux, messages
-from megatron_resihp.control.environment import JobEnvironment
 from megatron_resihp.control.guardian import Guardian
 from megatron_resihp.control.lifeline import Finding, Kind, Watcher
 from megatron_resihp.control.link import Link
 from megatron_resihp.control.mailbox import Ending, Mailbox
 from megatron_resihp.control.nodes import NodeWatcher
-from megatron_resihp.control.output import Outputs
-from megatron_resihp.control.shipping import Relay
 from megatron_resihp.control.slicing import Slicer
-from megatron_resihp.control.spawn import Spawn, WorkerSpec
+from megatron_resihp.control.starting import Starter, Worker
+from megatron_resihp.plan.places import place_of
 
 LOOK_S: Final = 0.2
 """How often silence is looked for when nothing happens."""
@@ -36,64 +34,9 @@ TERMINATE_S: Final = 3.0
 """From SIGTERM to SIGKILL."""
 ABANDON_S: Final = 5.0
 """From SIGKILL to giving up on a process that even that does not end."""
+RESTART_AFTER_S: Final = 1.0
+"""From a worker's death to its restart: survivors go on first, and a job that ends for it is not held up."""
 SHOWN_FAILURES: Final = 3
-
-
-@dataclass
-class Worker:
-    """A worker's process as its agent knows it.
-
-    Attributes:
-        code: exit code, negative for a signal; None while it lives.
-        failed: it ended with an error of its own, or died before the job had ended; None as long as that is open.
-        given_up: it was reported as silent or lost, and only the end of the job is waited for.
-        lost_at: when its lifeline ended, as long as it may just be dying.
-    """
-
-    number: int
-    pid: int
-    pidfd: int
-    code: int | None = None
-    failed: bool | None = None
-    given_up: bool = False
-    lost_at: float | None = None
-
-
-def start_workers(
-    command: Sequence[str],
-    environment: JobEnvironment,
-    outputs: Outputs,
-    spawn: Spawn,
-    watcher: Watcher,
-    relay: Relay,
-    guardian: Guardian,
-    foreign: Sequence[socket.socket],
-) -> list[Worker]:
-    """Start all workers of this node, before any thread is started; see `spawn`."""
-    workers: list[Worker] = []
-    ours: list[socket.socket] = [guardian.socket]
-    try:
-        for local_rank in range(environment.workers_per_node):
-            kept, given = socket.socketpair()
-            kept_records, given_records = socket.socketpair()
-            ours += [kept, kept_records]
-            number = environment.node * environment.workers_per_node + local_rank
-            output = outputs.open(number)
-            with given, given_records:
-                variables = environment.of(local_rank, given.fileno(), given_records.fileno())
-                spec = WorkerSpec(number, command, variables, output, given, given_records, [*foreign, *ours])
-                pid = spawn(spec)
-            guardian.watch(pid)
-            os.close(output)
-            workers.append(Worker(number, pid, os.pidfd_open(pid)))
-            watcher.add(number, kept)
-            relay.add(kept_records)
-    except BaseException:
-        for worker in workers:
-            linux.kill_group(worker.pid)
-            os.waitpid(worker.pid, 0)
-        raise
-    return workers
 
 
 class Agent:
@@ -106,6 +49,8 @@ class Agent:
         link: to the coordinator.
         slicer: slows workers down when a drill wants it.
         guardian: ends what workers have started should the agent die.
+        starter: starts workers anew.
+        max_restarts: how often at most, for each place.
         nodes: the lifelines of the other nodes, on node 0 of several.
     """
 
@@ -117,6 +62,8 @@ class Agent:
         link: Link,
         slicer: Slicer,
         guardian: Guardian,
+        starter: Starter,
+        max_restarts: int = 0,
         nodes: NodeWatcher | None = None,
     ) -> None:
         self._workers = {worker.number: worker for worker in workers}
@@ -125,6 +72,8 @@ class Agent:
         self._link = link
         self._slicer = slicer
         self._guardian = guardian
+        self._starter = starter
+        self._restarts_left = Counter({place_of(w.number, starter.places): max_restarts for w in workers})
         self._nodes = nodes
         self._ending: Ending | None = None
         self._stop_asked = False
@@ -199,6 +148,29 @@ class Agent:
         self._watcher.cut(worker.number)
         for path in memory:
             path.unlink(missing_ok=True)
+        self._plan_restart(worker, time.monotonic())
+
+    def _plan_restart(self, worker: Worker, now: float) -> None:
+        """Who died comes back; who has failed would fail again."""
+        assert worker.code is not None
+        place = place_of(worker.number, self._starter.places)
+        died = worker.code < 0 or worker.code == messages.FENCED_EXIT
+        if died and self._restarts_left[place] and self._ending is None and not self._stop_asked:
+            self._restarts_left[place] -= 1
+            self._schedule.append((now + RESTART_AFTER_S, partial(self._restart, worker.number)))
+
+    def _restart(self, number: int) -> None:
+        if self._stop_asked:
+            return
+        try:
+            worker = self._starter.start(number + self._starter.places)
+        except OSError as error:
+            print(f"resihp: worker {number} can't be started anew ({error}); the job goes on without", file=sys.stderr)
+            return
+        self._workers[worker.number] = worker
+        self._slicer.add(worker.number, worker.pid, worker.pidfd)
+        self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
+        self._link.post("restarted", worker=worker.number, instead_of=number)
 
     def _take_note(self, finding: Finding, now: float) -> None:
         worker = self._workers[finding.name]

@@ -1,4 +1,4 @@
-"""Names and values of the environment variables that a worker is started with. Imports nothing but its own room."""
+"""Names and values of the environment variables that a worker is started with. Imports its own room and `plan`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control.address import Address
+from megatron_resihp.plan.places import place_of
 
 WORKER: Final = "RESIHP_WORKER"
-"""This worker's id: its global rank at the start."""
+"""This worker's id: its global rank at the start, or that and a multiple of the world size if it was started anew."""
 NODE: Final = "RESIHP_NODE"
 STORE: Final = "RESIHP_STORE"
 """host:port of the store."""
@@ -38,12 +39,17 @@ class JobEnvironment:
     heartbeat_s: float
     stand_in: bool
 
+    @property
+    def world_size(self) -> int:
+        """Workers at the start, which is the number of places."""
+        return self.nodes * self.workers_per_node
+
     def of(
-        self, local_rank: int, lifeline: int, records: int, inherited: Mapping[str, str] = os.environ
+        self, worker: int, lifeline: int, records: int, inherited: Mapping[str, str] = os.environ
     ) -> dict[str, str]:
         """The whole environment of one worker, whose ends of the lifeline and of the stream of records are these file
         descriptors."""
-        worker = self.node * self.workers_per_node + local_rank
+        place = place_of(worker, self.world_size)
         return {
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -51,9 +57,9 @@ class JobEnvironment:
             "PYTHONUNBUFFERED": "1",
             # Connections between pairs that never talk would only be more to lose.
             "TORCH_GLOO_LAZY_INIT": "1",
-            "RANK": str(worker),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.nodes * self.workers_per_node),
+            "RANK": str(place),
+            "LOCAL_RANK": str(place % self.workers_per_node),
+            "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.workers_per_node),
             "GROUP_RANK": str(self.node),
             "MASTER_ADDR": self.store.host,

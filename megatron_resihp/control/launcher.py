@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.address import Address, parse_address
-from megatron_resihp.control.agent import Agent, Worker, start_workers
+from megatron_resihp.control.agent import Agent
 from megatron_resihp.control.contact import Contact
 from megatron_resihp.control.detection import Detection, Judge
 from megatron_resihp.control.environment import JobEnvironment
@@ -34,6 +34,7 @@ from megatron_resihp.control.output import MODES, Outputs
 from megatron_resihp.control.shipping import Relay, Uplink
 from megatron_resihp.control.slicing import Slicer
 from megatron_resihp.control.spawn import Spawn, exec_worker
+from megatron_resihp.control.starting import Starter, Worker
 from megatron_resihp.control.store import Store, StoreError, connect, reserve, wait_until_reachable
 from megatron_resihp.control.strategist import Strategist
 
@@ -60,6 +61,7 @@ class LaunchOptions:
         heartbeat_timeout_s: workers and nodes that are silent for longer are given up for dead.
         muster_timeout_s: survivors that do not report for longer are given up for dead.
         connect_timeout_s: how long nodes wait for each other at the start.
+        max_restarts: how often a worker that died is started anew, at most.
         stand_in: train on CPUs in place of GPUs.
     """
 
@@ -73,6 +75,7 @@ class LaunchOptions:
     heartbeat_timeout_s: float = 30.0
     muster_timeout_s: float = 60.0
     connect_timeout_s: float = 300.0
+    max_restarts: int = 0
     stand_in: bool = False
 
     @property
@@ -111,6 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         meaning += f" (default {default_s:g})"
         add(f"--{name}-timeout", type=float, default=default_s, metavar="SECONDS", help=meaning)
+    add("--max-restarts", type=int, default=0, metavar="N", help="start each worker that died anew at most N times; "
+        "the others train on meanwhile and then take it in (default 0)")  # fmt: skip
     add("--stand-in", action="store_true", help="train on CPUs, with a stand-in for CUDA")
     add("script", metavar="SCRIPT", help="training script; all that follows belongs to it")
     add("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -133,6 +138,7 @@ def run(namespace: argparse.Namespace, make_event_sink: MakeEventSink, spawn: Sp
         heartbeat_timeout_s=namespace.heartbeat_timeout,
         muster_timeout_s=namespace.muster_timeout,
         connect_timeout_s=namespace.connect_timeout,
+        max_restarts=namespace.max_restarts,
         stand_in=namespace.stand_in,
     )
     return launch(options, spawn, make_event_sink)
@@ -163,6 +169,8 @@ def _check(options: LaunchOptions) -> None:
         raise LaunchError(f"--node-rank {options.node} is out of range; give 0 to {options.nodes - 1}")
     if options.nodes > 1 and options.coordinator is None:
         raise LaunchError("several nodes need to find each other; give all of them the same --coordinator HOST:PORT")
+    if options.max_restarts < 0:
+        raise LaunchError(f"--max-restarts {options.max_restarts} is no number of restarts; give 0 or more")
     for name in ("heartbeat", "muster", "connect"):
         seconds = getattr(options, f"{name}_timeout_s")
         if not seconds > 0:
@@ -208,14 +216,15 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         _announce(options, seat)
         try:
             environment = _environment(options, seat)
-            workers = start_workers(
+            starter = Starter(
                 options.command, environment, outputs, spawn, watcher, relay, guardian, seat.sockets
             )
+            workers = starter.start_all()
         except OSError as error:
             raise LaunchError(f"a worker cannot be started ({error}); mend that and try again") from error
         # From here on there are threads.
         outputs.start()
-        ending, failures = _serve(options, seat, workers, watcher, mailbox, relay, guardian)
+        ending, failures = _serve(options, seat, starter, workers, watcher, mailbox, relay, guardian)
         outputs.close(CLOSING_S)
         if ending.code:
             for worker in failures:
@@ -289,6 +298,7 @@ def _environment(options: LaunchOptions, seat: _Seat) -> JobEnvironment:
 def _serve(
     options: LaunchOptions,
     seat: _Seat,
+    starter: Starter,
     workers: list[Worker],
     watcher: Watcher,
     mailbox: Mailbox,
@@ -310,7 +320,7 @@ def _serve(
         mailbox.end,
         lambda slowness: slicer.slow(slowness.speeds),
     )
-    agent = Agent(workers, watcher, mailbox, link, slicer, guardian, nodes)
+    agent = Agent(workers, watcher, mailbox, link, slicer, guardian, starter, options.max_restarts, nodes)
     ending = agent.run()
     slicer.close()
     if nodes is not None:

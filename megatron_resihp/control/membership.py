@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_resihp.config import RECTANGULAR
 from megatron_resihp.control.actions import (
     Action,
     Answer,
@@ -23,11 +24,12 @@ from megatron_resihp.control.actions import (
 from megatron_resihp.control.change import Change, ChangeRefused, changes, plan_of, plan_to_change_to
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfiguration, recovery
-from megatron_resihp.control.holdings import written_once
+from megatron_resihp.control.holdings import Held, written_once
 from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
 from megatron_resihp.control.next_plan import NextPlan, Survivors, rectangles
 from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
-from megatron_resihp.plan import Chunk, ParallelPlan, Shard
+from megatron_resihp.plan import Chunk, ParallelPlan, Shard, spelled_out
+from megatron_resihp.plan.places import node_of, place_of
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 
@@ -42,6 +44,7 @@ class Membership:
         next_plan: who plans when workers have died.
         shape, own: sizes of the job, and its own split into layers, once a worker has told them.
         job: all that workers have told of it.
+        newcomers: workers that were started anew, hold nothing and are in no plan yet.
     """
 
     world_size: int
@@ -58,6 +61,7 @@ class Membership:
     commit: Commit | None = None
     dead: dict[int, str] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
+    newcomers: set[int] = field(default_factory=set)
     trained: bool = False
     stop_signal: int | None = None
     _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -114,13 +118,7 @@ class Membership:
     # What workers say
 
     def _on_job(self, message: Message, now: float) -> list[Action]:
-        shape = JobShape(
-            tensor_parallel=message["tensor_parallel"],
-            pipeline_parallel=message["pipeline_parallel"],
-            micro_batches=message["micro_batches"],
-            workers_per_node=self.workers_per_node,
-        )
-        own = tuple(Chunk(*chunk) for chunk in message["chunks"])
+        shape, own = self._sizes_in(message)
         if self.shape is not None:
             if (shape, own) != (self.shape, self.own):
                 return self._end(1, f"workers were started with different sizes: {self.shape} and {shape}")
@@ -134,6 +132,32 @@ class Membership:
             Log({"event": "job", **{k: v for k, v in message.items() if k not in ("type", "epoch")}}),
             PublishPlan(0, self.plan, None, {}),
         ]
+
+    def _sizes_in(self, message: Message) -> tuple[JobShape, tuple[Chunk, ...]]:
+        shape = JobShape(
+            tensor_parallel=message["tensor_parallel"],
+            pipeline_parallel=message["pipeline_parallel"],
+            micro_batches=message["micro_batches"],
+            workers_per_node=self.workers_per_node,
+        )
+        return shape, tuple(Chunk(*chunk) for chunk in message["chunks"])
+
+    def _on_joining(self, message: Message, now: float) -> list[Action]:
+        """A worker that was started anew is ready for a place in a plan; it holds nothing."""
+        worker = message["worker"]
+        if worker in self.dead:
+            return []
+        if self._sizes_in(message) != (self.shape, self.own):
+            reason = "was started with other sizes than the job"
+            dismissed = Notify({"kind": "dismissed", "worker": worker, "reason": f"worker {worker} {reason}"})
+            return [*self._die({worker: reason}, now, now), dismissed]
+        self.newcomers.add(worker)
+        place = place_of(worker, self.world_size)
+        return [Log({"event": "worker_waiting", "waiting": worker, "place": place}), *self._grow()]
+
+    def _on_restarted(self, message: Message, now: float) -> list[Action]:
+        worker, before = message["worker"], message["instead_of"]
+        return [Log({"event": "worker_restarted", "restarted": worker, "instead_of": before})]
 
     def _on_model(self, message: Message, now: float) -> list[Action]:
         self.job["arguments"] = message["arguments"]
@@ -171,7 +195,8 @@ class Membership:
             actions.append(Log(recovery(self.epoch, self.commit, ready, set(self.dead), self._broken_at, now)))
         self.phase, self._deadline, self._change, self._running = Phase.RUNNING, None, None, plan
         waiting, self._waiting = self._waiting, []
-        return actions + [action for message in waiting for action in self._on_apply(message, now)]
+        actions += [action for message in waiting for action in self._on_apply(message, now)]
+        return actions + self._grow()
 
     def _on_suspect(self, message: Message, now: float) -> list[Action]:
         if message["epoch"] != self.epoch or message["worker"] in self.dead:
@@ -207,6 +232,8 @@ class Membership:
         worker = message["worker"]
         if worker in self.dead:
             return []
+        if self._has_never_run(worker):
+            return self._die({worker: "ended before it was taken in"}, now, now)
         self.done.add(worker)
         self._records.pop(worker, None)
         working = set(self.plan.working) if self.plan else self.living
@@ -223,6 +250,8 @@ class Membership:
         worker, error = message["worker"], message["error"]
         if worker in self.dead:
             return []
+        if self._has_never_run(worker):
+            return self._die({worker: f"failed before it was taken in: {error}"}, now, now)
         refused = self.phase is Phase.STARTING and message["code"] == REFUSED_EXIT
         return [
             Log({"event": "worker_failed", "failed": worker, "error": error}),
@@ -241,6 +270,10 @@ class Membership:
         except ChangeRefused as error:
             refused = Log({"event": "change_refused", "why": message["why"], "reason": str(error)})
             return [refused, *_answer(message, {"refused": str(error)})]
+        return self._begin(change, message)
+
+    def _begin(self, change: Change, message: Message) -> list[Action]:
+        """Tell all workers of a change. `message`: of who asked for it."""
         assert self.plan is not None
         lines = changes(self.plan, change.plan, self.own)
         self._change, self._changes = change, change.number
@@ -255,16 +288,39 @@ class Membership:
 
     def _new_change(self, message: Message) -> Change:
         """Raises ChangeRefused."""
+        self._check_that_changes_can_be()
+        assert self.plan is not None and self.shape is not None
+        asked, degree = plan_of(message["plan"]), self.shape.tensor_parallel
+        plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living | self.newcomers)
+        return Change(self._changes + 1, plan, message["why"])
+
+    def _check_that_changes_can_be(self) -> None:
+        """Raises ChangeRefused."""
         if self._change is not None:
             raise ChangeRefused(f"change {self._change.number} is under way")
         if self.trained or self.done or self.stop_signal:
             raise ChangeRefused("the job is about to end")
         if self.phase is not Phase.RUNNING:
             raise ChangeRefused(f"the job is not training now, it is {self.phase.value}")
-        assert self.plan is not None and self.shape is not None
-        asked, degree = plan_of(message["plan"]), self.shape.tensor_parallel
-        plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living)
-        return Change(self._changes + 1, plan, message["why"])
+
+    def _grow(self) -> list[Action]:
+        """Give work to those that wait, where complete rectangles are planned and there can be more of them.
+
+        Where a strategy plans, the strategist asks for a change: its search takes too long for this thread.
+        """
+        if not self.newcomers or self.job.get("strategy", RECTANGULAR) != RECTANGULAR:
+            return []
+        assert self.plan is not None
+        full = spelled_out(self.plan, self.own)
+        held = {**{worker: full.shards_of(worker) for worker in self.living}, **dict.fromkeys(self.newcomers, ())}
+        try:
+            self._check_that_changes_can_be()
+            plan, _ = rectangles(self._survivors(held))
+        except (ChangeRefused, NoPlanError):
+            return []
+        taken = sorted(self.newcomers & set(plan.working))
+        why = f"worker{'s' if len(taken) > 1 else ''} {', '.join(map(str, taken))} came back"
+        return self._begin(Change(self._changes + 1, plan, why), {"why": why}) if taken else []
 
     # What agents say
 
@@ -288,8 +344,8 @@ class Membership:
         return self._die({message["worker"]: "connection lost"}, message["time"], now)
 
     def _on_node_lost(self, message: Message, now: float) -> list[Action]:
-        first = message["node"] * self.workers_per_node
-        workers = range(first, first + self.workers_per_node)
+        known = {*range(self.world_size), *self.living, *self.newcomers}
+        workers = sorted(worker for worker in known if self._node_of(worker) == message["node"])
         return self._die({w: f"node lost: {message['cause']}" for w in workers}, message["time"], now)
 
     def _on_stop(self, message: Message, now: float) -> list[Action]:
@@ -304,9 +360,10 @@ class Membership:
         fresh = {w: cause for w, cause in causes.items() if w not in self.dead and w not in self.done}
         members = self.living
         self.dead.update(fresh)
+        self.newcomers -= fresh.keys()
         actions: list[Action] = [
             Log({
-                "event": "worker_dead", "epoch": self.epoch, "dead": worker, "node": worker // self.workers_per_node,
+                "event": "worker_dead", "epoch": self.epoch, "dead": worker, "node": self._node_of(worker),
                 "cause": cause, "died_at": died_at, "noticed_at": now,
             })
             for worker, cause in fresh.items()
@@ -367,12 +424,9 @@ class Membership:
         if self._recoveries_here > self.limits.recoveries_per_iteration:
             return self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
                                  f"{commit.iteration}", now)  # fmt: skip
-        survivors = Survivors(
-            self.shape, self.own, {worker: self._held[worker] for worker in self._records}, self.plan, self._running,
-            self.job, self.world_size,
-        )  # fmt: skip
+        survivors = self._survivors({worker: self._held[worker] for worker in self._records} | self._taken_in())
         try:
-            plan, told = self._next_plan(survivors)
+            plan, told = self._next_plan(survivors, now)
         except NoPlanError as error:
             degree = self.shape.tensor_parallel
             missing = tuple(shard for lost in error.missing for shard in shards_at(self.own, lost, degree))
@@ -382,18 +436,46 @@ class Membership:
         self._deadline = now + self.limits.build_s
         if commit.outcome is not None:
             told.append(agreed(self.epoch - 1, commit, commit.outcome))
-        return [*map(Log, told), PublishPlan(self.epoch, plan, commit, dict(survivors.held))]
+        joined = sorted(self.newcomers & set(plan.members))
+        self.newcomers -= set(joined)
+        called = [Notify({"kind": "join", "epoch": self.epoch, "workers": joined})] if joined else []
+        return [*map(Log, told), PublishPlan(self.epoch, plan, commit, dict(survivors.held)), *called]
 
-    def _next_plan(self, survivors: Survivors) -> tuple[ParallelPlan, list[dict[str, Any]]]:
+    def _survivors(self, held: Held) -> Survivors:
+        assert self.shape is not None and self.plan is not None
+        return Survivors(self.shape, self.own, held, self.plan, self._running, self.job, self.world_size)
+
+    def _taken_in(self) -> dict[int, tuple[Shard, ...]]:
+        """Who waits and is to be taken in by the change that is under way. They hold nothing, and need not muster."""
+        members = () if self._change is None else self._change.plan.members
+        return dict.fromkeys(self.newcomers.intersection(members), ())
+
+    def _next_plan(self, survivors: Survivors, now: float) -> tuple[ParallelPlan, list[dict[str, Any]]]:
         """What was asked for, if all that it was asked for are still there; and what to write to the log.
 
         Raises:
             NoPlanError.
         """
-        if self._change is not None and set(self._change.plan.members) == survivors.held.keys():
-            return self._change.plan, []
-        self._change = None
+        change, self._change = self._change, None
+        if change is None:
+            return self.next_plan(survivors)
+        if set(change.plan.members) == survivors.held.keys():
+            self._change = change
+            return change.plan, []
+        assert self.plan is not None
+        self._broken_at = change.first_mustered_at or now
+        if set(self.plan.members) == survivors.held.keys():
+            # Who was to be taken in has died: all others go on as before.
+            return self.plan, []
         return self.next_plan(survivors)
+
+    def _has_never_run(self, worker: int) -> bool:
+        """Whether it was started anew and no plan with it has been run: the job does without it."""
+        ran = () if self._running is None else self._running.members
+        return worker >= self.world_size and worker not in ran
+
+    def _node_of(self, worker: int) -> int:
+        return node_of(worker, self.world_size, self.workers_per_node)
 
     def _salvage(self, reason: str, now: float, missing: tuple[Shard, ...] = ()) -> list[Action]:
         writers = written_once({worker: self._held.get(worker, ()) for worker in self.living})

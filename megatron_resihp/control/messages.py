@@ -47,6 +47,6 @@ def go_key(epoch: int) -> str:
 def notice_key(number: int) -> str:
     """Key of the notice with this number.
 
-    {"kind": "broken" | "stop" | "finishing" | "end" | "slowness" | "validate" | "change", ...}
+    {"kind": "broken" | "stop" | "finishing" | "end" | "slowness" | "validate" | "change" | "join" | "dismissed", ...}
     """
     return f"notice/{number}"

@@ -13,6 +13,7 @@ from megatron_resihp.config import RECTANGULAR
 from megatron_resihp.control.change import with_standbys
 from megatron_resihp.control.holdings import Held, lacking, plan_for_survivors
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
+from megatron_resihp.plan.places import names_of_places, place_of, renamed
 from megatron_resihp.planner import JobShape
 
 Event = dict[str, Any]
@@ -46,7 +47,12 @@ NextPlan = Callable[[Survivors], tuple[ParallelPlan, list[Event]]]
 
 def rectangles(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     """As many complete replicas of the job's own shape as there are; needs no more than sizes."""
-    return plan_for_survivors(survivors.shape, survivors.own, survivors.held, survivors.previous), []
+    names = names_of_places(survivors.held, survivors.workers)
+    held = {place: survivors.held[worker] for place, worker in names.items()}
+    # Who has died and has come back with another id has its old place here, too.
+    previous = renamed(survivors.previous, lambda worker: place_of(worker, survivors.workers))
+    plan = plan_for_survivors(survivors.shape, survivors.own, held, previous)
+    return renamed(plan, names.__getitem__), []
 
 
 class StrategicPlan:

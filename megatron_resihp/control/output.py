@@ -6,6 +6,7 @@ May import: the standard library.
 from __future__ import annotations
 
 import os
+import queue
 import selectors
 import threading
 from collections import deque
@@ -16,6 +17,8 @@ from typing import Final, TextIO
 MODES: Final = ("file", "prefix", "both")
 LAST_LINES: Final = 30
 READ_BYTES: Final = 65536
+LOOK_S: Final = 0.2
+"""How soon a worker that is started later is read from."""
 TAIL_BYTES: Final = 65536
 
 
@@ -44,11 +47,12 @@ class Outputs:
         self._directory = directory
         self._terminal: TextIO | None = terminal
         self._streams: dict[int, _Stream] = {}
+        self._opened: queue.SimpleQueue[_Stream] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stopping = threading.Event()
+        self._closing, self._stopping = threading.Event(), threading.Event()
 
     def open(self, worker: int) -> int:
-        """A file descriptor for a worker to write to; the caller closes it when the worker has it."""
+        """A file descriptor for a worker to write to; the caller closes it when the worker has it. In one thread."""
         stream = self._streams[worker] = _Stream(worker)
         if self._mode != "prefix":
             stream.path = self._directory / f"worker_{worker}.log"
@@ -59,10 +63,12 @@ class Outputs:
             given, stream.file = stream.file, None
             return given
         stream.pipe, given = os.pipe()
+        os.set_blocking(stream.pipe, False)
+        self._opened.put(stream)
         return given
 
     def start(self) -> None:
-        """Begin to pass on what the workers write; after all of them have been started."""
+        """Begin to pass on what the workers write; after all that the job begins with have been started."""
         if self._mode != "file":
             self._thread = threading.Thread(target=self._relay, name="resihp-output", daemon=True)
             self._thread.start()
@@ -70,6 +76,7 @@ class Outputs:
     def close(self, timeout_s: float) -> None:
         """Pass on what is left. A process that a worker has left behind may still hold a pipe: the time is bounded."""
         if self._thread is not None:
+            self._closing.set()
             self._thread.join(timeout_s)
             self._stopping.set()
             self._thread.join(timeout_s)
@@ -85,12 +92,14 @@ class Outputs:
 
     def _relay(self) -> None:
         with selectors.DefaultSelector() as selector:
-            for stream in self._streams.values():
-                assert stream.pipe is not None
-                os.set_blocking(stream.pipe, False)
-                selector.register(stream.pipe, selectors.EVENT_READ, stream)
-            while selector.get_map() and not self._stopping.is_set():
-                for key, _ in selector.select(0.2):
+            while not self._stopping.is_set():
+                while not self._opened.empty():
+                    stream = self._opened.get()
+                    assert stream.pipe is not None
+                    selector.register(stream.pipe, selectors.EVENT_READ, stream)
+                if self._closing.is_set() and not selector.get_map():
+                    break
+                for key, _ in selector.select(LOOK_S):
                     if not self._pass_on(key.data):
                         selector.unregister(key.fileobj)
         for stream in self._streams.values():

@@ -107,6 +107,7 @@ class Relay:
     def __init__(self, listener: socket.socket | None = None) -> None:
         self._deliver: Callable[[bytes], bool] = _refuse
         self._selector = selectors.DefaultSelector()
+        self._added: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resihp-relay", daemon=True)
         if listener is not None:
@@ -115,9 +116,9 @@ class Relay:
             self._selector.register(listener, selectors.EVENT_READ, None)
 
     def add(self, sock: socket.socket) -> None:
-        """A stream to read; belongs to this object from now on. Before `start`, or in the relay's own thread."""
+        """A stream to read, soon; belongs to this object from now on. From any thread."""
         sock.setblocking(False)
-        self._selector.register(sock, selectors.EVENT_READ, Frames())
+        self._added.put(sock)
 
     def start(self, deliver: Callable[[bytes], bool]) -> None:
         """Begin, after all workers have been started.
@@ -137,6 +138,8 @@ class Relay:
     def _run(self) -> None:
         with self._selector:
             while True:
+                while not self._added.empty():
+                    self._selector.register(self._added.get(), selectors.EVENT_READ, Frames())
                 ready = self._selector.select(SLICE_S)
                 if not ready and self._closing.is_set():
                     break

@@ -125,6 +125,11 @@ class Slicer:
             self._start_if_needed()
             self._changed.notify()
 
+    def add(self, number: int, pid: int, pidfd: int) -> None:
+        """A worker that may be slowed as well."""
+        with self._changed:
+            self._processes[number] = Process(pid, pidfd)
+
     def forget(self, number: int) -> None:
         """Signal this worker no more."""
         with self._changed:

@@ -42,8 +42,8 @@ class WorkerSpec:
 
 
 Spawn = Callable[[WorkerSpec], int]
-"""Starts a process in a session of its own and returns its pid. Called in the agent's main thread, before any other
-thread is started: a worker dies with the thread that started it."""
+"""Starts a process in a session of its own and returns its pid. Called in the agent's main thread, as a worker dies
+with the thread that started it; the workers that the job begins with are started before any other thread is."""
 
 
 def exec_worker(spec: WorkerSpec) -> int:
@@ -60,7 +60,11 @@ def exec_worker(spec: WorkerSpec) -> int:
 
 
 def fork_worker(spec: WorkerSpec) -> int:
-    """A copy of this process, which saves it the imports. This process must not have started threads."""
+    """A copy of this process, which saves it the imports.
+
+    Threads are not copied, and what they have locked stays locked in the copy: this process must have started none, or,
+    where a worker is started anew, only the agent's own, whose locks no worker touches.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()

@@ -17,6 +17,8 @@ from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
 from megatron_resihp.plan import ParallelPlan, Shard
 
+NO_EPOCH = -1
+"""That of a worker which was started anew, until a plan has it in it."""
 SLICE_S = 0.1
 """Bounded waits look up this often whether what they wait for can still come."""
 
@@ -67,14 +69,15 @@ class WorkerControl:
         worker: this worker's id.
         on_broken: called in the notice thread when the current epoch is marked as broken or the job ends; must make
             blocked collectives of the epoch return with an error.
+        epoch: that this worker begins in.
 
     Attributes:
         slowness: what drills have slowed, as far as this worker has heard.
     """
 
-    def __init__(self, store: Store, worker: int, on_broken: Callable[[], None]) -> None:
+    def __init__(self, store: Store, worker: int, on_broken: Callable[[], None], epoch: int = 0) -> None:
         self.worker = worker
-        self.epoch = 0
+        self.epoch = epoch
         self.stop_signal: int | None = None
         self.peer_ports: set[int] = set()
         self.slowness = Slowness()
@@ -85,6 +88,7 @@ class WorkerControl:
         self._finishing = False
         self._validation: dict[str, Any] | None = None
         self._change: dict[str, Any] | None = None
+        self._joins: int | None = None
         self._end: JobEnded | None = None
         self._news = threading.Condition()
         self._notice_store = store.clone()
@@ -174,7 +178,27 @@ class WorkerControl:
         """
         self._finishing = False  # who was about to leave has to stay
         self.tell("muster", epoch=self.epoch, record=record.to_dict(), held=held)
-        epoch = self.epoch + 1
+        return self._enter(self.epoch + 1)
+
+    def join(self, **job: Any) -> EpochPlan | SalvageOrder:
+        """Ask for a place in a plan, for a worker that was started anew, and wait for one.
+
+        Args:
+            job: what this worker's arguments say of the job; it is dismissed if they say something else.
+
+        Raises:
+            JobEnded: there is no place any more.
+        """
+        self.tell("joining", **job)
+        with self._news:
+            # As long as the job lasts, whose end is heard of, and so is the coordinator's.
+            self._news.wait_for(lambda: self._joins is not None or self._end is not None)
+        if self._end is not None:
+            raise self._end
+        assert self._joins is not None
+        return self._enter(self._joins)
+
+    def _enter(self, epoch: int) -> EpochPlan | SalvageOrder:
         data = json.loads(self._await(messages.plan_key(epoch), mind_epoch=False))
         commit = data["commit"] and Commit.from_dict(data["commit"])
         if "impossible" in data:
@@ -261,6 +285,11 @@ class WorkerControl:
         with self._news:
             if notice["kind"] == "finishing":
                 self._finishing = True
+            elif notice["kind"] == "join":
+                self._joins = notice["epoch"] if self.worker in notice["workers"] else self._joins
+            elif notice["kind"] == "dismissed":
+                if self.worker == notice["worker"]:
+                    self._end = self._end or JobEnded(messages.REFUSED_EXIT, notice["reason"])
             elif notice["kind"] == "end":
                 self._end = self._end or JobEnded(notice["code"], notice["reason"])
             else:

@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
@@ -21,8 +21,9 @@ from megatron_resihp.integration.counting import count_as_one_replica, snapshot_
 from megatron_resihp.integration.course import follow
 from megatron_resihp.integration.digests import record_digests, state_digests
 from megatron_resihp.integration.probe_seams import begin_iteration
-from megatron_resihp.integration.recovery import leave_if_agreed
+from megatron_resihp.integration.recovery import TakenIn, leave_if_agreed
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.startup import job_fields
 from megatron_resihp.integration.telemetry import report_iteration
 from megatron_resihp.integration.validation import validate
 
@@ -39,6 +40,8 @@ def wrap_train(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., 
         *others: Any, **options: Any,
     ) -> Any:  # fmt: skip
         def enter() -> Any:
+            if runtime.newcomer:
+                _join(runtime)
             if not runtime.in_loop:
                 _first_epoch(runtime)
             with _finishing(runtime):
@@ -104,6 +107,18 @@ def _first_epoch(runtime: Runtime) -> None:
     runtime.progress.begin(runtime.args.iteration + 1, snapshot_counters(runtime))
     runtime.control.ready(state_digests(runtime, runtime.trained), 0, 0, runtime.communicators.ports())
     runtime.communicators.narrow(runtime.control.peer_ports)
+
+
+def _join(runtime: Runtime) -> NoReturn:
+    """Go to the others by way of a recovery, which enters train() again.
+
+    Raises:
+        TakenIn: a plan has this worker in it.
+        JobEnded: none will have.
+    """
+    count_as_one_replica(runtime)
+    # From here on an epoch may break; until then nobody waits for this worker.
+    raise TakenIn(runtime.control.join(**job_fields(runtime.args, runtime.config, runtime.own)))
 
 
 def _fresh(iterator: Any) -> Any:

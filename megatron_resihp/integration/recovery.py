@@ -22,6 +22,7 @@ from megatron_resihp.integration.counting import restore_counters
 from megatron_resihp.integration.digests import state_digests
 from megatron_resihp.integration.drills import StagedError
 from megatron_resihp.integration.general_state import move_state, slice_digests
+from megatron_resihp.integration.newcomer import stand_at
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.salvage import salvage
 from megatron_resihp.integration.shard import fill_shard, group_steps, shard_tensors
@@ -37,6 +38,18 @@ class ContractBroken(RuntimeError):
 
 class PlanChange(Exception):
     """All workers leave the epoch after the same step, because they have agreed to: nobody has died."""
+
+
+class TakenIn(Exception):
+    """A plan has this worker in it, which was started anew.
+
+    Attributes:
+        order: the plan.
+    """
+
+    def __init__(self, order: EpochPlan | SalvageOrder) -> None:
+        super().__init__()
+        self.order = order
 
 
 def leave_if_agreed(runtime: Runtime) -> None:
@@ -69,7 +82,7 @@ def is_ours(runtime: Runtime, error: BaseException) -> bool:
     """Whether an error starts a recovery: a communicator's, or any while the epoch is marked as broken."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return False
-    return isinstance(error, PlanChange) or _is_an_interruption(error) or runtime.control.broken()
+    return isinstance(error, PlanChange | TakenIn) or _is_an_interruption(error) or runtime.control.broken()
 
 
 def recover(runtime: Runtime, error: Exception) -> None:
@@ -86,13 +99,16 @@ def recover(runtime: Runtime, error: Exception) -> None:
         if not is_ours(runtime, error):
             raise error
         _let_go_of_frames(error)
-        if not isinstance(error, PlanChange):
+        if not isinstance(error, PlanChange | TakenIn):
             with phases.phase("notice"):
                 runtime.control.suspect(error, runtime.config.resihp_answer_timeout)
         if runtime.recovered_from is None:
             runtime.recovered_from = runtime.control.broken_at() or time.time()
         try:
-            _enter_next_epoch(runtime, phases, by_choice=isinstance(error, PlanChange))
+            if isinstance(error, TakenIn):
+                _enter_first_epoch(runtime, phases, error.order)
+            else:
+                _enter_next_epoch(runtime, phases, by_choice=isinstance(error, PlanChange))
         except JobEnded:
             raise  # a fenced worker's epoch stays broken for ever: trying again would never end
         except Exception as next_error:
@@ -139,6 +155,20 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
         if isinstance(order, SalvageOrder):
             salvage(runtime, order)
             raise runtime.control.await_end()
+    _enter(runtime, phases, order, redone)
+
+
+def _enter_first_epoch(runtime: Runtime, phases: Phases, order: EpochPlan | SalvageOrder) -> None:
+    """A worker that was started anew leaves the world that it started in; it has nothing to say and nothing to redo."""
+    if isinstance(order, SalvageOrder):
+        raise runtime.control.await_end()
+    assert order.commit is not None
+    tear_down(runtime)
+    stand_at(runtime, order.commit)
+    _enter(runtime, phases, order, redone=0)
+
+
+def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> None:
     with phases.phase("rebuild"):
         runtime.reach("recovery-rebuild")
         trained = _rebuild(runtime, order)
@@ -236,7 +266,7 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained) -> None:
         install_step(runtime)
         _take_apart(old_model)
     runtime.held = spelled_out(order.plan, runtime.own.chunks).shards_of(runtime.worker)
-    runtime.in_loop = runtime.works
+    runtime.in_loop, runtime.newcomer = runtime.works, False
     runtime.position = commit.position
     runtime.to_change = False
     restore_counters(runtime, commit.counters)

@@ -9,7 +9,8 @@ import functools
 import gc
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -25,12 +26,13 @@ from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.address import parse_address
 from megatron_resihp.control.shipping import Outbox
 from megatron_resihp.control.store import connect
-from megatron_resihp.control.worker import WorkerControl
+from megatron_resihp.control.worker import NO_EPOCH, WorkerControl
 from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.integration.emulation import padding_of
 from megatron_resihp.integration.general_world import MegatronGroups, Sizes, StageGroup, as_stage
+from megatron_resihp.integration.newcomer import build_lonely_world, is_newcomer, lonely_groups
 from megatron_resihp.integration.own_layers import OwnLayout, own_layout
 from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.runtime import Runtime, Trained
@@ -56,11 +58,13 @@ def create_runtime(config: ResihpConfig) -> Runtime:
         for each in communicators:
             each.abort()
 
-    control = WorkerControl(store, worker, abort)
+    newcomer = is_newcomer()
+    control = WorkerControl(store, worker, abort, NO_EPOCH if newcomer else 0)
     communicators.append(Communicators(store.clone().torch_store, worker, control.broken))
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), _pack)
     atexit.register(outbox.close, LAST_RECORDS_S)
     runtime = Runtime(config, control, communicators[0], get_args(), outbox.offer)
+    runtime.newcomer = newcomer
     runtime.probes.watch_garbage_collection()
     # What was imported until now stays: looking through it again took a recovery 0.25 s, at any moment of training.
     gc.collect()
@@ -82,6 +86,10 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
     def initialize_megatron(*positional: Any, **options: Any) -> Any:
         args = runtime.args
         runtime.own_layout = own = own_layout(args)
+        if runtime.newcomer:
+            torch.cuda.set_device(args.local_rank)
+            build_lonely_world(runtime)
+            return original(*positional, **options)
         runtime.control.tell("job", **job_fields(args, runtime.config, own))
         runtime.plan = runtime.control.first_plan()
         coordinate = runtime.plan.coordinate_of(runtime.worker)
@@ -134,7 +142,8 @@ def wrap_initialize_model_parallel(runtime: Runtime, original: Callable[..., Non
     @functools.wraps(original)
     def initialize_model_parallel(*positional: Any, **options: Any) -> None:
         runtime.build_groups = functools.partial(original, *positional, **options)
-        original(*positional, **options)
+        with lonely_groups() if runtime.newcomer else nullcontext():
+            original(*positional, **options)
         runtime.megatron_groups = MegatronGroups()
 
     return initialize_model_parallel
@@ -145,7 +154,9 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
 
     @functools.wraps(original)
     def setup_model_and_optimizer(*positional: Any, **options: Any) -> Any:
-        model, optimizer, scheduler = original(*positional, **options)
+        # What a newcomer will hold comes from others, not from a checkpoint.
+        with _without_loading(runtime.args) if runtime.newcomer else nullcontext():
+            model, optimizer, scheduler = original(*positional, **options)
         runtime.trained = Trained(model, optimizer, scheduler)
         config = get_model_config(model[0])
         runtime.sizes = sizes_of(runtime.args, options.get("cfg_container"))
@@ -205,12 +216,19 @@ def _build_again(
     config = get_model_config(runtime.trained.model[0])
     for name, value in hooks.items():
         setattr(config, name, value)
-    names = ("load", "pretrained_checkpoint", "iteration", "num_floating_point_operations_so_far")
-    kept = {name: getattr(args, name) for name in names}
-    args.load = args.pretrained_checkpoint = None
-    try:
+    with _without_loading(args):
         groups = ProcessGroupCollection.use_mpu_process_groups()
         return Trained(*original(*positional, **options, pg_collection=groups))
+
+
+@contextmanager
+def _without_loading(args: Any) -> Iterator[None]:
+    """Let Megatron find no checkpoint to load, and leave the counters as they are, if there are any yet."""
+    names = ("load", "pretrained_checkpoint", "iteration", "num_floating_point_operations_so_far")
+    kept = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    args.load = args.pretrained_checkpoint = None
+    try:
+        yield
     finally:
         for name, value in kept.items():
             setattr(args, name, value)

@@ -117,6 +117,8 @@ class _Run:
             names.EPOCH_STARTED: self._epoch_started,
             names.ITERATION: self._iteration_done,
             names.WORKER_DEAD: self._worker_dead,
+            names.WORKER_RESTARTED: _worker_restarted,
+            names.WORKER_WAITING: _worker_waiting,
             names.WORKER_FAILED: lambda e: [f"worker {e['failed']} raised: {e['error']}"],
             names.RECOVERY: self._recovery,
             names.PLAN_CHANGE: lambda e: [
@@ -254,6 +256,14 @@ class _Run:
             return []
         reason = f": {event['reason']}" if event.get("reason") else ""
         return [f"run ended with exit code {event['exit_code']}{reason}"]
+
+
+def _worker_restarted(event: Event) -> list[str]:
+    return [f"worker {event['restarted']} starts in place of worker {event['instead_of']}"]
+
+
+def _worker_waiting(event: Event) -> list[str]:
+    return [f"worker {event['waiting']} is ready to be taken in"]
 
 
 def _notice(event: Event) -> list[str]:

@@ -207,6 +207,16 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
         "A worker raised an error that is no communication failure.",
         (Field("failed", INTEGER, "the worker"), Field("error", TEXT, "its error")),
     ),
+    names.WORKER_RESTARTED: EventSchema(
+        "coordinator",
+        "A worker that died has been started anew, with an id of its own.",
+        (Field("restarted", INTEGER, "its id"), Field("instead_of", INTEGER, "the one that died")),
+    ),
+    names.WORKER_WAITING: EventSchema(
+        "coordinator",
+        "A worker that was started anew is ready, holds nothing and waits for a plan that has it in it.",
+        (Field("waiting", INTEGER, "the worker"), Field("place", INTEGER, "who was in its place at the start")),
+    ),
     names.EPOCH_BROKEN: EventSchema(
         "coordinator",
         "An epoch was given up; its members stop and agree on the next.",

@@ -27,6 +27,7 @@ from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.messages import FENCED_EXIT
 from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, deal, spelled_out
+from megatron_resihp.plan.places import renamed
 
 LIMITS = Limits(muster_s=10.0, build_s=100.0, salvage_s=50.0, recoveries_per_iteration=3)
 
@@ -131,6 +132,11 @@ class Job:
 
     def kill(self, worker: int, number: int = signal.SIGKILL) -> list[Action]:
         return self.tell("exited", worker, code=-number, time=self.now)
+
+    def come_back(self, worker: int, **changed: Any) -> list[Action]:
+        """A worker that was started anew is ready for a plan."""
+        self.held.setdefault(worker, ())
+        return self.tell("joining", worker, **{**self.sizes, "pipeline_last": True, **changed})
 
     # Ways to a state
 
@@ -853,6 +859,154 @@ class TestChangeByChoice:
             self.change(job, first)
 
 
+class TestComingBack:
+    """Worker 7 is worker 3, started anew."""
+
+    def test_from_the_restart_to_the_first_plan(self) -> None:
+        job = Job().start()
+        first = job.membership.plan
+        assert first is not None
+        job.recover([3])
+        assert events(job.tell("restarted", 7, instead_of=3), "worker_restarted")[0]["restarted"] == 7
+        actions = job.come_back(7)
+        assert events(actions, "worker_waiting")[0]["place"] == 3
+        [change] = events(actions, "plan_change")
+        assert change["why"] == "worker 7 came back"
+        assert notices(actions) == ["change"] and job.membership.phase is Phase.RUNNING
+        assert not notices(job.leave(0, 1)), "workers stand still, as for any change"
+        actions = job.leave(2)
+        published = only(PublishPlan, actions)
+        assert published.plan == renamed(first, lambda worker: 7 if worker == 3 else worker)
+        assert published.held[7] == () and published.held[2] == (Shard(3, 6, 0, 1),)
+        assert only(Notify, actions).notice == {"kind": "join", "epoch": 2, "workers": [7]}
+        assert not job.ready(0, 1, 2)
+        actions = job.ready(7, bytes_received=5)
+        assert events(actions, "reconfiguration") and not events(actions, "recovery")
+        assert job.membership.phase is Phase.RUNNING and not job.membership.newcomers
+
+    def test_it_dies_again_and_comes_back_again(self) -> None:
+        job = Job().start().recover([3])
+        self.take_in(job, 7)
+        job.recover([7])
+        self.take_in(job, 11)
+        assert job.members == (0, 1, 2, 11) and job.membership.plan is not None
+        assert len(job.membership.plan.replicas) == 2
+
+    def take_in(self, job: Job, worker: int) -> None:
+        job.come_back(worker)
+        only(PublishPlan, job.leave(*sorted(job.membership.living)))
+        only(Go, job.ready(*job.members))
+
+    def test_two_come_back_one_by_one(self) -> None:
+        """Of TP 2 x DP 3, one of each of two replicas: the first to be back waits for the second."""
+        job = Job(6, pipeline=1, tensor=2, micro_batches=6).start().recover([3, 5])
+        assert not notices(job.come_back(9)), "worker 2 or 4 can form a replica with worker 9"
+
+    def test_who_comes_back_while_others_recover_is_taken_in_afterwards(self) -> None:
+        job = Job().start()
+        job.kill(3)
+        assert not notices(job.come_back(7))
+        published = only(PublishPlan, job.muster(0, 1, 2))
+        assert published.plan.members == (0, 1, 2)
+        assert notices(job.ready(0, 1, 2)) == ["change"]
+
+    def test_nobody_waits_for_who_dies_before_others_have_heard_of_it(self) -> None:
+        job = Job().start().recover([3])
+        running = job.membership.plan
+        assert not [action for action in job.kill(7) if not isinstance(action, Log)]
+        assert job.come_back(7) == [], "the dead are not heard"
+        assert (job.membership.phase, job.membership.plan) == (Phase.RUNNING, running)
+
+    @pytest.mark.parametrize("left", [(), (0, 1)])
+    def test_others_go_on_as_before_if_it_dies_before_it_is_taken_in(self, left: tuple[int, ...]) -> None:
+        job = Job().start().recover([3])
+        before = job.membership.plan
+        job.come_back(7)
+        job.leave(*left)
+        assert not notices(job.kill(7))
+        published = only(PublishPlan, job.leave(*sorted({0, 1, 2} - set(left))))
+        assert published.plan == before and 7 not in published.held
+        only(Go, job.ready(0, 1, 2))
+
+    def test_others_go_on_as_before_if_it_dies_while_the_plan_is_built(self) -> None:
+        job = Job().start().recover([3])
+        before = job.membership.plan
+        job.come_back(7)
+        job.leave(0, 1, 2)
+        job.ready(0, 1)
+        assert notices(job.kill(7)) == ["broken"]
+        assert only(PublishPlan, job.muster(0, 1, 2)).plan == before
+        only(Go, job.ready(0, 1, 2))
+
+    @pytest.mark.parametrize("told", ["failed", "exited", "done"])
+    @pytest.mark.parametrize("called", [False, True])
+    def test_its_own_errors_end_no_job_before_it_was_taken_in(self, told: str, called: bool) -> None:
+        job = Job().start().recover([3])
+        job.come_back(7)
+        if called:
+            job.leave(0, 1, 2)
+        actions = job.tell(told, 7, **({} if told == "done" else {"error": "ImportError: x", "code": 1}))
+        assert events(actions, "worker_dead")[0]["dead"] == 7
+        assert not [action for action in actions if isinstance(action, End)]
+
+    def test_its_errors_end_the_job_afterwards(self) -> None:
+        job = Job().start().recover([3])
+        self.take_in(job, 7)
+        assert only(End, job.tell("failed", 7, error="ValueError: x", code=1)).code == 1
+
+    def test_a_failure_before_it_is_taken_in(self) -> None:
+        """The others recover without it; then it is asked for again."""
+        job = Job().start().recover([3])
+        job.come_back(7)
+        job.leave(0, 1)
+        assert notices(job.tell("suspect", 2, epoch=1, error="connection reset")) == ["broken"]
+        assert only(PublishPlan, job.leave(2)).plan.members == (0, 1, 2)
+        assert notices(job.ready(*job.members)) == ["change"]
+
+    def test_another_death_while_the_plan_with_it_is_built(self) -> None:
+        """It is a survivor that holds nothing."""
+        job = Job(6, micro_batches=6).start().recover([5])
+        job.come_back(11)
+        job.leave(0, 1, 2, 3, 4)
+        job.kill(4)
+        published = only(PublishPlan, job.muster(0, 1, 2, 3, 11))
+        assert published.held[11] == () and 11 in published.plan.standbys
+        only(Go, job.ready(*job.members))
+
+    def test_a_stranger_is_sent_away(self) -> None:
+        """Its script has been changed meanwhile: what it would train is another model."""
+        job = Job().start().recover([3])
+        actions = job.come_back(7, micro_batches=8)
+        [notice] = [action.notice for action in actions if isinstance(action, Notify)]
+        assert (notice["kind"], notice["worker"]) == ("dismissed", 7)
+        assert not job.membership.newcomers and job.membership.phase is Phase.RUNNING
+
+    def test_shortly_before_the_end_nobody_waits_for_it(self) -> None:
+        job = Job().start().recover([3])
+        assert job.membership.plan is not None
+        working = job.membership.plan.working
+        job.tell("trained", working[0])
+        assert not notices(job.come_back(7))
+        job.tell("done", working[0])
+        assert only(End, job.tell("done", working[1])).code == 0
+
+    def test_its_node_is_lost(self) -> None:
+        job = Job().start().recover([3])
+        self.take_in(job, 7)
+        actions = job.tell("node_lost", node=1, cause="gone", time=0.0)
+        assert [event["dead"] for event in events(actions, "worker_dead")] == [2, 7]
+
+    def test_a_plan_by_hand_can_give_it_work(self) -> None:
+        job = Job().start()
+        job.membership.job["strategy"] = "joint"
+        job.recover([3])
+        assert not notices(job.come_back(7)), "the strategist will say what it is to do"
+        job.apply(plan_of((((0,), (2,)), OTHER_LAYERS), (((1,), (7,)), OTHER_LAYERS), counts=(3, 1)))
+        actions = job.leave(0, 1, 2)
+        assert only(PublishPlan, actions).plan.working == (0, 2, 1, 7)
+        assert notices(actions) == ["join"]
+
+
 class TestWhateverHappens:
     """Any sequence of deaths, errors, reports and delays ends in training or in an end that is said."""
 
@@ -878,10 +1032,16 @@ class TestWhateverHappens:
     def _something_happens(self, job: Job, data: st.DataObject) -> None:
         if job.membership.phase is Phase.RUNNING and data.draw(st.booleans()):
             job.iteration += 1
-        worker = data.draw(st.integers(0, job.membership.world_size - 1))
+        size = job.membership.world_size
+        worker = data.draw(st.integers(0, size - 1))
+        if worker + size in job.held:  # started anew
+            worker += size
         epoch = max(0, job.membership.epoch - data.draw(st.integers(0, 1)))
-        happenings = ["muster", "ready"] * 5 + ["suspect", "kill", "silent", "node", "wait", "apply"]
+        happenings = ["muster", "ready"] * 5 + ["suspect", "kill", "silent", "node", "wait", "apply", "come back"]
         match data.draw(st.sampled_from(happenings)):
+            case "come back":
+                if worker in job.membership.dead and worker < size:
+                    job.come_back(worker + size)
             case "apply":
                 job.apply(self._any_plan(job, data))
             case "muster":
@@ -901,7 +1061,7 @@ class TestWhateverHappens:
             case "silent":
                 job.tell("silent", worker, time=job.now)
             case "node":
-                job.tell("node_lost", node=worker // 2, cause="gone", time=job.now)
+                job.tell("node_lost", node=worker % size // 2, cause="gone", time=job.now)
             case "wait":
                 job.wait(data.draw(st.sampled_from([1.0, 200.0])))
 
