@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 DRILL_POINTS = (
-    "forward", "backward", "p2p", "grad-sync", "norm", "step", "between", "evaluate", "save",
+    "forward", "backward", "p2p", "grad-sync", "norm", "step", "gather", "between", "evaluate", "save",
     "recovery-muster", "recovery-rebuild", "recovery-ready",
 )  # fmt: skip
 

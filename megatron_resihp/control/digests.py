@@ -1,8 +1,8 @@
 """Digests of the state that workers hold, compared under equal keys. Pure; imports `plan`.
 
-For shards of the job's own layout a key is "stage/TP rank"; for others "layer/cut/cuts": which of so many equal cuts of
-a layer. Cut −1 are the parameters that every member of a group holds whole, layer −1 are word embeddings that the head
-shares.
+For shards of the job's own layout a key is "stage/TP rank", and of a distributed optimizer's parts
+"stage/TP rank/part/parts"; for others "layer/cut/cuts": which of so many equal cuts of a layer. Cut −1 are the
+parameters that every member of a group holds whole, layer −1 are word embeddings that the head shares.
 """
 
 from collections import defaultdict
@@ -26,6 +26,8 @@ def name_of(key: str) -> str:
     numbers = _numbers(key)
     if len(numbers) == 2:
         return "stage {} TP rank {}".format(*numbers)
+    if len(numbers) == 4:
+        return "stage {} TP rank {}, part {} of {} of the optimizer".format(*numbers)
     layer, cut, cuts = numbers
     name = "the word embeddings" if layer < 0 else f"layer {layer}"
     return name if cut < 0 else f"{name}, cut {cut} of {cuts}"
@@ -34,8 +36,8 @@ def name_of(key: str) -> str:
 def shards_of_key(key: str, own: Sequence[Chunk], degree: int) -> tuple[Shard, ...]:
     """What a key is a digest of, as shards of the model. `own`, `degree`: the job's own layout."""
     numbers = _numbers(key)
-    if len(numbers) == 2:
-        return shards_at(own, Coordinate(*numbers), degree)
+    if len(numbers) in (2, 4):
+        return shards_at(own, Coordinate(*numbers[:2]), degree)
     layer, cut, cuts = max(numbers[0], 0), *numbers[1:]
     return (Shard(layer, layer + 1, 0, 1) if cut < 0 else Shard(layer, layer + 1, cut, cuts),)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
+from megatron_resihp.plan.copies import lost_parts
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.plan.spelling import coordinate_at
 from megatron_resihp.planner import JobShape, NoPlanError, plan_rectangular
@@ -25,6 +26,18 @@ def lacking(held: Held, layers: int) -> tuple[Shard, ...]:
     shares = _shares(held.values())
     everything = _cells([Shard(0, layers, 0, 1)], shares)
     return _as_shards(everything - _union(held, shares), shares)
+
+
+def require_all_parts(running: ParallelPlan, survivors: Iterable[int]) -> None:
+    """Of a distributed optimizer each part lives with its owner, and its copy with another worker.
+
+    Raises:
+        NoPlanError: of some part both are gone.
+    """
+    lost = lost_parts(running, set(survivors))
+    if lost:
+        shards = ", ".join(f"stage {stage} TP rank {tp_rank}" for stage, tp_rank in lost)
+        raise NoPlanError(f"a part of the optimizer's state of {shards} died with its copy", lost)
 
 
 def written_once(held: Held) -> dict[int, tuple[Shard, ...]]:

@@ -24,7 +24,7 @@ from megatron_resihp.control.actions import (
 from megatron_resihp.control.change import Change, ChangeRefused, changes, plan_of, plan_to_change_to
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfiguration, recovery
-from megatron_resihp.control.holdings import Held, written_once
+from megatron_resihp.control.holdings import Held, require_all_parts, written_once
 from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
 from megatron_resihp.control.next_plan import NextPlan, Survivors, rectangles
 from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
@@ -84,6 +84,10 @@ class Membership:
         """Members of the current epoch that are neither known to be dead nor finished."""
         members = set(self.plan.members) if self.plan else set(range(self.world_size))
         return members - set(self.dead) - self.done
+
+    @property
+    def _optimizer_is_shared_out(self) -> bool:
+        return bool(self.job.get("distributed_optimizer"))
 
     def handle(self, message: Message, now: float) -> list[Action]:
         """React to one message.
@@ -292,6 +296,8 @@ class Membership:
         assert self.plan is not None and self.shape is not None
         asked, degree = plan_of(message["plan"]), self.shape.tensor_parallel
         plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living | self.newcomers)
+        if self._optimizer_is_shared_out and plan.not_rectangular is not None:
+            raise ChangeRefused(f"the distributed optimizer runs in equal replicas only: {plan.not_rectangular}")
         return Change(self._changes + 1, plan, message["why"])
 
     def _check_that_changes_can_be(self) -> None:
@@ -424,8 +430,11 @@ class Membership:
         if self._recoveries_here > self.limits.recoveries_per_iteration:
             return self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
                                  f"{commit.iteration}", now)  # fmt: skip
-        survivors = self._survivors({worker: self._held[worker] for worker in self._records} | self._taken_in())
+        held = {worker: self._held[worker] for worker in self._records} | self._taken_in()
+        survivors = self._survivors(held)
         try:
+            if self._optimizer_is_shared_out and self._running is not None:
+                require_all_parts(self._running, held)
             plan, told = self._next_plan(survivors, now)
         except NoPlanError as error:
             degree = self.shape.tensor_parallel
@@ -478,7 +487,9 @@ class Membership:
         return node_of(worker, self.world_size, self.workers_per_node)
 
     def _salvage(self, reason: str, now: float, missing: tuple[Shard, ...] = ()) -> list[Action]:
-        writers = written_once({worker: self._held.get(worker, ()) for worker in self.living})
+        held = {worker: self._held[worker] for worker in self.living if self._held.get(worker)}
+        # Of a distributed optimizer each has a part of its own.
+        writers = held if self._optimizer_is_shared_out else written_once(held)
         self.epoch += 1
         self.phase, self._deadline = Phase.SALVAGING, now + self.limits.salvage_s
         self._salvage_left, self._salvage_reason = set(writers), f"no plan fits the survivors: {reason}"

@@ -239,7 +239,19 @@ class WorkerControl:
             "ready", epoch=self.epoch, digests=digests, bytes_received=bytes_received, steps_redone=steps_redone,
             ports=ports,
         )  # fmt: skip
-        self.peer_ports = set(json.loads(self._await(messages.go_key(self.epoch)))["ports"])
+        self.peer_ports = set(json.loads(self._await_go())["ports"])
+
+    def _await_go(self) -> str:
+        """Go holds for all members or for none: others may have given up what they held before it."""
+        key = messages.go_key(self.epoch)
+        try:
+            return self._await(key)
+        except EpochBroken:
+            # The coordinator says neither go after this nor that it was broken before it.
+            with self._lock:
+                if not self._store.check(key):
+                    raise
+                return self._store.get(key, SLICE_S)
 
     def await_end(self) -> JobEnded:
         """Wait until the job is over."""

@@ -83,6 +83,21 @@ def receive_tensors(group: SideGroup, source: int, device: torch.device) -> tupl
     return tensors, header["extra"]
 
 
+def tell_all(group: SideGroup, worker: int, content: Any) -> dict[int, Any]:
+    """What each member of a group says, JSON-able; all of them call it, each for itself (`worker`)."""
+    encoded = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    place = group.workers.index(worker)
+    sizes = torch.zeros(len(group.workers), dtype=torch.int64)
+    sizes[place] = encoded.numel()
+    group.sum(sizes)
+    said = list(torch.zeros(int(sizes.sum()), dtype=torch.uint8).split(sizes.tolist()))
+    said[place].copy_(encoded)
+    together = torch.cat(said)
+    group.sum(together)
+    parts = together.split(sizes.tolist())
+    return {each: json.loads(part.numpy().tobytes()) for each, part in zip(group.workers, parts, strict=True)}
+
+
 def _loads(sizes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     """Which tensors, with their sizes in bytes, travel together: small ones one by one would take long."""
     load: list[tuple[int, int]] = []

@@ -5,6 +5,7 @@ Keys are those of `control.digests`. May import torch and this room.
 
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.integration.general_state import slice_digests
+from megatron_resihp.integration.optimizer_ring import part_digests
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.shard import shard_tensors
 
@@ -14,6 +15,8 @@ def state_digests(runtime: Runtime, trained: Trained) -> dict[str, str]:
     if runtime.general is not None:
         general = runtime.general
         return slice_digests(trained, general.shards[runtime.worker], general.cuts, general.tied_head)
+    if runtime.optimizer_is_shared_out:
+        return part_digests(runtime, trained, runtime.kept)
     coordinate = runtime.current_plan.coordinate_of(runtime.worker)
     if coordinate is None:
         return {}

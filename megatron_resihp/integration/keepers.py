@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_resihp.executor.communicators import Communicators, SideGroup
 from megatron_resihp.integration.general_state import sum_general_gradients
+from megatron_resihp.integration.optimizer_ring import share_part_gradients
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import Coordinate, ParallelPlan
 
@@ -33,6 +34,9 @@ def share_gradients(runtime: Runtime) -> None:
     """Give this worker's final gradients to those who keep them current; all of them call it once per step."""
     if runtime.general is not None:
         sum_general_gradients(runtime, runtime.general)
+        return
+    if runtime.optimizer_is_shared_out:
+        share_part_gradients(runtime)
         return
     if runtime.keepers is None:
         return

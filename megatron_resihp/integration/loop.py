@@ -20,6 +20,7 @@ from megatron_resihp.integration.checkpoints import format_that_fits
 from megatron_resihp.integration.counting import count_as_one_replica, snapshot_counters
 from megatron_resihp.integration.course import follow
 from megatron_resihp.integration.digests import record_digests, state_digests
+from megatron_resihp.integration.optimizer_ring import move_parts, tell_cost
 from megatron_resihp.integration.probe_seams import begin_iteration
 from megatron_resihp.integration.recovery import TakenIn, leave_if_agreed
 from megatron_resihp.integration.runtime import Runtime
@@ -76,6 +77,7 @@ def _finish(runtime: Runtime) -> None:
     runtime.probes.flush()
     if runtime.padding is not None:
         runtime.control.event("emulation", ops=runtime.padding.ops, late=runtime.padding.late)
+    tell_cost(runtime)
     record_digests(runtime)
     progress = runtime.progress
     if progress.stage is Stage.STEPPED:
@@ -105,6 +107,8 @@ def _first_epoch(runtime: Runtime) -> None:
     # From Go on a death is recovered from, also before train() begins its first step.
     runtime.args.curr_iteration = runtime.args.iteration
     runtime.progress.begin(runtime.args.iteration + 1, snapshot_counters(runtime))
+    if runtime.optimizer_is_shared_out:
+        _, runtime.kept = move_parts(runtime, runtime.trained)
     runtime.control.ready(state_digests(runtime, runtime.trained), 0, 0, runtime.communicators.ports())
     runtime.communicators.narrow(runtime.control.peer_ports)
 

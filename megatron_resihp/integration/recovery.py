@@ -23,6 +23,7 @@ from megatron_resihp.integration.digests import state_digests
 from megatron_resihp.integration.drills import StagedError
 from megatron_resihp.integration.general_state import move_state, slice_digests
 from megatron_resihp.integration.newcomer import stand_at
+from megatron_resihp.integration.optimizer_ring import Kept, move_parts, part_digests
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.salvage import salvage
 from megatron_resihp.integration.shard import fill_shard, group_steps, shard_tensors
@@ -174,7 +175,7 @@ def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> N
         trained = _rebuild(runtime, order)
     try:
         with phases.phase("migrate"):
-            moved, digests = _migrate(runtime, order, trained)
+            moved, digests, kept = _migrate(runtime, order, trained)
         with phases.phase("ready"):
             runtime.reach("recovery-ready")
             runtime.control.ready(digests, moved, redone, runtime.communicators.ports())
@@ -184,7 +185,7 @@ def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> N
             _take_apart(trained.model)
         raise
     with phases.phase("data"):
-        _adopt(runtime, order, trained)
+        _adopt(runtime, order, trained, kept)
 
 
 def _apply(runtime: Runtime, commit: Commit) -> int:
@@ -216,8 +217,21 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     return runtime.build_trained()
 
 
-def _migrate(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int, dict[str, str]]:
-    """Fill the new objects, from the old ones or from another holder; returns the bytes received and state digests."""
+def _migrate(
+    runtime: Runtime, order: EpochPlan, trained: Trained
+) -> tuple[int, dict[str, str], Kept | None]:
+    """Fill the new objects, from the old ones or from other holders.
+
+    Returns:
+        the bytes received, state digests, and what of a distributed optimizer is then current here.
+    """
+    if runtime.optimizer_is_shared_out:
+        moved, kept = move_parts(runtime, trained)
+        return moved, part_digests(runtime, trained, kept), kept
+    return *_migrate_shards(runtime, order, trained), None
+
+
+def _migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int, dict[str, str]]:
     assert runtime.trained is not None and runtime.everybody is not None
     held = {worker: runtime.own.coordinate_of(shards) for worker, shards in order.held.items()}
     if runtime.general is not None or any(shards and not held[worker] for worker, shards in order.held.items()):
@@ -252,11 +266,12 @@ def _migrate_slices(runtime: Runtime, order: EpochPlan, trained: Trained) -> tup
     return received, digests
 
 
-def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained) -> None:
+def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | None) -> None:
     """All members are ready: the new objects take the old ones' place, also in pretrain's own references."""
     live, commit = runtime.trained, order.commit
     assert live is not None and commit is not None
     runtime.probes.abandon()
+    runtime.kept = kept
     if trained is not live:
         old_model = list(live.model)
         live.model[:] = trained.model

@@ -28,6 +28,7 @@ from megatron_resihp.plan.files import read_plan
 
 if TYPE_CHECKING:
     from megatron_resihp.integration.general_world import MegatronGroups, Sizes
+    from megatron_resihp.integration.optimizer_ring import Kept, Ring
 
 LOSS_SLOTS = 4
 """How many named losses the agreement carries."""
@@ -92,6 +93,8 @@ class Runtime:
         routes, exchange: in general mode this worker's steps, and what carries their results.
         running_chunk: in general mode which of this worker's chunks is being run.
         buckets: in general mode, whose gradients are summed with whom.
+        ring, kept: with the distributed optimizer where gradients go for the copies of its parts, and what of its state
+            is current here.
         trained: the live training objects; pretrain's own references stay valid, recovery fills them anew.
         totals: Megatron's running loss totals as of the last log call.
         flops: floating-point operations so far, as train() counts them.
@@ -136,6 +139,8 @@ class Runtime:
         self.buckets: list[Bucket] = []
         self.everybody: SideGroup | None = None
         self.keepers: SideGroup | None = None
+        self.ring: Ring | None = None
+        self.kept: Kept | None = None
         self.own_layout: OwnLayout | None = None
         self.tokens: Any = 0.0
         self.megatron_groups: MegatronGroups | None = None
@@ -245,8 +250,13 @@ class Runtime:
 
     @property
     def counts_norm(self) -> bool:
-        """Whether this worker's gradients enter the norm: exactly one holder of each shard's do."""
-        return self.works and self.replica == 0
+        """Whether this worker's gradients enter the norm: exactly one holder of each shard's do, or each its part."""
+        return self.works and (self.replica == 0 or self.optimizer_is_shared_out)
+
+    @property
+    def optimizer_is_shared_out(self) -> bool:
+        """Whether each replica has a part of the optimizer's state only."""
+        return bool(self.args.use_distributed_optimizer)
 
     def reach(self, point: str) -> None:
         self.drills.reach(point, self.progress.iteration)

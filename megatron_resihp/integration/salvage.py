@@ -21,6 +21,8 @@ from megatron.training.checkpointing import generate_state_dict, get_checkpoint_
 from megatron_resihp.control.worker import SalvageOrder
 from megatron_resihp.integration.counting import restore_counters
 from megatron_resihp.integration.general_state import slice_states
+from megatron_resihp.integration.optimizer_ring import Kept
+from megatron_resihp.integration.optimizer_shards import own_part
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.slices import cuts_of, slices_of
@@ -34,7 +36,9 @@ def salvage(runtime: Runtime, order: SalvageOrder) -> None:
     runtime.sizes.restore()
     _count_after_step(runtime, order)
     directory = Path(os.environ["RESIHP_RUN_DIR"]) / "salvage"
-    if runtime.coordinate is None:
+    if runtime.kept is not None:
+        path = _save_parts(runtime, runtime.kept, order, directory)
+    elif runtime.coordinate is None:
         path = _save_slices(runtime, order, directory)
     else:
         path = _save_shard(runtime, order, runtime.coordinate, directory)
@@ -73,7 +77,7 @@ def _save_shard(runtime: Runtime, order: SalvageOrder, coordinate: Coordinate, d
 def _save_slices(runtime: Runtime, order: SalvageOrder, directory: Path) -> Path:
     """What no stage and TP rank of the job's own layout has: a file of tensors, and what is in it as JSON beside it."""
     assert runtime.trained is not None and order.commit is not None
-    tied_head, iteration = runtime.own.tied_head, order.commit.iteration
+    tied_head = runtime.own.tied_head
     cuts = cuts_of((*runtime.held, *order.shards))
     wanted = slices_of(order.shards, cuts, tied_head)
     states = slice_states(runtime.trained, runtime.held, cuts, tied_head)
@@ -82,16 +86,37 @@ def _save_slices(runtime: Runtime, order: SalvageOrder, directory: Path) -> Path
         for piece, state in sorted(states.items())
         if piece in wanted and state
     }
+    return _save_tensors(runtime, order, directory, "slices", tensors, {"cuts": cuts})
+
+
+def _save_parts(runtime: Runtime, kept: Kept, order: SalvageOrder, directory: Path) -> Path:
+    """What this worker has of a distributed optimizer, its own part and the copy, by parameter and elements."""
+    assert runtime.trained is not None
+    part = {**(own_part(runtime.trained) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
+    tensors = {
+        f"{where.name}[{where.start}:{where.end}]": {name: each.detach().cpu().clone()
+                                                     for name, each in entry.tensors.items()}
+        for where, entry in part.items()
+    }  # fmt: skip
+    return _save_tensors(runtime, order, directory, "parts", tensors, {"stage_and_tp_rank": list(kept.coordinate)})
+
+
+def _save_tensors(
+    runtime: Runtime, order: SalvageOrder, directory: Path, kind: str, tensors: dict[str, dict[str, torch.Tensor]],
+    more: dict[str, Any],
+) -> Path:  # fmt: skip
+    assert runtime.trained is not None and order.commit is not None
+    iteration = order.commit.iteration
     path = directory / f"iter_{iteration:07d}" / f"worker_{runtime.worker}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     scheduler = runtime.trained.scheduler.state_dict()
-    torch.save({"slices": tensors, "args": runtime.args, "opt_param_scheduler": scheduler}, path)
+    torch.save({kind: tensors, "args": runtime.args, "opt_param_scheduler": scheduler}, path)
     contents = {
         "iteration": iteration,
         "consumed_train_samples": runtime.args.consumed_train_samples,
-        "cuts": cuts,
+        **more,
         "missing": [list(shard) for shard in order.missing],
-        "slices": {
+        kind: {
             piece: {name: [str(tensor.dtype).removeprefix("torch."), *tensor.shape] for name, tensor in state.items()}
             for piece, state in tensors.items()
         },

@@ -122,6 +122,7 @@ def job_fields(args: Any, config: ResihpConfig, own: OwnLayout) -> dict[str, Any
         ],
         "transfer_bytes": args.micro_batch_size * args.seq_length * args.hidden_size * args.params_dtype.itemsize,
         "false_alarms_per_job": config.resihp_false_alarms_per_job,
+        "distributed_optimizer": bool(args.use_distributed_optimizer),
         "strategy": config.resihp_strategy,
         "act": config.resihp_act,
         "seconds_between_changes": config.resihp_seconds_between_changes,

@@ -13,6 +13,7 @@ from megatron_resihp.control.record import Outcome, Stage
 from megatron_resihp.detector.records import SpanKind
 from megatron_resihp.integration.general_state import counted_norm_squared
 from megatron_resihp.integration.keepers import share_gradients
+from megatron_resihp.integration.optimizer_shards import gather_parameters, step_part
 from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime, parts_of
 
 SHARED_COUNTERS = (
@@ -49,6 +50,10 @@ def agreed_step(runtime: Runtime) -> StepResult:
     runtime.reach("step")
     with runtime.probes.marked_span(SpanKind.OPTIMIZER):
         take_step(runtime, outcome)
+        if runtime.optimizer_is_shared_out:
+            # The step is taken: a failure in here leads to the next epoch, where parameters are gathered anew.
+            runtime.reach("gather")
+            gather_parameters(runtime.trained)
     # The device has work now, and nobody waits for this worker.
     runtime.probes.flush()
     return True, outcome.grad_norm, None
@@ -156,11 +161,23 @@ def _note_counters(runtime: Runtime, values: torch.Tensor) -> None:
 def take_step(runtime: Runtime, outcome: Outcome) -> None:
     """AGREED to STEPPED: clip with the agreed norm and step. Communicates nothing."""
     assert runtime.trained is not None
-    optimizer = runtime.trained.optimizer
+    optimizer, kept = runtime.trained.optimizer, runtime.kept
+    if kept is not None and kept.copy is not None:
+        assert outcome.grad_norm is not None
+        kept.copy.step(optimizer, outcome.grad_norm, torch.device("cuda", torch.cuda.current_device()))
+    if not runtime.optimizer_is_shared_out or (kept is not None and kept.owns):
+        _step_own(runtime, optimizer, outcome)
+    runtime.progress.stage = Stage.STEPPED
+
+
+def _step_own(runtime: Runtime, optimizer: Any, outcome: Outcome) -> None:
     optimizer.prepare_grads()
     for part in parts_of(optimizer):
         parameters = part.get_parameters()
         if part.config.clip_grad > 0.0 and parameters:
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, outcome.grad_norm)
-    optimizer.step_with_ready_grads()
-    runtime.progress.stage = Stage.STEPPED
+    if not runtime.optimizer_is_shared_out:
+        optimizer.step_with_ready_grads()
+        return
+    for part in parts_of(optimizer):
+        step_part(part)

@@ -38,7 +38,7 @@ ALLOWED: frozenset[str] = frozenset(
 
     save save_interval load finetune pretrained_checkpoint ckpt_step exit_on_missing_checkpoint ckpt_format
     auto_detect_ckpt_format ckpt_fully_parallel_save ckpt_fully_parallel_load no_save_optim no_save_rng no_load_optim
-    no_load_rng dist_ckpt_strictness
+    no_load_rng dist_ckpt_strictness dist_ckpt_optim_fully_reshardable
 
     grad_reduce_in_bf16 attention_softmax_in_fp32 accumulate_allreduce_grads_in_fp32
 
@@ -66,10 +66,6 @@ ALLOWED: frozenset[str] = frozenset(
 )
 
 CONSTRAINTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "use_distributed_optimizer": (
-        lambda value: not value,
-        "each of its shards lives on one worker only and would die with it; leave it out",
-    ),
     "dataloader_type": (lambda value: value in (None, "single"), "only 'single' keeps its samples through a change"),
     "optimizer": (lambda value: value == "adam", "only adam's state is known to move"),
     "ckpt_format": (lambda value: value in ("torch", "torch_dist"), "use torch or torch_dist"),

@@ -14,6 +14,7 @@ from megatron_resihp.executor.slice_sums import make_buckets
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.general_world import as_stage
 from megatron_resihp.integration.keepers import join_keepers
+from megatron_resihp.integration.optimizer_ring import join_ring
 from megatron_resihp.integration.program_schedule import make_exchange, training_routes
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import ParallelPlan
@@ -38,6 +39,8 @@ def build_world(runtime: Runtime) -> None:
         runtime.buckets = make_buckets(runtime.general.holders, runtime.worker, runtime.communicators.side_group)
         if runtime.works:
             runtime.routes = training_routes(runtime, runtime.general)
+    elif coordinate is not None and runtime.optimizer_is_shared_out:
+        runtime.ring = join_ring(plan, coordinate, runtime.worker, runtime.communicators)
     elif coordinate is not None:
         runtime.keepers = join_keepers(plan, coordinate, runtime.worker, runtime.communicators)
 
@@ -80,7 +83,7 @@ def _start_streams(runtime: Runtime) -> None:
 
 def tear_down(runtime: Runtime) -> None:
     """Destroy every group of the old epoch and what remembers it."""
-    runtime.everybody = runtime.keepers = runtime.exchange = None
+    runtime.everybody = runtime.keepers = runtime.exchange = runtime.ring = None
     runtime.buckets, runtime.routes = [], ()
     mpu.destroy_model_parallel()
     runtime.communicators.destroy()

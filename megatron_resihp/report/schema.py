@@ -121,6 +121,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("micro_batches", INTEGER, "micro-batches in an iteration, over all replicas", required=False),
             Field("seq_length", INTEGER, "tokens in a sample", required=False),
             Field("train_iters", INTEGER, "iterations to reach"),
+            Field("distributed_optimizer", FLAG, "replicas share the optimizer's state out", required=False),
             Field("strategy", TEXT, "who plans when workers die", required=False),
             Field("act", TEXT, "what is done when another plan is faster: observe, ask or act", required=False),
             Field("seconds_between_changes", NUMBER, "least time between changes by choice", required=False),
@@ -360,6 +361,18 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
         (
             Field("ops", INTEGER, "forward and backward passes that were made to last as long as on the device"),
             Field("late", INTEGER, "of these, those that really took longer"),
+        ),
+    ),
+    names.OPTIMIZER_COPY: EventSchema(
+        "each worker that keeps one",
+        "What keeping a copy of another worker's part of the distributed optimizer has cost, at the end of training.",
+        (
+            Field("owner", INTEGER, "whose part it is"),
+            Field("steps", INTEGER, "that it has taken since the epoch began"),
+            Field("bytes_kept", INTEGER, "of host memory: masters and moments"),
+            Field("bytes_per_step", INTEGER, "gradients that this worker sent to the copy of its own part"),
+            Field("exchange_s", NUMBER, "seconds per step until both gradients had passed, waits for others included"),
+            Field("step_s", NUMBER, "seconds per step to take the owner's step"),
         ),
     ),
     names.EVALUATION: EventSchema(

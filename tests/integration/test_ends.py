@@ -129,8 +129,8 @@ def test_an_unknown_flag(jobs: Jobs) -> None:
 
 
 def test_a_flag_that_is_refused(jobs: Jobs) -> None:
-    job = jobs.run(tiny(**PIPELINE, use_distributed_optimizer=True), workers=2)
-    refused(job, "--use-distributed-optimizer", "not supported with --resihp", "leave it out")
+    job = jobs.run(tiny(**PIPELINE, rerun_mode="report_stats"), workers=2)
+    refused(job, "--rerun-mode", "not supported with --resihp", "use disabled")
 
 
 def test_a_drill_that_is_none(jobs: Jobs) -> None:

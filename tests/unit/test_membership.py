@@ -1116,3 +1116,49 @@ class TestWhateverHappens:
             if epoch == 1 and before is Phase.BUILDING:
                 told.add(worker)
             assert bool(went) == (told == {1, 2, 3} and before is Phase.BUILDING)
+
+
+class TestDistributedOptimizer:
+    """Three replicas of one worker each: a part of the optimizer is with its owner, its copy with the next worker."""
+
+    def start(self) -> Job:
+        job = Job(workers=3, pipeline=1, micro_batches=3)
+        job.sizes["distributed_optimizer"] = True
+        return job.start()
+
+    def test_the_loss_of_an_owner_leaves_the_copy(self) -> None:
+        job = self.start().recover([1])
+        assert job.membership.plan is not None
+        assert job.membership.plan.working == (0, 2)
+
+    def test_the_loss_of_both_ends_the_job(self) -> None:
+        """The survivor has parameters of everything, and would train another model with them."""
+        job = self.start()
+        job.kill(0)
+        job.kill(1)
+        order = only(OrderSalvage, job.muster(2))
+        assert "died with its copy" in order.reason
+        assert order.missing == (Shard(0, 3, 0, 1),) and order.writers == {2: (Shard(0, 3, 0, 1),)}
+
+    def test_each_survivor_writes_its_part(self) -> None:
+        job = Job(workers=4, pipeline=1)
+        job.sizes["distributed_optimizer"] = True
+        job.start()
+        job.kill(0)
+        job.kill(1)
+        assert set(only(OrderSalvage, job.muster(2, 3)).writers) == {2, 3}
+
+    def test_what_was_kept_before_go_counts_until_then(self) -> None:
+        """Workers 0 and 2 are neighbours in the new ring, which does not hold yet."""
+        job = Job(workers=4, pipeline=1)
+        job.sizes["distributed_optimizer"] = True
+        job.start()
+        job.kill(1)
+        job.muster(0, 2, 3)
+        job.kill(3)
+        assert only(PublishPlan, job.muster(0, 2)).plan.working == (0, 2)
+
+    def test_unlike_replicas_are_refused(self) -> None:
+        job = self.start()
+        unlike = plan_of((((0, 1),),), counts=(3,))
+        assert "equal replicas only" in only(Answer, job.apply(unlike)).content["refused"]

@@ -89,9 +89,9 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
     [
         "--expert-model-parallel-size 2", "--num-experts 4", "--context-parallel-size 2", "--use-megatron-fsdp",
         "--use-torch-fsdp2", "--mtp-num-layers 1", "--fp8-format hybrid", "--enable-cuda-graph",
-        "--cuda-graph-impl local", "--rampup-batch-size 4 4 100", "--async-save", "--use-distributed-optimizer",
+        "--cuda-graph-impl local", "--rampup-batch-size 4 4 100", "--async-save", "--overlap-param-gather",
         "--dataloader-type cyclic", "--dataloader-type external", "--fp16", "--inprocess-restart",
-        "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor", "--overlap-param-gather",
+        "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--num-layers-per-virtual-pipeline-stage 1", "--multi-latent-attention",
         "--hierarchical-context-parallel-sizes 2 2",
     ],

@@ -1,0 +1,40 @@
+"""Who keeps a copy of whose part of a distributed optimizer. Pure; imports this room only.
+
+Each part lives once, on the replica that owns it. So the holders of a shard of the model form a ring, working ones
+first, and each keeps its predecessor's part too. A standby owns none, and keeps one.
+"""
+
+from collections.abc import Collection, Sequence
+
+from megatron_resihp.plan.parallel_plan import ParallelPlan
+from megatron_resihp.plan.replica import Coordinate
+
+Edge = tuple[int, int]
+"""Owner of a part, and who keeps its copy."""
+
+
+def copies_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[Edge, ...]:
+    """Owners and keepers of the parts of one shard, by replica; empty where nobody is there to keep a copy."""
+    ring = plan.holders_of(coordinate)
+    if len(ring) < 2:
+        return ()
+    return tuple((owner, ring[(index + 1) % len(ring)]) for index, owner in enumerate(plan.workers_at(coordinate)))
+
+
+def in_turns(edges: Sequence[Edge]) -> list[Edge]:
+    """The edges of a ring in an order in which all can pass something on, waiting for each other, in three turns."""
+    last = len(edges) - 1
+    closes = len(edges) % 2 == 1 and last > 0 and edges[last][1] == edges[0][0]
+    turns = {edge: 2 if closes and index == last else index % 2 for index, edge in enumerate(edges)}
+    return sorted(edges, key=lambda edge: (turns[edge], edge))
+
+
+def lost_parts(plan: ParallelPlan, survivors: Collection[int]) -> tuple[Coordinate, ...]:
+    """The shards of which the owner of some part and the keeper of its copy are both gone."""
+    found = []
+    for coordinate in plan.coordinates():
+        keepers = dict(copies_at(plan, coordinate))
+        gone = (owner for owner in plan.workers_at(coordinate) if owner not in survivors)
+        if any(keepers.get(owner) not in survivors for owner in gone):
+            found.append(coordinate)
+    return tuple(found)

@@ -1,0 +1,141 @@
+"""Megatron's distributed optimizer: its parts outlive their owners, in copies that other workers keep."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import WISHING, Job, Jobs, check_training, tiny
+
+from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
+
+SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
+"""Four replicas, each of which owns a fourth of the optimizer's state, and keeps a copy of its predecessor's."""
+TENSOR: dict[str, Any] = {**SHARED, "tensor_model_parallel_size": 2}
+"""Two replicas of two tensor-parallel ranks: workers 0 and 1, 2 and 3."""
+NIGHTLY = pytest.mark.nightly
+
+
+def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], tolerance: float = 1e-5, **extra: Any) -> Job:
+    reference = jobs.reference(tiny(**layout), workers=4)
+    job = jobs.run(tiny(**layout, **extra, resihp_drill=drills or None), workers=4)
+    check_training(job, reference, tolerance)
+    assert len(job.summary.deaths) == len(drills)
+    return job
+
+
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(point, marks=NIGHTLY) for point in ("backward", "grad-sync", "norm", "step", "gather", "between")],
+)
+def test_a_death_of_one_of_four_replicas(jobs: Jobs, point: str) -> None:
+    survive(jobs, f"kill:1@3:{point}", layout=SHARED)
+
+
+@NIGHTLY
+@pytest.mark.parametrize("point", ["recovery-muster", "recovery-rebuild", "recovery-ready"])
+def test_a_death_in_a_recovery(jobs: Jobs, point: str) -> None:
+    """Workers 3 and 1 are no neighbours in the ring of four."""
+    survive(jobs, "kill:3@3:step", f"kill:1@3:{point}", layout=SHARED)
+
+
+def test_a_copy_becomes_the_last_replica(jobs: Jobs) -> None:
+    """Worker 0 is a standby after the first death: what it has of the state is a copy, and all after the second."""
+    job = survive(jobs, "kill:3@2:gather", "kill:0@4:norm", layout=TENSOR)
+    [replica] = job.events("epoch_started")[-1]["plan"]["replicas"]
+    assert replica["stages"] == [[2, 1]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "tolerance"),
+    [
+        pytest.param(TENSOR | {"bf16": True}, 2e-3, marks=NIGHTLY),
+        pytest.param(SHARED | {"pipeline_model_parallel_size": 2, "bf16": True}, 2e-3, marks=NIGHTLY),
+        pytest.param(SHARED | {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, 1e-5, marks=NIGHTLY),
+    ],
+    ids=["tensor, bf16", "pipeline, bf16", "pipeline, overlap"],
+)
+def test_deaths_in_other_layouts(jobs: Jobs, layout: dict[str, Any], tolerance: float) -> None:
+    survive(jobs, "kill:1@2:step", "kill:2@4:backward", layout=layout, tolerance=tolerance)
+
+
+def test_the_state_after_a_death_is_bit_for_bit_the_one_without(jobs: Jobs, tmp_path: Path) -> None:
+    """The victim has sent its gradient of the last iteration and dies with the step; nothing is computed after it."""
+    saving = {**SHARED, "ckpt_format": "torch", "save_interval": 100}
+    whole, mended = jobs.directory / "shared_out", tmp_path / "mended"
+    reference = jobs.reference(tiny(**saving, save=whole), workers=4)
+    job = jobs.run(tiny(**saving, save=mended, resihp_drill="kill:1@6:step"), workers=4)
+    check_training(job, reference)
+    assert len(job.events("epoch_started")[-1]["plan"]["replicas"]) == 3
+    for name in ("model_optim_rng.pt", "distrib_optim.pt"):
+        before, after = (dict(tensors(load(path / "iter_0000006" / "mp_rank_00" / name))) for path in (whole, mended))
+        assert before.keys() == after.keys() and before
+        for key, tensor in before.items():
+            # Buffers end with padding, so that they can be cut in equal parts.
+            size = min(tensor.numel(), after[key].numel())
+            assert torch.equal(tensor.flatten()[:size], after[key].flatten()[:size]), key
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=False)
+
+
+def tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a checkpoint but random states, which start anew in each epoch."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in items:
+        if key != "rng_state":
+            yield from tensors(item, f"{path}/{key}")
+
+
+@NIGHTLY
+def test_fewer_replicas_by_choice_and_back(jobs: Jobs, tmp_path: Path) -> None:
+    """Workers that stand by meanwhile keep copies, and get their parts again."""
+    fewer = tuple(Replica(((worker,),), (worker, worker + 2)) for worker in (0, 1))
+    again = tuple(Replica(((worker,),), (worker,)) for worker in range(4))
+    plans = []
+    for number, plan in enumerate((ParallelPlan(fewer, {2: Coordinate(0, 0), 3: None}), ParallelPlan(again, {}))):
+        path = tmp_path / f"plan{number}.json"
+        path.write_text(json.dumps(plan.to_dict()))
+        plans.append(f"{path}@{2 + 2 * number}")
+    job = survive(jobs, layout=SHARED, resihp_plan=plans)
+    assert [len(event["plan"]["replicas"]) for event in job.events("epoch_started")] == [4, 2, 4]
+
+
+@NIGHTLY
+def test_a_worker_that_comes_back_gets_a_part_again(jobs: Jobs) -> None:
+    layout = TENSOR | {"train_iters": 12}
+    reference = jobs.reference(tiny(**layout), workers=4)
+    arguments = tiny(**layout, resihp_drill="kill:3@3:gather")
+    job = jobs.start(arguments, workers=4, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
+    job.await_event("worker_waiting", waiting=7)
+    job.wish("go_on")
+    check_training(job.wait(), reference)
+    assert [len(event["plan"]["replicas"]) for event in job.events("epoch_started")] == [2, 1, 2]
+
+
+def test_a_part_that_dies_with_its_copy_ends_the_job(jobs: Jobs) -> None:
+    """Survivors save what they have, and say what is missing."""
+    job = jobs.start(tiny(**SHARED), workers=4, script=WISHING, wishes=["hold-0-3", "hold-1-3", "hold-2-3", "hold-3-3"])
+    job.await_event("iteration", iteration=2)
+    for worker in (1, 2):
+        os.kill(job.worker_pids()[worker], signal.SIGKILL)
+    job.await_event("worker_dead", dead=1)
+    job.await_event("worker_dead", dead=2)
+    job.wish("go_on")
+    assert job.wait().code == 1
+    assert "a part of the optimizer's state of stage 0 TP rank 0 died with its copy" in job.output(), job.tails()
+    assert {salvage.complete for salvage in job.summary.salvages} == {False}
+    saved = [load(job.run_dir / "salvage" / "iter_0000002" / f"worker_{worker}.pt")["parts"] for worker in (0, 3)]
+    # Of four parts they have three: their own, and the copies of 3's and 2's.
+    assert {kind for part in saved for state in part.values() for kind in state} == {
+        "param", "exp_avg", "exp_avg_sq", "step",
+    }  # fmt: skip

@@ -1,0 +1,49 @@
+"""Which deaths a distributed optimizer survives: those that leave each part or its copy."""
+
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
+from megatron_resihp.plan.copies import copies_at, in_turns, lost_parts
+
+ONLY = Coordinate(0, 0)
+
+
+def replicas(count: int, *standbys: int) -> ParallelPlan:
+    each = tuple(Replica(((worker,),), (worker,)) for worker in range(count))
+    return ParallelPlan(each, {worker: ONLY for worker in standbys})
+
+
+@given(st.integers(2, 7), st.integers(0, 2))
+def test_any_one_death_leaves_everything(count: int, idle: int) -> None:
+    plan = replicas(count, *range(count, count + idle))
+    for dead in plan.members:
+        assert not lost_parts(plan, set(plan.members) - {dead})
+
+
+def test_two_deaths_lose_a_part_only_if_they_are_neighbours() -> None:
+    plan = replicas(5)
+    for pair in combinations(range(5), 2):
+        neighbours = (pair[1] - pair[0]) in (1, 4)
+        assert lost_parts(plan, set(range(5)) - set(pair)) == ((ONLY,) if neighbours else ())
+
+
+def test_a_standby_keeps_the_copy_of_a_last_replica() -> None:
+    plan = ParallelPlan((Replica(((0, 1),), (0,)),), {2: Coordinate(0, 1), 3: None})
+    assert copies_at(plan, Coordinate(0, 1)) == ((1, 2),) and copies_at(plan, ONLY) == ()
+    assert lost_parts(plan, {0, 2, 3}) == ()
+    assert lost_parts(plan, {1, 2, 3}) == (ONLY,)
+
+
+@given(st.integers(1, 9), st.integers(0, 2))
+def test_parts_are_passed_on_in_at_most_three_turns(count: int, idle: int) -> None:
+    edges = copies_at(replicas(count, *range(count, count + idle)), ONLY)
+    ordered = in_turns(edges)
+    assert sorted(ordered) == sorted(edges)
+    free_at: dict[int, int] = {}
+    for owner, keeper in ordered:
+        turn = max(free_at.get(owner, 0), free_at.get(keeper, 0)) + 1
+        free_at[owner] = free_at[keeper] = turn
+    assert max(free_at.values(), default=0) <= 3

@@ -1,0 +1,82 @@
+"""A copy of a part of a distributed optimizer takes its owner's steps, bit for bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_resihp.integration.optimizer_copy import PartCopy
+from megatron_resihp.integration.optimizer_shards import MASTER, Entry
+from megatron_resihp.plan.ranges import Range
+
+HOST = torch.device("cpu")
+SIZES = (7, 130, 33)
+GROUPS = (0, 1, 0)
+"""Of each range's parameter: with weight decay or without."""
+
+
+def optimizer(masters: list[torch.Tensor]) -> Any:
+    groups = [
+        {"params": [master for master, group in zip(masters, GROUPS, strict=False) if group == index],
+         "weight_decay": decay}
+        for index, decay in enumerate((0.1, 0.0))
+    ]  # fmt: skip
+    inner = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
+    inner.param_groups = [{**inner.param_groups[0], **group} for group in groups]
+    return SimpleNamespace(optimizer=inner, config=SimpleNamespace(clip_grad=0.0))
+
+
+def test_it_is_what_the_owner_has_after_every_step() -> None:
+    """Also if its keeper has no parameter of a group, and where the learning rate changes."""
+    torch.manual_seed(0)
+    masters = [torch.randn(size) for size in SIZES]
+    owner, keeper = optimizer(masters), optimizer([torch.randn(4)])
+    part = {
+        Range(f"p{index}", 3, 3 + master.numel()): Entry((0, group), {MASTER: master.clone()})
+        for index, (master, group) in enumerate(zip(masters, GROUPS, strict=True))
+    }
+    copy = PartCopy(0, part)
+    for step in range(4):
+        for group in (*owner.optimizer.param_groups, *keeper.optimizer.param_groups):
+            group["lr"] = 0.1 / (1 + step)
+        gradients = [torch.randn_like(master) for master in masters]
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient
+        owner.optimizer.step()
+        copy.gradient = torch.cat(gradients)
+        copy.step(keeper, 1.0, HOST)
+        for master, entry in zip(masters, part.values(), strict=True):
+            expected = {MASTER: master, **owner.optimizer.state[master]}
+            assert expected.keys() == entry.tensors.keys()
+            assert all(torch.equal(entry.tensors[name], tensor) for name, tensor in expected.items())
+    assert copy.gradient is None and copy.cost.steps == 4
+    assert copy.nbytes == sum(3 * 4 * size + 4 for size in SIZES)
+    assert len(keeper.optimizer.state) == 0
+
+
+def test_steps_that_are_counted_for_groups() -> None:
+    """As fused optimizers do; a keeper that stands by counts none itself."""
+    seen: list[Any] = []
+
+    class Counting:
+        def __init__(self) -> None:
+            self.param_groups = [{"params": [], "lr": 1.0, "step": 1}]
+            self.state: dict[torch.Tensor, dict[str, Any]] = {}
+
+        def step(self) -> None:
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                seen.append((group["step"], len(group["params"])))
+                for parameter in group["params"]:
+                    parameter -= parameter.grad
+                    self.state[parameter] = {}
+
+    keeper = SimpleNamespace(optimizer=Counting(), config=SimpleNamespace(clip_grad=0.0))
+    copy = PartCopy(2, {Range("p", 0, 2): Entry((0, 0), {MASTER: torch.ones(2)})}, counted=6)
+    copy.gradient = torch.ones(2)
+    copy.step(keeper, 1.0, HOST)
+    assert copy.counted == 7 and seen == [(7, 1)]
+    assert keeper.optimizer.param_groups[0]["step"] == 1
+    assert torch.equal(copy.part[Range("p", 0, 2)].tensors[MASTER], torch.zeros(2))
