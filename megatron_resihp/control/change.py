@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_resihp.control.holdings import lacking
 from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, differences, shortened, spelled_out
-from megatron_resihp.plan.spelling import coordinate_at
+from megatron_resihp.plan.spelling import coordinate_at, trimmed
 
 
 class ChangeRefused(Exception):
@@ -86,7 +86,7 @@ def _checked(
     if asked.uneven_shards:
         raise ChangeRefused("the plan has members of a stage hold unlike shards, which can't be run")
     try:
-        working = spelled_out(replace(asked, standbys={}), own)
+        working = trimmed(spelled_out(replace(asked, standbys={}), own))
     except PlanError as error:
         raise ChangeRefused(f"the plan doesn't fit the job: {error}") from None
     layers = own[-1].end

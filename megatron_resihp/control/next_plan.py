@@ -14,6 +14,7 @@ from megatron_resihp.control.change import with_standbys
 from megatron_resihp.control.holdings import Held, lacking, plan_for_survivors
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.plan.places import names_of_places, place_of, renamed
+from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.planner import JobShape
 
 Event = dict[str, Any]
@@ -119,5 +120,5 @@ def planned(data: Mapping[str, Any], held: Held, own: tuple[Chunk, ...], degree:
         worker: () if worker in plan.standbys and plan.standbys[worker] is None else shards
         for worker, shards in held.items()
     }
-    working = spelled_out(ParallelPlan(plan.replicas, {}, plan.migrations, plan.uneven_shards), own)
+    working = trimmed(spelled_out(ParallelPlan(plan.replicas, {}, plan.migrations, plan.uneven_shards), own))
     return with_standbys(working, kept, own, degree)

@@ -7,10 +7,11 @@ reduction; comparing, validating and migrating want every layer named. These are
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_resihp.plan.errors import PlanError
 from megatron_resihp.plan.layers import Chunk
 from megatron_resihp.plan.parallel_plan import ParallelPlan
 from megatron_resihp.plan.replica import Coordinate, Kept, Replica, Shard, shards_at
-from megatron_resihp.plan.schedule import ONE_F_ONE_B
+from megatron_resihp.plan.schedule import EXPLICIT, INTERLEAVED, ONE_F_ONE_B
 
 
 def coordinate_at(chunks: Sequence[Chunk], held: Sequence[Shard], degree: int) -> Coordinate | None:
@@ -66,6 +67,45 @@ def shortened(plan: ParallelPlan, own: tuple[Chunk, ...]) -> ParallelPlan:
             return plan
     replicas = tuple(replace(replica, chunks=(), schedule=None) for replica in plan.replicas)
     return replace(plan, replicas=replicas, standbys=standbys)
+
+
+def trimmed(plan: ParallelPlan) -> ParallelPlan:
+    """The plan without chunks and stages that have no layers. Planners may leave a slow stage with none, which then
+    passes on what it gets; it has no state, and nobody could tell when it is well again.
+
+    Raises:
+        PlanError: the first or last chunk of a replica has no layers, and others depend on its number.
+    """
+    fixed = bool(plan.migrations)
+    return replace(plan, replicas=tuple(_checked_ends(each if fixed else _trimmed(each)) for each in plan.replicas))
+
+
+def _trimmed(replica: Replica) -> Replica:
+    kept = [number for number, chunk in enumerate(replica.chunks) if chunk.end > chunk.first]
+    schedule = replica.schedule
+    listed = schedule is not None and schedule.name == EXPLICIT
+    in_turns = not listed and (len(replica.chunks) > len(replica.stages) or (schedule and schedule.name == INTERLEAVED))
+    if len(kept) == len(replica.chunks) or in_turns:
+        return replica
+    stages = sorted({replica.chunks[number].stage for number in kept})
+    if schedule is not None and listed:
+        order_of = [
+            tuple(op._replace(chunk=kept.index(op.chunk)) for op in order if op.chunk in kept)
+            for order in schedule.orders
+        ]
+        schedule = replace(schedule, orders=tuple(order_of[stage] for stage in stages))
+    return replace(
+        replica,
+        stages=tuple(replica.stages[stage] for stage in stages),
+        chunks=tuple(replica.chunks[n]._replace(stage=stages.index(replica.chunks[n].stage)) for n in kept),
+        schedule=schedule,
+    )
+
+
+def _checked_ends(replica: Replica) -> Replica:
+    if any(chunk.end == chunk.first for chunk in (*replica.chunks[:1], *replica.chunks[-1:])):
+        raise PlanError("the first or last chunk of a replica has no layers, where embedding and head have to be")
+    return replica
 
 
 def _is_own(replica: Replica, own: tuple[Chunk, ...]) -> bool:

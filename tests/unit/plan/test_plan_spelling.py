@@ -23,6 +23,8 @@ from megatron_resihp.plan import (
     shortened,
     spelled_out,
 )
+from megatron_resihp.plan.schedule import PlannedOp
+from megatron_resihp.plan.spelling import trimmed
 
 SIZES = st.integers(1, 3)
 
@@ -112,3 +114,42 @@ def test_what_the_job_does_not_say_is_never_left_out(plan: ParallelPlan) -> None
 def test_a_plan_of_other_stages_can_not_be_spelled_out() -> None:
     with pytest.raises(PlanError, match="stage"):
         spelled_out(ParallelPlan((Replica(((0,),), (0,)),)), OWN)
+
+
+def listed(*orders: str) -> Schedule:
+    return Schedule("explicit", orders=tuple(tuple(map(PlannedOp.parse, order.split())) for order in orders))
+
+
+def test_a_stage_without_layers_is_left_out() -> None:
+    """It would pass on what it gets, and hold nothing."""
+    chunks = (Chunk(0, 0, 2), Chunk(1, 2, 2), Chunk(2, 2, 4))
+    whole = ParallelPlan((Replica(((0,), (2,), (1, 3)), (0,), chunks, listed("F0.0 B0.0", "F0.1 B0.1", "F0.2 B0.2")),))
+    [replica] = trimmed(whole).replicas
+    assert replica.stages == ((0,), (1, 3)) and replica.chunks == (Chunk(0, 0, 2), Chunk(1, 2, 4))
+    assert replica.schedule == listed("F0.0 B0.0", "F0.1 B0.1")
+    [usual] = trimmed(replace(whole, replicas=(replace(whole.replicas[0], schedule=None),))).replicas
+    assert usual == replace(replica, schedule=None)
+
+
+def test_a_chunk_without_layers_is_left_out_of_a_stage_that_has_others() -> None:
+    chunks = (Chunk(0, 0, 0), Chunk(1, 0, 3), Chunk(0, 3, 4), Chunk(1, 4, 6))
+    orders = listed("F0.0 F0.2 B0.2 B0.0", "F0.1 F0.3 B0.3 B0.1")
+    [replica] = trimmed(ParallelPlan((Replica(((0,), (1,)), (0,), chunks, orders),))).replicas
+    assert replica.chunks == (Chunk(1, 0, 3), Chunk(0, 3, 4), Chunk(1, 4, 6))
+    assert replica.schedule == listed("F0.1 B0.1", "F0.0 F0.2 B0.2 B0.0")
+
+
+def test_embedding_and_head_need_a_place() -> None:
+    """Chunks in turns can't be left out, as the others would take other turns then."""
+    chunks = (Chunk(0, 0, 0), Chunk(1, 0, 3), Chunk(0, 3, 4), Chunk(1, 4, 6))
+    with pytest.raises(PlanError, match="no layers, where embedding and head have to be"):
+        trimmed(ParallelPlan((Replica(((0,), (1,)), (0, 1), chunks, Schedule("interleaved")),)))
+    inside = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(0, 3, 3), Chunk(1, 3, 6))
+    plan = ParallelPlan((Replica(((0,), (1,)), (0, 1), inside, Schedule("interleaved")),))
+    assert trimmed(plan) == plan
+
+
+@given(jobs())
+def test_nothing_is_left_out_where_all_have_layers(job: tuple[ParallelPlan, tuple[Chunk, ...]]) -> None:
+    full = spelled_out(*job)
+    assert trimmed(full) == full
