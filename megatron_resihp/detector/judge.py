@@ -170,6 +170,28 @@ class Judge:
         """Groups that have work, of which somebody is slow and nobody knows who."""
         return [each for members, each in self._suspicions.items() if members in self._units.members]
 
+    def idle_suspects(self, iteration: int) -> list[Suspicion]:
+        """Workers that were slow when an epoch left them without work, each with one that is well beside it."""
+        well = np.flatnonzero(~self._units.spread(self.workers.slow))
+        reference = self._layout.workers[well[:1]].tolist()
+        return [
+            Suspicion((*members, *reference), float(-np.expm1(-known.excess)), known.began, iteration, idle=True)
+            for members, known in self._idle_workers.items()
+            if known.slow and len(members) == 1 and reference
+        ]
+
+    def recheck(
+        self, suspicion: Suspicion, culprits: Mapping[int, float], observations: IterationObservations
+    ) -> list[Verdict]:
+        """What validation says of one of `idle_suspects`: it is as slow as it was, or well again; see `settle`."""
+        worker = suspicion.workers[0]
+        known = self._idle_workers.get((worker,))
+        if known is None or not known.slow or worker in culprits:
+            return []
+        self._idle_workers[worker,] = replace(known, slow=False, excess=0.0)
+        recovery = Finding(0, Change.RECOVERY, 0.0, 0.0, observations.iteration, 0, 0.0)
+        return [_verdict(Kind.COMPUTE, (worker,), recovery, (1.0, 1.0, 1.0), observations)]
+
     def settle(
         self, suspicion: Suspicion, culprits: Mapping[int, float], observations: IterationObservations
     ) -> list[Verdict]:

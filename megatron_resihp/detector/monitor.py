@@ -117,11 +117,18 @@ class Monitor:
         """Groups of which somebody is slow and nobody knows who: to be validated."""
         return self._judge.suspicions() if self._judge else []
 
+    def idle_suspects(self) -> list[Suspicion]:
+        """Slow workers that have no work by which they could be judged: to be validated now and then."""
+        if self._judge is None or self._last is None or not self.watching:
+            return []
+        return self._judge.idle_suspects(self._last.iteration)
+
     def settle(self, suspicion: Suspicion, culprits: Mapping[int, float]) -> list[Verdict]:
         """Validation of a suspicion named these workers, with their speeds (`validation.culprits`), or nobody."""
         if self._judge is None or self._last is None:
             return []
-        return self._judge.settle(suspicion, culprits, self._last)
+        settle = self._judge.recheck if suspicion.idle else self._judge.settle
+        return settle(suspicion, culprits, self._last)
 
     def take_notices(self) -> list[Notice]:
         """What took time and is not a device's doing, since this was last asked."""

@@ -54,6 +54,7 @@ class DetectionService:
         self._assembler = Assembler()
         self._monitor: Monitor | None = None
         self._layout: Layout | None = None
+        self._standbys: frozenset[int] = frozenset()
         self._kept = self._judged = 0
         self._keeper = Keeper(run_dir / COST_MODEL_NAME)
         self._known: Learned | None = None
@@ -73,6 +74,7 @@ class DetectionService:
                 return self._open_recording() + self._load()
             case "epoch_started":
                 plan = ParallelPlan.from_dict(event["plan"])
+                self._standbys = frozenset(plan.standbys)
                 nodes = {worker: worker // self._workers_per_node for worker in plan.members}
                 return self._begin(layout_of(plan, event["epoch"], nodes))
             case "validation":
@@ -160,14 +162,15 @@ class DetectionService:
     def _inquire(self, iteration: int) -> list[Event]:
         """Have suspects validated, where evidence leaves several."""
         assert self._monitor is not None and self._layout is not None
-        suspicions = self._monitor.suspicions()
+        idle = [each for each in self._monitor.idle_suspects() if each.workers[0] in self._standbys]
+        suspicions = self._monitor.suspicions() + idle
         if not suspicions or self._inquiries is None:
             return []
         order = self._inquiries.ask(suspicions, self._layout, iteration)
         if order is None:
             return []
         self._order(order)
-        return [_suspicion(suspicion, iteration) for suspicion in self._inquiries.asked]
+        return [_suspicion(suspicion, iteration) for suspicion in self._inquiries.asked if not suspicion.idle]
 
     def _settle(self, event: Event) -> list[Event]:
         """A suspect has measured."""
@@ -177,7 +180,7 @@ class DetectionService:
         events = []
         for suspicion, found in settled:
             events += self._tell(self._monitor.settle(suspicion, found))
-            if not found:
+            if not found and not suspicion.idle:
                 events.append({**_suspicion(suspicion, event["iteration"]), "tested": True})
         return events
 

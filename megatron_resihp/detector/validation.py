@@ -26,12 +26,14 @@ class Suspicion:
         slowdown: 1 − p of whoever it is.
         since: estimated first iteration.
         iteration: iteration whose records decided.
+        idle: the first was slow and has no work by which it could be judged; the other is well.
     """
 
     workers: tuple[int, ...]
     slowdown: float
     since: int
     iteration: int
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,14 @@ def plan_validation(
     Args:
         suspicions: what is to be decided.
         gemm_shapes: (m, n, k) of the training's matrix products.
-        links: pairs of workers that send each other data; those between a suspect and anybody are tried.
+        links: pairs of workers that send each other data; those between a suspect with work and anybody are tried.
         transfer_size: bytes of a usual transfer.
     """
     suspects = tuple(sorted({worker for each in suspicions for worker in each.workers}))
     if not suspects:
         return ValidationPlan((), ())
-    tried = [pair for pair in links if pair[0] in suspects or pair[1] in suspects]
+    working = {worker for each in suspicions if not each.idle for worker in each.workers}
+    tried = [pair for pair in links if not working.isdisjoint(pair)]
     return ValidationPlan(
         tuple(Gemm(suspects, *shape) for shape in gemm_shapes),
         tuple(PointToPoint(first, second, transfer_size) for first, second in tried),
@@ -96,7 +99,7 @@ def culprits(
 
     A worker's time is the median of its repeats. It is compared with its own healthy time where that is known, else
     with the fastest suspect's: not all of them are slow, or it would not be one of them. Who shows less than half of
-    the suspected slowdown is a victim.
+    the suspected slowdown is a victim. Who was known to be slow, and is idle, stays so unless it was measured.
 
     Args:
         suspicion: what is to be decided.
@@ -106,6 +109,8 @@ def culprits(
     measured = [worker for worker in suspicion.workers if len(seconds.get(worker, ()))]
     medians = {worker: float(np.median(seconds[worker])) for worker in measured}
     medians = {worker: time for worker, time in medians.items() if np.isfinite(time) and time > 0}
+    if suspicion.idle and len(medians) < len(suspicion.workers):
+        return {suspicion.workers[0]: 1.0 - suspicion.slowdown}
     if not medians:
         return {}
     fastest = min(medians.values())

@@ -10,13 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from megatron_resihp.control.slowness import Slowness
-from megatron_resihp.cost.profile import DeviceProfile, PassCost
+from megatron_resihp.cost.profile import DeviceProfile, LayerKind, PassCost
 from megatron_resihp.detector.records import OpKind
 
 SPIN_S: Final = 0.0002
 """The last part of a wait is spun: sleeping wakes up late by about a third of this."""
 SLICE_S: Final = 0.05
 """A long wait looks up this often whether it is still wanted."""
+
+BENCHMARK: Final = 0.1
+"""A micro-benchmark takes this share of a layer's forward pass."""
 
 StageCosts = Sequence[tuple[PassCost, PassCost, PassCost]]
 """Of F, B and W, by chunk; of B with W's where one op computes both."""
@@ -85,6 +88,13 @@ class Padding:
         self.late += late > 0.0
         self._wait_until(deadline)
         return late
+
+    def pad_benchmark(self) -> None:
+        """Wait as long as a micro-benchmark takes, which is the same whatever the worker holds."""
+        forward, _, _ = self._profile.stage([LayerKind.TRANSFORMER], 1)
+        tokens = float(self._profile.sequence)
+        seconds = BENCHMARK * forward.seconds(tokens, tokens**2) / self._slowness().speed(self._worker)
+        self._wait_until(self._clock() + seconds)
 
     def pad_transfer(self, peer: int, posted: float, size: float) -> None:
         """Wait as long as `size` bytes, which have just come from `peer`, would take on the device's links.

@@ -283,7 +283,7 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
     runtime.held = spelled_out(order.plan, runtime.own.chunks).shards_of(runtime.worker)
     runtime.in_loop, runtime.newcomer = runtime.works, False
     runtime.position = commit.position
-    runtime.to_change = False
+    runtime.to_change, runtime.to_validate = False, None
     restore_counters(runtime, commit.counters)
     runtime.replay = commit.outcome if commit.replay and runtime.works else None
     if runtime.works:

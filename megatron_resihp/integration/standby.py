@@ -10,6 +10,7 @@ from megatron_resihp.integration.recovery import leave_if_agreed
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.step import agree, take_step
 from megatron_resihp.integration.telemetry import report_recovered
+from megatron_resihp.integration.validation import validate
 
 
 def keep_current(runtime: Runtime) -> None:
@@ -25,6 +26,8 @@ def keep_current(runtime: Runtime) -> None:
         outcome = agree(runtime, 0.0)
         runtime.progress.agreed(outcome)
         take_step(runtime, outcome)
+        if runtime.to_validate is not None:
+            validate(runtime)
         runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
         # Nobody can tell a standby which step is the last one in time for it to say what it holds then.
         record_digests(runtime)

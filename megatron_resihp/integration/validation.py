@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_resihp.detector.records import OpKind, SpanKind
+from megatron_resihp.detector.records import SpanKind
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world import rank_order
 
@@ -37,16 +37,13 @@ def validate(runtime: Runtime) -> None:
 
 
 def _time_gemm(runtime: Runtime, gemm: Mapping[str, Any]) -> list[float]:
-    """Seconds of each repeat, none where the device has no room for the matrices; on an emulated device those of a
-    forward op, as nothing else is emulated."""
-    args = runtime.args
-    if runtime.pad_op is not None:
-        tokens = float(args.micro_batch_size * args.seq_length)
-        pad, squares = runtime.pad_op, tokens * args.seq_length
-        return _time(lambda: pad(OpKind.F, 0, tokens, squares, time.monotonic(), 0.0), gemm["repeats"])
+    """Seconds of each repeat, none where the device has no room for the matrices."""
+    if runtime.padding is not None:
+        return _time(runtime.padding.pad_benchmark, gemm["repeats"])
+    dtype = runtime.args.params_dtype
     try:
-        left = torch.ones(gemm["m"], gemm["k"], dtype=args.params_dtype, device="cuda")
-        right = torch.ones(gemm["k"], gemm["n"], dtype=args.params_dtype, device="cuda")
+        left = torch.ones(gemm["m"], gemm["k"], dtype=dtype, device="cuda")
+        right = torch.ones(gemm["k"], gemm["n"], dtype=dtype, device="cuda")
         torch.matmul(left, right)  # the first one may choose an algorithm
         return _time(lambda: torch.matmul(left, right), gemm["repeats"])
     except torch.OutOfMemoryError:

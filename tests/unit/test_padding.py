@@ -145,3 +145,11 @@ class TestTransfers:
         before = time.now
         padding(time).pad_transfer(0, before, 40.0)
         assert time.now - before < 1e-5
+
+
+def test_a_benchmark_takes_the_same_whatever_is_held_and_longer_on_a_slow_worker() -> None:
+    time = FakeTime()
+    for speed in (1.0, 0.25):
+        began = time.now
+        padding(time, Slowness({1: speed})).pad_benchmark()
+        assert time.now - began == pytest.approx((0.001 * 1000 + 1e-5 * 1000**2 + 0.002) * 0.1 / speed, rel=1e-3)

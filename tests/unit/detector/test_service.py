@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_resihp.detector import prediction, service
+from megatron_resihp.detector.inquiry import PAUSE
 from megatron_resihp.detector.learned import load
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.recording import FILE_NAME, Recording
@@ -44,6 +45,12 @@ def unlike_plan() -> ParallelPlan:
         Replica(((1,),), shares[1], whole),
         Replica(((SLOW,), (3,)), shares[2], cut),
     ))  # fmt: skip
+
+
+def plan_of_others(standbys: Mapping[int, None]) -> ParallelPlan:
+    """All work but the victim."""
+    workers = [worker for worker in range(REPLICAS) if worker != SLOW]
+    return ParallelPlan(tuple(Replica(((worker,),), (n, n + 3)) for n, worker in enumerate(workers)), dict(standbys))
 
 
 def record(worker: int, iteration: int, *, epoch: int = 0, speed: float = 1.0, stall: float = 0.0) -> IterationRecord:
@@ -81,9 +88,11 @@ class Job:
     def tell(self, **event: Any) -> None:
         self.events += self.service.note(event)
 
-    def run(self, iterations: range, workers: int = REPLICAS, slow: bool = False, **changes: Any) -> None:
+    def run(
+        self, iterations: range, workers: Sequence[int] = range(REPLICAS), slow: bool = False, **changes: Any
+    ) -> None:
         for iteration in iterations:
-            for worker in range(workers):
+            for worker in workers:
                 speed = SPEED if slow and worker == SLOW else 1.0
                 message = pack(record(worker, iteration, speed=speed, **changes))
                 self.events += self.service.take(message, float(iteration))
@@ -146,7 +155,7 @@ def test_damaged_messages_are_counted(job: Job) -> None:
 def test_the_next_epoch_is_judged_by_its_own_layout(job: Job) -> None:
     job.run(range(1, LEARNED))
     job.tell(event="epoch_started", epoch=1, plan=plan(REPLICAS - 1).to_dict())
-    job.run(range(LEARNED, LEARNED + 40), workers=REPLICAS - 1, epoch=1)
+    job.run(range(LEARNED, LEARNED + 40), workers=range(REPLICAS - 1), epoch=1)
     job.finish()
     assert not job.named("verdict")
     assert job.named("detection")[0]["iterations"] == LEARNED + 39
@@ -187,6 +196,35 @@ def test_suspects_are_ordered_to_measure_and_the_culprit_is_named(job: Job, monk
     assert [event["workers"] for event in job.named("verdict")] == [[1]]
     (told,) = job.named("suspicion")
     assert told["workers"] == [0, 1] and told["speed"] == 0.5 and not told["tested"]
+
+
+def test_who_was_slow_and_has_no_work_is_measured_now_and_then_until_it_is_well(job: Job) -> None:
+    job.run(range(1, LEARNED))
+    job.run(range(LEARNED, LEARNED + 20), slow=True)
+    job.tell(event="epoch_started", epoch=1, plan=plan_of_others({SLOW: None}).to_dict())
+    first = LEARNED + 20
+    for seconds, recovered in ((0.02, False), (0.01, True)):
+        job.orders.clear()
+        job.run(range(first, first + PAUSE + 2), workers=(0, 1, 3), epoch=1)
+        [order] = job.orders
+        assert [gemm["workers"] for gemm in order["gemms"]] == [(0, SLOW)] and not order["transfers"]
+        for worker, measured in ((0, 0.01), (SLOW, seconds)):
+            job.tell(
+                event="validation", number=order["number"], worker=worker, iteration=first, gemm_seconds=[measured] * 5
+            )
+        assert (job.named("verdict")[-1]["change"] == "recovery") == recovered
+        first += PAUSE + 2
+    job.orders.clear()
+    job.run(range(first, first + PAUSE + 2), workers=(0, 1, 3), epoch=1)
+    assert not job.orders and not job.named("suspicion"), "it is known who is slow"
+
+
+def test_who_was_slow_and_is_dead_is_not_asked(job: Job) -> None:
+    job.run(range(1, LEARNED))
+    job.run(range(LEARNED, LEARNED + 20), slow=True)
+    job.tell(event="epoch_started", epoch=1, plan=plan_of_others({}).to_dict())
+    job.run(range(LEARNED + 20, LEARNED + 50), workers=(0, 1, 3), epoch=1)
+    assert not job.orders
 
 
 def test_a_validation_that_names_nobody_is_told(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,3 +35,10 @@ def test_nobody_is_named_when_all_are_alike():
 def test_bad_results_name_nobody():
     assert culprits(PAIR, {4: [], 5: [math.nan]}) == {}
     assert culprits(PAIR, {}) == {}
+
+
+def test_who_was_slow_and_could_not_be_measured_stays_slow() -> None:
+    suspicion = Suspicion((3, 0), 0.5, 90, 100, idle=True)
+    assert culprits(suspicion, {3: [0.02], 0: [0.01]}) == {3: pytest.approx(0.5)}
+    assert culprits(suspicion, {3: [0.01], 0: [0.01]}) == {}
+    assert culprits(suspicion, {3: [], 0: [0.01]}) == culprits(suspicion, {3: [0.01], 0: []}) == {3: 0.5}
