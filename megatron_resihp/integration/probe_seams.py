@@ -82,6 +82,7 @@ def begin_iteration(runtime: Runtime) -> None:
     # In general mode ops name their micro-batch by its index in the global batch.
     everything = tuple(range(runtime.current_plan.micro_batch_count))
     micro_batches = runtime.micro_batches if runtime.general is None else everything
+    runtime.running_chunk = 0  # Megatron's own schedule says its chunk where it has several
     runtime.probes.begin(runtime.epoch, runtime.progress.iteration, micro_batches, rank_order(runtime))
 
 
