@@ -30,7 +30,7 @@ JOB_S = 180.0
 @pytest.mark.parametrize(
     ("speed", "seen_within"),
     [(0.5, 0), pytest.param(0.2, PAUSE, marks=pytest.mark.nightly)],
-    ids=["less work", "no work"],
+    ids=["half its speed", "a fifth"],
 )
 def test_a_slow_worker_gets_less_work_and_its_own_back(
     jobs: Jobs, documents: Path, tmp_path: Path, speed: float, seen_within: int
