@@ -1,14 +1,16 @@
 """A copy of another worker's part of the distributed optimizer, in host memory, that takes every step with its owner.
 
-The owner sends the part's summed gradient before anybody agrees on the step, and both step with it: so whoever is left
-of the two has the state of the last step that counts (DESIGN contract 3), and a fourth of what the state would take
-crosses. May import megatron and this room.
+The owner sends the part's summed gradient before anybody agrees on the step, and both step with it, the copy in the
+background: so whoever is left of the two has the state of the last step that counts, and a third of what masters and
+moments take crosses. May import megatron and this room.
 """
 
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,49 +34,114 @@ class Cost:
     step_s: float = 0.0
 
 
-@dataclass
 class PartCopy:
-    """The state of `owner`'s part.
+    """The state of another worker's part.
+
+    Args:
+        owner: whose part it is.
+        part: its state, in host memory.
+        counted: steps so far, where the optimizer counts them for each parameter group.
 
     Attributes:
-        counted: steps so far, where the optimizer counts them for each parameter group.
         gradient: of this iteration, once it has come, range by range in order.
     """
 
-    owner: int
-    part: Part
-    counted: int | None = None
-    gradient: torch.Tensor | None = None
-    cost: Cost = field(default_factory=Cost)
+    def __init__(self, owner: int, part: Part, counted: int | None = None) -> None:
+        self.owner = owner
+        self.gradient: torch.Tensor | None = None
+        self.cost = Cost()
+        self.elements = sum(where.end - where.start for where in part)
+        self._part = part
+        self._counted = counted
+        self._stepping: threading.Thread | None = None
+        self._error: Exception | None = None
 
     @property
-    def elements(self) -> int:
-        return sum(where.end - where.start for where in self.part)
+    def part(self) -> Part:
+        """The state after all steps that have begun."""
+        self._settle()
+        return self._part
+
+    @property
+    def counted(self) -> int | None:
+        self._settle()
+        return self._counted
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for entry in self.part.values() for tensor in entry.tensors.values())
 
-    def step(self, optimizer: Any, grad_norm: float, device: torch.device) -> None:
-        """Take the owner's step.
+    def begin_step(self, optimizer: Any, grad_norm: float, device: torch.device) -> None:
+        """Take the owner's step in the background.
 
         Args:
             optimizer: this worker's own, whose groups have the owner's learning rates, before its own step.
             grad_norm: that was agreed.
             device: where to compute, as the owner does, so that not a bit differs.
         """
-        start = time.monotonic()
-        assert self.gradient is not None, f"no gradient of worker {self.owner}'s part"
-        sizes = [where.end - where.start for where in self.part]
-        gradients = dict(zip(self.part, self.gradient.split(sizes), strict=True))
-        counted = self.counted
-        for index, own in enumerate(parts_of(optimizer)):
-            mine = {where: entry for where, entry in self.part.items() if entry.place[0] == index}
+        self._settle()
+        gradient, self.gradient = self.gradient, None
+        assert gradient is not None, f"no gradient of worker {self.owner}'s part"
+        # What the groups say now: the next step may have another learning rate.
+        owners = [(_without_state(own.optimizer, self._counted), own.config.clip_grad) for own in parts_of(optimizer)]
+
+        def step() -> None:
+            start = time.monotonic()
+            try:
+                with torch.no_grad(), _stream_of_its_own(device):
+                    self._step(owners, gradient, grad_norm, device)
+            except Exception as error:
+                self._error = error
+            self.cost.steps += 1
+            self.cost.step_s += time.monotonic() - start
+
+        self._stepping = threading.Thread(target=step, name="resihp-copy", daemon=True)
+        self._stepping.start()
+
+    def _settle(self) -> None:
+        """Wait for the step that is being taken.
+
+        Raises:
+            what it has raised: the copy is of no use then.
+        """
+        if self._stepping is not None:
+            self._stepping.join()
+            self._stepping = None
+        if self._error is not None:
+            raise self._error
+
+    def _step(
+        self, owners: Sequence[tuple[Any, float]], gradient: torch.Tensor, grad_norm: float, device: torch.device
+    ) -> None:
+        sizes = [where.end - where.start for where in self._part]
+        gradients = dict(zip(self._part, gradient.split(sizes), strict=True))
+        counted = self._counted
+        for index, (inner, clip) in enumerate(owners):
+            mine = {where: entry for where, entry in self._part.items() if entry.place[0] == index}
             for load in _loads(mine):
-                counted = _step(own, load, self.counted, gradients, grad_norm, device)
-        self.gradient, self.counted = None, counted
-        self.cost.steps += 1
-        self.cost.step_s += time.monotonic() - start
+                twin = _without_state(inner, self._counted)
+                masters = _put_in(twin, load, gradients, device)
+                if clip > 0.0:
+                    clip_grad_by_total_norm_fp32(list(masters.values()), clip, grad_norm)
+                twin.step()
+                for where, entry in load.items():
+                    _keep(entry, {MASTER: masters[where], **twin.state[masters[where]]})
+                    masters[where].grad = None
+                counted = _counted(twin)
+        self._counted = counted
+
+
+@contextmanager
+def _stream_of_its_own(device: torch.device) -> Iterator[None]:
+    """Of this thread, beside the training's."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def _loads(part: Part) -> Iterator[Part]:
@@ -90,28 +157,25 @@ def _loads(part: Part) -> Iterator[Part]:
         yield load
 
 
-def _step(
-    own: Any, load: Part, counted: int | None, gradients: dict[Range, torch.Tensor], grad_norm: float,
-    device: torch.device,
-) -> int | None:  # fmt: skip
-    """By the owner's kind of optimizer; returns the new count."""
-    inner, masters = _without_state(own.optimizer, counted), {}
+def _put_in(
+    inner: Any, load: Part, gradients: Mapping[Range, torch.Tensor], device: torch.device
+) -> dict[Range, torch.Tensor]:
+    """Give an optimizer without state a load to step; returns its masters."""
+    masters = {}
     for where, entry in load.items():
-        master = entry.tensors[MASTER].to(device)
+        masters[where] = master = entry.tensors[MASTER].to(device)
         master.grad = gradients[where].to(device)
-        masters[where] = master
         inner.param_groups[entry.place[1]]["params"].append(master)
         kept = {name: tensor.to(device) if tensor.dim() else tensor
                 for name, tensor in entry.tensors.items() if name != MASTER}  # fmt: skip
         if kept:
             inner.state[master] = kept
-    if own.config.clip_grad > 0.0:
-        clip_grad_by_total_norm_fp32(list(masters.values()), own.config.clip_grad, grad_norm)
-    inner.step()
-    for where, entry in load.items():
-        _keep(entry, {MASTER: masters[where], **inner.state[masters[where]]})
-        masters[where].grad = None
-    return max((group["step"] for group in inner.param_groups if group.get("step") is not None), default=None)
+    return masters
+
+
+def _counted(inner: Any) -> int | None:
+    counts = [group["step"] for group in inner.param_groups if group["params"] and group.get("step") is not None]
+    return max(counts, default=None)
 
 
 def _without_state(inner: Any, counted: int | None) -> Any:

@@ -94,11 +94,13 @@ def share_part_gradients(runtime: Runtime) -> None:
 def tell_cost(runtime: Runtime) -> None:
     """Write to the event log what keeping a copy has cost each step since the epoch began."""
     copy = None if runtime.kept is None else runtime.kept.copy
-    if copy is None or not copy.cost.steps:
+    if copy is None:
         return
-    cost = copy.cost
+    bytes_kept, cost = copy.nbytes, copy.cost  # in this order: the last step may still be under way
+    if not cost.steps:
+        return
     runtime.control.event(
-        "optimizer_copy", owner=copy.owner, steps=cost.steps, bytes_kept=copy.nbytes,
+        "optimizer_copy", owner=copy.owner, steps=cost.steps, bytes_kept=bytes_kept,
         bytes_per_step=cost.bytes_sent // cost.steps, exchange_s=cost.exchange_s / cost.steps,
         step_s=cost.step_s / cost.steps,
     )  # fmt: skip

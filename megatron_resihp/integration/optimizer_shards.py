@@ -5,6 +5,7 @@ the optimizer keeps. Parameters are no state of their own: after each step they 
 No flag that is allowed gives a model buffers that training changes.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,12 +115,15 @@ def step_part(part: Any) -> None:
 
 
 def digest_of(part: Mapping[Range, Entry]) -> str:
-    """Of masters and what the optimizer keeps; owner and keeper of a copy must agree."""
-    return digest_tensors({
-        f"{name}/{start}/{end}/{kind}": tensor
-        for (name, start, end), entry in part.items()
-        for kind, tensor in entry.tensors.items()
-    })  # fmt: skip
+    """Of masters and what the optimizer keeps; owner and keeper of a copy must agree.
+
+    Computed on the device, range by range: a copy is in host memory, which is slow, and too large for the device.
+    """
+    device, total = torch.device("cuda", torch.cuda.current_device()), hashlib.sha256()
+    for where, entry in part.items():
+        tensors = {name: tensor.to(device) if tensor.dim() else tensor.cpu() for name, tensor in entry.tensors.items()}
+        total.update(f"{where.name} {where.start} {where.end} {digest_tensors(tensors)}\n".encode())
+    return total.hexdigest()[:16]
 
 
 def digest_of_parameters(model: Iterable[torch.nn.Module]) -> str:

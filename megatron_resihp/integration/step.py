@@ -164,7 +164,7 @@ def take_step(runtime: Runtime, outcome: Outcome) -> None:
     optimizer, kept = runtime.trained.optimizer, runtime.kept
     if kept is not None and kept.copy is not None:
         assert outcome.grad_norm is not None
-        kept.copy.step(optimizer, outcome.grad_norm, torch.device("cuda", torch.cuda.current_device()))
+        kept.copy.begin_step(optimizer, outcome.grad_norm, torch.device("cuda", torch.cuda.current_device()))
     if not runtime.optimizer_is_shared_out or (kept is not None and kept.owns):
         _step_own(runtime, optimizer, outcome)
     runtime.progress.stage = Stage.STEPPED

@@ -372,7 +372,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("bytes_kept", INTEGER, "of host memory: masters and moments"),
             Field("bytes_per_step", INTEGER, "gradients that this worker sent to the copy of its own part"),
             Field("exchange_s", NUMBER, "seconds per step until both gradients had passed, waits for others included"),
-            Field("step_s", NUMBER, "seconds per step to take the owner's step"),
+            Field("step_s", NUMBER, "seconds per step to take the owner's step, in the background"),
         ),
     ),
     names.EVALUATION: EventSchema(

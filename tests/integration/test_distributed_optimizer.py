@@ -19,6 +19,7 @@ SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
 """Four replicas, each of which owns a fourth of the optimizer's state, and keeps a copy of its predecessor's."""
 TENSOR: dict[str, Any] = {**SHARED, "tensor_model_parallel_size": 2}
 """Two replicas of two tensor-parallel ranks: workers 0 and 1, 2 and 3."""
+PIPELINE: dict[str, Any] = {**SHARED, "pipeline_model_parallel_size": 2}
 NIGHTLY = pytest.mark.nightly
 
 
@@ -56,10 +57,10 @@ def test_a_copy_becomes_the_last_replica(jobs: Jobs) -> None:
     ("layout", "tolerance"),
     [
         pytest.param(TENSOR | {"bf16": True}, 2e-3, marks=NIGHTLY),
-        pytest.param(SHARED | {"pipeline_model_parallel_size": 2, "bf16": True}, 2e-3, marks=NIGHTLY),
-        pytest.param(SHARED | {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, 1e-5, marks=NIGHTLY),
+        pytest.param(PIPELINE | {"bf16": True}, 2e-3, marks=NIGHTLY),
+        pytest.param(PIPELINE | {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}, 1e-5, marks=NIGHTLY),
     ],
-    ids=["tensor, bf16", "pipeline, bf16", "pipeline, overlap"],
+    ids=["tensor, bf16", "pipeline, bf16", "pipeline, small buckets, overlap"],
 )
 def test_deaths_in_other_layouts(jobs: Jobs, layout: dict[str, Any], tolerance: float) -> None:
     survive(jobs, "kill:1@2:step", "kill:2@4:backward", layout=layout, tolerance=tolerance)

@@ -46,8 +46,8 @@ def test_it_is_what_the_owner_has_after_every_step() -> None:
             master.grad = gradient
         owner.optimizer.step()
         copy.gradient = torch.cat(gradients)
-        copy.step(keeper, 1.0, HOST)
-        for master, entry in zip(masters, part.values(), strict=True):
+        copy.begin_step(keeper, 1.0, HOST)
+        for master, entry in zip(masters, copy.part.values(), strict=True):
             expected = {MASTER: master, **owner.optimizer.state[master]}
             assert expected.keys() == entry.tensors.keys()
             assert all(torch.equal(entry.tensors[name], tensor) for name, tensor in expected.items())
@@ -76,7 +76,7 @@ def test_steps_that_are_counted_for_groups() -> None:
     keeper = SimpleNamespace(optimizer=Counting(), config=SimpleNamespace(clip_grad=0.0))
     copy = PartCopy(2, {Range("p", 0, 2): Entry((0, 0), {MASTER: torch.ones(2)})}, counted=6)
     copy.gradient = torch.ones(2)
-    copy.step(keeper, 1.0, HOST)
+    copy.begin_step(keeper, 1.0, HOST)
     assert copy.counted == 7 and seen == [(7, 1)]
     assert keeper.optimizer.param_groups[0]["step"] == 1
     assert torch.equal(copy.part[Range("p", 0, 2)].tensors[MASTER], torch.zeros(2))
