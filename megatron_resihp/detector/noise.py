@@ -200,7 +200,8 @@ def _or_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _pooled(values: NDArray[np.float64], weight: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """[families, 1] mean over units."""
+    """[families, 1] mean over units, as much of each as it weighs; of those without any weight a plain mean."""
     weight = np.ones_like(values) if weight is None else weight
+    weight = np.where(weight.any(axis=1, keepdims=True), weight, 1.0)
     total = weight.sum(axis=1, keepdims=True)
     return (values * weight).sum(axis=1, keepdims=True) / np.where(total > 0, total, 1.0)

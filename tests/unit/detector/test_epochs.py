@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_resihp.detector.monitor import Monitor
+from megatron_resihp.detector.noise import Noise
 from megatron_resihp.detector.observations import Layout
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.verdict import Change, Kind
@@ -108,3 +109,13 @@ def test_a_worker_that_is_known_to_be_slow_does_not_delay_the_verdict_on_others(
     verdicts += go_on(monitor, job, layout, 81, 130)
     assert [each.workers for each in verdicts] == [(6,), (1,)]
     assert verdicts[1].iteration <= 113
+
+
+@pytest.mark.parametrize("moves", [1, 2])
+def test_units_that_are_all_new_are_as_noisy_as_those_before(moves):
+    random = np.random.default_rng(0)
+    noise = Noise(random.normal(0.0, 0.02, (50, 2, 3)), smallest_clip=0.01)
+    before = noise.variance.mean()
+    for _ in range(moves):
+        noise.move(np.array([-1, -1]))
+    assert noise.variance == pytest.approx(before, rel=0.2)
