@@ -206,7 +206,8 @@ class Agent:
             return
         self._ending = ending
         for worker in self._living():
-            if worker.given_up:
+            outside = ending.members is not None and worker.number not in ending.members
+            if worker.given_up or outside:
                 linux.kill_group(worker.pid)
         terminate_at = now + ending.grace_s
         kill_at = terminate_at + TERMINATE_S

@@ -90,7 +90,8 @@ class Link:
             while not self._closed:
                 if store.wait(messages.END, SLICE_S):
                     end = json.loads(store.get(messages.END, END_READ_S))
-                    self._on_end(Ending(end["code"], end["reason"], end["grace_s"], agreed=True))
+                    members = None if end.get("members") is None else frozenset(end["members"])
+                    self._on_end(Ending(end["code"], end["reason"], end["grace_s"], agreed=True, members=members))
                     return
         except (StoreError, TimeoutError) as error:
             self._lost(error)

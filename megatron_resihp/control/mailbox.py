@@ -26,12 +26,14 @@ class Ending:
         reason: for people.
         grace_s: how long the workers have to exit by themselves.
         agreed: the coordinator said so; False: this agent could not go on.
+        members: workers that have a part in the job's end, all others are ended at once; None: all have.
     """
 
     code: int
     reason: str
     grace_s: float = 0.0
     agreed: bool = False
+    members: frozenset[int] | None = None
 
 
 class Mailbox:

@@ -26,7 +26,7 @@ from megatron_resihp.control.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfiguration, recovery
 from megatron_resihp.control.holdings import Held, require_all_parts, written_once
 from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
-from megatron_resihp.control.next_plan import NextPlan, Survivors, rectangles
+from megatron_resihp.control.next_plan import NextPlan, Survivors, first_again, rectangles
 from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard, spelled_out
 from megatron_resihp.plan.places import node_of, place_of
@@ -68,6 +68,7 @@ class Membership:
     _records: dict[int, Record] = field(default_factory=dict)
     _held: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
     _deadline: float | None = None
+    _first: ParallelPlan | None = None
     _running: ParallelPlan | None = None
     """The plan that was run last: what it gave them is what its members hold."""
     _change: Change | None = None
@@ -129,7 +130,7 @@ class Membership:
             return []
         self.shape, self.own, self.job = shape, own, dict(message)
         try:
-            self.plan = initial_plan(shape, self.world_size, message["pipeline_last"])
+            self.plan = self._first = initial_plan(shape, self.world_size, message["pipeline_last"])
         except NoPlanError as error:
             return self._end(2, str(error))
         return [
@@ -321,7 +322,9 @@ class Membership:
         held = {**{worker: full.shards_of(worker) for worker in self.living}, **dict.fromkeys(self.newcomers, ())}
         try:
             self._check_that_changes_can_be()
-            plan, _ = rectangles(self._survivors(held))
+            survivors = self._survivors(held)
+            assert self._first is not None
+            plan = first_again(self._first, survivors) or rectangles(survivors)[0]
         except (ChangeRefused, NoPlanError):
             return []
         taken = sorted(self.newcomers & set(plan.working))

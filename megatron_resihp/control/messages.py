@@ -10,7 +10,7 @@ INBOX: Final = "inbox"
 """Queue of messages to the coordinator."""
 
 END: Final = "end"
-"""Key that ends the job for the agents: {"code", "reason", "grace_s"}."""
+"""Key that ends the job for the agents: {"code", "reason", "grace_s"} and, but where it is None, "members"."""
 
 LIFELINE_ADDRESS: Final = "lifeline_address"
 """Key with host:port where agents of other nodes connect their lifelines."""

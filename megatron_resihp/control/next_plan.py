@@ -56,6 +56,17 @@ def rectangles(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     return renamed(plan, names.__getitem__), []
 
 
+def first_again(first: ParallelPlan, survivors: Survivors) -> ParallelPlan | None:
+    """The job's first plan, of the workers that have its places now; None where a place is empty, or somebody would
+    have to give up what it holds."""
+    names = names_of_places(survivors.held, survivors.workers)
+    if len(names) < survivors.workers:
+        return None
+    plan = renamed(first, names.__getitem__)
+    full = spelled_out(plan, survivors.own)
+    return plan if all(shards in ((), full.shards_of(worker)) for worker, shards in survivors.held.items()) else None
+
+
 class StrategicPlan:
     """The plan of the strategy that the job was started with, or rectangles where it has none that can be run.
 

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,12 +24,13 @@ from megatron_resihp.control.planner_process import PlannerProcess
 from megatron_resihp.control.planning import request_of
 from megatron_resihp.control.policy import ACT, ASK, OBSERVE, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.places import names_of_places, place_of, renamed
 
 Event = dict[str, Any]
 
 FOLLOWED: Final = (
     "job", "model", "epoch_started", "recovery", "plan_change", "reconfiguration", "change_refused", "verdict",
-    "iteration",
+    "iteration", "worker_waiting", "worker_dead",
 )  # fmt: skip
 """Events that planning needs."""
 IN_A_RECOVERY_S: Final = 30.0
@@ -69,6 +71,8 @@ class Strategist:
         self._order = order
         self._speeds = Speeds()
         self._job: Event = {}
+        self._plan: ParallelPlan | None = None
+        self._newcomers: set[int] = set()
         self._policy: Policy | None = None
         self._proposals = 0
         self._in_recoveries, self._by_choice = PlannerProcess(), PlannerProcess()
@@ -91,11 +95,31 @@ class Strategist:
         self._thread.join(timeout_s)
 
     def _plan_for_survivors(self, strategy: str, survivors: Survivors, running: ParallelPlan) -> Mapping[str, Any]:
+        speeds, links = self._speeds.of(survivors.held), self._speeds.links(survivors.held)
+        return self._ask(self._in_recoveries, strategy, survivors.job, running, speeds, links, IN_A_RECOVERY_S)
+
+    def _ask(
+        self, planner: PlannerProcess, strategy: str, job: Mapping[str, Any], plan: ParallelPlan,
+        speeds: Mapping[int, float], links: Mapping[tuple[int, int], float], timeout_s: float,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Have a plan made. Planners know places: that a worker was started anew is nothing to them.
+
+        Args:
+            speeds: of all live workers.
+        """
+        places = self._sizes[0]
+        names = names_of_places(speeds, places)
         request = request_of(
-            strategy, survivors.job, *self._sizes, running, self._speeds.of(survivors.held),
-            self._speeds.links(survivors.held), self._run_dir / COST_MODEL,
+            strategy, job, *self._sizes, renamed(plan, lambda worker: place_of(worker, places)),
+            {place: speeds[worker] for place, worker in names.items()},
+            {(place_of(one, places), place_of(other, places)): speed for (one, other), speed in links.items()},
+            self._run_dir / COST_MODEL,
         )  # fmt: skip
-        return self._in_recoveries.ask(request, IN_A_RECOVERY_S)
+        answer = planner.ask(request, timeout_s)
+        if "plan" in answer:
+            found = renamed(ParallelPlan.from_dict(answer["plan"]), lambda place: names.get(place, place))
+            answer["plan"] = found.to_dict()
+        return answer
 
     def _run(self) -> None:
         try:
@@ -115,8 +139,17 @@ class Strategist:
                 self._policy = Policy(Settings(event.get("act", defaults.act), between))
             case "model":
                 self._job["arguments"] = event["arguments"]
-            case "epoch_started" if event["epoch"] == 0:
-                self._rehearse(ParallelPlan.from_dict(event["plan"]))
+            case "epoch_started":
+                self._plan = ParallelPlan.from_dict(event["plan"])
+                self._newcomers.difference_update(self._plan.members)
+                if event["epoch"] == 0:
+                    self._rehearse(self._plan)
+                self._take_in()
+            case "worker_waiting":
+                self._newcomers.add(event["waiting"])
+                self._take_in()
+            case "worker_dead":
+                self._newcomers.discard(event["dead"])
         if self._policy is not None:
             self._do(self._policy.note(event, time.monotonic()))
 
@@ -137,13 +170,27 @@ class Strategist:
                 self._recommend(action)
                 continue
             strategy = self._job.get("strategy", RECTANGULAR)
-            request = request_of(
-                FOR_LOOKING_ON if strategy == RECTANGULAR else strategy, self._job, *self._sizes, action.plan,
-                action.speeds, action.links, self._run_dir / COST_MODEL,
-            )  # fmt: skip
-            answer = self._by_choice.ask(request, BY_CHOICE_S)
+            strategy = FOR_LOOKING_ON if strategy == RECTANGULAR else strategy
+            answer = self._ask(
+                self._by_choice, strategy, self._job, action.plan, action.speeds, action.links, BY_CHOICE_S
+            )
             assert self._policy is not None
             self._do(self._policy.answered(action.number, answer, time.monotonic()))
+
+    def _take_in(self) -> None:
+        """Ask for a plan that gives work to those that came back; rectangles the coordinator makes of them itself."""
+        strategy = self._job.get("strategy", RECTANGULAR)
+        if not self._newcomers or self._plan is None or strategy == RECTANGULAR:
+            return
+        standbys = {**self._plan.standbys, **dict.fromkeys(self._newcomers)}
+        plan = replace(self._plan, standbys=standbys)
+        speeds, links = self._speeds.of(plan.members), self._speeds.links(plan.members)
+        answer = self._ask(self._by_choice, strategy, self._job, plan, speeds, links, BY_CHOICE_S)
+        found = answer.get("plan")
+        if found is not None and self._newcomers.intersection(ParallelPlan.from_dict(found).working):
+            names = ", ".join(map(str, sorted(self._newcomers)))
+            why = f"worker{'s' if len(self._newcomers) > 1 else ''} {names} came back"
+            self._order({"type": "apply", "plan": found, "why": why, "patient": True})
 
     def _recommend(self, found: Recommend) -> None:
         numbers = {

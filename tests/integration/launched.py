@@ -134,6 +134,14 @@ class Launched:
         )
         return int(line.rpartition(" ")[2])
 
+    def process_of(self, worker: int) -> int:
+        """The process of a worker that has started."""
+        line = eventually(
+            f"worker {worker} starts",
+            lambda: next((x for x in self.log(worker).splitlines() if x.startswith("process ")), None),
+        )
+        return int(line.split()[1])
+
     def end(self, timeout_s: float = WAIT_S) -> int:
         """Wait for the launcher's end; returns its exit code."""
 

@@ -154,6 +154,46 @@ def test_a_slow_worker_gets_less_to_do_if_that_is_wanted(launch: Launch, tmp_pat
     assert len(run.events("plan_change")) == (act != "observe")
 
 
+def test_a_worker_that_died_is_started_anew_and_taken_in(launch: Launch) -> None:
+    """Three complete replicas of one worker each again; so often and no more."""
+    run = launch(max_restarts=1)
+    pids = begun(run)
+    kill(pids[1])
+    run.await_event("worker_restarted", restarted=4, instead_of=1)
+    run.await_event("epoch_started", epoch=2)
+    assert "rank 1 of 3" in run.log(4)
+    kill(run.worker_pid(4))
+    run.await_event("epoch_started", epoch=3)
+    run.ask("finish")
+    assert run.end() == 0, run.output()
+    plans = [ParallelPlan.from_dict(event["plan"]) for event in run.events("epoch_started")]
+    assert [plan.working for plan in plans] == [(0, 1, 2), (0, 2), (0, 4, 2), (0, 2)]
+    assert len(run.events("worker_restarted")) == 1
+
+
+def test_others_go_on_without_a_newcomer_that_dies_while_it_is_taken_in(launch: Launch) -> None:
+    run = launch("dawdle_5", max_restarts=1)
+    kill(begun(run)[2])
+    run.await_event("worker_waiting", waiting=5)
+    kill(run.process_of(5))
+    run.await_event("worker_dead", dead=5)
+    run.await_event("recovery", dead=[2, 5])
+    run.ask("finish")
+    assert run.end() == 0, run.output()
+
+
+def test_a_newcomer_does_not_delay_the_end(launch: Launch) -> None:
+    """It is starting, and hears nothing yet; members have ten seconds to end by themselves."""
+    run = launch("idle_4", max_restarts=1)
+    kill(begun(run)[1])
+    run.await_event("worker_restarted", restarted=4)
+    run.process_of(4)
+    asked_at = time.monotonic()
+    run.ask("finish")
+    assert run.end() == 0, run.output()
+    assert time.monotonic() - asked_at < 8.0
+
+
 def test_children_of_a_killed_worker_die_with_it(launch: Launch) -> None:
     run = launch("breed_1")
     pids = begun(run)

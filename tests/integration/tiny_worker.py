@@ -2,8 +2,9 @@
 
 Run by test_launcher.py, which steers it with files in RUN_DIR: `finish` lets all workers reach the end, `fail_3` makes
 worker 3 raise, `crash_3` end without a word, `deaf_3` ignore an order to stop, `hang_3` outlive SIGTERM. At the start
-`breed_3` makes it start children, and `knock_3` connect to the port that the file holds. `job` holds what is to be told
-of the job, and `events` what worker 0 tells when training begins.
+`idle_3` makes it do nothing for now, `breed_3` start children, and `knock_3` connect to the port that the file holds;
+`dawdle_3` keeps it from getting ready for an epoch. `job` holds what is to be told of the job, and `events` what worker
+0 tells when training begins.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 from megatron_resihp.control.address import parse_address
 from megatron_resihp.control.record import Record, Stage
 from megatron_resihp.control.store import connect
-from megatron_resihp.control.worker import EpochBroken, EpochPlan, JobEnded, SalvageOrder, WorkerControl
+from megatron_resihp.control.worker import NO_EPOCH, EpochBroken, EpochPlan, JobEnded, SalvageOrder, WorkerControl
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.replica import shards_at
 
 WORKER = int(os.environ["RESIHP_WORKER"])
+NEWCOMER = int(os.environ["RANK"]) != WORKER
 RUN_DIR = Path(os.environ["RESIHP_RUN_DIR"])
 TICK_S = 0.01
 JOB = {
@@ -43,6 +47,8 @@ def asked(what: str) -> bool:
 
 
 def begin(control: WorkerControl, plan: ParallelPlan) -> None:
+    while asked(f"dawdle_{WORKER}"):
+        time.sleep(TICK_S)
     control.ready(digests={"0/0": "same"}, bytes_received=0, steps_redone=0, ports=[])
     if WORKER == 0 and control.epoch == 0 and asked("events"):
         control.events(json.loads((RUN_DIR / "events").read_text()))
@@ -61,7 +67,7 @@ def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
 
 
 def train(control: WorkerControl, news: threading.Event) -> None:
-    plan = control.first_plan()
+    plan = join(control) if NEWCOMER else control.first_plan()
     while True:
         try:
             begin(control, plan)
@@ -82,6 +88,16 @@ def train(control: WorkerControl, news: threading.Event) -> None:
             plan = recover(control, plan)
 
 
+def join(control: WorkerControl) -> ParallelPlan:
+    order = control.join(**told_of_the_job())
+    assert isinstance(order, EpochPlan) and not order.held[WORKER]
+    return order.plan
+
+
+def told_of_the_job() -> dict[str, Any]:
+    return {**JOB, **(json.loads((RUN_DIR / "job").read_text()) if asked("job") else {})}
+
+
 def breed() -> None:
     """One child as data loaders are started, one as tools are."""
     forked = os.fork()
@@ -95,6 +111,9 @@ def breed() -> None:
 def main() -> None:
     print(f"arguments {sys.argv[1:]} rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
     print(f"store {os.environ['RESIHP_STORE']}", flush=True)
+    print(f"process {os.getpid()}", flush=True)
+    while asked(f"idle_{WORKER}"):
+        time.sleep(TICK_S)
     if asked(f"hang_{WORKER}"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if asked(f"breed_{WORKER}"):
@@ -104,9 +123,10 @@ def main() -> None:
         connection = socket.create_connection(("127.0.0.1", port))  # noqa: F841  # Held open.
     store = connect(*parse_address(os.environ["RESIHP_STORE"]), 30.0)
     news = threading.Event()
-    control = WorkerControl(store, WORKER, news.set)
-    control.tell("job", **{**JOB, **(json.loads((RUN_DIR / "job").read_text()) if asked("job") else {})})
-    control.tell("model", arguments=MODEL)
+    control = WorkerControl(store, WORKER, news.set, NO_EPOCH if NEWCOMER else 0)
+    if not NEWCOMER:
+        control.tell("job", **told_of_the_job())
+        control.tell("model", arguments=MODEL)
     try:
         train(control, news)
     except JobEnded as end:
