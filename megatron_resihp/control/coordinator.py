@@ -149,9 +149,9 @@ class Coordinator:
                 self._store.set_once(messages.go_key(epoch), json.dumps({"ports": ports}))
             case End(code, reason):
                 self._drain_events()
-                plan = self._membership.plan
+                last = self._membership.plan
                 # Workers that were started anew and are in no plan yet have nothing to bring to an end.
-                members = None if plan is None else plan.members
+                members = None if last is None else last.members
                 end = {"code": code, "reason": reason, "grace_s": self._grace_s, "members": members}
                 self._store.set_once(messages.END, json.dumps(end))
                 return code

@@ -1,4 +1,5 @@
 """Random deaths, broken epochs and changes of plan, by seed: training stays the same, or the job says why it ends.
+With odd seeds the dead come back, if the job lasts long enough.
 
 RESIHP_CHAOS=200 runs that many sequences in place of the sample; RESIHP_CHAOS=17-20 just those.
 """
@@ -41,7 +42,7 @@ def test_whatever_happens(jobs: Jobs, tmp_path: Path, seed: int) -> None:
     reference = jobs.reference(tiny(**MODEL), workers=WORKERS)
     job = jobs.start(
         tiny(**MODEL, resihp_plan=plans or None, resihp_drill=list(sequence.drills) or None),
-        workers=WORKERS, heartbeat_timeout_s=HEARTBEAT_S,
+        workers=WORKERS, heartbeat_timeout_s=HEARTBEAT_S, max_restarts=seed % 2,
     ).wait(BOUND_S)  # fmt: skip
     assert not job.events("detection_failed")
     if job.code == 0:
