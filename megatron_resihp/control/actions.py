@@ -69,6 +69,14 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Reopen:
+    """A node that was lost may come back, with workers of these ids."""
+
+    node: int
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Log:
     event: dict[str, Any]
 
@@ -79,7 +87,7 @@ class End:
     reason: str
 
 
-Action = PublishPlan | OrderSalvage | Go | Notify | Answer | Log | End
+Action = PublishPlan | OrderSalvage | Go | Notify | Answer | Reopen | Log | End
 
 
 @dataclass(frozen=True)

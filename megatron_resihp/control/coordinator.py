@@ -7,7 +7,7 @@ writer, which is handed in.
 import json
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_resihp.config import ConfigError, Slowdown
@@ -22,6 +22,7 @@ from megatron_resihp.control.actions import (
     Notify,
     OrderSalvage,
     PublishPlan,
+    Reopen,
 )
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.next_plan import NextPlan, rectangles
@@ -44,6 +45,7 @@ class Coordinator:
         grace_s: how long workers get to exit by themselves at the end.
         to_notify: notices that others want all workers to get, and messages (with a `type`) that are to be reacted to.
         next_plan: who plans when workers have died.
+        reopen: lets a node that was lost come back with workers of these ids.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class Coordinator:
         grace_s: float = 10.0,
         to_notify: queue.SimpleQueue[dict[str, Any]] | None = None,
         next_plan: NextPlan = rectangles,
+        reopen: Callable[[int, Sequence[int]], None] = lambda node, workers: None,
     ) -> None:
         self._store = store
         self._write_event = write_event
         self._membership = Membership(world_size, workers_per_node, limits or Limits(), next_plan)
         self._command = command
         self._grace_s = grace_s
+        self._reopen = reopen
         self._to_notify = to_notify or queue.SimpleQueue()
         self._notices = 0
         self._struck: dict[int, float] = {}
@@ -145,6 +149,8 @@ class Coordinator:
                     "impossible": reason, "commit": commit and commit.to_dict(),
                     "writers": {str(worker): shards for worker, shards in writers.items()}, "missing": missing,
                 })  # fmt: skip
+            case Reopen(node, workers):
+                self._reopen(node, workers)
             case Go(epoch, ports):
                 self._store.set_once(messages.go_key(epoch), json.dumps({"ports": ports}))
             case End(code, reason):

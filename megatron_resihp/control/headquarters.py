@@ -13,9 +13,11 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Final, Protocol
 
-from megatron_resihp.control import messages
+from megatron_resihp.control import messages, returning
 from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.address import Address
 from megatron_resihp.control.coordinator import Coordinator
@@ -60,6 +62,7 @@ class Job:
 
     Attributes:
         token: what this run alone has.
+        run_dir: shared by all nodes.
     """
 
     nodes: int
@@ -67,6 +70,7 @@ class Job:
     command: list[str]
     limits: Limits
     token: str
+    run_dir: Path
 
 
 class Headquarters:
@@ -140,6 +144,7 @@ class Headquarters:
         return Coordinator(
             store, self._write, workers, job.workers_per_node, job.command, job.limits,
             to_notify=self.detection.orders, next_plan=self._strategist.next_plan,
+            reopen=partial(returning.offer, job.run_dir),
         )  # fmt: skip
 
     def _open(self) -> TcpStore:

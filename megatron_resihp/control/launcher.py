@@ -10,7 +10,7 @@ import argparse
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain, count
@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
 
+from megatron_resihp.control import returning
 from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.address import Address, parse_address
 from megatron_resihp.control.agent import Agent
@@ -187,12 +188,14 @@ class _Seat:
     """Where a node sits: the store's address and, on node 0, what it is served with.
 
     Attributes:
+        numbers: ids of this node's workers.
         lifelines, records: where the other nodes' lifelines and their workers' records arrive.
         token: see `contact`.
     """
 
     address: Address
     run_dir: Path
+    numbers: Sequence[int]
     listener: socket.socket | None = None
     lifelines: socket.socket | None = None
     records: socket.socket | None = None
@@ -219,7 +222,7 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
             starter = Starter(
                 options.command, environment, outputs, spawn, watcher, relay, guardian, seat.sockets
             )
-            workers = starter.start_all()
+            workers = starter.start_all(seat.numbers)
         except OSError as error:
             raise LaunchError(f"a worker cannot be started ({error}); mend that and try again") from error
         # From here on there are threads.
@@ -239,7 +242,7 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
         if options.node > 0:
             run_dir = _make_run_dir(options)
             wait_until_reachable(address, options.connect_timeout_s)
-            return _Seat(address, run_dir)
+            return _Seat(address, run_dir, _numbers(options, run_dir))
         listener = stack.enter_context(reserve(*address))
         others = options.nodes > 1
         lifelines = stack.enter_context(reserve(address.host, 0)) if others else None
@@ -251,10 +254,22 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
     contact = Contact(address)
     sink = _make_sink(make_event_sink, run_dir)
     try:
+        returning.forget_offers(run_dir)
         stack.enter_context(contact.published(run_dir))
     except OSError as error:
         raise _unwritable(run_dir, error) from error
-    return _Seat(address, run_dir, listener, lifelines, records, sink, contact.token)
+    numbers = range(options.workers_per_node)
+    return _Seat(address, run_dir, numbers, listener, lifelines, records, sink, contact.token)
+
+
+def _numbers(options: LaunchOptions, run_dir: Path) -> Sequence[int]:
+    """The ids of another node's workers: new ones where it comes back after it was lost."""
+    try:
+        again = returning.take(run_dir, options.node)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    first = options.node * options.workers_per_node
+    return again or range(first, first + options.workers_per_node)
 
 
 def _make_run_dir(options: LaunchOptions) -> Path:
@@ -316,7 +331,7 @@ def _serve(
     slicer = Slicer({worker.number: (worker.pid, worker.pidfd) for worker in workers})
     link = Link(
         lambda: connect(*seat.address, options.connect_timeout_s),
-        lambda store: _introduce(options, store, mailbox, uplink),
+        lambda store: _introduce(options, seat, store, mailbox, uplink),
         mailbox.end,
         lambda slowness: slicer.slow(slowness.speeds),
     )
@@ -348,7 +363,7 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     workers = options.nodes * options.workers_per_node
     strategist = Strategist(seat.run_dir, workers, options.workers_per_node, log.write, detection.orders.put)
     limits = Limits(options.muster_timeout_s)
-    job = Job(options.nodes, options.workers_per_node, list(options.command), limits, seat.token)
+    job = Job(options.nodes, options.workers_per_node, list(options.command), limits, seat.token, seat.run_dir)
     return Headquarters(seat.address, seat.listener, log, job, meeting, detection, strategist, mailbox.end)
 
 
@@ -358,7 +373,9 @@ def _make_judge(run_dir: Path, order: Callable[[dict[str, Any]], None]) -> Judge
     return DetectionService(run_dir, order)
 
 
-def _introduce(options: LaunchOptions, store: Store, mailbox: Mailbox, uplink: Uplink) -> Lifeline | None:
+def _introduce(
+    options: LaunchOptions, seat: _Seat, store: Store, mailbox: Mailbox, uplink: Uplink
+) -> Lifeline | None:
     if options.node == 0:
         return None
     joining = Joining(
@@ -367,6 +384,7 @@ def _introduce(options: LaunchOptions, store: Store, mailbox: Mailbox, uplink: U
         workers_per_node=options.workers_per_node,
         timeout_s=options.heartbeat_timeout_s,
         period_s=options.heartbeat_s,
+        first_worker=seat.numbers[0],
     )
     lost = Ending(1, "the coordinator is lost: node 0 closed the lifeline")
     lifeline = join(store, joining, lambda: mailbox.end(lost))

@@ -49,6 +49,8 @@ class Link:
         self._letters: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._lifeline: Lifeline | None = None
         self._closed = False
+        self._belongs = False
+        self._introduced = threading.Event()
         self._threads = [
             threading.Thread(target=self._hear, name="resihp-end", daemon=True),
             threading.Thread(target=self._post, name="resihp-post", daemon=True),
@@ -64,6 +66,7 @@ class Link:
     def close(self, timeout_s: float) -> None:
         """Send what is waiting and let go of the store."""
         self._closed = True
+        self._introduced.set()
         self._letters.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -74,7 +77,9 @@ class Link:
     def _post(self) -> None:
         try:
             store = self._connect()
-            while (letter := self._letters.get()) is not None:
+            # An agent that is refused says nothing: its workers' ids may be those of others.
+            self._introduced.wait()
+            while self._belongs and (letter := self._letters.get()) is not None:
                 store.push(messages.INBOX, json.dumps(letter))
         except StoreError as error:
             self._lost(error)
@@ -86,6 +91,8 @@ class Link:
         except (StoreError, TimeoutError) as error:
             self._on_end(Ending(2, str(error)))
             return
+        self._belongs = True
+        self._introduced.set()
         try:
             while not self._closed:
                 if store.wait(messages.END, SLICE_S):

@@ -20,6 +20,7 @@ from megatron_resihp.control.actions import (
     OrderSalvage,
     Phase,
     PublishPlan,
+    Reopen,
 )
 from megatron_resihp.control.change import Change, ChangeRefused, changes, plan_of, plan_to_change_to
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
@@ -65,6 +66,8 @@ class Membership:
     trained: bool = False
     stop_signal: int | None = None
     _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _latest: dict[int, int] = field(default_factory=dict)
+    """Place → its worker, where that was started anew; or the last one, if it is dead."""
     _records: dict[int, Record] = field(default_factory=dict)
     _held: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
     _deadline: float | None = None
@@ -156,12 +159,14 @@ class Membership:
             reason = "was started with other sizes than the job"
             dismissed = Notify({"kind": "dismissed", "worker": worker, "reason": f"worker {worker} {reason}"})
             return [*self._die({worker: reason}, now, now), dismissed]
+        self._heard_of(worker)
         self.newcomers.add(worker)
         place = place_of(worker, self.world_size)
         return [Log({"event": "worker_waiting", "waiting": worker, "place": place}), *self._grow()]
 
     def _on_restarted(self, message: Message, now: float) -> list[Action]:
         worker, before = message["worker"], message["instead_of"]
+        self._heard_of(worker)
         return [Log({"event": "worker_restarted", "restarted": worker, "instead_of": before})]
 
     def _on_model(self, message: Message, now: float) -> list[Action]:
@@ -355,7 +360,10 @@ class Membership:
     def _on_node_lost(self, message: Message, now: float) -> list[Action]:
         known = {*range(self.world_size), *self.living, *self.newcomers}
         workers = sorted(worker for worker in known if self._node_of(worker) == message["node"])
-        return self._die({w: f"node lost: {message['cause']}" for w in workers}, message["time"], now)
+        actions = self._die({w: f"node lost: {message['cause']}" for w in workers}, message["time"], now)
+        places = [place for place in range(self.world_size) if self._node_of(place) == message["node"]]
+        anew = tuple(self._latest.get(place, place) + self.world_size for place in places)
+        return [*actions, Reopen(message["node"], anew)] if self.phase is not Phase.ENDED else actions
 
     def _on_stop(self, message: Message, now: float) -> list[Action]:
         self.stop_signal = message["signal"]
@@ -480,6 +488,10 @@ class Membership:
             # Who was to be taken in has died: all others go on as before.
             return self.plan, []
         return self.next_plan(survivors)
+
+    def _heard_of(self, worker: int) -> None:
+        place = place_of(worker, self.world_size)
+        self._latest[place] = max(worker, self._latest.get(place, place))
 
     def _has_never_run(self, worker: int) -> bool:
         """Whether it was started anew and no plan with it has been run: the job does without it."""

@@ -35,7 +35,7 @@ class NodeLoss:
 
 
 class NodeWatcher:
-    """Node 0's end: takes in the lifelines of nodes 1..n-1.
+    """Node 0's end: takes in the lifelines of nodes 1..n-1, also when they come back after they were lost.
 
     Args:
         listener: bound, not yet listening.
@@ -48,6 +48,7 @@ class NodeWatcher:
         self._listener = listener
         self._listener.setblocking(False)
         self._listener.listen(nodes)
+        self._nodes = nodes
         self._awaited = set(range(1, nodes))
         self._connect_by = connect_by
         self._watcher = Watcher(timeout_s)
@@ -99,7 +100,7 @@ class NodeWatcher:
         except (OSError, struct.error):
             sock.close()
             return
-        if mark != MARK or node not in self._awaited:
+        if mark != MARK or node not in range(1, self._nodes) or node in self._watcher.names:
             sock.close()
             return
         self._awaited.discard(node)
@@ -134,6 +135,7 @@ class Joining:
     Attributes:
         timeout_s: of heartbeats.
         period_s: between two of them.
+        first_worker: of this node; another one when it comes back.
     """
 
     node: int
@@ -141,6 +143,7 @@ class Joining:
     workers_per_node: int
     timeout_s: float
     period_s: float
+    first_worker: int
 
 
 def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> Lifeline:
@@ -151,8 +154,11 @@ def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> Lifelin
             f"node 0 was started with --nnodes {nodes} --nproc-per-node {workers_per_node}; "
             f"give node {joining.node} the same"
         )
-    if store.add(f"launch/node/{joining.node}", 1) > 1:
-        raise StoreError(f"node {joining.node} has joined already; give each node a --node-rank of its own")
+    if store.add(f"launch/first_worker/{joining.first_worker}", 1) > 1:
+        raise StoreError(
+            f"node {joining.node} has joined already; give each node a --node-rank of its own, and start one that was "
+            "lost again only when that has been noticed"
+        )
     address = parse_address(store.get(messages.LIFELINE_ADDRESS, ANSWER_S))
     try:
         return Lifeline(_connect(address, joining), joining.period_s, on_lost)

@@ -71,12 +71,11 @@ class Starter:
         """How many workers the job has when all are there."""
         return self._environment.world_size
 
-    def start_all(self) -> list[Worker]:
-        """Start the workers that the job begins with, before any thread is started; see `spawn`."""
-        first = self._environment.node * self._environment.workers_per_node
+    def start_all(self, numbers: Sequence[int]) -> list[Worker]:
+        """Start the workers that this node begins with, before any thread is started; see `spawn`."""
         workers: list[Worker] = []
         try:
-            for number in range(first, first + self._environment.workers_per_node):
+            for number in numbers:
                 workers.append(self.start(number))
         except BaseException:
             for worker in workers:

@@ -73,6 +73,7 @@ class Strategist:
         self._job: Event = {}
         self._plan: ParallelPlan | None = None
         self._newcomers: set[int] = set()
+        self._dead: set[int] = set()
         self._policy: Policy | None = None
         self._proposals = 0
         self._in_recoveries, self._by_choice = PlannerProcess(), PlannerProcess()
@@ -150,6 +151,7 @@ class Strategist:
                 self._take_in()
             case "worker_dead":
                 self._newcomers.discard(event["dead"])
+                self._dead.add(event["dead"])
         if self._policy is not None:
             self._do(self._policy.note(event, time.monotonic()))
 
@@ -182,6 +184,8 @@ class Strategist:
         strategy = self._job.get("strategy", RECTANGULAR)
         if not self._newcomers or self._plan is None or strategy == RECTANGULAR:
             return
+        if self._dead.intersection(self._plan.members):
+            return  # the others recover, and what they will do next is not known
         standbys = {**self._plan.standbys, **dict.fromkeys(self._newcomers)}
         plan = replace(self._plan, standbys=standbys)
         speeds, links = self._speeds.of(plan.members), self._speeds.links(plan.members)

@@ -409,6 +409,27 @@ def test_a_lost_node_is_noticed_and_survived(launch: Launch, port: int) -> None:
     assert first.end() == 0, first.output()
 
 
+def test_a_lost_node_comes_back(launch: Launch, port: int) -> None:
+    """It is started with the same command; its workers have new ids."""
+    first, second = two_nodes(launch, port)
+    begun(first, 4)
+    options = {"nodes": 2, "node": 1, "workers_per_node": 2, "coordinator": Address("127.0.0.1", port)}
+    early = launch(**options)
+    assert early.end() == 2
+    assert "node 1 has joined already" in early.output()
+    os.kill(second.pid, signal.SIGKILL)
+    first.await_event("recovery", dead=[2, 3])
+    again = launch(**options)
+    eventually("it is taken in", lambda: "members [0, 1, 6, 7]" in first.log(0))
+    os.kill(again.pid, signal.SIGKILL)
+    first.await_event("recovery", dead=[2, 3, 6, 7])
+    once_more = launch(**options)
+    eventually("it is taken in", lambda: "members [0, 1, 10, 11]" in first.log(0))
+    first.ask("finish")
+    assert (first.end(), once_more.end()) == (0, 0), once_more.output()
+    assert "node 1 has joined the job" in once_more.output()
+
+
 def test_a_silent_node_is_given_up_and_ends_itself(launch: Launch, port: int) -> None:
     first, second = two_nodes(launch, port, heartbeat_timeout_s=1.0)
     pids = begun(first, 4)

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
+from typing import Any
 
-from jobs import Jobs, check_training, tiny
+import pytest
+from jobs import WISHING, Job, Jobs, check_training, tiny
+
+TWO_NODES: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": True, "train_iters": 12
+}  # fmt: skip
+"""Of two workers each, with a replica each."""
 
 
 def free_port() -> int:
@@ -13,8 +21,8 @@ def free_port() -> int:
 
 
 def test_a_whole_node_dies(jobs: Jobs) -> None:
-    """Two nodes of two workers, a replica each; the second node's agent is killed."""
-    arguments = tiny(pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True, train_iters=12)
+    """The second node's agent is killed."""
+    arguments = tiny(**TWO_NODES)
     reference = jobs.reference(arguments, workers=4)
     coordinator = ["127.0.0.1", free_port()]
     first, second = (jobs.start(arguments, workers=2, nodes=2, node=n, coordinator=coordinator) for n in range(2))
@@ -22,3 +30,29 @@ def test_a_whole_node_dies(jobs: Jobs) -> None:
     second.kill()
     check_training(first.wait(), reference)
     assert {death.worker for death in first.summary.deaths} == {2, 3}
+
+
+@pytest.mark.nightly
+def test_a_node_that_died_comes_back(jobs: Jobs, tmp_path: Path) -> None:
+    """Its agent is started with the same command; the job has two replicas again."""
+    arguments = tiny(**TWO_NODES)
+    reference = jobs.reference(arguments, workers=4)
+    options = {"nodes": 2, "coordinator": ["127.0.0.1", free_port()], "workers": 2, "script": WISHING}
+    first = jobs.start(arguments, node=0, wishes=["hold-0-7"], **options)
+
+    def second(name: str) -> Job:
+        (tmp_path / name).symlink_to(first.run_dir)  # by this name the nursery tells it from the first
+        return jobs.nursery.start(tmp_path / name, arguments, node=1, **options)
+
+    victim = second("once")
+    first.await_event("iteration", iteration=3)
+    victim.kill()
+    first.await_event("recovery")
+    again = second("again")
+    for worker in (6, 7):
+        first.await_event("worker_waiting", waiting=worker)
+    first.wish("go_on")
+    check_training(first.wait(), reference)
+    assert again.wait().code == 0
+    last = first.events("epoch_started")[-1]["plan"]
+    assert [replica["stages"] for replica in last["replicas"]] == [[[0], [1]], [[6], [7]]]

@@ -22,6 +22,7 @@ from megatron_resihp.control.actions import (
     OrderSalvage,
     Phase,
     PublishPlan,
+    Reopen,
 )
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.messages import FENCED_EXIT
@@ -995,6 +996,7 @@ class TestComingBack:
         self.take_in(job, 7)
         actions = job.tell("node_lost", node=1, cause="gone", time=0.0)
         assert [event["dead"] for event in events(actions, "worker_dead")] == [2, 7]
+        assert only(Reopen, actions) == Reopen(1, (6, 11)), "ids that nobody has had"
 
     def test_a_plan_by_hand_can_give_it_work(self) -> None:
         job = Job().start()
