@@ -27,10 +27,10 @@ from megatron_resihp.control.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfiguration, recovery
 from megatron_resihp.control.holdings import Held, require_all_parts, written_once
 from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
+from megatron_resihp.control.newcomers import Newcomers
 from megatron_resihp.control.next_plan import NextPlan, Survivors, first_again, rectangles
 from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard, spelled_out
-from megatron_resihp.plan.places import node_of, place_of
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 
@@ -45,7 +45,7 @@ class Membership:
         next_plan: who plans when workers have died.
         shape, own: sizes of the job, and its own split into layers, once a worker has told them.
         job: all that workers have told of it.
-        newcomers: workers that were started anew, hold nothing and are in no plan yet.
+        newcomers: workers that were started anew.
     """
 
     world_size: int
@@ -62,12 +62,10 @@ class Membership:
     commit: Commit | None = None
     dead: dict[int, str] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
-    newcomers: set[int] = field(default_factory=set)
+    newcomers: Newcomers = field(init=False)
     trained: bool = False
     stop_signal: int | None = None
     _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _latest: dict[int, int] = field(default_factory=dict)
-    """Place → its worker, where that was started anew; or the last one, if it is dead."""
     _records: dict[int, Record] = field(default_factory=dict)
     _held: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
     _deadline: float | None = None
@@ -82,6 +80,9 @@ class Membership:
     _broken_at: float = 0.0
     _salvage_left: set[int] = field(default_factory=set)
     _salvage_reason: str = ""
+
+    def __post_init__(self) -> None:
+        self.newcomers = Newcomers(self.world_size, self.workers_per_node)
 
     @property
     def living(self) -> set[int]:
@@ -159,14 +160,13 @@ class Membership:
             reason = "was started with other sizes than the job"
             dismissed = Notify({"kind": "dismissed", "worker": worker, "reason": f"worker {worker} {reason}"})
             return [*self._die({worker: reason}, now, now), dismissed]
-        self._heard_of(worker)
-        self.newcomers.add(worker)
-        place = place_of(worker, self.world_size)
+        place = self.newcomers.heard_of(worker)
+        self.newcomers.waiting.add(worker)
         return [Log({"event": "worker_waiting", "waiting": worker, "place": place}), *self._grow()]
 
     def _on_restarted(self, message: Message, now: float) -> list[Action]:
         worker, before = message["worker"], message["instead_of"]
-        self._heard_of(worker)
+        self.newcomers.heard_of(worker)
         return [Log({"event": "worker_restarted", "restarted": worker, "instead_of": before})]
 
     def _on_model(self, message: Message, now: float) -> list[Action]:
@@ -242,7 +242,7 @@ class Membership:
         worker = message["worker"]
         if worker in self.dead:
             return []
-        if self._has_never_run(worker):
+        if self.newcomers.has_never_run(worker, self._running):
             return self._die({worker: "ended before it was taken in"}, now, now)
         self.done.add(worker)
         self._records.pop(worker, None)
@@ -260,7 +260,7 @@ class Membership:
         worker, error = message["worker"], message["error"]
         if worker in self.dead:
             return []
-        if self._has_never_run(worker):
+        if self.newcomers.has_never_run(worker, self._running):
             return self._die({worker: f"failed before it was taken in: {error}"}, now, now)
         refused = self.phase is Phase.STARTING and message["code"] == REFUSED_EXIT
         return [
@@ -301,7 +301,7 @@ class Membership:
         self._check_that_changes_can_be()
         assert self.plan is not None and self.shape is not None
         asked, degree = plan_of(message["plan"]), self.shape.tensor_parallel
-        plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living | self.newcomers)
+        plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living | self.newcomers.waiting)
         if self._optimizer_is_shared_out and plan.not_rectangular is not None:
             raise ChangeRefused(f"the distributed optimizer runs in equal replicas only: {plan.not_rectangular}")
         return Change(self._changes + 1, plan, message["why"])
@@ -320,11 +320,11 @@ class Membership:
 
         Where a strategy plans, the strategist asks for a change: its search takes too long for this thread.
         """
-        if not self.newcomers or self.job.get("strategy", RECTANGULAR) != RECTANGULAR:
+        if not self.newcomers.waiting or self.job.get("strategy", RECTANGULAR) != RECTANGULAR:
             return []
         assert self.plan is not None
         full = spelled_out(self.plan, self.own)
-        held = {**{worker: full.shards_of(worker) for worker in self.living}, **dict.fromkeys(self.newcomers, ())}
+        held = {worker: full.shards_of(worker) for worker in self.living} | self.newcomers.held()
         try:
             self._check_that_changes_can_be()
             survivors = self._survivors(held)
@@ -332,7 +332,7 @@ class Membership:
             plan = first_again(self._first, survivors) or rectangles(survivors)[0]
         except (ChangeRefused, NoPlanError):
             return []
-        taken = sorted(self.newcomers & set(plan.working))
+        taken = sorted(self.newcomers.waiting.intersection(plan.working))
         why = f"worker{'s' if len(taken) > 1 else ''} {', '.join(map(str, taken))} came back"
         return self._begin(Change(self._changes + 1, plan, why), {"why": why}) if taken else []
 
@@ -358,12 +358,10 @@ class Membership:
         return self._die({message["worker"]: "connection lost"}, message["time"], now)
 
     def _on_node_lost(self, message: Message, now: float) -> list[Action]:
-        known = {*range(self.world_size), *self.living, *self.newcomers}
-        workers = sorted(worker for worker in known if self._node_of(worker) == message["node"])
+        node, known = message["node"], {*range(self.world_size), *self.living, *self.newcomers.waiting}
+        workers = sorted(worker for worker in known if self.newcomers.node_of(worker) == node)
         actions = self._die({w: f"node lost: {message['cause']}" for w in workers}, message["time"], now)
-        places = [place for place in range(self.world_size) if self._node_of(place) == message["node"]]
-        anew = tuple(self._latest.get(place, place) + self.world_size for place in places)
-        return [*actions, Reopen(message["node"], anew)] if self.phase is not Phase.ENDED else actions
+        return actions if self.phase is Phase.ENDED else [*actions, Reopen(node, self.newcomers.ids_for(node))]
 
     def _on_stop(self, message: Message, now: float) -> list[Action]:
         self.stop_signal = message["signal"]
@@ -377,10 +375,10 @@ class Membership:
         fresh = {w: cause for w, cause in causes.items() if w not in self.dead and w not in self.done}
         members = self.living
         self.dead.update(fresh)
-        self.newcomers -= fresh.keys()
+        self.newcomers.waiting -= fresh.keys()
         actions: list[Action] = [
             Log({
-                "event": "worker_dead", "epoch": self.epoch, "dead": worker, "node": self._node_of(worker),
+                "event": "worker_dead", "epoch": self.epoch, "dead": worker, "node": self.newcomers.node_of(worker),
                 "cause": cause, "died_at": died_at, "noticed_at": now,
             })
             for worker, cause in fresh.items()
@@ -441,7 +439,9 @@ class Membership:
         if self._recoveries_here > self.limits.recoveries_per_iteration:
             return self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
                                  f"{commit.iteration}", now)  # fmt: skip
-        held = {worker: self._held[worker] for worker in self._records} | self._taken_in()
+        # Who waits to be taken in holds nothing, and need not muster.
+        taken_in = self.newcomers.held(self._change.plan.members) if self._change is not None else {}
+        held = {worker: self._held[worker] for worker in self._records} | taken_in
         survivors = self._survivors(held)
         try:
             if self._optimizer_is_shared_out and self._running is not None:
@@ -456,19 +456,13 @@ class Membership:
         self._deadline = now + self.limits.build_s
         if commit.outcome is not None:
             told.append(agreed(self.epoch - 1, commit, commit.outcome))
-        joined = sorted(self.newcomers & set(plan.members))
-        self.newcomers -= set(joined)
+        joined = self.newcomers.taken_in(plan)
         called = [Notify({"kind": "join", "epoch": self.epoch, "workers": joined})] if joined else []
         return [*map(Log, told), PublishPlan(self.epoch, plan, commit, dict(survivors.held)), *called]
 
     def _survivors(self, held: Held) -> Survivors:
         assert self.shape is not None and self.plan is not None
         return Survivors(self.shape, self.own, held, self.plan, self._running, self.job, self.world_size)
-
-    def _taken_in(self) -> dict[int, tuple[Shard, ...]]:
-        """Who waits and is to be taken in by the change that is under way. They hold nothing, and need not muster."""
-        members = () if self._change is None else self._change.plan.members
-        return dict.fromkeys(self.newcomers.intersection(members), ())
 
     def _next_plan(self, survivors: Survivors, now: float) -> tuple[ParallelPlan, list[dict[str, Any]]]:
         """What was asked for, if all that it was asked for are still there; and what to write to the log.
@@ -488,18 +482,6 @@ class Membership:
             # Who was to be taken in has died: all others go on as before.
             return self.plan, []
         return self.next_plan(survivors)
-
-    def _heard_of(self, worker: int) -> None:
-        place = place_of(worker, self.world_size)
-        self._latest[place] = max(worker, self._latest.get(place, place))
-
-    def _has_never_run(self, worker: int) -> bool:
-        """Whether it was started anew and no plan with it has been run: the job does without it."""
-        ran = () if self._running is None else self._running.members
-        return worker >= self.world_size and worker not in ran
-
-    def _node_of(self, worker: int) -> int:
-        return node_of(worker, self.world_size, self.workers_per_node)
 
     def _salvage(self, reason: str, now: float, missing: tuple[Shard, ...] = ()) -> list[Action]:
         held = {worker: self._held[worker] for worker in self.living if self._held.get(worker)}

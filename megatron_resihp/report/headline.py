@@ -13,7 +13,8 @@ def headline(summary: RunSummary) -> str:
     """For example "Reached iteration 40 of 40; 2 recoveries; 3 workers dead; no sample lost or repeated"."""
     recoveries = count(len(summary.recoveries), "recovery", "recoveries")
     deaths = f"{count(len(summary.deaths), 'worker')} dead"
-    return "; ".join([_progress(summary), recoveries, deaths, samples(summary)])
+    back = [f"{len(summary.came_back)} came back"] if summary.came_back else []
+    return "; ".join([_progress(summary), recoveries, deaths, *back, samples(summary)])
 
 
 def in_order(summary: RunSummary) -> bool:

@@ -108,6 +108,8 @@ class RunSummary:
     workers_at_start: Workers | None = None
     workers_at_end: Workers | None = None
     deaths: tuple[Death, ...] = ()
+    came_back: tuple[int, ...] = ()
+    """Workers that were started anew and taken in."""
     recoveries: tuple[Recovery, ...] = ()
     loss_name: str | None = None
     loss: Mapping[int, float] = field(default_factory=dict)
@@ -174,6 +176,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "workers_at_start": lambda value: Workers(**value),
     "workers_at_end": lambda value: Workers(**value),
     "deaths": _each(lambda value: Death(**value)),
+    "came_back": tuple,
     "recoveries": _each(_recovery),
     "loss": _by_iteration,
     "grad_norm": _by_iteration,

@@ -56,6 +56,7 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0) -> RunSummary:
         workers_at_start=_workers_at_start(run),
         workers_at_end=_workers_at_end(run),
         deaths=tuple(deaths),
+        came_back=_came_back(run),
         recoveries=tuple(recoveries),
         loss_name=loss_name,
         loss={s.iteration: s.loss[loss_name] for s in steps if loss_name is not None and loss_name in s.loss},
@@ -170,6 +171,12 @@ def _workers_at_end(events: Sequence[Event]) -> Workers | None:
         return _workers_at_start(events)
     died_since = {event["dead"] for event in _all(events[starts[-1] :], names.WORKER_DEAD)}
     return _workers(events[starts[-1]]["plan"], died_since)
+
+
+def _came_back(events: Sequence[Event]) -> tuple[int, ...]:
+    anew = {event["waiting"] for event in _all(events, names.WORKER_WAITING)}
+    plans = [event["plan"] for event in _all(events, names.EPOCH_STARTED)]
+    return tuple(sorted({worker for plan in plans for worker in anew & (shape.working(plan) | shape.standbys(plan))}))
 
 
 def _workers(plan: shape.Plan, dead: set[int]) -> Workers:

@@ -64,7 +64,8 @@ def _facts(summary: RunSummary) -> Iterator[str]:
         yield f"reason: {summary.reason}"
     start, end = summary.workers_at_start, summary.workers_at_end
     if start is not None and end is not None:
-        yield f"workers: {_workers(start)}" + (f" -> {_workers(end)}" if start != end else " throughout")
+        changed = start != end or summary.deaths
+        yield f"workers: {_workers(start)}" + (f" -> {_workers(end)}" if changed else " throughout")
     if summary.loss:
         yield _loss(summary)
     if summary.compared_iterations is not None:

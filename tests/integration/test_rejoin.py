@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import WISHING, Job, Jobs, check_training, tiny
+from jobs import WISHING, Job, Jobs, check_digests, check_training, difference_table, tiny
 
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.places import renamed
+from megatron_resihp.report.summary import compare
 
 WORKERS = 4
 TWO_REPLICAS: dict[str, Any] = {"tensor_model_parallel_size": 2, "train_iters": 12}
@@ -34,6 +36,7 @@ def test_worker_that_died_comes_back_and_the_first_plan_with_it(jobs: Jobs) -> N
     assert again == renamed(first, lambda worker: 7 if worker == 3 else worker)
     [change] = job.events("reconfiguration")
     assert 7 <= change["resumed_iteration"] <= 9
+    assert job.summary.came_back == (7,) and not job.events("detection_failed")
 
 
 @pytest.mark.nightly
@@ -62,3 +65,24 @@ def test_who_dies_while_it_waits_holds_up_nobody_and_comes_back_again(jobs: Jobs
     job.wish("go_on")
     check_training(job.wait(), reference)
     assert plans(job)[-1].members == (0, 1, 2, 11)
+
+
+@pytest.mark.nightly
+def test_in_a_resumed_job_it_needs_no_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+    """State, counters, the data's cursor and the learning rate come from the others."""
+    saving = tiny(**TWO_REPLICAS | {"save": tmp_path / "saved", "save_interval": 3, "exit_interval": 3})
+    first = jobs.run(saving, workers=WORKERS)
+    assert first.code == 0, first.tails()
+    arguments = tiny(**TWO_REPLICAS | {"load": tmp_path / "saved"})
+    reference = jobs.reference(arguments, workers=WORKERS)
+    loading = [*arguments, "--resihp-drill", "kill:3@5"]
+    job = jobs.start(loading, workers=WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-8"])
+    job.await_event("worker_waiting", waiting=7)
+    job.wish("go_on")
+    assert job.wait().code == 0, job.tails()
+    assert sorted(job.summary.loss) == list(range(4, 13))
+    difference = compare(job.summary.loss, reference.summary.loss)
+    assert difference is not None and difference <= 1e-5, difference_table(job.summary, reference.summary)
+    assert (job.summary.samples_lost, job.summary.samples_applied_twice) == (0, 0)
+    check_digests(job)
+    assert job.summary.came_back == (7,)

@@ -883,7 +883,7 @@ class TestComingBack:
         assert not job.ready(0, 1, 2)
         actions = job.ready(7, bytes_received=5)
         assert events(actions, "reconfiguration") and not events(actions, "recovery")
-        assert job.membership.phase is Phase.RUNNING and not job.membership.newcomers
+        assert job.membership.phase is Phase.RUNNING and not job.membership.newcomers.waiting
 
     def test_it_dies_again_and_comes_back_again(self) -> None:
         job = Job().start().recover([3])
@@ -980,7 +980,7 @@ class TestComingBack:
         actions = job.come_back(7, micro_batches=8)
         [notice] = [action.notice for action in actions if isinstance(action, Notify)]
         assert (notice["kind"], notice["worker"]) == ("dismissed", 7)
-        assert not job.membership.newcomers and job.membership.phase is Phase.RUNNING
+        assert not job.membership.newcomers.waiting and job.membership.phase is Phase.RUNNING
 
     def test_shortly_before_the_end_nobody_waits_for_it(self) -> None:
         job = Job().start().recover([3])

@@ -63,6 +63,20 @@ def test_a_run_that_goes_on_is_not_called_finished(synthetic_run: Callable[..., 
     assert page(summarize(run.events)).startswith("Not finished (still running, or cut off): iteration 12 of 40;")
 
 
+def test_workers_that_came_back_are_in_the_headline(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.step(4)
+    run.die(3)
+    run.recover([3], replicas=[[[4, 5], [6, 7]]], standbys=[0, 1, 2], seconds=0.5)
+    for worker in (11, 19):
+        run.write("worker_waiting", waiting=worker, place=3)
+    run.recover([3], replicas=[[[0, 1], [2, 11]], [[4, 5], [6, 7]]], standbys=[], seconds=0.5)
+    run.step(36)
+    run.finish()
+    assert "; 1 worker dead; 1 came back; " in page(summarize(run.events))
+    assert "8 working (DP2 PP2 TP2) -> 8 working (DP2 PP2 TP2)" in page(summarize(run.events))
+
+
 def test_lost_and_repeated_samples_are_in_the_headline(synthetic_run: Callable[..., Any]) -> None:
     run = synthetic_run(train_iters=2)
     run.step(1)
