@@ -28,12 +28,14 @@ class ProfileError(ValueError):
 
 
 class LayerKind(StrEnum):
-    """What a profile has times for. `attention` and `mlp` are layers of which the other half is missing."""
+    """What a profile has times for. `attention` and `mlp` are layers of which the other half is missing; `moe` has a
+    mixture of experts for an MLP."""
 
     EMBEDDING = "embedding"
     TRANSFORMER = "transformer"
     ATTENTION = "attention"
     MLP = "mlp"
+    MOE = "moe"
     MAMBA = "mamba"
     HEAD = "head"
 

@@ -25,6 +25,7 @@ _KINDS: Final = {
     LayerKind.EMBEDDING: emulated.LayerKind.EMBEDDING,
     LayerKind.ATTENTION: emulated.LayerKind.ATTENTION,
     LayerKind.MLP: emulated.LayerKind.MLP,
+    LayerKind.MOE_TRANSFORMER: emulated.LayerKind.MOE,
     LayerKind.MAMBA: emulated.LayerKind.MAMBA,
     LayerKind.HEAD: emulated.LayerKind.HEAD,
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.utils import unwrap_model
 
 from megatron_resihp.cost.profile import DeviceProfile, LayerKind, PassCost, load_profile
@@ -66,4 +67,6 @@ def _layer_kind(layer: Any) -> LayerKind:
         return LayerKind.MAMBA
     if isinstance(layer.self_attention, IdentityOp):
         return LayerKind.MLP
-    return LayerKind.ATTENTION if isinstance(layer.mlp, IdentityOp) else LayerKind.TRANSFORMER
+    if isinstance(layer.mlp, IdentityOp):
+        return LayerKind.ATTENTION
+    return LayerKind.MOE if isinstance(layer.mlp, BaseMoELayer) else LayerKind.TRANSFORMER

@@ -85,7 +85,8 @@ def layout_of_chunks(chunks: tuple[Chunk, ...], layers: int) -> PipelineParallel
 class Sizes:
     """What arguments and model configuration say of the layout; Megatron looks it up wherever it builds or runs."""
 
-    NAMES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_model_parallel_layout",
+    NAMES = ("tensor_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size",
+             "pipeline_model_parallel_layout",
              "sequence_parallel", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
              "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
              "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
@@ -116,6 +117,7 @@ class Sizes:
         for holder, values in self._own:
             new = {
                 "tensor_model_parallel_size": degree,
+                "expert_tensor_parallel_size": degree,
                 "pipeline_model_parallel_size": len(chunks),
                 "pipeline_model_parallel_layout": layout_of_chunks(chunks, chunks[-1].end),
                 "sequence_parallel": values.get("sequence_parallel", False) and degree > 1,

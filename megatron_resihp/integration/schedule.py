@@ -5,8 +5,11 @@ averages over replicas; with unlike counts that would weigh samples by their rep
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+
+from megatron.core.utils import get_model_config
 
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.program_schedule import run_evaluation, run_training
@@ -38,9 +41,9 @@ def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, 
     runtime.probes.begin_schedule()
     share = runtime.micro_batches
     factor = len(share) * replicas / total
-    if factor != 1.0 and not runtime.args.calculate_per_token_loss:
-        kwargs["forward_step_func"] = _scaled(kwargs["forward_step_func"], factor)
-    runtime.losses = schedule(**{**kwargs, "num_microbatches": len(share)})
+    scaled = factor != 1.0 and not runtime.args.calculate_per_token_loss
+    with _scaled_losses(get_model_config(_first(kwargs["model"])), factor) if scaled else nullcontext():
+        runtime.losses = schedule(**{**kwargs, "num_microbatches": len(share)})
     return runtime.losses
 
 
@@ -54,17 +57,16 @@ def _run_general(runtime: Runtime, general: General, kwargs: dict[str, Any]) -> 
     return runtime.losses
 
 
-def _scaled(forward_step_func: Callable[..., Any], factor: float) -> Callable[..., Any]:
-    """The user's forward step with its loss, and nothing that is reported, multiplied by `factor`."""
+def _first(model: Any) -> Any:
+    return model[0] if isinstance(model, list) else model
 
-    @functools.wraps(forward_step_func)
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
-        output, loss_func = forward_step_func(*args, **kwargs)
 
-        def scaled_loss_func(*loss_args: Any, **loss_kwargs: Any) -> Any:
-            result = loss_func(*loss_args, **loss_kwargs)
-            return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result
-
-        return output, scaled_loss_func
-
-    return forward_step
+@contextmanager
+def _scaled_losses(config: Any, factor: float) -> Iterator[None]:
+    """Multiply what gradients are taken of by `factor`, auxiliary losses of experts included, and nothing reported."""
+    original = config.grad_scale_func
+    config.grad_scale_func = lambda loss: original(loss) * factor
+    try:
+        yield
+    finally:
+        config.grad_scale_func = original

@@ -5,7 +5,7 @@ May import megatron and this room.
 
 from functools import partial
 
-from megatron_resihp.integration import checkpoints, counting, course, data, loop, schedule, startup
+from megatron_resihp.integration import checkpoints, counting, course, data, expert_metrics, loop, schedule, startup
 from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.runtime import Runtime
 
@@ -109,6 +109,12 @@ def training_patches(runtime: Runtime) -> list[Patch]:
             partial(counting.wrap_training_log, runtime),
             ("loss_dict", "total_loss_dict", "learning_rate", "iteration"),
             "carries loss totals over a recovery",
+        ),
+        Patch(
+            "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+            expert_metrics.do_not_reduce,
+            ("self", "metric_names", "pg_collection"),
+            "leaves the sums to the step's agreement",
         ),
         Patch(
             f"{TRAINING}:num_floating_point_operations",

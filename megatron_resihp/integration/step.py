@@ -7,10 +7,12 @@ import math
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_resihp.control.record import Outcome, Stage
 from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.integration import expert_metrics
 from megatron_resihp.integration.general_state import counted_norm_squared
 from megatron_resihp.integration.keepers import share_gradients
 from megatron_resihp.integration.optimizer_shards import gather_parameters, step_part
@@ -22,6 +24,7 @@ SHARED_COUNTERS = (
 VALIDATION, CHANGE = 2, 3
 COUNTERS_FROM = 4
 LOSSES_FROM = COUNTERS_FROM + len(SHARED_COUNTERS)
+EXPERTS_FROM = LOSSES_FROM + 2 * LOSS_SLOTS
 
 StepResult = tuple[bool, float | None, int | None]
 
@@ -104,7 +107,7 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         EpochBroken or an error of gloo: somebody died; nobody, or everybody left, may have agreed.
     """
     assert runtime.everybody is not None
-    values = torch.zeros(LOSSES_FROM + 2 * LOSS_SLOTS, dtype=torch.float64)
+    values = torch.zeros(EXPERTS_FROM + len(expert_metrics.NAMES), dtype=torch.float64)
     values[0] = norm_squared
     values[1] = 1.0 if runtime.control.stop_signal else 0.0
     validation, change = runtime.control.validation, runtime.control.change
@@ -117,6 +120,8 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         runtime.loss_names = tuple(sorted(runtime.losses[0]))[:LOSS_SLOTS]
     if runtime.works and runtime.losses and runtime.is_last_stage and runtime.tp_rank == 0:
         _add_losses(runtime, values)
+    if runtime.works and runtime.args.num_experts:
+        values[EXPERTS_FROM:] = torch.tensor(expert_metrics.recorded(mpu.get_tensor_model_parallel_world_size()))
     runtime.everybody.sum(values)
     if _heard_by_all(runtime, validation, values[VALIDATION]):
         runtime.to_validate = validation
@@ -126,7 +131,11 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         runtime.control.drop_change(change)
     if not runtime.works:
         _note_counters(runtime, values)
-    pairs = values[LOSSES_FROM:].view(LOSS_SLOTS, 2).tolist()
+    if runtime.works and runtime.args.num_experts:
+        args = runtime.args
+        micro_batches = args.global_batch_size // args.micro_batch_size
+        expert_metrics.tell_sums(values[EXPERTS_FROM:].tolist(), micro_batches, args.num_layers)
+    pairs = values[LOSSES_FROM:EXPERTS_FROM].view(LOSS_SLOTS, 2).tolist()
     losses = {name: (total, tokens) for name, (total, tokens) in zip(runtime.loss_names, pairs, strict=False)}
     return Outcome(
         epoch=runtime.epoch, grad_norm=math.sqrt(float(values[0])), losses=losses, stop=bool(values[1] > 0)

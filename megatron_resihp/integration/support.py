@@ -23,6 +23,11 @@ ALLOWED: frozenset[str] = frozenset(
     rotary_percent rotary_seq_len_interpolation_factor add_position_embedding make_vocab_size_divisible_by
     openai_gelu squared_relu swiglu untie_embeddings_and_output_weights
 
+    num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_router_topk moe_router_load_balancing_type moe_router_dtype moe_router_score_function
+    moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
+    moe_aux_loss_coeff moe_z_loss_coeff moe_token_dispatcher_type
+
     weight_decay clip_grad adam_beta1 adam_beta2 adam_eps
 
     micro_batch_size global_batch_size empty_unused_memory_level train_sync_interval train_iters train_samples
@@ -67,6 +72,11 @@ ALLOWED: frozenset[str] = frozenset(
 
 CONSTRAINTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "dataloader_type": (lambda value: value in (None, "single"), "only 'single' keeps its samples through a change"),
+    "moe_router_load_balancing_type": (
+        lambda value: set([value] if isinstance(value, str) else value) <= {"aux_loss", "seq_aux_loss", "none"},
+        "use aux_loss, seq_aux_loss or none, which look at one micro-batch at a time",
+    ),
+    "moe_token_dispatcher_type": (lambda value: value in ("allgather", "alltoall"), "use allgather or alltoall"),
     "optimizer": (lambda value: value == "adam", "only adam's state is known to move"),
     "ckpt_format": (lambda value: value in ("torch", "torch_dist"), "use torch or torch_dist"),
     "rerun_mode": (

@@ -11,6 +11,7 @@ from megatron.training import get_timers, training
 from megatron.training.initialize import _set_random_seed
 
 from megatron_resihp.executor.slice_sums import make_buckets
+from megatron_resihp.integration import expert_metrics
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.general_world import as_stage
 from megatron_resihp.integration.keepers import join_keepers
@@ -85,6 +86,7 @@ def tear_down(runtime: Runtime) -> None:
     """Destroy every group of the old epoch and what remembers it."""
     runtime.everybody = runtime.keepers = runtime.exchange = runtime.ring = None
     runtime.buckets, runtime.routes = [], ()
+    expert_metrics.forget()
     mpu.destroy_model_parallel()
     runtime.communicators.destroy()
 

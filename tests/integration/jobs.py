@@ -292,6 +292,13 @@ TINY: Mapping[str, Any] = {
 """A model and a job that are as small as they can be."""
 
 
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2, "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.5, "disable_bias_linear": True,
+}  # fmt: skip
+"""Its layers are mixtures of experts. The losses that balance them are so large that a wrong share of one is seen."""
+
+
 def tiny(**changes: Any) -> list[str]:
     """The command line of a tiny job with some flags changed."""
     return flags(**TINY | changes)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import MOCK_DATA_SIZE, NURSERY_ENVIRONMENT, PRETRAIN, Job, Jobs, tiny
+from jobs import EXPERTS, MOCK_DATA_SIZE, NURSERY_ENVIRONMENT, PRETRAIN, Job, Jobs, tiny
 from test_plans import FOUR, LLAMA, MODEL, RECTANGLE
 
 SAVED = 6
@@ -58,8 +58,9 @@ def save(jobs: Jobs, path: Path, **options: Any) -> Job:
         pytest.param("unlike replicas", LLAMA | {"bf16": True}, 2e-2, marks=NIGHTLY),
         pytest.param("four stages", LLAMA, 1e-5, marks=NIGHTLY),
         pytest.param("V shape", LLAMA | {"bf16": True}, 2e-2, marks=NIGHTLY),
+        pytest.param("TP 2 and 1", EXPERTS | {"sequence_parallel": True}, 1e-5, marks=NIGHTLY),
     ],
-    ids=["unlike stages", "V shape", "unlike replicas", "four stages", "V shape in 16 bits"],
+    ids=["unlike stages", "V shape", "unlike replicas", "four stages", "V shape in 16 bits", "experts"],
 )
 def test_a_job_goes_on_in_its_own_layout(
     jobs: Jobs, tmp_path: Path, name: str, model: dict[str, Any], tolerance: float

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Jobs, check_training, tiny
+from jobs import EXPERTS, Job, Jobs, check_training, tiny
 
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule, Shard
 from megatron_resihp.plan.schedule import EXPLICIT
@@ -155,8 +155,15 @@ def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, names: Sequence[
         (LLAMA | {"sequence_parallel": True}, 1e-5),
         ({"position_embedding_type": "learned_absolute", "no_rope_fusion": None} | PER_TOKEN, 1e-5),
         ({"bf16": True}, 2e-2),
+        (
+            EXPERTS | {
+                "sequence_parallel": True, "moe_layer_freq": "[0,1,1,1]", "moe_token_dispatcher_type": "alltoall",
+                "moe_shared_expert_intermediate_size": 32,
+            },
+            1e-5,
+        ),
     ],
-    ids=["llama, sequence parallel", "positions, per token", "bf16"],
+    ids=["llama, sequence parallel", "positions, per token", "bf16", "experts"],
 )
 def test_kinds_of_model(jobs: Jobs, tmp_path: Path, model: dict[str, Any], tolerance: float) -> None:
     plans = [FOUR["TP 2 and 1"], FOUR["unlike replicas"], own_plan(4)]

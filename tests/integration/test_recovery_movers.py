@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Jobs, check_training, tiny
+from jobs import EXPERTS, Job, Jobs, check_training, tiny
 
 WIDE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "global_batch_size": 6}
 """Three replicas of two stages: workers 0 to 2 hold the first stage, 3 to 5 the second."""
@@ -104,6 +104,13 @@ def test_sixteen_bits_of_a_shard_that_moves(jobs: Jobs) -> None:
     drills = ("kill:3@3:backward", "kill:4@3:backward")
     job, _ = survive(jobs, *drills, model=WIDE | {"bf16": True}, workers=6, tolerance=2e-3)
     assert moved(job) > 0
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=["mean", "per token"])
+def test_uneven_shares_of_experts(jobs: Jobs, loss: dict[str, Any]) -> None:
+    """What balances the experts weighs as much in each of the shares 3, 3 and 2."""
+    _, plan = survive(jobs, "kill:1@3:backward", model=EXPERTS | {"global_batch_size": 8} | loss, workers=4)
+    assert shares(plan) == [2, 3, 3]
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=["mean", "per token"])

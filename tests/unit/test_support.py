@@ -87,12 +87,14 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "--expert-model-parallel-size 2", "--num-experts 4", "--context-parallel-size 2", "--use-megatron-fsdp",
+        "--expert-model-parallel-size 2", "--moe-grouped-gemm", "--context-parallel-size 2", "--use-megatron-fsdp",
         "--use-torch-fsdp2", "--mtp-num-layers 1", "--fp8-format hybrid", "--enable-cuda-graph",
         "--cuda-graph-impl local", "--rampup-batch-size 4 4 100", "--async-save", "--overlap-param-gather",
         "--dataloader-type cyclic", "--dataloader-type external", "--fp16", "--inprocess-restart",
         "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--num-layers-per-virtual-pipeline-stage 1", "--multi-latent-attention",
+        "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
+        "--moe-router-enable-expert-bias", "--expert-tensor-parallel-size 1",
         "--hierarchical-context-parallel-sizes 2 2",
     ],
 )  # fmt: skip

@@ -46,11 +46,12 @@ class Recording(Mapping[str, Any]):
 
 
 def test_workers_tell_all_arguments_that_matter_and_may_be_used() -> None:
-    """Arguments of mixtures of experts, hybrids and latent attention are refused with the plugin as yet."""
+    """Arguments of hybrids and latent attention are refused with the plugin as yet."""
     support = pytest.importorskip("megatron_resihp.integration.support")
     read: set[str] = set()
     for changed in ({}, {"padded_vocab_size": None, "vocab_size": 256}, {"recompute_granularity": "full"},
-                    {"group_query_attention": True, "num_query_groups": 2}, {"fp16": True}):  # fmt: skip
+                    {"group_query_attention": True, "num_query_groups": 2}, {"fp16": True},
+                    {"num_experts": 4}):  # fmt: skip
         arguments = Recording({**MODEL, **changed})
         model_from_arguments(arguments)
         training_from_arguments(arguments)

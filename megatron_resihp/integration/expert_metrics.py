@@ -1,0 +1,60 @@
+"""Seam: what mixtures of experts report of their balance, summed by the step's agreement instead of Megatron's groups.
+
+Replaces MoEMetricsTracker's own reductions, which need the same layers at the same rank of each replica. Only what is
+printed depends on this; a step that was applied before a recovery prints nothing of it. May import megatron.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe.moe_logging import MetricEntry, destroy_moe_metrics_tracker, get_moe_metrics_tracker
+
+NAMES: Final = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
+"""Those that the supported ways of balancing record."""
+
+
+def do_not_reduce(original: Callable[..., None]) -> Callable[..., None]:
+    """The replacement of MoEMetricsTracker._sync_metrics: `tell_sums` has done it."""
+
+    def sync_metrics(tracker: Any, metric_names: Any, pg_collection: Any = None) -> None:
+        pass
+
+    return sync_metrics
+
+
+def recorded(tensor_parallel: int) -> list[float]:
+    """What this worker has recorded in the iteration, by NAMES: sums over its micro-batches and layers.
+
+    Args:
+        tensor_parallel: degree of its group, each of whose members records a part of a sum or the whole of a mean.
+    """
+    metrics = get_moe_metrics_tracker().metrics
+    return [_total(metrics[name], tensor_parallel) if name in metrics else 0.0 for name in NAMES]
+
+
+def _total(entry: MetricEntry, tensor_parallel: int) -> float:
+    return float(entry.values.sum()) / (1 if entry.avg_group is None else tensor_parallel)
+
+
+def tell_sums(sums: Sequence[float], micro_batches: int, layers: int) -> None:
+    """Give Megatron's tracker the sums over all workers, so that it prints their mean over the global batch.
+
+    Args:
+        sums: by NAMES.
+        micro_batches: of the global batch.
+        layers: of the model.
+    """
+    tracker = get_moe_metrics_tracker()
+    for name, total in zip(NAMES, sums, strict=True):
+        if total:
+            tracker.ensure_initialized(name, layers)
+            # The tracker adds up its layers and divides by what Megatron takes for the number of micro-batches.
+            values = tracker.metrics[name].values
+            values.zero_()
+            values[0] = total * get_num_microbatches() / micro_batches
+
+
+def forget() -> None:
+    """Drop what an iteration has left that did not end, and the groups of its epoch."""
+    destroy_moe_metrics_tracker()
