@@ -188,6 +188,9 @@ class Agent:
         worker.given_up = True
         self._watcher.cut(worker.number)
         linux.cut_connections(worker.pid, worker.pidfd)
+        if self._restarts_left[place_of(worker.number, self._starter.places)]:
+            # Nobody can take its place while it is there, and it may be stopped for good.
+            linux.kill_group(worker.pid)
 
     def _on_signal(self, number: int, now: float) -> None:
         if number not in (signal.SIGTERM, signal.SIGINT):

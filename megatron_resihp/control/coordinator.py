@@ -110,7 +110,7 @@ class Coordinator:
         actions: list[Action] = []
         try:
             slowdown = Slowdown(tuple(message["workers"]), message["factor"], message["iteration"])
-            self._slowness.take(slowdown, self._membership.dead)
+            self._slowness.take(slowdown, self._membership.dead, self._membership.living)
             answer = {"done": str(slowdown)}
             actions = [Log(self._drill_set(slowdown)), Notify(self._slowness.notice())]
         except (ConfigError, KeyError, TypeError) as error:

@@ -23,6 +23,8 @@ RECORDS_FD: Final = "RESIHP_RECORDS_FD"
 HEARTBEAT_S: Final = "RESIHP_HEARTBEAT_S"
 """Seconds between two beats of the lifeline."""
 AGENT_PID: Final = "RESIHP_AGENT_PID"
+MAX_RESTARTS: Final = "RESIHP_MAX_RESTARTS"
+"""How often each worker that died is started anew."""
 STAND_IN: Final = "RESIHP_CPU"
 """1: use the CPU stand-in for CUDA."""
 
@@ -38,6 +40,7 @@ class JobEnvironment:
     run_dir: Path
     heartbeat_s: float
     stand_in: bool
+    max_restarts: int = 0
 
     @property
     def world_size(self) -> int:
@@ -72,5 +75,6 @@ class JobEnvironment:
             RECORDS_FD: str(records),
             HEARTBEAT_S: str(self.heartbeat_s),
             AGENT_PID: str(os.getpid()),
+            MAX_RESTARTS: str(self.max_restarts),
             **({STAND_IN: "1"} if self.stand_in else {}),
         }

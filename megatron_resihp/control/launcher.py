@@ -307,6 +307,7 @@ def _environment(options: LaunchOptions, seat: _Seat) -> JobEnvironment:
         run_dir=seat.run_dir,
         heartbeat_s=options.heartbeat_s,
         stand_in=options.stand_in,
+        max_restarts=options.max_restarts,
     )
 
 

@@ -68,8 +68,12 @@ class SlownessDesk:
     holds: Slowness = field(default_factory=Slowness)
     _scheduled: set[int] = field(default_factory=set)
 
-    def take(self, slowdown: Slowdown, dead: Collection[int]) -> None:
+    def take(self, slowdown: Slowdown, dead: Collection[int], living: Collection[int] = ()) -> None:
         """Change what holds.
+
+        Args:
+            dead: workers that are.
+            living: workers that have work or stand by, also such as were started anew.
 
         Raises:
             ConfigError: with one line, if it cannot be.
@@ -77,7 +81,7 @@ class SlownessDesk:
         if self.emulated is None:
             raise ConfigError("the job is still starting; try again when it trains")
         for worker in slowdown.workers:
-            if worker >= self.workers:
+            if worker >= self.workers and worker not in {*living, *dead}:
                 raise ConfigError(f"there is no worker {worker}; the job has 0 to {self.workers - 1}")
             if worker in dead:
                 raise ConfigError(f"worker {worker} is dead; choose a living one")

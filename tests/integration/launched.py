@@ -80,6 +80,7 @@ class Launched:
             sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
             megatron_resihp.enable = lambda: None
             agent.TERMINATE_S = 0.5  # type: ignore[misc]  # Some of these workers outlive SIGTERM on purpose.
+            agent.RESTART_AFTER_S = 0.1  # type: ignore[misc]
             code = launcher.launch(self.options, fork_worker, RunReport)
             # Nothing but the main thread may be left.
             eventually("threads end", lambda: len(os.listdir("/proc/self/task")) == 1, 3.0)

@@ -171,6 +171,18 @@ def test_a_worker_that_died_is_started_anew_and_taken_in(launch: Launch) -> None
     assert len(run.events("worker_restarted")) == 1
 
 
+@pytest.mark.nightly
+def test_a_worker_that_was_stopped_for_good_is_started_anew(launch: Launch) -> None:
+    run = launch(max_restarts=1, heartbeat_timeout_s=1.0)
+    os.kill(begun(run)[1], signal.SIGSTOP)
+    run.await_event("epoch_started", epoch=2)
+    run.ask("finish")
+    assert run.end() == 0, run.output()
+    plan = ParallelPlan.from_dict(run.events("epoch_started")[-1]["plan"])
+    assert plan.working == (0, 4, 2), "the first plan, with another worker in the stopped one's place"
+
+
+@pytest.mark.nightly
 def test_others_go_on_without_a_newcomer_that_dies_while_it_is_taken_in(launch: Launch) -> None:
     run = launch("dawdle_5", max_restarts=1)
     kill(begun(run)[2])
@@ -182,6 +194,7 @@ def test_others_go_on_without_a_newcomer_that_dies_while_it_is_taken_in(launch: 
     assert run.end() == 0, run.output()
 
 
+@pytest.mark.nightly
 def test_a_newcomer_does_not_delay_the_end(launch: Launch) -> None:
     """It is starting, and hears nothing yet; members have ten seconds to end by themselves."""
     run = launch("idle_4", max_restarts=1)

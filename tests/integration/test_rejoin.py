@@ -68,6 +68,20 @@ def test_who_dies_while_it_waits_holds_up_nobody_and_comes_back_again(jobs: Jobs
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("point", ["recovery-rebuild", "recovery-ready"])
+def test_who_dies_while_it_is_taken_in_and_comes_back_again(jobs: Jobs, point: str) -> None:
+    reference = jobs.reference(tiny(**TWO_REPLICAS), workers=WORKERS)
+    arguments = tiny(**TWO_REPLICAS, resihp_drill=["kill:3@3", f"kill:7@1:{point}"])
+    wishes = ["hold-0-6", "hold-0-10"]
+    job = jobs.start(arguments, workers=WORKERS, max_restarts=2, script=WISHING, wishes=wishes)
+    for iteration, worker in ((6, 7), (10, 11)):
+        job.await_event("worker_waiting", waiting=worker)
+        job.wish(f"go_on-{iteration}")
+    check_training(job.wait(), reference)
+    assert plans(job)[-1].members == (0, 1, 2, 11) and len(plans(job)[-1].replicas) == 2
+
+
+@pytest.mark.nightly
 def test_in_a_resumed_job_it_needs_no_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
     """State, counters, the data's cursor and the learning rate come from the others."""
     saving = tiny(**TWO_REPLICAS | {"save": tmp_path / "saved", "save_interval": 3, "exit_interval": 3})

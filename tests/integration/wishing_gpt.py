@@ -1,6 +1,7 @@
 """scripts/pretrain_gpt.py with a forward step that does what files in RUN_DIR/wishes ask for: ACTION-WORKER-ITERATION.
 
-Actions: `oom` and `error` raise, `nan` spoils the output, `hold` waits for the file `go_on`. The wish `packing` has no
+Actions: `oom` and `error` raise, `nan` spoils the output, `hold` waits for the file `go_on` or, in iteration 7, for
+`go_on-7`. The wish `packing` has no
 worker and iteration: the bounds of packed documents are written to RUN_DIR/packing_WORKER, a line per micro-batch.
 """
 
@@ -34,7 +35,8 @@ def forward_step(*positional: Any) -> Any:
     if wished("error"):
         raise ValueError("the user's code has a bug")
     deadline = time.monotonic() + HOLD_S
-    while wished("hold") and not (WISHES / "go_on").exists() and time.monotonic() < deadline:
+    going = (WISHES / "go_on", WISHES / f"go_on-{get_args().curr_iteration + 1}")
+    while wished("hold") and not any(file.exists() for file in going) and time.monotonic() < deadline:
         time.sleep(0.01)
     output, loss_function = plain_forward_step(*positional)
     return (output * float("nan") if wished("nan") else output), loss_function
