@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from megatron_resihp.control.health import Speeds
+from megatron_resihp.control.trial import Outcome, Trial
 from megatron_resihp.plan import ParallelPlan
 
 Event = Mapping[str, Any]
@@ -19,6 +20,8 @@ Event = Mapping[str, Any]
 OBSERVE, ASK, ACT = "observe", "ask", "act"
 LEAST_GAIN: Final = 0.01
 """Smaller gains are within the error of the costs that plans are compared by."""
+WORSE: Final = 0.05
+"""Iterations that are longer by this share after a change say that it has not paid."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Recommend:
     iteration_s: float
 
 
-Action = AskPlanner | Recommend
+Action = AskPlanner | Recommend | Outcome
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class _Candidate:
     gain: float
     moving_s: float
     iteration_s: float
+    why: str | None = None
+    """If not for speeds."""
 
 
 class Policy:
@@ -99,6 +104,11 @@ class Policy:
         self._heard = False
         """Whether there was a verdict that no recommendation was made for yet."""
         self._changing = False
+        self._trial = Trial()
+        self._before: ParallelPlan | None = None
+        """To go back to, where the change that was recommended doesn't pay."""
+        self._said: str | None = None
+        """Why a change was recommended that may turn out not to pay."""
         self._iteration = 0
         self._iteration_s: float | None = None
         self._train_iters: int | None = None
@@ -107,6 +117,10 @@ class Policy:
 
     def note(self, event: Event, now: float) -> list[Action]:
         """Something happened in the run."""
+        outcome = self._trial.note(event)
+        return [*self._react(event, now), *([] if outcome is None else self._judged(outcome, now))]
+
+    def _react(self, event: Event, now: float) -> list[Action]:
         match event["event"]:
             case "job":
                 self._train_iters = event["train_iters"]
@@ -115,7 +129,9 @@ class Policy:
                 self._drop()
             case "plan_change":
                 self._changing = True
+                self._before = self._plan if event["why"] == self._said else None
             case "recovery":
+                self._before = None
                 self._stand_still_s = event["resumed_at"] - event["broken_at"]
                 # Rectangles are not the best that survivors can do. Who only looks on need not know how much better.
                 return self._ask() if self._settings.act != OBSERVE or self._somebody_is_slow() else []
@@ -150,6 +166,16 @@ class Policy:
             self._counted = self._iteration
         self._since = None
         return self._decide(now)
+
+    def _judged(self, outcome: Outcome, now: float) -> list[Action]:
+        """Planners may be wrong about what a plan is worth on these devices; then the one before is the better one."""
+        before, self._before = self._before, None
+        if before is None or outcome.after_s <= (1 + WORSE) * outcome.before_s:
+            return [outcome]
+        gain = 1.0 - outcome.before_s / outcome.after_s
+        why = f"change {outcome.number} has not paid: iterations {outcome.before_s:.3g} s → {outcome.after_s:.3g} s"
+        self._candidate = _Candidate(before.to_dict(), gain, self._stand_still_s or 0.0, outcome.before_s, why)
+        return [outcome, *self._decide(now)]
 
     def _ask(self) -> list[Action]:
         if self._plan is None:
@@ -191,7 +217,9 @@ class Policy:
         )
         if too_soon or self._lost_s < cost_s or to_save_s < cost_s:
             return []
-        why = f"{self._speeds.in_words(self._plan.members)}: iterations {100 * candidate.gain:.0f} % shorter"
+        gained = f"iterations {100 * candidate.gain:.0f} % shorter"
+        why = candidate.why or f"{self._speeds.in_words(self._plan.members)}: {gained}"
+        self._said = why if candidate.why is None else None
         found = Recommend(
             self._settings.act, candidate.plan, why, candidate.gain, self._lost_s, cost_s, candidate.iteration_s
         )

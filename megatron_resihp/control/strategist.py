@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,8 @@ from megatron_resihp.control.health import Speeds
 from megatron_resihp.control.next_plan import StrategicPlan, Survivors
 from megatron_resihp.control.planner_process import PlannerProcess
 from megatron_resihp.control.planning import request_of
-from megatron_resihp.control.policy import ACT, ASK, OBSERVE, AskPlanner, Policy, Recommend, Settings
+from megatron_resihp.control.policy import ACT, ASK, OBSERVE, Action, Policy, Recommend, Settings
+from megatron_resihp.control.trial import Outcome
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.places import names_of_places, place_of, renamed
 
@@ -166,8 +167,11 @@ class Strategist:
             if self._job.get("act", OBSERVE) != OBSERVE:
                 self._by_choice.rehearse(request)
 
-    def _do(self, actions: list[AskPlanner | Recommend]) -> None:
+    def _do(self, actions: list[Action]) -> None:
         for action in actions:
+            if isinstance(action, Outcome):
+                self._tell({"event": "change_measured", **asdict(action)})
+                continue
             if isinstance(action, Recommend):
                 self._recommend(action)
                 continue

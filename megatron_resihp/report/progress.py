@@ -126,6 +126,7 @@ class _Run:
             ],
             names.CHANGE_REFUSED: lambda e: [f"no change of the plan, {e['why']}: {e['reason']}"],
             names.RECONFIGURATION: _reconfiguration,
+            names.CHANGE_MEASURED: _change_measured,
             names.PLANNED: _planned,
             names.WOULD_CHANGE: lambda e: [f"another plan would pay: {e['why']}; --resihp-act act would take it"],
             names.PROPOSAL: lambda e: [f"another plan would pay: {e['why']}; see `resihp apply`: {e['path']}"],
@@ -282,6 +283,11 @@ def _planned(event: Event) -> list[str]:
 def _reconfiguration(event: Event) -> list[str]:
     when = f"after iteration {event['resumed_iteration']}"
     return [f"change {event['number']} done {when}; stood still for {duration(number(event['stood_still_s']))}"]
+
+
+def _change_measured(event: Event) -> list[str]:
+    before, after = (duration(number(event[name])) for name in ("before_s", "after_s"))
+    return [f"change {event['number']}: iterations took {before} before it, and take {after} now"]
 
 
 def _suspicion(event: Event) -> list[str]:

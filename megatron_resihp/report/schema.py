@@ -283,6 +283,15 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("stood_still_s", NUMBER, "seconds between both"),
         ),
     ),
+    names.CHANGE_MEASURED: EventSchema(
+        "the policy, on node 0",
+        "Whether a change by choice has paid; told where nobody became slow, well again or died in between.",
+        (
+            Field("number", INTEGER, "of the change"),
+            Field("before_s", NUMBER, "median seconds of an iteration before it"),
+            Field("after_s", NUMBER, "the same of 16 iterations after it"),
+        ),
+    ),
     names.MODEL: EventSchema(
         "coordinator",
         "What a worker has told of the model, for planning.",

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control.policy import Action, AskPlanner, Policy, Recommend, Settings
+from megatron_resihp.control.trial import Outcome
 from megatron_resihp.plan import ParallelPlan, Replica
 
 PLAN = ParallelPlan((Replica(((0,), (2,)), (0, 2)), Replica(((1,), (3,)), (1, 3))))
+OTHER = ParallelPlan((Replica(((0,), (2,)), (0, 2, 3)), Replica(((1,), (3,)), (1,))))
 NEXT = {"version": 2, "replicas": [], "standbys": {}}
 ITERATION_S = 2.0
 
@@ -39,12 +41,12 @@ class Run:
         found = {"plan": NEXT, "current_s": 2.0, "iteration_s": 2.0 * (1 - gain), "moving_s": moving_s}
         return self.policy.answered(asked.number, found, self.now)
 
-    def train(self, iterations: int) -> list[Action]:
+    def train(self, iterations: int, seconds: float = ITERATION_S) -> list[Action]:
         found: list[Action] = []
         for _ in range(iterations):
-            self.now += ITERATION_S
+            self.now += seconds
             self.iteration += 1
-            found += self.tell("iteration", iteration=self.iteration, duration_s=ITERATION_S)
+            found += self.tell("iteration", iteration=self.iteration, duration_s=seconds)
         return found
 
 
@@ -112,7 +114,7 @@ def test_a_verdict_while_a_change_is_under_way_is_not_forgotten() -> None:
     run = Run(seconds_between_changes=0.0)
     run.answer(run.verdict())
     assert run.train(10)
-    run.tell("plan_change")
+    run.tell("plan_change", why="worker 3")
     assert not run.answer(run.verdict("recovery", 1.0)) and not run.train(10)
     run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
     [asked] = run.tell("reconfiguration", stood_still_s=0.5)
@@ -133,6 +135,50 @@ def test_what_is_lost_is_counted_once() -> None:
     assert isinstance(asked, AskPlanner) and not run.answer(asked) and not run.train(3)
     [found] = run.train(1)
     assert isinstance(found, Recommend) and found.lost_s == pytest.approx(5.0)
+
+
+def changed(run: Run, why: str, after_s: float, number: int = 1) -> list[Action]:
+    """A change is made, and iterations last so long then: what follows."""
+    run.tell("plan_change", why=why)
+    run.tell("epoch_started", plan=OTHER.to_dict(), epoch=number)
+    run.tell("reconfiguration", stood_still_s=0.5, number=number)
+    return run.train(18, after_s)
+
+
+def test_a_change_that_does_not_pay_is_undone() -> None:
+    run = Run(seconds_between_changes=0.0)
+    run.answer(run.verdict())
+    [found] = run.train(10)
+    assert isinstance(found, Recommend)
+    [told] = changed(run, found.why, after_s=2.2)
+    assert told == Outcome(1, 2.0, 2.2)
+    [back] = run.train(3, 2.2)
+    assert isinstance(back, Recommend) and back.plan == PLAN.to_dict() and back.iteration_s == 2.0
+    assert back.why == "change 1 has not paid: iterations 2 s → 2.2 s"
+    assert changed(run, back.why, after_s=2.5, number=2) == [Outcome(2, 2.2, 2.5)], "back and forth it would go"
+    assert not run.train(50, 2.5)
+
+
+@pytest.mark.parametrize(("why", "after_s"), [("asked for by hand", 3.0), (None, 2.05)])
+def test_a_change_that_pays_or_was_asked_for_by_people_stays(why: str | None, after_s: float) -> None:
+    run = Run(seconds_between_changes=0.0)
+    run.answer(run.verdict())
+    [found] = run.train(10)
+    assert isinstance(found, Recommend)
+    assert changed(run, why or found.why, after_s) == [Outcome(1, 2.0, after_s)]
+    assert not run.train(50, after_s)
+
+
+def test_iterations_of_other_speeds_say_nothing_of_a_change() -> None:
+    run = Run(seconds_between_changes=0.0)
+    run.answer(run.verdict())
+    [found] = run.train(10)
+    assert isinstance(found, Recommend)
+    run.tell("plan_change", why=found.why)
+    run.tell("epoch_started", plan=OTHER.to_dict(), epoch=1)
+    run.tell("reconfiguration", stood_still_s=0.5, number=1)
+    run.verdict("severity", 0.2)
+    assert not run.train(50, 4.0)
 
 
 def test_least_time_between_changes() -> None:

@@ -82,6 +82,7 @@ def test_whatever_befalls_a_run_is_told(synthetic_run: Callable[..., Any]) -> No
     run.write(
         "reconfiguration", number=1, why="asked for", from_epoch=0, to_epoch=1, resumed_iteration=10, stood_still_s=0.25
     )
+    run.write("change_measured", number=1, before_s=0.5, after_s=0.25)
     run.write("policy_failed", error="ValueError: no")
     run.write("salvage", iteration=10, path="left", complete=False, missing=[])
     run.finish(3, "no plan fits")
@@ -99,6 +100,7 @@ def test_whatever_befalls_a_run_is_told(synthetic_run: Callable[..., Any]) -> No
         "change 1 of the plan, asked for by hand: plan.json:",
         "  replica 0: layers 3, 3 → 2, 4",
         "change 1 done after iteration 10; stood still for 250 ms",
+        "change 1: iterations took 500 ms before it, and take 250 ms now",
         "the policy gave up, training goes on: ValueError: no",
         "no plan is left; survivors wrote INCOMPLETE state of iteration 10: left",
         "run ended with exit code 3: no plan fits",

@@ -1,0 +1,74 @@
+"""Whether a change of plan by choice has paid: iterations before and after it. Pure; imports the standard library."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+COMPARED: Final = 16
+"""Iterations after a change, and at most so many before it."""
+FEWEST: Final = 4
+SKIPPED: Final = 2
+"""An epoch's first iterations, which connect and allocate."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a change has done.
+
+    Attributes:
+        number: of the change.
+        before_s, after_s: median seconds of an iteration.
+    """
+
+    number: int
+    before_s: float
+    after_s: float
+
+
+class Trial:
+    """Follows the run's events. A verdict or a failure in between says that both sides can't be compared."""
+
+    def __init__(self) -> None:
+        self._newest: deque[tuple[int, float]] = deque(maxlen=COMPARED)
+        """Numbers and seconds of this epoch's iterations, since somebody's speed last changed."""
+        self._to_skip = 0
+        self._before: float | None = None
+        self._number: int | None = None
+        """The change that is being judged."""
+
+    def note(self, event: Mapping[str, Any]) -> Outcome | None:
+        """Something happened; what it says of the last change."""
+        match event["event"]:
+            case "plan_change":
+                enough = len(self._newest) >= FEWEST
+                self._before = self._median() if enough else None
+            case "epoch_started":
+                self._newest.clear()
+                self._to_skip, self._number = SKIPPED, None
+            case "reconfiguration" if self._before is not None:
+                self._number = event["number"]
+            case "recovery":
+                self._before = None
+            case "verdict":
+                kept = [each for each in self._newest if each[0] >= event["since"]]
+                self._newest = deque(kept, maxlen=COMPARED)
+                self._before = self._number = None
+            case "iteration" if event.get("duration_s"):
+                return self._iterated(event["iteration"], float(event["duration_s"]))
+        return None
+
+    def _iterated(self, iteration: int, seconds: float) -> Outcome | None:
+        if self._to_skip > 0:
+            self._to_skip -= 1
+            return None
+        self._newest.append((iteration, seconds))
+        if self._number is None or self._before is None or len(self._newest) < COMPARED:
+            return None
+        outcome = Outcome(self._number, self._before, self._median())
+        self._before = self._number = None
+        return outcome
+
+    def _median(self) -> float:
+        return median(seconds for _, seconds in self._newest)
