@@ -92,6 +92,7 @@ class Policy:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._between_s = settings.seconds_between_changes
         self._speeds = Speeds()
         self._plan: ParallelPlan | None = None
         self._asked = 0
@@ -168,7 +169,8 @@ class Policy:
         return self._decide(now)
 
     def _judged(self, outcome: Outcome, now: float) -> list[Action]:
-        """Planners may be wrong about what a plan is worth on these devices; then the one before is the better one."""
+        """Planners may be wrong about what a plan is worth on these devices. Then the one before is the better one, and
+        what they say is listened to less often."""
         before, self._before = self._before, None
         if before is None or outcome.after_s <= (1 + WORSE) * outcome.before_s:
             return [outcome]
@@ -212,14 +214,15 @@ class Policy:
             return []
         cost_s = candidate.moving_s if self._stand_still_s is None else self._stand_still_s
         to_save_s = (self._train_iters - self._iteration) * iteration_s * candidate.gain
-        too_soon = (
-            self._changed_at is not None and now - self._changed_at < self._settings.seconds_between_changes
-        )
+        too_soon = self._changed_at is not None and now - self._changed_at < self._between_s
         if too_soon or self._lost_s < cost_s or to_save_s < cost_s:
             return []
         gained = f"iterations {100 * candidate.gain:.0f} % shorter"
         why = candidate.why or f"{self._speeds.in_words(self._plan.members)}: {gained}"
-        self._said = why if candidate.why is None else None
+        if candidate.why is None:
+            self._said = why
+        else:
+            self._said, self._between_s = None, 2 * self._between_s
         found = Recommend(
             self._settings.act, candidate.plan, why, candidate.gain, self._lost_s, cost_s, candidate.iteration_s
         )
