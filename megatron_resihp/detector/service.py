@@ -24,6 +24,7 @@ from megatron_resihp.detector.recording import FILE_NAME, Recorder, RecordingErr
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Verdict
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.places import node_of
 
 Event = dict[str, Any]
 
@@ -48,7 +49,7 @@ class DetectionService:
         self._inquiries: Inquiries | None = None
         self.callbacks: list[Callable[[Verdict], None]] = []
         self._run_dir = run_dir
-        self._workers_per_node = 1
+        self._places = self._workers_per_node = 1
         self._job: Event = {}
         self._recorder: Recorder | None = None
         self._assembler = Assembler()
@@ -66,7 +67,7 @@ class DetectionService:
         """Learn of the job, or of an epoch that begins."""
         match event["event"]:
             case "run_started":
-                self._workers_per_node = event["nproc_per_node"]
+                self._places, self._workers_per_node = event["world_size"], event["nproc_per_node"]
             case "job":
                 self._job = event
                 if "gemm" in event:
@@ -75,7 +76,9 @@ class DetectionService:
             case "epoch_started":
                 plan = ParallelPlan.from_dict(event["plan"])
                 self._standbys = frozenset(plan.standbys)
-                nodes = {worker: worker // self._workers_per_node for worker in plan.members}
+                nodes = {
+                    worker: node_of(worker, self._places, self._workers_per_node) for worker in plan.members
+                }
                 return self._begin(layout_of(plan, event["epoch"], nodes))
             case "validation":
                 return self._settle(event)

@@ -318,7 +318,15 @@ def test_a_recording_does_not_grow_for_ever(job: Job, monkeypatch: pytest.Monkey
     assert job.named("detection")[0]["records"] == 9 * REPLICAS
 
 
+def test_who_came_back_is_on_the_node_of_its_place(job: Job, tmp_path: Path) -> None:
+    back = ParallelPlan(tuple(Replica(((worker,),), (worker % 4,)) for worker in (0, 1, 2 + REPLICAS, 3)))
+    job.tell(event="epoch_started", epoch=1, plan=back.to_dict())
+    job.finish()
+    layout = list(Recording(tmp_path / FILE_NAME))[-1]
+    assert not isinstance(layout, bytes) and not layout.node.any()
+
+
 def test_nothing_is_said_of_a_run_without_the_plugin(tmp_path: Path) -> None:
     desk = DetectionService(tmp_path, lambda order: None)
-    desk.note({"event": "run_started", "nproc_per_node": 8})
+    desk.note({"event": "run_started", "world_size": 8, "nproc_per_node": 8})
     assert desk.look(1.0) == desk.finish() == []
