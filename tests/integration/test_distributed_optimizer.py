@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import WISHING, Job, Jobs, check_training, tiny
+from jobs import EXPERTS, WISHING, Job, Jobs, check_training, tiny
 
 from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
 
@@ -59,8 +59,9 @@ def test_a_copy_becomes_the_last_replica(jobs: Jobs) -> None:
         pytest.param(TENSOR | {"bf16": True}, 2e-3, marks=NIGHTLY),
         pytest.param(PIPELINE | {"bf16": True}, 2e-3, marks=NIGHTLY),
         pytest.param(PIPELINE | {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}, 1e-5, marks=NIGHTLY),
+        pytest.param(TENSOR | EXPERTS | {"sequence_parallel": True}, 1e-5, marks=NIGHTLY),
     ],
-    ids=["tensor, bf16", "pipeline, bf16", "pipeline, small buckets, overlap"],
+    ids=["tensor, bf16", "pipeline, bf16", "pipeline, small buckets, overlap", "experts"],
 )
 def test_deaths_in_other_layouts(jobs: Jobs, layout: dict[str, Any], tolerance: float) -> None:
     survive(jobs, "kill:1@2:step", "kill:2@4:backward", layout=layout, tolerance=tolerance)
