@@ -115,6 +115,10 @@ class Slowdown:
         return f"{name} is at {f'{self.factor:g} of its speed' if self.factor < 1.0 else 'full speed'}"
 
 
+AUTO: Final = "auto"
+"""Given for a plan: the planner's own."""
+
+
 @dataclass(frozen=True)
 class ScheduledPlan:
     """A plan to ask for when an iteration (1-based) begins."""
@@ -175,7 +179,8 @@ class ResihpConfig:
     )  # fmt: skip
     resihp_plan: Sequence[str] = _flag(
         (), "Plans to change to while training: FILE[@ITERATION], the JSON of `resihp plan --json`, asked for when the "
-        "iteration begins (default: the first) and taken after one of the next.",
+        "iteration begins (default: the first) and taken after one of the next; or auto, the planner's own for this "
+        "model with all workers well, as soon as it is found.",
         nargs="+", metavar="PLAN",
     )  # fmt: skip
     resihp_record_samples: bool = _flag(
@@ -238,7 +243,13 @@ class ResihpConfig:
         Raises:
             ConfigError: one of them is not written as it has to be.
         """
-        return tuple(sorted(map(ScheduledPlan.parse, self.resihp_plan), key=lambda plan: plan.iteration))
+        files = [text for text in self.resihp_plan if text != AUTO]
+        return tuple(sorted(map(ScheduledPlan.parse, files), key=lambda plan: plan.iteration))
+
+    @property
+    def begins_with_a_plan(self) -> bool:
+        """Whether the planner is to choose the layout that the job begins with."""
+        return AUTO in self.resihp_plan
 
     def _drill_texts(self) -> list[str]:
         return [line for text in self.resihp_drill for line in (_read(text[1:]) if text[:1] == "@" else [text])]

@@ -31,10 +31,12 @@ class Settings:
     Attributes:
         act: "observe": say what would be done; "ask": propose it to people; "act": do it.
         seconds_between_changes: least time from one change by choice to the next.
+        begins_with_a_plan: whether to ask for a plan as the job begins, and to take it at once.
     """
 
     act: str = OBSERVE
     seconds_between_changes: float = 60.0
+    begins_with_a_plan: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class Policy:
         """To go back to, where the change that was recommended doesn't pay."""
         self._said: str | None = None
         """Why a change was recommended that may turn out not to pay."""
+        self._beginning = False
+        """Whether the plan is awaited that the job is to begin with."""
         self._iteration = 0
         self._iteration_s: float | None = None
         self._train_iters: int | None = None
@@ -128,6 +132,8 @@ class Policy:
             case "epoch_started":
                 self._plan = ParallelPlan.from_dict(event["plan"])
                 self._drop()
+                self._beginning = self._settings.begins_with_a_plan and event["epoch"] == 0
+                return self._ask() if self._beginning else []
             case "plan_change":
                 self._changing = True
                 self._before = self._plan if event["why"] == self._said else None
@@ -157,6 +163,10 @@ class Policy:
         if number != self._asked or "no_plan" in answer or not answer["current_s"]:
             return []
         gain = 1.0 - answer["iteration_s"] / answer["current_s"]
+        if self._beginning and gain >= LEAST_GAIN:
+            self._beginning = False
+            why = f"the planner's own layout: {_shorter(gain)}"
+            return [Recommend(ACT, answer["plan"], why, gain, 0.0, answer["moving_s"], answer["iteration_s"])]
         if gain < LEAST_GAIN:
             self._since = None
             return []
@@ -217,8 +227,7 @@ class Policy:
         too_soon = self._changed_at is not None and now - self._changed_at < self._between_s
         if too_soon or self._lost_s < cost_s or to_save_s < cost_s:
             return []
-        gained = f"iterations {100 * candidate.gain:.0f} % shorter"
-        why = candidate.why or f"{self._speeds.in_words(self._plan.members)}: {gained}"
+        why = candidate.why or f"{self._speeds.in_words(self._plan.members)}: {_shorter(candidate.gain)}"
         if candidate.why is None:
             self._said = why
         else:
@@ -228,3 +237,7 @@ class Policy:
         )
         self._candidate, self._heard = None, False  # said once
         return [found]
+
+
+def _shorter(gain: float) -> str:
+    return f"iterations {100 * gain:.0f} % shorter"

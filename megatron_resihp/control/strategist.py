@@ -138,7 +138,8 @@ class Strategist:
                 self._job = dict(event)
                 defaults = Settings()
                 between = event.get("seconds_between_changes", defaults.seconds_between_changes)
-                self._policy = Policy(Settings(event.get("act", defaults.act), between))
+                begins = event.get("begins_with_a_plan", defaults.begins_with_a_plan)
+                self._policy = Policy(Settings(event.get("act", defaults.act), between, begins))
             case "model":
                 self._job["arguments"] = event["arguments"]
             case "epoch_started":
@@ -180,6 +181,8 @@ class Strategist:
             answer = self._ask(
                 self._by_choice, strategy, self._job, action.plan, action.speeds, action.links, BY_CHOICE_S
             )
+            if "no_plan" in answer:
+                self._tell({"event": "no_plan", "reason": answer["no_plan"]})
             assert self._policy is not None
             self._do(self._policy.answered(action.number, answer, time.monotonic()))
 

@@ -125,6 +125,7 @@ def job_fields(args: Any, config: ResihpConfig, own: OwnLayout) -> dict[str, Any
         "distributed_optimizer": bool(args.use_distributed_optimizer),
         "strategy": config.resihp_strategy,
         "act": config.resihp_act,
+        "begins_with_a_plan": config.begins_with_a_plan,
         "seconds_between_changes": config.resihp_seconds_between_changes,
         "device_memory": None if cpu.installed() else torch.cuda.get_device_properties(args.local_rank).total_memory,
         "cost_model": config.resihp_cost_model and os.path.abspath(config.resihp_cost_model),

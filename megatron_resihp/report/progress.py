@@ -130,6 +130,7 @@ class _Run:
             names.PLANNED: _planned,
             names.WOULD_CHANGE: lambda e: [f"another plan would pay: {e['why']}; --resihp-act act would take it"],
             names.PROPOSAL: lambda e: [f"another plan would pay: {e['why']}; see `resihp apply`: {e['path']}"],
+            names.NO_PLAN: lambda e: [f"the planner has no other plan: {e['reason']}"],
             names.POLICY_FAILED: lambda e: [f"the policy gave up, training goes on: {e['error']}"],
             names.FIRST_STEP: self._first_step,
             names.DRILL: self._drill,

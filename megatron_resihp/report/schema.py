@@ -320,6 +320,11 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
         "A change of plan by choice would pay; `resihp apply RUN_DIR PATH` makes it.",
         (*_RECOMMENDED, Field("path", TEXT, "where the plan is")),
     ),
+    names.NO_PLAN: EventSchema(
+        "the policy, on node 0",
+        "The planner was asked for another plan and has none; training goes on with the one in force.",
+        (Field("reason", TEXT, "why"),),
+    ),
     names.POLICY_FAILED: EventSchema(
         "the policy, on node 0",
         "The policy has given up: no more changes by choice unless by hand. Training and the rest go on.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from jobs import Jobs, check_training, tiny
+from jobs import EXPERTS, Jobs, check_training, tiny
 
 from megatron_resihp.plan import ParallelPlan
 
@@ -24,3 +24,17 @@ def test_survivors_of_a_death_in_a_tensor_parallel_group_all_go_on_working(jobs:
     plan = ParallelPlan.from_dict(job.events("epoch_started")[-1]["plan"])
     assert set(plan.working) == {0, 1, 2, 3, 4, 6, 7} and plan.not_rectangular is not None
     check_training(job, jobs.reference(tiny(**MODEL), workers=8))
+
+
+@pytest.mark.usefixtures("compiled_planner")
+def test_a_model_of_unlike_layers_begins_with_the_planners_own_layout(jobs: Jobs) -> None:
+    """Dense layers, then mixtures of experts, and a head that takes longer than both."""
+    model = EXPERTS | {
+        "num_layers": 6, "moe_layer_freq": "[0,0,0,1,1,1]", "pipeline_model_parallel_size": 2, "global_batch_size": 8,
+        "train_iters": 16,
+    }  # fmt: skip
+    job = jobs.run(tiny(**model, resihp_emulate="h800", resihp_plan="auto"), workers=4)
+    check_training(job, jobs.reference(tiny(**model), workers=4))
+    first, chosen = (ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started"))
+    assert first.not_rectangular is None and chosen.not_rectangular is not None
+    assert "iterations" in job.events("reconfiguration")[-1]["why"]

@@ -67,7 +67,7 @@ class TestPlans:
             ScheduledPlan.parse("")
 
     def test_earlier_plans_come_first(self) -> None:
-        plans = parse("--resihp-plan", "plan.json@9", "plan.json@3").plans()
+        plans = parse("--resihp-plan", "plan.json@9", "auto", "plan.json@3").plans()
         assert [plan.iteration for plan in plans] == [3, 9]
 
 

@@ -23,7 +23,7 @@ class Run:
         self.policy = Policy(Settings(**{"act": "act", "seconds_between_changes": 60.0, **settings}))
         self.now, self.iteration = 1000.0, 10
         self.tell("job", train_iters=train_iters)
-        self.tell("epoch_started", plan=PLAN.to_dict(), epoch=0)
+        self.began = self.tell("epoch_started", plan=PLAN.to_dict(), epoch=0)
 
     def tell(self, name: str, **fields: Any) -> list[Action]:
         return self.policy.note({"event": name, **fields}, self.now)
@@ -228,3 +228,25 @@ def test_who_only_looks_on_need_not_plan_after_each_recovery() -> None:
 def test_no_plan_is_no_change(answer: dict[str, Any]) -> None:
     run = Run()
     assert not run.policy.answered(run.verdict().number, answer, run.now) and not run.train(100)
+
+
+class TestBeginning:
+    def test_the_planners_own_layout_is_taken_at_once(self) -> None:
+        run = Run(begins_with_a_plan=True, act="observe")
+        [asked] = run.began
+        assert isinstance(asked, AskPlanner) and set(asked.speeds.values()) == {1.0}
+        [found] = run.answer(asked)
+        assert isinstance(found, Recommend) and (found.act, found.plan) == ("act", NEXT)
+
+    def test_only_at_the_beginning(self) -> None:
+        run = Run(begins_with_a_plan=True, act="observe")
+        run.answer(run.began[0])
+        assert not run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
+        assert not run.answer(run.verdict()), "slowness is waited out as ever"
+
+    def test_a_layout_that_is_hardly_better_is_left_alone(self) -> None:
+        run = Run(begins_with_a_plan=True)
+        assert not run.answer(run.began[0], gain=0.005)
+
+    def test_nobody_asks_who_was_not_told_to(self) -> None:
+        assert not Run().began
