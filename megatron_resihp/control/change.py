@@ -118,6 +118,16 @@ def with_standbys(
     return replace(working, standbys={worker: held[worker] or None for worker in idle})
 
 
+def without_parts_kept(plan: ParallelPlan) -> ParallelPlan:
+    """A plan that is run after one in which a distributed optimizer was shared out.
+
+    In general mode who has no work goes on with the objects that it has; these have a part of the state only.
+    """
+    if plan.not_rectangular is None:
+        return plan
+    return replace(plan, standbys=dict.fromkeys(plan.standbys))
+
+
 def changes(before: ParallelPlan, after: ParallelPlan, own: tuple[Chunk, ...]) -> tuple[str, ...]:
     """What a change changes, line by line."""
     return differences(spelled_out(before, own), spelled_out(after, own))

@@ -22,7 +22,14 @@ from megatron_resihp.control.actions import (
     PublishPlan,
     Reopen,
 )
-from megatron_resihp.control.change import Change, ChangeRefused, changes, plan_of, plan_to_change_to
+from megatron_resihp.control.change import (
+    Change,
+    ChangeRefused,
+    changes,
+    plan_of,
+    plan_to_change_to,
+    without_parts_kept,
+)
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfiguration, recovery
 from megatron_resihp.control.holdings import Held, require_all_parts, written_once
@@ -92,7 +99,9 @@ class Membership:
 
     @property
     def _optimizer_is_shared_out(self) -> bool:
-        return bool(self.job.get("distributed_optimizer"))
+        """Whether each replica has a part of the optimizer's state only, under the plan that was run last."""
+        ran = self._running
+        return bool(self.job.get("distributed_optimizer")) and (ran is None or ran.not_rectangular is None)
 
     def handle(self, message: Message, now: float) -> list[Action]:
         """React to one message.
@@ -302,8 +311,8 @@ class Membership:
         assert self.plan is not None and self.shape is not None
         asked, degree = plan_of(message["plan"]), self.shape.tensor_parallel
         plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living | self.newcomers.waiting)
-        if self._optimizer_is_shared_out and plan.not_rectangular is not None:
-            raise ChangeRefused(f"the distributed optimizer runs in equal replicas only: {plan.not_rectangular}")
+        if self._optimizer_is_shared_out:
+            plan = without_parts_kept(plan)
         return Change(self._changes + 1, plan, message["why"])
 
     def _check_that_changes_can_be(self) -> None:
@@ -444,9 +453,11 @@ class Membership:
         held = {worker: self._held[worker] for worker in self._records} | taken_in
         survivors = self._survivors(held)
         try:
-            if self._optimizer_is_shared_out and self._running is not None:
+            if self._running is not None and self._optimizer_is_shared_out:
                 require_all_parts(self._running, held)
             plan, told = self._next_plan(survivors, now)
+            if self._optimizer_is_shared_out:
+                plan = without_parts_kept(plan)
         except NoPlanError as error:
             degree = self.shape.tensor_parallel
             missing = tuple(shard for lost in error.missing for shard in shards_at(self.own, lost, degree))

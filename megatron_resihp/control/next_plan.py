@@ -100,10 +100,7 @@ class StrategicPlan:
         answer = self._ask(strategy, survivors, running)
         if "no_plan" in answer:
             raise _Unusable(answer["no_plan"])
-        plan = planned(answer["plan"], held, own, survivors.shape.tensor_parallel)
-        if survivors.job.get("distributed_optimizer") and plan.not_rectangular is not None:
-            raise _Unusable(f"the distributed optimizer runs in equal replicas only: {plan.not_rectangular}")
-        return plan, answer
+        return planned(answer["plan"], held, own, survivors.shape.tensor_parallel), answer
 
 
 class _Unusable(Exception):

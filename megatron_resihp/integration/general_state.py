@@ -4,7 +4,8 @@ May import megatron and this room. Used in general mode, and on the way into it 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from megatron.core import mpu
@@ -78,7 +79,7 @@ def counted_norm_squared(model: Sequence[Any], general: General) -> float:
 
 def move_state(
     group: SideGroup, worker: int, old: Trained, new: Trained | None, held: Shards, wanted: Shards, cuts: int,
-    tied_head: int | None,
+    tied_head: int | None, whole: "WholeState | None" = None, filler: "Filler | None" = None,
 ) -> int:  # fmt: skip
     """Fill `new` with what its shards want, from the old objects and from other workers.
 
@@ -91,6 +92,8 @@ def move_state(
         wanted: every member's shards in the new plan.
         cuts: of both.
         tied_head: number of the head's layer if it shares the word embeddings.
+        whole: the state of the old objects' parameters, if they have parts of it only.
+        filler: where the state goes, if not straight into `new`.
 
     Returns:
         the bytes received.
@@ -100,20 +103,20 @@ def move_state(
     moves, missing = plan_moves(holdings, needs)
     if missing:
         raise RuntimeError(f"nobody holds {', '.join(map(str, sorted(missing)))}")
-    states = states_of(old)
+    whole = whole or WholeState(states_of(old), group_steps(old))
     source = _by_slice(old, held[worker], cuts, tied_head)
     target = _by_slice(new, wanted[worker], cuts, tied_head) if new is not None else {}
-    filler = _Filler(new) if new is not None else None
-    if filler is not None:
+    if new is not None:
+        filler = filler or _Filler(new)
         for piece in sorted(needs[worker] & holdings[worker]):
-            filler.fill(target[piece], _state(states, source[piece]))
-        filler.set_steps(group_steps(old))
+            filler.fill(target[piece], _state(whole.states, source[piece]))
+        filler.set_steps(whole.steps)
     received = 0
     for move in moves:
         if move.source == worker:
-            parts = {each: _state(states, source[each]) for each in move.slices}
+            parts = {each: _state(whole.states, source[each]) for each in move.slices}
             tensors = {f"{each}/{name}": view for each, views in parts.items() for name, view in views.items()}
-            send_tensors(group, move.target, tensors, {"steps": group_steps(old)})
+            send_tensors(group, move.target, tensors, {"steps": whole.steps})
         elif move.target == worker:
             assert filler is not None
             received += _receive(group, move, filler, target)
@@ -140,7 +143,7 @@ def _state(states: States, pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _receive(group: SideGroup, move: Move, filler: "_Filler", target: Mapping[Slice, list[Piece]]) -> int:
+def _receive(group: SideGroup, move: Move, filler: "Filler", target: Mapping[Slice, list[Piece]]) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     tensors, extra = receive_tensors(group, move.source, device)
     by_slice: dict[str, dict[str, torch.Tensor]] = {}
@@ -151,6 +154,53 @@ def _receive(group: SideGroup, move: Move, filler: "_Filler", target: Mapping[Sl
         filler.fill(target[piece], by_slice.get(str(piece), {}))
     filler.set_steps(extra["steps"])
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+@dataclass
+class WholeState:
+    """The state of parameters, each one's as `states_of` gives it, and counts of steps as `group_steps` does."""
+
+    states: dict[int, dict[str, torch.Tensor]]
+    steps: Sequence[Any]
+
+
+class Filler(Protocol):
+    """Puts slices of a state somewhere."""
+
+    def fill(self, pieces: Iterable[Piece], tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+    def set_steps(self, steps: Sequence[Any]) -> None:
+        """Step counters that an optimizer keeps per parameter group; they are equal in all groups."""
+
+
+class HostFiller:
+    """Puts them together in host memory."""
+
+    def __init__(self) -> None:
+        self.whole = WholeState({}, [])
+
+    def fill(self, pieces: Iterable[Piece], tensors: Mapping[str, torch.Tensor]) -> None:
+        for piece in pieces:
+            parameter, state = piece.parameter, self.whole.states.setdefault(id(piece.parameter), {})
+            for name, tensor in tensors.items():
+                kind = name.removesuffix(f"/{piece.name}")
+                if kind == name:
+                    continue
+                if not tensor.dim():
+                    state[kind] = tensor.detach().cpu().clone()
+                    continue
+                if kind not in state:
+                    state[kind] = torch.empty(parameter.shape, dtype=tensor.dtype)
+                piece.of(state[kind]).copy_(tensor)
+
+    def set_steps(self, steps: Sequence[Any]) -> None:
+        self.whole.steps = [*self.whole.steps, *steps]
+
+
+def _on_device(tensors: Mapping[str, torch.Tensor], parts: Sequence[Piece]) -> dict[str, torch.Tensor]:
+    """All but scalars where the parameters are: a digest also says which tensors are together."""
+    device = parts[0].parameter.device
+    return {name: tensor.to(device) if tensor.dim() else tensor.cpu() for name, tensor in tensors.items()}
 
 
 class _Filler:
@@ -211,15 +261,17 @@ def slice_states(
     return {piece: _state(states, parts) for piece, parts in _by_slice(trained, shards, cuts, tied_head).items()}
 
 
-def slice_digests(trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None) -> dict[str, str]:
-    """A digest of each slice of what these objects hold; holders of the same slice must agree.
+def slice_digests(
+    trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None, whole: WholeState | None = None
+) -> dict[str, str]:
+    """A digest of each slice of what these objects hold, or would with this state; holders of a slice must agree.
 
     Raises:
         RuntimeError: word embeddings and head, both held here, differ.
     """
-    states, found = states_of(trained), {}
+    states, found = states_of(trained) if whole is None else whole.states, {}
     for piece, parts in sorted(_by_slice(trained, shards, cuts, tied_head).items()):
-        copies = {digest_tensors(_state(states, [part for part in parts if part.chunk == chunk]))
+        copies = {digest_tensors(_on_device(_state(states, [part for part in parts if part.chunk == chunk]), parts))
                   for chunk in {part.chunk for part in parts}}  # fmt: skip
         if len(copies) > 1:
             raise RuntimeError("word embeddings and head differ, which should be the same")

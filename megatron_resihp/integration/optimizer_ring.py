@@ -124,11 +124,11 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     assert runtime.trained is not None and runtime.everybody is not None
     plan, worker, fresh = runtime.current_plan, runtime.worker, trained is not runtime.trained
     coordinate = plan.coordinate_of(worker)
-    has = _current(runtime.trained, runtime.kept)
-    owns = _full(coordinate, own_places(trained)) if runtime.works and coordinate is not None else {}
+    has = current_part(runtime.trained, runtime.kept)
+    owns = full_names(coordinate, own_places(trained)) if runtime.works and coordinate is not None else {}
     told = tell_all(runtime.everybody, worker, {"has": list(has), "owns": list(owns.items()), "fills": fresh})
     has_all = {each: [Range(*where) for where in said["has"]] for each, said in told.items()}
-    owned = {each: _places(said["owns"]) for each, said in told.items()}
+    owned = {each: places_said(said["owns"]) for each, said in told.items()}
     copied = {keeper: owner for each in plan.coordinates() for owner, keeper in copies_at(plan, each)}
     if not any(said["has"] for said in told.values()):  # before the first step owners have what they were built with
         has, has_all = _full_entries(coordinate, own_part(trained)), {each: list(owned[each]) for each in told}
@@ -139,9 +139,8 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     moves, missing = plan_range_moves(has_all, wanted)
     if missing:
         raise RuntimeError(f"nobody holds the optimizer's state of {missing[0]}")
-    steps = _steps(runtime)
-    collected = _Collected(wanted[worker], steps)
-    received = _make_moves(runtime, moves, has, collected)
+    collected = Collected(wanted[worker], steps_of(runtime))
+    received = make_moves(runtime, moves, has, collected)
     collected.check()
     if fresh and runtime.works:
         fill_part(trained, {_bare(where): collected.tensors[where] for where in owns}, collected.steps)
@@ -173,7 +172,7 @@ def part_digests(runtime: Runtime, trained: Trained, kept: Kept | None) -> dict[
     return found
 
 
-class _Collected:
+class Collected:
     """Wanted ranges, filled piece by piece, on the host."""
 
     def __init__(self, wanted: Sequence[Range], steps: Sequence[int]) -> None:
@@ -210,7 +209,8 @@ class _Collected:
             raise RuntimeError(f"the optimizer's state of {unfilled[0]} has not come whole")
 
 
-def _make_moves(runtime: Runtime, moves: Sequence[RangeMove], has: Part, collected: _Collected) -> int:
+def make_moves(runtime: Runtime, moves: Sequence[RangeMove], has: Part, collected: Collected) -> int:
+    """Send and receive; returns the bytes received."""
     assert runtime.everybody is not None
     received, worker = 0, runtime.worker
     by_name: dict[str, Part] = {}
@@ -227,7 +227,7 @@ def _make_moves(runtime: Runtime, moves: Sequence[RangeMove], has: Part, collect
                 continue
             named = {f"{index}/{name}": tensor for index, tensors in enumerate(pieces)
                      for name, tensor in tensors.items()}  # fmt: skip
-            send_tensors(runtime.everybody, target, named, {"steps": _steps(runtime)})
+            send_tensors(runtime.everybody, target, named, {"steps": steps_of(runtime)})
         elif target == worker:
             found, extra = receive_tensors(runtime.everybody, source, HOST)
             for key, tensor in found.items():
@@ -245,7 +245,7 @@ def _piece(has: Part, piece: Range) -> Tensors:
     return {name: tensor[start:end] if tensor.dim() else tensor for name, tensor in has[where].tensors.items()}
 
 
-def _current(trained: Trained, kept: Kept | None) -> Part:
+def current_part(trained: Trained, kept: Kept | None) -> Part:
     """What of the state this worker has, by ranges' full names."""
     if kept is None:
         return {}
@@ -253,7 +253,7 @@ def _current(trained: Trained, kept: Kept | None) -> Part:
     return _full_entries(kept.coordinate, {**own, **(kept.copy.part if kept.copy is not None else {})})
 
 
-def _steps(runtime: Runtime) -> list[int]:
+def steps_of(runtime: Runtime) -> list[int]:
     """Counts of steps that some optimizers keep for each parameter group; all that are current are equal."""
     assert runtime.trained is not None
     kept = runtime.kept
@@ -262,7 +262,7 @@ def _steps(runtime: Runtime) -> list[int]:
     return [count for count in counts if count is not None]
 
 
-def _full(coordinate: Coordinate, places: Mapping[Range, Place]) -> dict[Range, Place]:
+def full_names(coordinate: Coordinate, places: Mapping[Range, Place]) -> dict[Range, Place]:
     """Ranges named across shards."""
     return {Range(f"{coordinate.stage}/{coordinate.tp_rank}|{where.name}", where.start, where.end): place
             for where, place in places.items()}  # fmt: skip
@@ -271,7 +271,7 @@ def _full(coordinate: Coordinate, places: Mapping[Range, Place]) -> dict[Range, 
 def _full_entries(coordinate: Coordinate | None, part: Part) -> Part:
     if coordinate is None:
         return {}
-    names = _full(coordinate, {where: entry.place for where, entry in part.items()})
+    names = full_names(coordinate, {where: entry.place for where, entry in part.items()})
     return dict(zip(names, part.values(), strict=True))
 
 
@@ -279,5 +279,5 @@ def _bare(where: Range) -> Range:
     return Range(where.name.partition("|")[2], where.start, where.end)
 
 
-def _places(said: Sequence[Any]) -> dict[Range, Place]:
+def places_said(said: Sequence[Any]) -> dict[Range, Place]:
     return {Range(*where): (place[0], place[1]) for where, place in said}

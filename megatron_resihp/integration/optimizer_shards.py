@@ -104,9 +104,10 @@ def publish_parameters(trained: Trained) -> None:
 @torch.no_grad()
 def gather_parameters(trained: Trained) -> None:
     """Bring together the parameters that each replica has stepped; all working holders call it."""
-    for part in parts_of(trained.optimizer):
-        if not part.is_stub_optimizer:
-            part.start_param_sync_for_bucket_group_subset()
+    # Each part of a chained optimizer would gather those of all.
+    part = next((part for part in parts_of(trained.optimizer) if not part.is_stub_optimizer), None)
+    if part is not None:
+        part.start_param_sync_for_bucket_group_subset()
 
 
 def step_part(part: Any) -> None:

@@ -21,9 +21,10 @@ from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, s
 from megatron_resihp.integration.counting import restore_counters
 from megatron_resihp.integration.digests import state_digests
 from megatron_resihp.integration.drills import StagedError
-from megatron_resihp.integration.general_state import move_state, slice_digests
+from megatron_resihp.integration.general_state import HostFiller, WholeState, move_state, slice_digests
 from megatron_resihp.integration.newcomer import stand_at
 from megatron_resihp.integration.optimizer_ring import Kept, move_parts, part_digests
+from megatron_resihp.integration.optimizer_whole import are_there_parts, put_together, share_out
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.salvage import salvage
 from megatron_resihp.integration.shard import fill_shard, group_steps, shard_tensors
@@ -225,10 +226,22 @@ def _migrate(
     Returns:
         the bytes received, state digests, and what of a distributed optimizer is then current here.
     """
-    if runtime.optimizer_is_shared_out:
+    if not runtime.shares_optimizer:
+        return *_migrate_shards(runtime, order, trained), None
+    parts = are_there_parts(runtime)
+    if parts and runtime.general is None:
         moved, kept = move_parts(runtime, trained)
         return moved, part_digests(runtime, trained, kept), kept
-    return *_migrate_shards(runtime, order, trained), None
+    if parts:
+        gathered, whole = put_together(runtime)
+        moved, digests = _migrate_slices(runtime, order, trained, whole)
+        return gathered + moved, digests, None
+    if runtime.general is not None:
+        return *_migrate_slices(runtime, order, trained), None
+    filler = HostFiller()
+    moved, digests = _migrate_slices(runtime, order, trained, filler=filler)
+    kept = share_out(runtime, trained, filler.whole)
+    return moved, digests | part_digests(runtime, trained, kept), kept
 
 
 def _migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int, dict[str, str]]:
@@ -251,16 +264,25 @@ def _migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained) -> tup
     return received, state_digests(runtime, trained)
 
 
-def _migrate_slices(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int, dict[str, str]]:
-    """The same between shards that are cut unlike each other; digests are of the state before and after."""
+def _migrate_slices(
+    runtime: Runtime, order: EpochPlan, trained: Trained, whole: WholeState | None = None,
+    filler: HostFiller | None = None,
+) -> tuple[int, dict[str, str]]:  # fmt: skip
+    """The same between shards that are cut unlike each other; digests are of the state before and after.
+
+    Args:
+        whole, filler: where the state is, and where it goes, if not in the objects.
+    """
     assert runtime.trained is not None and runtime.everybody is not None
     own, worker, old = runtime.own, runtime.worker, runtime.trained
     wanted = all_shards(spelled_out(order.plan, own.chunks))
     cuts = cuts_of(shard for table in (order.held, wanted) for shards in table.values() for shard in shards)
     new = None if trained is old else trained
-    received = move_state(runtime.everybody, worker, old, new, order.held, wanted, cuts, own.tied_head)
-    digests = slice_digests(old, order.held[worker], cuts, own.tied_head)
-    for key, digest in slice_digests(new, wanted[worker], cuts, own.tied_head).items() if new is not None else ():
+    received = move_state(runtime.everybody, worker, old, new, order.held, wanted, cuts, own.tied_head, whole, filler)
+    digests = slice_digests(old, order.held[worker], cuts, own.tied_head, whole)
+    filled = None if filler is None else filler.whole
+    after = {} if new is None else slice_digests(new, wanted[worker], cuts, own.tied_head, filled)
+    for key, digest in after.items():
         if digests.setdefault(key, digest) != digest:
             raise ContractBroken(f"the state of {name_of(key)} is not what it was before it moved")
     return received, digests

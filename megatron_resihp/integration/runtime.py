@@ -87,6 +87,7 @@ class Runtime:
     Attributes:
         plan: the plan of the current epoch.
         own_layout: what the job's own arguments say of its layout.
+        shares_optimizer: whether the job uses the distributed optimizer where it can.
         tokens: that the losses of this iteration on this worker were summed over, in general mode.
         held: the shards whose state `trained` is.
         general: the plan as this worker sees it where Megatron's own groups can't run it; None where they can.
@@ -141,6 +142,7 @@ class Runtime:
         self.keepers: SideGroup | None = None
         self.ring: Ring | None = None
         self.kept: Kept | None = None
+        self.shares_optimizer = False
         self.own_layout: OwnLayout | None = None
         self.tokens: Any = 0.0
         self.megatron_groups: MegatronGroups | None = None
@@ -255,8 +257,8 @@ class Runtime:
 
     @property
     def optimizer_is_shared_out(self) -> bool:
-        """Whether each replica has a part of the optimizer's state only."""
-        return bool(self.args.use_distributed_optimizer)
+        """Whether each replica has a part of the optimizer's state only; in general mode all holders have all of it."""
+        return self.shares_optimizer and self.general is None
 
     def reach(self, point: str) -> None:
         self.drills.reach(point, self.progress.iteration)

@@ -86,6 +86,7 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
     def initialize_megatron(*positional: Any, **options: Any) -> Any:
         args = runtime.args
         runtime.own_layout = own = own_layout(args)
+        runtime.shares_optimizer = bool(args.use_distributed_optimizer)
         if runtime.newcomer:
             torch.cuda.set_device(args.local_rank)
             build_lonely_world(runtime)
@@ -175,14 +176,14 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
 
 def sizes_of(args: Any, container: Any) -> Sizes:
     """The job's own sizes, where Megatron looks them up."""
-    model = getattr(container, "model", None)
+    model, wrapping = getattr(container, "model", None), getattr(container, "ddp", None)
     if model is None:
         return Sizes(args.padded_vocab_size, args)
     vocabulary = model.vocab_size
     if model.should_pad_vocab:
         degree = model.tensor_model_parallel_size
         vocabulary = calculate_padded_vocab_size(vocabulary, model.make_vocab_size_divisible_by, degree)
-    return Sizes(vocabulary, args, model)
+    return Sizes(vocabulary, args, model, *([] if wrapping is None else [wrapping]))
 
 
 def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -174,7 +174,8 @@ def take_step(runtime: Runtime, outcome: Outcome) -> None:
     if kept is not None and kept.copy is not None:
         assert outcome.grad_norm is not None
         kept.copy.begin_step(optimizer, outcome.grad_norm, torch.device("cuda", torch.cuda.current_device()))
-    if not runtime.optimizer_is_shared_out or (kept is not None and kept.owns):
+    # Who holds nothing may still have the objects of an earlier epoch.
+    if bool(runtime.held) if kept is None else kept.owns:
         _step_own(runtime, optimizer, outcome)
     runtime.progress.stage = Stage.STEPPED
 

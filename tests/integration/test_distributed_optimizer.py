@@ -13,7 +13,7 @@ import pytest
 import torch
 from jobs import EXPERTS, WISHING, Job, Jobs, check_training, tiny
 
-from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica
 
 SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
 """Four replicas, each of which owns a fourth of the optimizer's state, and keeps a copy of its predecessor's."""
@@ -101,15 +101,67 @@ def tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 @NIGHTLY
 def test_fewer_replicas_by_choice_and_back(jobs: Jobs, tmp_path: Path) -> None:
     """Workers that stand by meanwhile keep copies, and get their parts again."""
-    fewer = tuple(Replica(((worker,),), (worker, worker + 2)) for worker in (0, 1))
-    again = tuple(Replica(((worker,),), (worker,)) for worker in range(4))
-    plans = []
-    for number, plan in enumerate((ParallelPlan(fewer, {2: Coordinate(0, 0), 3: None}), ParallelPlan(again, {}))):
-        path = tmp_path / f"plan{number}.json"
-        path.write_text(json.dumps(plan.to_dict()))
-        plans.append(f"{path}@{2 + 2 * number}")
-    job = survive(jobs, layout=SHARED, resihp_plan=plans)
+    job = survive(jobs, layout=SHARED, resihp_plan=ask_for(tmp_path, FEWER, FOUR))
     assert [len(event["plan"]["replicas"]) for event in job.events("epoch_started")] == [4, 2, 4]
+
+
+def ask_for(path: Path, *plans: ParallelPlan) -> list[str]:
+    """One after the other, from iteration 2 on."""
+    files = []
+    for number, plan in enumerate(plans):
+        file = path / f"plan{number}.json"
+        file.write_text(json.dumps(plan.to_dict()))
+        files.append(f"{file}@{2 + 2 * number}")
+    return files
+
+
+FOUR = ParallelPlan(tuple(Replica(((worker,),), (worker,)) for worker in range(4)), {})
+FEWER = ParallelPlan(
+    tuple(Replica(((worker,),), (worker, worker + 2)) for worker in (0, 1)), {2: Coordinate(0, 0), 3: None}
+)
+UNLIKE = ParallelPlan((
+    Replica(((0,), (1,)), (0, 1, 2), (Chunk(0, 0, 2), Chunk(1, 2, 4))), Replica(((2,),), (3,), (Chunk(0, 0, 4),)),
+), {3: None})  # fmt: skip
+UNLIKE_DEGREES = ParallelPlan((Replica(((3,), (0, 1)), (0, 1, 2, 3), (Chunk(0, 0, 2), Chunk(1, 2, 4))),), {2: None})
+
+
+@pytest.mark.parametrize(
+    ("layout", "plans", "tolerance"),
+    [
+        (SHARED, (UNLIKE, FOUR), 1e-5),
+        pytest.param(SHARED, (UNLIKE, FEWER), 1e-5, marks=NIGHTLY),
+        pytest.param(SHARED | {"bf16": True}, (UNLIKE, FEWER), 2e-2, marks=NIGHTLY),
+        pytest.param(TENSOR, (UNLIKE_DEGREES,), 1e-5, marks=NIGHTLY),
+    ],
+    ids=["and back", "then with standbys", "then with standbys, bf16", "unlike degrees"],
+)
+def test_unlike_replicas(
+    jobs: Jobs, tmp_path: Path, layout: dict[str, Any], plans: tuple[ParallelPlan, ...], tolerance: float
+) -> None:
+    """Parts are put together on the way there and shared out on the way back."""
+    job = survive(jobs, layout=layout, tolerance=tolerance, resihp_plan=ask_for(tmp_path, *plans))
+    assert len(job.events("reconfiguration")) == len(plans), job.tails()
+
+
+@NIGHTLY
+def test_a_checkpoint_of_unlike_replicas_can_be_gone_on_from(jobs: Jobs, tmp_path: Path) -> None:
+    """It has the state as without this optimizer; Megatron loads that of this one only where it has fused kernels."""
+    directory = tmp_path / "saved"
+    saving = {"save": directory, "save_interval": 4, "exit_interval": 4}
+    first = jobs.run(tiny(**SHARED, **saving, resihp_plan=ask_for(tmp_path, UNLIKE)), workers=4)
+    assert first.code == 0, first.tails()
+    job = jobs.run(tiny(load=directory), workers=4)
+    assert job.code == 0, job.tails()
+    whole = jobs.reference(tiny(**SHARED), workers=4).summary.loss
+    assert job.summary.loss == pytest.approx({n: loss for n, loss in whole.items() if n > 4}, rel=1e-5)
+
+
+@NIGHTLY
+@pytest.mark.parametrize("drills", [["kill:1@4:step"], ["kill:1@4:backward", "kill:2@5:gather"]], ids=len)
+def test_a_death_among_unlike_replicas(jobs: Jobs, tmp_path: Path, drills: list[str]) -> None:
+    """Those that are left are equal replicas again, each with a part."""
+    job = survive(jobs, *drills, layout=SHARED, resihp_plan=ask_for(tmp_path, UNLIKE))
+    assert len(job.events("recovery")) == len(drills)
 
 
 @NIGHTLY

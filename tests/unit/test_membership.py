@@ -1160,7 +1160,24 @@ class TestDistributedOptimizer:
         job.kill(3)
         assert only(PublishPlan, job.muster(0, 2)).plan.working == (0, 2)
 
-    def test_unlike_replicas_are_refused(self) -> None:
+    def unlike(self) -> ParallelPlan:
+        chunks = (Chunk(0, 0, 1), Chunk(1, 1, 3))
+        return plan_of((((0,), (1,)), chunks), (((2,),), (Chunk(0, 0, 3),)), counts=(2, 1))
+
+    def test_who_has_a_part_only_keeps_nothing_beside_unlike_replicas(self) -> None:
+        job = Job(workers=4, pipeline=1, micro_batches=4)
+        job.sizes["distributed_optimizer"] = True
+        job.start()
+        one = plan_of((((0,), (1,)), (Chunk(0, 0, 1), Chunk(1, 1, 3))), counts=(4,))
+        job.apply(one)
+        assert only(PublishPlan, job.leave(0, 1, 2, 3)).plan.standbys == {2: None, 3: None}
+
+    def test_unlike_replicas_have_no_parts(self) -> None:
+        """Under such a plan all holders have all of the state, so that any one of them is enough."""
         job = self.start()
-        unlike = plan_of((((0, 1),),), counts=(3,))
-        assert "equal replicas only" in only(Answer, job.apply(unlike)).content["refused"]
+        job.apply(self.unlike())
+        job.leave(0, 1, 2)
+        job.ready(0, 1, 2)
+        job.kill(0)
+        job.kill(1)
+        assert only(PublishPlan, job.muster(2)).plan.working == (2,)

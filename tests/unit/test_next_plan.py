@@ -55,12 +55,6 @@ def test_who_gets_no_work_keeps_its_state_where_there_is_room() -> None:
     assert plan.standbys == {3: None}
 
 
-def test_a_distributed_optimizer_runs_in_equal_replicas_only() -> None:
-    plan, told = strategic({"plan": UNLIKE.to_dict()})(survivors(1, 2, 3, distributed_optimizer=True))
-    assert plan.not_rectangular is None
-    assert told[0]["instead_of"] == "joint" and "distributed optimizer" in told[0]["reason"]
-
-
 def test_a_plan_of_the_jobs_own_layers_is_said_in_short() -> None:
     own = ParallelPlan((Replica(((1,), (3,)), (0, 1, 2, 3), OWN),))
     plan, _ = strategic({"plan": own.to_dict()})(survivors(1, 2, 3))

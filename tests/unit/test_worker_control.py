@@ -1,0 +1,66 @@
+"""What a worker makes of what the coordinator has published; the store is stood in for."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from megatron_resihp.control import messages
+from megatron_resihp.control.worker import EpochBroken, WorkerControl
+
+HEARD_S = 30.0
+
+
+class Published:
+    """A store in which some keys are set."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = {name.replace("_", "/"): json.dumps(value) for name, value in values.items()}
+        self.told: list[dict[str, Any]] = []
+
+    def clone(self) -> Published:
+        return self
+
+    def push(self, queue: str, item: str) -> None:
+        self.told.append(json.loads(item))
+
+    def check(self, key: str) -> bool:
+        return key in self.values
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        if key not in self.values and timeout_s > 60.0:
+            threading.Event().wait()  # for a notice that never comes
+        return key in self.values
+
+    def get(self, key: str, timeout_s: float) -> str:
+        return self.values[key]
+
+
+def control_of(store: Any) -> WorkerControl:
+    """A worker's that has heard that epoch 0 is broken."""
+    heard = threading.Event()
+    control = WorkerControl(store, 1, heard.set)
+    assert heard.wait(HEARD_S)
+    return control
+
+
+BROKEN = {"kind": "broken", "epoch": 0, "cause": "worker 0: exit signal 9"}
+
+
+def test_go_holds_for_who_hears_of_a_death_first() -> None:
+    """Others may have given up what they held before it."""
+    store = Published(notice_0=BROKEN, go_0={"ports": [7, 8]})
+    assert messages.go_key(0) in store.values and messages.notice_key(0) in store.values
+    control = control_of(store)
+    control.ready({}, 0, 0, [8])
+    assert control.peer_ports == {7, 8} and control.broken()
+    assert [message["type"] for message in store.told] == ["ready"]
+
+
+def test_an_epoch_that_broke_before_go_never_holds() -> None:
+    control = control_of(Published(notice_0=BROKEN))
+    with pytest.raises(EpochBroken, match="exit signal 9"):
+        control.ready({}, 0, 0, [8])
