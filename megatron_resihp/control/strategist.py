@@ -22,7 +22,7 @@ from megatron_resihp.control.health import Speeds
 from megatron_resihp.control.next_plan import StrategicPlan, Survivors
 from megatron_resihp.control.planner_process import PlannerProcess
 from megatron_resihp.control.planning import request_of
-from megatron_resihp.control.policy import ACT, ASK, OBSERVE, Action, Policy, Recommend, Settings
+from megatron_resihp.control.policy import ACT, ASK, OBSERVE, Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.trial import Outcome
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.places import names_of_places, place_of, renamed
@@ -76,6 +76,8 @@ class Strategist:
         self._newcomers: set[int] = set()
         self._dead: set[int] = set()
         self._policy: Policy | None = None
+        self._to_plan: AskPlanner | None = None
+        """What the policy wants to know, once it has heard all that there is."""
         self._proposals = 0
         self._in_recoveries, self._by_choice = PlannerProcess(), PlannerProcess()
         self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -127,6 +129,8 @@ class Strategist:
         try:
             while (event := self._news.get()) is not None:
                 self._follow(event)
+                while self._to_plan is not None and self._news.empty():
+                    self._have_planned(self._to_plan)
         except Exception as error:
             # Whatever it is, training goes on without changes by choice.
             traceback.print_exc()
@@ -172,19 +176,27 @@ class Strategist:
         for action in actions:
             if isinstance(action, Outcome):
                 self._tell({"event": "change_measured", **asdict(action)})
-                continue
-            if isinstance(action, Recommend):
+            elif isinstance(action, Recommend):
                 self._recommend(action)
-                continue
-            strategy = self._job.get("strategy", RECTANGULAR)
-            strategy = FOR_LOOKING_ON if strategy == RECTANGULAR else strategy
-            answer = self._ask(
-                self._by_choice, strategy, self._job, action.plan, action.speeds, action.links, BY_CHOICE_S
-            )
-            if "no_plan" in answer:
-                self._tell({"event": "no_plan", "reason": answer["no_plan"]})
-            assert self._policy is not None
-            self._do(self._policy.answered(action.number, answer, time.monotonic()))
+            else:
+                self._to_plan = action
+
+    def _have_planned(self, asked: AskPlanner) -> None:
+        self._to_plan = None
+        strategy = self._job.get("strategy", RECTANGULAR)
+        strategy = FOR_LOOKING_ON if strategy == RECTANGULAR else strategy
+        answer = self._ask(self._by_choice, strategy, self._job, asked.plan, asked.speeds, asked.links, BY_CHOICE_S)
+        if "no_plan" in answer:
+            self._tell({"event": "no_plan", "reason": answer["no_plan"]})
+        # Verdicts come in groups: one that has come meanwhile makes this answer worthless.
+        while not self._news.empty():
+            event = self._news.get()
+            if event is None:
+                self._news.put(None)
+                return
+            self._follow(event)
+        assert self._policy is not None
+        self._do(self._policy.answered(asked.number, answer, time.monotonic()))
 
     def _take_in(self) -> None:
         """Ask for a plan that gives work to those that came back; rectangles the coordinator makes of them itself."""
