@@ -5,7 +5,7 @@ counts that gives replicas their own learning rate and cursor. So while train() 
 counting code sees is 1 and the number of micro-batches is that of the global batch (DESIGN contract 2).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,10 @@ from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
 from megatron.training import training
 
-from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.runtime import Runtime, Trained, parts_of
+
+GROUP_SETTINGS = ("betas", "eps")
+"""Of the optimizer's parameter groups; they are equal in all of them."""
 
 
 class OneReplica:
@@ -59,9 +62,32 @@ def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
         "skipped_train_samples": args.skipped_train_samples,
         "consumed_valid_samples": args.consumed_valid_samples,
         "scheduler_steps": runtime.trained.scheduler.num_steps,
+        "settings": _settings(runtime.trained),
         "flops": runtime.flops,
         "totals": totals,
     }
+
+
+def _settings(trained: Trained) -> dict[str, dict[str, Any]]:
+    """What of scheduler and optimizer may come from the checkpoint that the job was resumed from, and so isn't what
+    they are built with."""
+    scheduler = {name: value for name, value in trained.scheduler.state_dict().items() if name != "num_steps"}
+    group = next(_groups(trained), {})
+    return {"scheduler": scheduler, "groups": {name: group[name] for name in GROUP_SETTINGS if name in group}}
+
+
+def _restore_settings(trained: Trained, settings: dict[str, dict[str, Any]]) -> None:
+    vars(trained.scheduler).update(settings["scheduler"])
+    # Lists are what tuples became on their way through the coordinator.
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in settings["groups"].items()}
+    for group in _groups(trained):
+        group.update(values)
+
+
+def _groups(trained: Trained) -> Iterator[dict[str, Any]]:
+    for part in parts_of(trained.optimizer):
+        if not part.is_stub_optimizer:
+            yield from part.optimizer.param_groups
 
 
 def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
@@ -73,6 +99,7 @@ def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
     args.skipped_train_samples = counters["skipped_train_samples"]
     args.consumed_valid_samples = counters["consumed_valid_samples"]
     args.num_floating_point_operations_so_far = runtime.flops = counters["flops"]
+    _restore_settings(runtime.trained, counters["settings"])
     runtime.trained.scheduler.num_steps = counters["scheduler_steps"]
     runtime.trained.scheduler.step(increment=0)
     runtime.carried_totals = counters["totals"]
