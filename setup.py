@@ -12,6 +12,7 @@ TEST_REQUIREMENTS = [
     "pyarrow",  # recorded jobs of others come as parquet
     "pytest>=8",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "ruff>=0.6",
 ]
 

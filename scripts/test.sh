@@ -21,7 +21,14 @@ bash scripts/setup.sh || exit 1
 run "$BIN/ruff" check --output-format concise .
 run "$BIN/mypy"
 run "$BIN/lint-imports" --no-logo
-run "$BIN/pytest" "$@"
+if (($#)); then
+    run "$BIN/pytest" "$@"
+else
+    # A test's file stays in one process: what it shares, and compiles, is made once.
+    run "$BIN/pytest" tests/unit --numprocesses auto --dist loadfile
+    # These start as many processes as there are cores themselves.
+    run "$BIN/pytest" tests/integration
+fi
 
 if ((${#failed[@]})); then
     echo "test.sh: FAILED: ${failed[*]}" >&2

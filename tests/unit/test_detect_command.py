@@ -132,7 +132,7 @@ def test_a_recorded_run_is_judged_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert detect(run_dir) == 0
     (verdict,) = verdicts_in(run_dir)
     assert verdict["workers"] == [1]
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "90 iterations of 4 workers" in out
     assert "data held up 1 iteration, by up to 0.5 s" in out
 
