@@ -93,7 +93,8 @@ def command(plans: dict[str, ParallelPlan], iterations: int, profile: Path, dire
         file = directory / f"{name}.json"
         file.write_text(json.dumps(plan.to_dict()))
         files.append(f"{file}@{number * iterations + 1}")
-    flags = [text for name, value in EXPERTS.items() for text in (f"--{name.replace('_', '-')}", f"{value}".replace(" ", ""))]
+    values = {name.replace("_", "-"): str(value).replace(" ", "") for name, value in EXPERTS.items()}
+    flags = [text for name, value in values.items() for text in (f"--{name}", value)]
     return [
         *JOB.under_resihp(len(plans) * iterations + 2, directory / "run"), *flags, "--disable-bias-linear",
         "--resihp-emulate", str(profile), "--resihp-plan", *files,
