@@ -22,6 +22,7 @@ TIMEOUT_SECONDS = 120
 RESULT_MARK = "RESULT "
 
 
+@pytest.mark.nightly
 def test_tensor_parallel_processes_learn_packed_documents():
     result = start_training("-m", "megatron_resihp.cpu", __file__, "2", "1")
     check_learning(result["losses"])

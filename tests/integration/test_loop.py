@@ -25,11 +25,12 @@ TIME_SCALE = 0.06
 JOB_S = 180.0
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("compiled_planner")
 @pytest.mark.timeout(2 * JOB_S)
 @pytest.mark.parametrize(
     ("speed", "seen_within"),
-    [(0.5, 0), pytest.param(0.2, PAUSE, marks=pytest.mark.nightly)],
+    [(0.5, 0), (0.2, PAUSE)],
     ids=["half its speed", "a fifth"],
 )
 def test_a_slow_worker_gets_less_work_and_its_own_back(

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from jobs import REPOSITORY, Jobs, tiny
 
 from megatron_resihp.detector.observations import Layout
@@ -47,6 +48,7 @@ def start_of(op: Any) -> float:
     return float(op["start"])
 
 
+@pytest.mark.nightly
 def test_megatron_ran_interleaved_1f1b(tmp_path: Path) -> None:
     devices, chunks, micro_batches, group_size = 4, 2, 9, 5  # a group of 5, and one of 4
     layout = {

@@ -22,6 +22,7 @@ LLAMA: dict[str, Any] = UNTIED | {
     "group_query_attention": True, "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm",
     "disable_bias_linear": True, "ffn_hidden_size": 64,
 }  # fmt: skip
+NIGHTLY = pytest.mark.nightly
 PER_TOKEN: dict[str, Any] = {"calculate_per_token_loss": True}
 EVERYTHING = tuple(range(8))
 
@@ -153,14 +154,17 @@ def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, names: Sequence[
     ("model", "tolerance"),
     [
         (LLAMA | {"sequence_parallel": True}, 1e-5),
-        ({"position_embedding_type": "learned_absolute", "no_rope_fusion": None} | PER_TOKEN, 1e-5),
-        ({"bf16": True}, 2e-2),
-        (
+        pytest.param(
+            {"position_embedding_type": "learned_absolute", "no_rope_fusion": None} | PER_TOKEN, 1e-5, marks=NIGHTLY
+        ),
+        pytest.param({"bf16": True}, 2e-2, marks=NIGHTLY),
+        pytest.param(
             EXPERTS | {
                 "sequence_parallel": True, "moe_layer_freq": "[0,1,1,1]", "moe_token_dispatcher_type": "alltoall",
                 "moe_shared_expert_intermediate_size": 32,
             },
             1e-5,
+            marks=NIGHTLY,
         ),
     ],
     ids=["llama, sequence parallel", "positions, per token", "bf16", "experts"],

@@ -31,7 +31,7 @@ def test_a_model_of_unlike_layers_begins_with_the_planners_own_layout(jobs: Jobs
     """Dense layers, then mixtures of experts, and a head that takes longer than both."""
     model = EXPERTS | {
         "num_layers": 6, "moe_layer_freq": "[0,0,0,1,1,1]", "pipeline_model_parallel_size": 2, "global_batch_size": 8,
-        "train_iters": 16,
+        "train_iters": 10,
     }  # fmt: skip
     job = jobs.run(tiny(**model, resihp_emulate="h800", resihp_plan="auto"), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4))
