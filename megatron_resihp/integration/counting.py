@@ -62,13 +62,13 @@ def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
         "skipped_train_samples": args.skipped_train_samples,
         "consumed_valid_samples": args.consumed_valid_samples,
         "scheduler_steps": runtime.trained.scheduler.num_steps,
-        "settings": _settings(runtime.trained),
+        "settings": settings_of(runtime.trained),
         "flops": runtime.flops,
         "totals": totals,
     }
 
 
-def _settings(trained: Trained) -> dict[str, dict[str, Any]]:
+def settings_of(trained: Trained) -> dict[str, dict[str, Any]]:
     """What of scheduler and optimizer may come from the checkpoint that the job was resumed from, and so isn't what
     they are built with."""
     scheduler = {name: value for name, value in trained.scheduler.state_dict().items() if name != "num_steps"}

@@ -13,6 +13,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron_resihp.control.record import Outcome, Stage
 from megatron_resihp.detector.records import SpanKind
 from megatron_resihp.integration import expert_metrics
+from megatron_resihp.integration.counting import settings_of
 from megatron_resihp.integration.general_state import counted_norm_squared
 from megatron_resihp.integration.keepers import share_gradients
 from megatron_resihp.integration.optimizer_shards import gather_parameters, step_part
@@ -130,7 +131,7 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         runtime.to_change = True
         runtime.control.drop_change(change)
     if not runtime.works:
-        _note_counters(runtime, values)
+        note_counters(runtime, values)
     if runtime.works and runtime.args.num_experts:
         args = runtime.args
         micro_batches = args.global_batch_size // args.micro_batch_size
@@ -160,11 +161,14 @@ def _add_losses(runtime: Runtime, values: torch.Tensor) -> None:
         values[LOSSES_FROM + 2 * slot : LOSSES_FROM + 2 * slot + 2] += reported
 
 
-def _note_counters(runtime: Runtime, values: torch.Tensor) -> None:
+def note_counters(runtime: Runtime, values: torch.Tensor) -> None:
     """A standby does not run Megatron's loop; it learns the counters from who does, to take over if all those die."""
     numbers = map(int, values[COUNTERS_FROM:LOSSES_FROM].tolist())
     shared = dict(zip(SHARED_COUNTERS, numbers, strict=True))
-    runtime.progress.counters[runtime.progress.iteration] = {**shared, "flops": 0.0, "totals": {}}
+    assert runtime.trained is not None
+    runtime.progress.counters[runtime.progress.iteration] = {
+        **shared, "settings": settings_of(runtime.trained), "flops": 0.0, "totals": {},
+    }  # fmt: skip
 
 
 def take_step(runtime: Runtime, outcome: Outcome) -> None:

@@ -6,8 +6,11 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from megatron_resihp.integration.counting import restore_counters, snapshot_counters
 from megatron_resihp.integration.runtime import Trained
+from megatron_resihp.integration.step import COUNTERS_FROM, LOSSES_FROM, note_counters
 
 
 class Scheduler:
@@ -47,3 +50,14 @@ def test_settings_of_a_checkpoint_are_put_into_what_was_built_from_arguments() -
     assert [group["betas"] for group in anew.groups] == [(0.9, 0.95)] * 2
     assert [group["wd_mult"] for group in anew.groups] == [0.0, 1.0], "what differs between groups is as it was built"
     assert (anew.args.iteration, anew.args.consumed_train_samples) == (7, 56)
+
+
+def test_a_standby_knows_enough_to_go_on_from_if_all_that_work_die() -> None:
+    standby, anew = runtime(1e-3, 40, 0.95), runtime(5e-3, 100, 0.999)
+    standby.progress = SimpleNamespace(iteration=8, counters={})
+    values = torch.zeros(LOSSES_FROM)
+    values[COUNTERS_FROM:] = torch.tensor([7.0, 56.0, 0.0, 0.0, 56.0])
+    note_counters(standby, values)
+    restore_counters(anew, json.loads(json.dumps(standby.progress.counters[8])))
+    assert (anew.args.iteration, anew.args.consumed_train_samples, anew.trained.scheduler.num_steps) == (7, 56, 56)
+    assert anew.trained.scheduler.max_lr == 1e-3
