@@ -1,107 +1,23 @@
-"""Who is alive, which epoch holds, and when survivors may go on: the coordinator's decisions as a pure state machine.
+"""Who is alive, and what follows from each message: what workers and agents say, and waits that run out.
 
-Data in (messages, the time), actions out; no sockets, no clock, no processes. May import `plan`, `planner` and this
-room's other pure modules.
+A pure state machine: data in (messages, the time), actions out. May import `plan`, `planner` and this room's other
+pure modules.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
 
-from megatron_resihp.config import RECTANGULAR
-from megatron_resihp.control.actions import (
-    Action,
-    Answer,
-    End,
-    Go,
-    Limits,
-    Log,
-    Notify,
-    OrderSalvage,
-    Phase,
-    PublishPlan,
-    Reopen,
-)
-from megatron_resihp.control.change import (
-    Change,
-    ChangeRefused,
-    changes,
-    plan_of,
-    plan_to_change_to,
-    without_parts_kept,
-)
+from megatron_resihp.control.actions import Action, Log, Notify, Phase, PublishPlan, Reopen
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
-from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfiguration, recovery
-from megatron_resihp.control.holdings import Held, require_all_parts, written_once
+from megatron_resihp.control.epochs import Epochs, Message
 from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
-from megatron_resihp.control.newcomers import Newcomers
-from megatron_resihp.control.next_plan import NextPlan, Survivors, first_again, rectangles
-from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
-from megatron_resihp.plan import Chunk, ParallelPlan, Shard, spelled_out
-from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.control.record import Record
+from megatron_resihp.plan import Chunk, Shard
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
-
-Message = Mapping[str, Any]
 
 
 @dataclass
-class Membership:
-    """The coordinator's state. Feed it with `handle` and `tick`; carry out the actions that they return.
-
-    Attributes:
-        next_plan: who plans when workers have died.
-        shape, own: sizes of the job, and its own split into layers, once a worker has told them.
-        job: all that workers have told of it.
-        newcomers: workers that were started anew.
-    """
-
-    world_size: int
-    workers_per_node: int
-    limits: Limits = field(default_factory=Limits)
-    next_plan: NextPlan = rectangles
-
-    phase: Phase = Phase.STARTING
-    epoch: int = 0
-    shape: JobShape | None = None
-    own: tuple[Chunk, ...] = ()
-    job: dict[str, Any] = field(default_factory=dict)
-    plan: ParallelPlan | None = None
-    commit: Commit | None = None
-    dead: dict[int, str] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)
-    newcomers: Newcomers = field(init=False)
-    trained: bool = False
-    stop_signal: int | None = None
-    _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _records: dict[int, Record] = field(default_factory=dict)
-    _held: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
-    _deadline: float | None = None
-    _first: ParallelPlan | None = None
-    _running: ParallelPlan | None = None
-    """The plan that was run last: what it gave them is what its members hold."""
-    _change: Change | None = None
-    _changes: int = 0
-    _waiting: list[Message] = field(default_factory=list)
-    """Plans that are asked for as soon as training goes on."""
-    _recoveries_here: int = 0
-    _broken_at: float = 0.0
-    _salvage_left: set[int] = field(default_factory=set)
-    _salvage_reason: str = ""
-
-    def __post_init__(self) -> None:
-        self.newcomers = Newcomers(self.world_size, self.workers_per_node)
-
-    @property
-    def living(self) -> set[int]:
-        """Members of the current epoch that are neither known to be dead nor finished."""
-        members = set(self.plan.members) if self.plan else set(range(self.world_size))
-        return members - set(self.dead) - self.done
-
-    @property
-    def _optimizer_is_shared_out(self) -> bool:
-        """Whether each replica has a part of the optimizer's state only, under the plan that was run last."""
-        ran = self._running
-        return bool(self.job.get("distributed_optimizer")) and (ran is None or ran.not_rectangular is None)
+class Membership(Epochs):
+    """Feed it with `handle` and `tick`; carry out the actions that they return."""
 
     def handle(self, message: Message, now: float) -> list[Action]:
         """React to one message.
@@ -204,19 +120,6 @@ class Membership:
             return [*self._broken(cause), *self._salvage(cause, now, missing)]
         return self._go(self.plan, now)
 
-    def _go(self, plan: ParallelPlan, now: float) -> list[Action]:
-        ports = tuple(sorted({port for ready in self._ready.values() for port in ready["ports"]}))
-        actions: list[Action] = [Go(self.epoch, ports), Log(epoch_started(self.epoch, plan))]
-        if self._change is not None and self.commit is not None:
-            actions.append(Log(reconfiguration(self.epoch, self.commit, self._ready.values(), self._change, now)))
-        elif self.commit is not None:
-            ready = self._ready.values()
-            actions.append(Log(recovery(self.epoch, self.commit, ready, set(self.dead), self._broken_at, now)))
-        self.phase, self._deadline, self._change, self._running = Phase.RUNNING, None, None, plan
-        waiting, self._waiting = self._waiting, []
-        actions += [action for message in waiting for action in self._on_apply(message, now)]
-        return actions + self._grow()
-
     def _on_suspect(self, message: Message, now: float) -> list[Action]:
         if message["epoch"] != self.epoch or message["worker"] in self.dead:
             return []
@@ -280,70 +183,7 @@ class Membership:
     # What people and the policy ask for
 
     def _on_apply(self, message: Message, now: float) -> list[Action]:
-        """Somebody asks for a plan: {"plan", "why", "answer": key or None}; with "patient", also to have it later."""
-        if message.get("patient") and (self._change or self.phase in (Phase.MUSTERING, Phase.BUILDING)):
-            self._waiting.append(message)
-            return []
-        try:
-            change = self._new_change(message)
-        except ChangeRefused as error:
-            refused = Log({"event": "change_refused", "why": message["why"], "reason": str(error)})
-            return [refused, *_answer(message, {"refused": str(error)})]
-        return self._begin(change, message)
-
-    def _begin(self, change: Change, message: Message) -> list[Action]:
-        """Tell all workers of a change. `message`: of who asked for it."""
-        assert self.plan is not None
-        lines = changes(self.plan, change.plan, self.own)
-        self._change, self._changes = change, change.number
-        return [
-            Log({
-                "event": "plan_change", "number": change.number, "why": change.why, "from_digest": self.plan.digest,
-                "to_digest": change.plan.digest, "changes": lines,
-            }),
-            Notify({"kind": "change", "number": change.number, "epoch": self.epoch}),
-            *_answer(message, {"done": f"change {change.number} begins after an iteration", "changes": lines}),
-        ]  # fmt: skip
-
-    def _new_change(self, message: Message) -> Change:
-        """Raises ChangeRefused."""
-        self._check_that_changes_can_be()
-        assert self.plan is not None and self.shape is not None
-        asked, degree = plan_of(message["plan"]), self.shape.tensor_parallel
-        plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living | self.newcomers.waiting)
-        if self._optimizer_is_shared_out:
-            plan = without_parts_kept(plan)
-        return Change(self._changes + 1, plan, message["why"])
-
-    def _check_that_changes_can_be(self) -> None:
-        """Raises ChangeRefused."""
-        if self._change is not None:
-            raise ChangeRefused(f"change {self._change.number} is under way")
-        if self.trained or self.done or self.stop_signal:
-            raise ChangeRefused("the job is about to end")
-        if self.phase is not Phase.RUNNING:
-            raise ChangeRefused(f"the job is not training now, it is {self.phase.value}")
-
-    def _grow(self) -> list[Action]:
-        """Give work to those that wait, where complete rectangles are planned and there can be more of them.
-
-        Where a strategy plans, the strategist asks for a change: its search takes too long for this thread.
-        """
-        if not self.newcomers.waiting or self.job.get("strategy", RECTANGULAR) != RECTANGULAR:
-            return []
-        assert self.plan is not None
-        full = spelled_out(self.plan, self.own)
-        held = {worker: full.shards_of(worker) for worker in self.living} | self.newcomers.held()
-        try:
-            self._check_that_changes_can_be()
-            survivors = self._survivors(held)
-            assert self._first is not None
-            plan = first_again(self._first, survivors) or rectangles(survivors)[0]
-        except (ChangeRefused, NoPlanError):
-            return []
-        taken = sorted(self.newcomers.waiting.intersection(plan.working))
-        why = f"worker{'s' if len(taken) > 1 else ''} {', '.join(map(str, taken))} came back"
-        return self._begin(Change(self._changes + 1, plan, why), {"why": why}) if taken else []
+        return self._ask_for(message)
 
     # What agents say
 
@@ -377,148 +217,3 @@ class Membership:
         if self.phase is Phase.STARTING:
             return self._end(128 + self.stop_signal, f"stopped by signal {self.stop_signal} during start-up")
         return [Notify({"kind": "stop", "signal": self.stop_signal})]
-
-    # Decisions
-
-    def _die(self, causes: dict[int, str], died_at: float, now: float) -> list[Action]:
-        fresh = {w: cause for w, cause in causes.items() if w not in self.dead and w not in self.done}
-        members = self.living
-        self.dead.update(fresh)
-        self.newcomers.waiting -= fresh.keys()
-        actions: list[Action] = [
-            Log({
-                "event": "worker_dead", "epoch": self.epoch, "dead": worker, "node": self.newcomers.node_of(worker),
-                "cause": cause, "died_at": died_at, "noticed_at": now,
-            })
-            for worker, cause in fresh.items()
-        ]  # fmt: skip
-        for worker in fresh:
-            self._records.pop(worker, None)
-        if not fresh.keys() & members:
-            return actions
-        if self.phase is Phase.STARTING:
-            names = ", ".join(f"worker {w} ({cause})" for w, cause in fresh.items())
-            return actions + self._end(1, f"{names} died during start-up, before the first iteration")
-        if self.phase is Phase.SALVAGING:
-            self._salvage_left -= set(fresh)
-            return actions + ([] if self._salvage_left else self._end(1, self._salvage_reason))
-        cause = "; ".join(f"worker {w}: {cause}" for w, cause in fresh.items())
-        return actions + self._break(cause, now) + self._decide(now)
-
-    def _leave_by_choice(self, now: float) -> None:
-        """The first worker stops for a change; the others will after the same step."""
-        assert self._change is not None
-        self._change = replace(self._change, first_mustered_at=now)
-        self.phase, self._deadline = Phase.MUSTERING, now + self.limits.leave_s
-        self._records, self._held = {}, {}
-
-    def _break(self, cause: str, now: float) -> list[Action]:
-        leaving = self.phase is Phase.MUSTERING and self._change is not None
-        if self.phase not in (Phase.RUNNING, Phase.BUILDING) and not leaving:
-            return []
-        if self.phase is Phase.RUNNING or self._change is not None:
-            self._broken_at = now
-        if not leaving:  # who has reported by choice won't report again
-            self._records, self._held = {}, {}
-        self._change = None
-        self.phase, self._deadline = Phase.MUSTERING, now + self.limits.muster_s
-        return self._broken(cause)
-
-    def _broken(self, cause: str) -> list[Action]:
-        return [
-            Log({"event": "epoch_broken", "epoch": self.epoch, "broken_epoch": self.epoch, "cause": cause}),
-            Notify({"kind": "broken", "epoch": self.epoch, "cause": cause}),
-        ]
-
-    def _decide(self, now: float) -> list[Action]:
-        if self.phase is not Phase.MUSTERING:
-            return []
-        if not self.living:
-            return self._end(1, "no worker survived")
-        if self.living - set(self._records):
-            return []
-        assert self.shape is not None and self.plan is not None
-        try:
-            commit = resolve(self._records.values(), self.commit)
-        except NoCommitError as error:
-            return self._end(1, str(error))
-        same = self.commit is not None and self.commit.iteration == commit.iteration
-        self._recoveries_here = (self._recoveries_here if same else 0) + (self._change is None)
-        self.commit = commit
-        if self._recoveries_here > self.limits.recoveries_per_iteration:
-            return self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
-                                 f"{commit.iteration}", now)  # fmt: skip
-        # Who waits to be taken in holds nothing, and need not muster.
-        taken_in = self.newcomers.held(self._change.plan.members) if self._change is not None else {}
-        held = {worker: self._held[worker] for worker in self._records} | taken_in
-        survivors = self._survivors(held)
-        try:
-            if self._running is not None and self._optimizer_is_shared_out:
-                require_all_parts(self._running, held)
-            plan, told = self._next_plan(survivors, now)
-            if self._optimizer_is_shared_out:
-                plan = without_parts_kept(plan)
-        except NoPlanError as error:
-            degree = self.shape.tensor_parallel
-            missing = tuple(shard for lost in error.missing for shard in shards_at(self.own, lost, degree))
-            return self._salvage(str(error), now, missing)
-        self.epoch += 1
-        self.plan, self.phase, self._ready = plan, Phase.BUILDING, {}
-        self._deadline = now + self.limits.build_s
-        if commit.outcome is not None:
-            told.append(agreed(self.epoch - 1, commit, commit.outcome))
-        joined = self.newcomers.taken_in(plan)
-        called = [Notify({"kind": "join", "epoch": self.epoch, "workers": joined})] if joined else []
-        return [*map(Log, told), PublishPlan(self.epoch, plan, commit, dict(survivors.held)), *called]
-
-    def _survivors(self, held: Held) -> Survivors:
-        assert self.shape is not None and self.plan is not None
-        return Survivors(self.shape, self.own, held, self.plan, self._running, self.job, self.world_size)
-
-    def _next_plan(self, survivors: Survivors, now: float) -> tuple[ParallelPlan, list[dict[str, Any]]]:
-        """What was asked for, if all that it was asked for are still there; and what to write to the log.
-
-        Raises:
-            NoPlanError.
-        """
-        change, self._change = self._change, None
-        if change is None:
-            return self.next_plan(survivors)
-        if set(change.plan.members) == survivors.held.keys():
-            self._change = change
-            return change.plan, []
-        assert self.plan is not None
-        self._broken_at = change.first_mustered_at or now
-        if set(self.plan.members) == survivors.held.keys():
-            # Who was to be taken in has died: all others go on as before.
-            return self.plan, []
-        return self.next_plan(survivors)
-
-    def _salvage(self, reason: str, now: float, missing: tuple[Shard, ...] = ()) -> list[Action]:
-        held = {worker: self._held[worker] for worker in self.living if self._held.get(worker)}
-        # Of a distributed optimizer each has a part of its own.
-        writers = held if self._optimizer_is_shared_out else written_once(held)
-        self.epoch += 1
-        self.phase, self._deadline = Phase.SALVAGING, now + self.limits.salvage_s
-        self._salvage_left, self._salvage_reason = set(writers), f"no plan fits the survivors: {reason}"
-        order = OrderSalvage(self.epoch, reason, self.commit, writers, missing)
-        return [order] if writers else [order, *self._end(1, self._salvage_reason)]
-
-    def _end_if_stranded(self) -> list[Action]:
-        """Who is ready at the start waits for all; those that finished without having been ready never come."""
-        if self.phase is not Phase.STARTING or not self._ready or self.living - set(self._ready):
-            return []
-        gone = ", ".join(f"worker {w}" for w in sorted(self.done - set(self._ready)))
-        return self._end(1, f"{gone} finished during start-up, and the others wait for them")
-
-    def _end(self, code: int, reason: str) -> list[Action]:
-        self.phase = Phase.ENDED
-        return [
-            Notify({"kind": "end", "code": code, "reason": reason}),
-            Log({"event": "run_finished", "exit_code": code, "reason": reason}),
-            End(code, reason),
-        ]
-
-
-def _answer(message: Message, content: dict[str, Any]) -> list[Action]:
-    return [Answer(message["answer"], content)] if message.get("answer") else []
