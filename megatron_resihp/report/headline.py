@@ -14,7 +14,9 @@ def headline(summary: RunSummary) -> str:
     recoveries = count(len(summary.recoveries), "recovery", "recoveries")
     deaths = f"{count(len(summary.deaths), 'worker')} dead"
     back = [f"{len(summary.came_back)} came back"] if summary.came_back else []
-    return "; ".join([_progress(summary), recoveries, deaths, *back, samples(summary)])
+    chosen = sum(plan.by_choice for plan in summary.plans)
+    changes = [f"{count(chosen, 'change')} of plan by choice"] if chosen else []
+    return "; ".join([_progress(summary), recoveries, deaths, *back, *changes, samples(summary)])
 
 
 def in_order(summary: RunSummary) -> bool:

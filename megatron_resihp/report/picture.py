@@ -1,4 +1,4 @@
-"""RunSummary -> a picture: loss and throughput over the iterations, with every death and recovery marked.
+"""RunSummary -> a picture: loss and throughput over the iterations; deaths, verdicts and changes of plan are marked.
 
 May import: the standard library, matplotlib and this room's modules. Import it only where a picture is wanted.
 """
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from megatron_resihp.report.marks import Mark, find_marks, label_rows
+from megatron_resihp.report.marks import Mark, MarkKind, find_marks, label_rows
 from megatron_resihp.report.run_summary import RunSummary
 from megatron_resihp.report.summary import compare
 from megatron_resihp.report.words import relative_difference
@@ -30,7 +30,8 @@ ROW, GAP = 15 * POINT, 4 * POINT
 """Pixels between two rows of labels, and between a label and its mark."""
 LABEL_FONT = 8.5
 
-RUN, REFERENCE, DEATH, TEXT, GRID = "#1f5fa8", "#f2b27a", "#b3261e", "#333333", "#e8e8e8"
+RUN, REFERENCE, TEXT, GRID = "#1f5fa8", "#f2b27a", "#333333", "#e8e8e8"
+COLOURS = {MarkKind.DEATH: "#b3261e", MarkKind.VERDICT: "#8a5a00", MarkKind.CHANGE: "#2e7d32"}
 
 
 def draw(summary: RunSummary, reference: RunSummary | None, path: str | Path) -> None:
@@ -109,8 +110,8 @@ def _style(axes: Axes) -> None:
 def _draw_marks(axes: Axes, marks: Sequence[Mark]) -> None:
     for mark in marks:
         if mark.recovered:
-            axes.axvspan(mark.after, mark.after + 1, color=DEATH, alpha=0.10, linewidth=0, zorder=0.5)
-        axes.axvline(mark.position, color=DEATH, linewidth=0.9, zorder=1)
+            axes.axvspan(mark.after, mark.after + 1, color=COLOURS[mark.kind], alpha=0.10, linewidth=0, zorder=0.5)
+        axes.axvline(mark.position, color=COLOURS[mark.kind], linewidth=0.9, zorder=1)
 
 
 class _Label(NamedTuple):
@@ -122,10 +123,11 @@ class _Label(NamedTuple):
     left: float
     row: int | None
     """Row above the panels, from 0; None: there was no room."""
+    colour: str
 
 
 def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
-    """Write what happened at each mark above the panels; only who died where all of it would not fit."""
+    """Write what happened at each mark above the panels; only to whom where all of it would not fit."""
     labels = _arrange(figure, axes, marks, [mark.label for mark in marks])
     if any(label.row is None for label in labels):
         labels = _arrange(figure, axes, marks, [mark.short_label for mark in marks])
@@ -145,7 +147,8 @@ def _arrange(figure: Figure, axes: Axes, marks: Sequence[Mark], texts: Sequence[
         for foot, width in zip(feet, widths, strict=True)
     ]
     rows = label_rows([(left, left + width + 2 * GAP) for left, width in zip(lefts, widths, strict=True)])
-    return [_Label(*parts) for parts in zip(texts, feet, lefts, rows, strict=True)]
+    colours = [COLOURS[mark.kind] for mark in marks]
+    return [_Label(*parts) for parts in zip(texts, feet, lefts, rows, colours, strict=True)]
 
 
 def _width(figure: Figure, text: str) -> float:
@@ -160,8 +163,9 @@ def _write_label(figure: Figure, label: _Label, row: int, top: float) -> None:
     bottom = top + (0.25 + row) * ROW
     x, y = to_page.transform((label.left, bottom))
     figure.text(
-        x, y, label.text, fontsize=LABEL_FONT, color=DEATH, va="bottom", bbox={"color": "white", "pad": 0.5}, zorder=3
-    )
+        x, y, label.text, fontsize=LABEL_FONT, color=label.colour, va="bottom", bbox={"color": "white", "pad": 0.5},
+        zorder=3,
+    )  # fmt: skip
     # The mark goes on up to its label, past the labels of the rows below.
     ends = [to_page.transform((label.foot, height)) for height in (top, bottom + 0.75 * ROW)]
-    figure.add_artist(Line2D([x for x, _ in ends], [y for _, y in ends], color=DEATH, linewidth=0.9, zorder=2))
+    figure.add_artist(Line2D([x for x, _ in ends], [y for _, y in ends], color=label.colour, linewidth=0.9, zorder=2))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_resihp.report.epochs import PlanInForce
 from megatron_resihp.report.nonfinite import jsonable, number
 from megatron_resihp.report.recoveries import Death, Recovery
 
@@ -111,6 +112,8 @@ class RunSummary:
     came_back: tuple[int, ...] = ()
     """Workers that were started anew and taken in."""
     recoveries: tuple[Recovery, ...] = ()
+    plans: tuple[PlanInForce, ...] = ()
+    """The plans that were in force, in their order."""
     loss_name: str | None = None
     loss: Mapping[int, float] = field(default_factory=dict)
     grad_norm: Mapping[int, float] = field(default_factory=dict)
@@ -178,6 +181,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "deaths": _each(lambda value: Death(**value)),
     "came_back": tuple,
     "recoveries": _each(_recovery),
+    "plans": _each(lambda value: PlanInForce(**value)),
     "loss": _by_iteration,
     "grad_norm": _by_iteration,
     "samples_per_second": _by_iteration,

@@ -6,10 +6,13 @@ May import: the standard library.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Plan = Mapping[str, Any]
+
+FEW = 4
+"""Replicas of which each one's work is told; of more, how many do the same."""
 
 
 def working(plan: Plan) -> set[int]:
@@ -25,10 +28,53 @@ def standbys(plan: Plan) -> set[int]:
 def describe(plan: Plan) -> str:
     """For example "DP2 PP2 TP2", or "DP3: 2x PP2 TP2, 1x PP2 TP2/1" where replicas differ."""
     shapes = Counter(_replica(replica["stages"]) for replica in plan["replicas"])
-    degree = f"DP{len(plan['replicas'])}"
-    if len(shapes) == 1:
-        return f"{degree} {next(iter(shapes))}"
-    return f"{degree}: " + ", ".join(f"{count}x {shape}" for shape, count in shapes.items())
+    return f"DP{len(plan['replicas'])}{' ' if len(shapes) == 1 else ': '}{_counted(shapes)}"
+
+
+def layers(plan: Plan, own: Sequence[Sequence[int]]) -> str:
+    """Layers of each stage, "5+4" where all replicas agree; or of each replica, "5+4, 6+3". Embedding and head count.
+
+    Args:
+        plan: of an event.
+        own: the job's own (stage, first, end), for replicas that say none.
+    """
+    of_replicas = [_layers(replica.get("chunks") or own) for replica in plan["replicas"]]
+    counts = Counter(of_replicas)
+    return ", ".join(of_replicas) if 1 < len(counts) <= len(of_replicas) <= FEW else _counted(counts)
+
+
+def micro_batches(plan: Plan) -> str:
+    """Micro-batches of each replica, "5+3"; of many replicas how many have so many, "6x 4, 2x 3"; and of how many
+    another replica runs a part, "4+4, 1 shared"."""
+    counts = [len(replica.get("micro_batches") or ()) for replica in plan["replicas"]]
+    own = "+".join(map(str, counts)) if len(counts) <= FEW else _counted(Counter(map(str, counts)))
+    shared = {micro_batch for micro_batch, *_ in plan.get("migrations") or ()}
+    return f"{own}, {len(shared)} shared" if shared else own
+
+
+def same_work(one: Plan, other: Plan) -> bool:
+    """Whether two plans have the same stages, layers, micro-batches and orders of ops, whoever does the work."""
+    return _work(one) == _work(other)
+
+
+def _work(plan: Plan) -> list[Any]:
+    of_replicas = [
+        {**replica, "stages": [len(members) for members in replica["stages"]]} for replica in plan["replicas"]
+    ]
+    return [of_replicas, plan.get("migrations")]
+
+
+def _layers(chunks: Iterable[Sequence[int]]) -> str:
+    of_stage: Counter[int] = Counter()
+    for stage, first, end in chunks:
+        of_stage[stage] += end - first
+    return "+".join(str(of_stage[stage]) for stage in sorted(of_stage))
+
+
+def _counted(counts: Counter[str]) -> str:
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{count}x {words}" for words, count in counts.items())
 
 
 def _replica(stages: list[list[int]]) -> str:

@@ -70,6 +70,11 @@ def rates_around(steps: Sequence[Step], from_epoch: int, to_epoch: int) -> tuple
     return _median(before[-MEDIAN_OVER:]), _median(after[:MEDIAN_OVER])
 
 
+def settled_rate(steps: Sequence[Step], epoch: int) -> float | None:
+    """Median samples per second of an epoch, without its first iteration; None: it has no other."""
+    return _median(_settled_rates(steps).get(epoch, []))
+
+
 def _settled_rates(steps: Sequence[Step]) -> dict[int, list[float]]:
     """Rates of each epoch; the first iteration after a recovery lasted as long as the recovery and says nothing."""
     rates: dict[int, list[float]] = {}

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_resihp.report import events as names
 from megatron_resihp.report import shape
+from megatron_resihp.report.epochs import find_plans
 from megatron_resihp.report.events import Event
 from megatron_resihp.report.nonfinite import number
 from megatron_resihp.report.recoveries import find_deaths
@@ -58,6 +59,7 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0) -> RunSummary:
         deaths=tuple(deaths),
         came_back=_came_back(run),
         recoveries=tuple(recoveries),
+        plans=find_plans(run, recoveries, steps),
         loss_name=loss_name,
         loss={s.iteration: s.loss[loss_name] for s in steps if loss_name is not None and loss_name in s.loss},
         grad_norm={s.iteration: s.grad_norm for s in steps if s.grad_norm is not None},

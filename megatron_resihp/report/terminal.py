@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_resihp.report.epochs import PlanInForce
 from megatron_resihp.report.headline import headline, in_order
 from megatron_resihp.report.recoveries import Death, Recovery
 from megatron_resihp.report.run_summary import RunSummary, Salvage, Workers
@@ -46,6 +47,9 @@ def render(summary: RunSummary, console: Console) -> None:
             _recoveries(summary.recoveries),
             len(summary.recoveries),
         )
+    if len(summary.plans) > 1:
+        title = "Plans (layers of each stage with embedding and head; micro-batches of each replica)"
+        _section(console, title, _plans(summary.plans), len(summary.plans))
     if any(recovery.phases for recovery in summary.recoveries):
         title = "Time of each recovery in ms (slowest worker of each phase; agree and ready include waiting)"
         _section(console, title, _phases(summary.recoveries), len(summary.recoveries))
@@ -171,6 +175,21 @@ def _recoveries(recoveries: Sequence[Recovery]) -> Table:
             size(recovery.bytes_moved),
             NONE if recovery.steps_redone is None else str(recovery.steps_redone),
             f"{rate(before)} -> {rate(after)}",
+        )
+    return table
+
+
+def _plans(plans: Sequence[PlanInForce]) -> Table:
+    table = _table("after:", "plan", "layers", "batches", "samples/s:", "stood still ms:", "because of")
+    for plan in _shown(plans):
+        table.add_row(
+            f"{plan.after:,}",
+            plan.shape + (f" + {count(plan.standbys, 'standby')}" if plan.standbys else ""),
+            plan.layers,
+            plan.micro_batches,
+            rate(plan.samples_per_second),
+            _in_milliseconds(plan.stood_still_s),
+            Text(plan.why),
         )
     return table
 

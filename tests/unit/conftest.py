@@ -29,6 +29,7 @@ class SyntheticRun:
         self.random = random.Random(seed)
         self.replicas = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         self.standbys: list[int] = []
+        self.work: list[dict[str, Any]] = [{"micro_batches": []}, {"micro_batches": []}]
         self.died_at: list[float] = []
         self._fresh_reporter = True
         self.write("run_started", world_size=8, nnodes=2, nproc_per_node=4, command=["pretrain_gpt.py"])
@@ -52,7 +53,7 @@ class SyntheticRun:
         return event
 
     def plan(self) -> dict[str, Any]:
-        replicas = [{"stages": stages, "micro_batches": []} for stages in self.replicas]
+        replicas = [{"stages": stages, **self.work[number]} for number, stages in enumerate(self.replicas)]
         return {"replicas": replicas, "standbys": {str(worker): [0, 0] for worker in self.standbys}}
 
     def feed(self, iteration: int, ranges: Sequence[Sequence[int]] | None = None) -> None:
@@ -136,6 +137,31 @@ class SyntheticRun:
         )
         self._fresh_reporter = True
 
+    def change(
+        self, why: str, replicas: list[list[list[int]]], work: Sequence[dict[str, Any]] | None = None,
+        seconds: float = 0.2,
+    ) -> None:  # fmt: skip
+        """All go on under another plan, without a death; `work` is what each replica does beside its stages."""
+        left_at = self.now
+        self.now += seconds
+        self.epoch += 1
+        self.replicas, self.standbys = replicas, []
+        self.work = [*(work or [{"micro_batches": []}] * len(replicas))]
+        self.write("epoch_started", plan=self.plan(), digest=f"d{self.epoch}")
+        self.write(
+            "reconfiguration",
+            number=self.epoch,
+            why=why,
+            from_epoch=self.epoch - 1,
+            to_epoch=self.epoch,
+            resumed_iteration=self.iteration,
+            bytes_moved=1000,
+            steps_redone=0,
+            left_at=left_at,
+            resumed_at=self.now,
+            stood_still_s=seconds,
+        )
+
     def first_step(self, since_death: float) -> None:
         """Every worker says when its first iteration after the recovery was complete."""
         died_at = min(self.died_at)
@@ -153,6 +179,33 @@ class SyntheticRun:
 def synthetic_run() -> Callable[..., SyntheticRun]:
     """Makes an empty run to write events to."""
     return SyntheticRun
+
+
+@pytest.fixture
+def changed_run() -> SyntheticRun:
+    """40 iterations; worker 3 dies after the 5th and comes back as 11 after the 10th; worker 6 is slow from the 16th on
+    and has less to do from the 21st on; it is well again from the 26th on, and does its own work from the 31st on."""
+    run = SyntheticRun()
+    whole = [[[0, 1], [2, 11]], [[4, 5], [6, 7]]]
+    run.events[-1] |= {"chunks": [[0, 0, 3], [1, 3, 6]]}
+    run.step(5)
+    run.die(3)
+    run.recover([3], replicas=[[[0, 1], [2]], [[4, 5], [6, 7]]], standbys=[])
+    run.step(5)
+    run.write("worker_waiting", waiting=11, place=3)
+    run.change("worker 11 came back", whole)
+    run.step(10)
+    run.write("verdict", kind="compute", change="onset", workers=[6], speed=0.5, since=16, iteration=18)
+    run.change("worker 6 at 0.50: iterations 30 % shorter", whole, [
+        {"micro_batches": [0, 1, 2, 3, 4]},
+        {"micro_batches": [5, 6, 7], "chunks": [[0, 0, 4], [1, 4, 6]]},
+    ])  # fmt: skip
+    run.step(10)
+    run.write("verdict", kind="compute", change="recovery", workers=[6], speed=1.0, since=26, iteration=29)
+    run.change("all workers are well: iterations 20 % shorter", whole)
+    run.step(10)
+    run.finish()
+    return run
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.report.marks import find_marks, label_rows
+from megatron_resihp.report.marks import MarkKind, find_marks, label_rows
 from megatron_resihp.report.picture import draw
 from megatron_resihp.report.summary import summarize
 
@@ -22,6 +22,26 @@ def test_marks_say_who_died_of_what_and_when_the_run_was_back(recovered_run: Any
     first, second = find_marks(summarize(recovered_run.events))
     assert (first.after, first.label) == (10, "worker 3: exit signal 9, back in 930 ms")
     assert (second.after, second.label) == (25, "workers 5 and 6: node lost, back in 2.2 s")
+
+
+def test_changes_say_what_is_done_otherwise_and_verdicts_why(changed_run: Any) -> None:
+    marks = find_marks(summarize(changed_run.events))
+    assert [(mark.after, mark.kind, mark.label) for mark in marks[1:]] == [
+        (10, MarkKind.CHANGE, "worker 11 came back: the first plan again"),
+        (15, MarkKind.VERDICT, "worker 6 at 50 %"),
+        (20, MarkKind.CHANGE, "layers 3+3, 4+2, micro-batches 5+3"),
+        (25, MarkKind.VERDICT, "worker 6 well again"),
+        (30, MarkKind.CHANGE, "the first plan again"),
+    ]
+    assert (marks[0].after, marks[0].kind, marks[0].recovered) == (5, MarkKind.DEATH, True)
+
+
+def test_verdicts_of_one_moment_share_a_mark(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.write("verdict", kind="compute", change="onset", workers=[6], speed=0.5, since=16, iteration=18)
+    run.write("verdict", kind="link", change="onset", workers=[1, 5], speed=0.3, since=16, iteration=19)
+    [mark] = find_marks(summarize(run.events))
+    assert (mark.after, mark.label) == (15, "worker 6 at 50 %, link 1–5 at 30 %")
 
 
 def test_a_death_that_ended_the_run_is_marked_as_such(synthetic_run: Callable[..., Any]) -> None:
@@ -40,6 +60,12 @@ def test_the_picture_holds_the_labels(recovered_run: Any, synthetic_run: Callabl
     assert "worker 3: exit signal 9, back in 930 ms" in text
     assert "uninterrupted run, relative difference at most" in text
     assert "samples/s" in text
+
+
+def test_the_picture_tells_who_came_back_and_what_was_slow(changed_run: Any, tmp_path: Path) -> None:
+    draw(summarize(changed_run.events), None, tmp_path / "run.svg")
+    text = (tmp_path / "run.svg").read_text()
+    assert "worker 11 came back: the first plan again" in text and "worker 6 at 50 %" in text
 
 
 def test_a_run_with_holes_and_infinite_loss_can_be_drawn(synthetic_run: Callable[..., Any], tmp_path: Path) -> None:

@@ -50,6 +50,33 @@ def test_a_phase_takes_as_long_as_its_slowest_worker(recovered_run: Any) -> None
     assert phases["rebuild"] == pytest.approx(0.468 * 0.5 * 1.1)
 
 
+def test_plans_in_force_say_why_they_were_taken(changed_run: Any) -> None:
+    plans = summarize(changed_run.events).plans
+    assert [(plan.after, plan.why, plan.by_choice) for plan in plans[:4]] == [
+        (0, "the start", False),
+        (5, "worker 3 died", False),
+        (10, "worker 11 came back", True),
+        (20, "worker 6 at 0.50: iterations 30 % shorter", True),
+    ]
+    assert [(plan.shape, plan.layers, plan.micro_batches) for plan in plans[1:4]] == [
+        ("DP2: 1x PP2 TP2/1, 1x PP2 TP2", "3+3", "0+0"),
+        ("DP2 PP2 TP2", "3+3", "0+0"),
+        ("DP2 PP2 TP2", "3+3, 4+2", "5+3"),
+    ]
+    assert [plan.like_the_first for plan in plans] == [True, False, True, False, True]
+    assert [plan.stood_still_s for plan in plans] == [None, None, 0.2, 0.2, 0.2]
+
+
+def test_a_plan_that_broke_before_anybody_went_on_was_not_in_force(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.step(1)
+    run.epoch += 1
+    run.write("epoch_started", plan=run.plan(), digest="d1")
+    run.die(3)
+    run.recover([3], [[[4, 5], [6, 7]]], [0, 1, 2])
+    assert [plan.epoch for plan in summarize(run.events).plans] == [0, 2]
+
+
 def test_throughput_is_taken_from_settled_iterations(recovered_run: Any) -> None:
     first, second = summarize(recovered_run.events).recoveries
     assert first.samples_per_second_before == pytest.approx(16 / 0.25, rel=0.04)
@@ -196,6 +223,11 @@ def test_events_that_cannot_be_used_are_counted_by_what_is_wrong(synthetic_run: 
 
 def test_no_events_make_an_empty_summary() -> None:
     assert summarize([]) == RunSummary(completed=False)
+
+
+def test_plans_go_to_json_and_back(changed_run: Any) -> None:
+    summary = summarize(changed_run.events)
+    assert RunSummary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
 
 
 def test_json_and_back(recovered_run: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_resihp.report.run_summary import RunSummary
-from megatron_resihp.report.shape import describe
+from megatron_resihp.report.shape import describe, layers, micro_batches
 from megatron_resihp.report.summary import summarize, with_reference
 from megatron_resihp.report.terminal import WIDTH, console_for, render
 from megatron_resihp.report.words import duration, size
@@ -77,6 +77,14 @@ def test_workers_that_came_back_are_in_the_headline(synthetic_run: Callable[...,
     assert "8 working (DP2 PP2 TP2) -> 8 working (DP2 PP2 TP2)" in page(summarize(run.events))
 
 
+def test_changes_by_choice_are_told(changed_run: Any) -> None:
+    lines = page(summarize(changed_run.events)).splitlines()
+    assert "; 1 worker dead; 1 came back; 3 changes of plan by choice; no sample" in lines[0]
+    plans = lines[next(n for n, line in enumerate(lines) if line.startswith("Plans (")) :]
+    chosen = next(line for line in plans if line.strip().startswith("20 "))
+    assert {"DP2", "3+3,", "4+2", "5+3", "200"} <= set(chosen.split())
+
+
 def test_lost_and_repeated_samples_are_in_the_headline(synthetic_run: Callable[..., Any]) -> None:
     run = synthetic_run(train_iters=2)
     run.step(1)
@@ -132,6 +140,19 @@ def test_shapes_of_unlike_replicas() -> None:
     uneven = {"stages": [[4, 5], [6]]}
     assert describe({"replicas": [even, uneven, even]}) == "DP3: 2x PP2 TP2, 1x PP2 TP2/1"
     assert describe({"replicas": [uneven]}) == "DP1 PP2 TP2/1"
+
+
+def test_layers_and_micro_batches_in_words() -> None:
+    own = [[0, 0, 3], [1, 3, 6]]
+    chunked = {"micro_batches": [0, 2, 4], "chunks": [[0, 0, 1], [1, 1, 3], [0, 3, 5], [1, 5, 6]]}
+    plain = {"micro_batches": [1, 3]}
+    assert layers({"replicas": [plain, plain]}, own) == "3+3"
+    assert layers({"replicas": [chunked, plain]}, own) == "3+3" and layers({"replicas": [plain]}, []) == ""
+    assert layers({"replicas": [{**chunked, "chunks": [[0, 0, 4], [1, 4, 6]]}, plain]}, own) == "4+2, 3+3"
+    assert micro_batches({"replicas": [chunked, plain]}) == "3+2"
+    moved = [[1, 0, 0], [1, 1, 0]]
+    assert micro_batches({"replicas": [chunked, plain], "migrations": moved}) == "3+2, 1 shared"
+    assert micro_batches({"replicas": [chunked] * 3 + [plain] * 3}) == "3x 3, 3x 2"
 
 
 def test_what_the_detector_found_and_left_out(synthetic_run: Callable[..., Any]) -> None:
