@@ -15,6 +15,8 @@ lost a member is left out, and where nobody is dead the job's own plan goes on.
   reduction, agreement and optimizer; the bound does not.
 - `over_drop_replica`, `over_resihp`: samples per second of `joint` over those of the other.
 - `simulator_error_percent`: |measured − predicted| / predicted of `joint`'s iteration.
+- `error_beyond_fault_free_percent`: the same with the prediction longer by what the fault-free iterations of the same
+  job took beyond theirs: gradient reduction, agreement, optimizer and what processes add to ops are not simulated.
 - `late_percent`: ops that really took longer than they should have on the emulated clock; where there are many, the
   machine was too busy for the time scale.
 
@@ -170,6 +172,10 @@ class Measured:
     iterations: int
     predicted_s: float
 
+    def after(self, other: "Measured") -> "Measured":
+        """With a prediction that is as much longer as another plan's iterations were than theirs."""
+        return replace(self, predicted_s=self.predicted_s + other.iteration_s - other.predicted_s)
+
     @property
     def simulator_error_percent(self) -> float:
         return 100 * abs(self.iteration_s / self.predicted_s - 1)
@@ -248,6 +254,7 @@ def _figures(found: dict[str, Measured], joint_plan: Evaluation) -> dict[str, An
         "share_of_bound_predicted": joint_plan.share_of_bound,
         **ratios,
         "simulator_error_percent": own.simulator_error_percent if own else None,
+        "error_beyond_fault_free_percent": own.after(found["fault-free"]).simulator_error_percent if own else None,
         "samples_per_s": {name: JOB.batch / each.iteration_s for name, each in found.items()},
         "predicted_samples_per_s": {name: JOB.batch / each.predicted_s for name, each in found.items()},
         "iterations": {name: each.iterations for name, each in found.items()},
