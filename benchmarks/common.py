@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,27 +54,35 @@ class SmallJob:
         flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
         return [*flags, "--mock-data", "--no-gradient-accumulation-fusion"]
 
-    def under_resihp(self, iterations: int, run_dir: Path) -> list[str]:
-        """The command that starts the job with the plugin, on CPUs."""
+    def under_resihp(
+        self, iterations: int, run_dir: Path, script: Path = SCRIPT, options: Sequence[str] = ()
+    ) -> list[str]:
+        """The command that starts the job with the plugin, on CPUs. `options`: of `resihp launch`."""
         launch = [sys.executable, "-m", "megatron_resihp.cli", "launch", "--stand-in"]
         seats = ["--nproc-per-node", str(self.workers), "--run-dir", str(run_dir)]
-        return [*launch, *seats, str(SCRIPT), "--resihp", *self.flags(iterations)]
+        return [*launch, *seats, *options, str(script), "--resihp", *self.flags(iterations)]
 
-    def under_torchrun(self, iterations: int, restarts: int = 0) -> list[str]:
+    def under_torchrun(self, iterations: int, restarts: int = 0, script: Path = SCRIPT) -> list[str]:
         """The command that starts the same job without the plugin, on CPUs."""
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts)]
         seats = ["--nproc-per-node", str(self.workers), "-m", "megatron_resihp.cpu"]
-        return [*launch, *seats, str(SCRIPT), *self.flags(iterations)]
+        return [*launch, *seats, str(script), *self.flags(iterations)]
 
 
 @contextmanager
-def running(command: Sequence[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A job in a session of its own with its output in a file; whatever is left of it at the end is ended."""
+def running(
+    command: Sequence[str], output: Path, variables: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A job in a session of its own with its output in a file; whatever is left of it at the end is ended.
+
+    Args:
+        variables: of its environment, beside this process's own.
+    """
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore",
         # torchrun shares one store between its attempts, and torch 2.15's gloo then meets the addresses of the dead
         # attempt ("connectFullMesh failed: Connection refused"): without a new store no restart ever works.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(variables or {}),
     }  # fmt: skip
     with output.open("wb") as file:
         job = subprocess.Popen(
@@ -106,13 +114,27 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 def worker_processes(launcher: int) -> dict[int, int]:
     """Process ids of a launcher's workers by their number, as their environments say it."""
     found: dict[int, int] = {}
-    for children in Path(f"/proc/{launcher}/task").glob("*/children"):
-        for pid in map(int, children.read_text().split()):
-            try:
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue  # it has just ended
-            found.update({int(item[5:]): pid for item in environment if item.startswith(b"RANK=")})
+    for pid in _children(launcher):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has just ended
+        found.update({int(item[5:]): pid for item in environment if item.startswith(b"RANK=")})
+    return found
+
+
+def process_tree(pid: int) -> list[int]:
+    """A process and all that have been started by it or by one of these, and are still there."""
+    return [pid, *(each for child in _children(pid) for each in process_tree(child))]
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(child) for child in children.read_text().split()]
+        except OSError:
+            continue  # the thread has just ended
     return found
 
 

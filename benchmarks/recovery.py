@@ -4,23 +4,13 @@
     python benchmarks/recovery.py [--kills N] [--quick] [--plot FILE]
 
 Eight CPU workers (TP 2, PP 2, DP 2) train a tiny GPT in fp32. One is killed with SIGKILL from outside, at a random
-point of an iteration; victims take turns in an order drawn from --seed. Clock: Unix time.
+point of an iteration; victims take turns in an order drawn from --seed.
 
-In place, one job for each kill, so that it always strikes eight workers:
-- t0 is read just before os.kill; the end is the time of the last `first_step` event, which a worker writes when it has
-  completed the first iteration after the recovery. `in_place_with_redo_s` is the time between.
-- If the iteration that broke had to be computed again (`steps_redone` of the `recovery` event is 1), the time of a
-  normal iteration in the new layout is subtracted: the median `duration_s` of the `iteration` events of the new epoch,
-  the first one of that epoch left out. That gives `in_place_s`. If the step had been agreed on before the kill and was
-  only completed, nothing is subtracted, although `first_step` then ends a whole new iteration.
-- `phases` add up to `in_place_s` of their kill: a phase lasts from when the last worker ended the phase before until
-  the last worker ended this one. `notice` ends when the epoch is marked as broken, and what the workers take longer to
-  hear of it is part of `abort`; `ready` ends when the coordinator lets all go on; `rest` is from the end of `data` to
-  `first_step`, less the same normal iteration. `longest` has for each phase the worker that took longest, with all its
-  waiting for others.
+In place, one job for each kill, so that it always strikes eight workers. What `in_place_s`, `in_place_with_redo_s` and
+`phases` are is said in kills.py.
 
-The incumbent is torchrun with a checkpoint after each iteration: from t0 to when the log shows an iteration that was
-completed after the restart. It redoes one iteration at most, and is compared with `in_place_with_redo_s`.
+The incumbent is torchrun with a checkpoint after each iteration: from the kill to when the log shows an iteration that
+was completed after the restart. It redoes one iteration at most, and is compared with `in_place_with_redo_s`.
 
 All numbers are medians over the kills, in seconds. The last line of standard output is one JSON object.
 """
@@ -35,108 +25,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import EventTail, SmallJob, all_events, load_average, print_result, running, wait_for, worker_processes
-
-from megatron_resihp.report import events as names
-from megatron_resihp.report.events import Event
+from common import SmallJob, print_result, running, wait_for, worker_processes
+from kills import PHASES, Kill, kill_in_place
 
 GOAL_S = 0.6
-PHASES = ("notice", "abort", "agree", "rebuild", "migrate", "ready", "data", "rest")
-WARM_UP = 12
-"""Iterations before a kill."""
-AFTER = 10
-"""Iterations after it, from which the time of a normal one is taken."""
-START_S = 180.0
 RESTART_S = 240.0
 ITERATION_LINE = re.compile(rb"iteration +(\d+)/")
 TRAINING_STARTS = b"[before the start of training step]"
-
-
-@dataclass(frozen=True)
-class Kill:
-    """One measured recovery; times in seconds, as the module says."""
-
-    victim: int
-    in_place_s: float
-    in_place_with_redo_s: float
-    redone: bool
-    iteration_s: float
-    phases: dict[str, float]
-    longest: dict[str, float]
-    load_average: float
-
-
-# ---- in place
-
-
-def kill_in_place(job: SmallJob, victim: int, fraction: float, directory: Path) -> Kill:
-    """Run one job, kill one worker `fraction` of an iteration after one has ended, and let the job finish.
-
-    Raises:
-        RuntimeError: the job did not recover and reach its end.
-    """
-    run_dir = directory / "run"
-    tail = EventTail(run_dir)
-    with running(job.under_resihp(WARM_UP + AFTER, run_dir), directory / "output") as launcher:
-        before = wait_for("warm-up", lambda: _iterations(tail.look(), WARM_UP), launcher, START_S)
-        pid = worker_processes(launcher.pid)[victim]
-        load = load_average()
-        time.sleep(fraction * statistics.median(event["duration_s"] for event in before[2:]))
-        killed_at = time.time()
-        os.kill(pid, signal.SIGKILL)
-        if launcher.wait(START_S) != 0:
-            raise RuntimeError(f"the job ended with exit code {launcher.returncode} after worker {victim} was killed")
-    return measure(all_events(run_dir), victim, killed_at, load)
-
-
-def _iterations(events: Sequence[Event], number: int) -> list[Event] | None:
-    found = [event for event in events if event["event"] == names.ITERATION]
-    return found if found and found[-1]["iteration"] >= number else None
-
-
-def measure(events: Sequence[Event], victim: int, killed_at: float, load: float) -> Kill:
-    """What the event log says of the kill at `killed_at`."""
-    (recovery,) = (event for event in events if event["event"] == names.RECOVERY)
-    first_steps = [event for event in events if event["event"] == names.FIRST_STEP]
-    iterations = [e for e in events if e["event"] == names.ITERATION and e["epoch"] == recovery["to_epoch"]]
-    iteration_s = statistics.median(event["duration_s"] for event in iterations[1:])
-    total_s = max(event["time"] for event in first_steps) - killed_at
-    redo_s = iteration_s if recovery["steps_redone"] else 0.0
-    workers = _phases_by_worker(events)
-    ends = {"notice": recovery["broken_at"] - killed_at}
-    for name in PHASES[1:-1]:
-        ends[name] = recovery["resumed_at"] - killed_at + max(_after_go(name, phases) for phases in workers)
-    ends["rest"] = total_s - redo_s
-    starts = [0.0, *ends.values()]
-    return Kill(
-        victim=victim,
-        in_place_s=total_s - redo_s,
-        in_place_with_redo_s=total_s,
-        redone=bool(recovery["steps_redone"]),
-        iteration_s=iteration_s,
-        phases={name: end - start for (name, end), start in zip(ends.items(), starts, strict=False)},
-        longest={name: max(phases[name] for phases in workers) for name in PHASES[1:-1]},
-        load_average=load,
-    )
-
-
-def _phases_by_worker(events: Sequence[Event]) -> list[dict[str, float]]:
-    found: dict[int, dict[str, float]] = {}
-    for event in events:
-        if event["event"] == names.PHASE:
-            found.setdefault(event["worker"], {})[event["phase"]] = event["seconds"]
-    return list(found.values())
-
-
-def _after_go(name: str, phases: dict[str, float]) -> float:
-    """When a worker ended a phase, counted from when all were let go on, which ends `ready` on every worker."""
-    if name == "data":
-        return phases["data"]
-    return -sum(phases[phase] for phase in PHASES[PHASES.index(name) + 1 : PHASES.index("data")])
 
 
 # ---- the incumbent
@@ -257,7 +156,7 @@ def main() -> int:
         for number in range(options.kills):
             directory = Path(scratch, str(number))
             directory.mkdir()
-            kill = kill_in_place(job, victims[number], chance.random(), directory)
+            kill, _ = kill_in_place(job, victims[number], chance.random(), directory)
             say(f"in place: worker {kill.victim} killed, {kill.in_place_s:.3f} s, "
                 f"{kill.in_place_with_redo_s:.3f} s with the iteration{' redone' if kill.redone else ''}, "
                 f"load {kill.load_average}")  # fmt: skip
