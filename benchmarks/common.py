@@ -69,6 +69,11 @@ class SmallJob:
         return [*launch, *seats, str(script), *self.flags(iterations)]
 
 
+def end_when_told() -> None:
+    """Let SIGTERM end this process as an error does: its jobs, which may be stopped, must not outlive it."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 @contextmanager
 def running(
     command: Sequence[str], output: Path, variables: Mapping[str, str] | None = None

@@ -37,7 +37,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from common import SmallJob, load_average, print_result, process_tree, running, wait_for
+from common import SmallJob, end_when_told, load_average, print_result, process_tree, running, wait_for
 
 GOAL_PERCENT: Final = 0.5
 JOB: Final = SmallJob(tensor_parallel=2, pipeline_parallel=1, replicas=1, layers=4, hidden=512, sequence=128, batch=4)
@@ -213,6 +213,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=36, help=f"of {TURN} iterations of each job (default 36)")
     options = parser.parse_args()
+    end_when_told()
     with tempfile.TemporaryDirectory(prefix="healthy-") as scratch:
         result = measure(options.rounds, Path(scratch))
     if result["overhead_percent"] > GOAL_PERCENT:

@@ -19,12 +19,13 @@ May import the standard library, `common` and `megatron_resihp.report`.
 import os
 import signal
 import statistics
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import EventTail, SmallJob, all_events, load_average, running, wait_for, worker_processes
+from common import END_S, EventTail, SmallJob, all_events, load_average, running, wait_for, worker_processes
 
 from megatron_resihp.report import events as names
 from megatron_resihp.report.events import Event
@@ -34,6 +35,8 @@ WARM_UP = 12
 """Iterations before a kill."""
 AFTER = 10
 """Iterations after it, from which the time of a normal one is taken."""
+LONG = 100_000
+"""Iterations that a job could do, which is ended earlier."""
 START_S = 180.0
 
 
@@ -52,38 +55,49 @@ class Kill:
 
 
 def kill_in_place(
-    job: SmallJob, victim: int, fraction: float, directory: Path, flags: Sequence[str] = ()
+    job: SmallJob,
+    victim: int,
+    fraction: float,
+    directory: Path,
+    flags: Sequence[str] = (),
+    before: Callable[[subprocess.Popen[bytes]], None] = lambda launcher: None,
 ) -> tuple[Kill, list[Event]]:
-    """Run one job, kill one worker `fraction` of an iteration after one has ended, and let the job finish.
+    """Run one job, kill one worker `fraction` of an iteration after one has ended, and end it after a few more.
 
     Args:
         flags: of the job, beside its own.
+        before: called with the launcher when the job is warm; the kill comes after it.
 
     Returns:
         what was measured, and all events of the run.
 
     Raises:
-        RuntimeError: the job did not recover and reach its end.
+        RuntimeError: the job did not recover, or did not go on.
     """
     run_dir = directory / "run"
     tail = EventTail(run_dir)
-    command = [*job.under_resihp(WARM_UP + AFTER, run_dir), *flags]
+    command = [*job.under_resihp(LONG, run_dir), *flags]
     with running(command, directory / "output") as launcher:
-        before = wait_for("warm-up", lambda: _iterations(tail.look(), WARM_UP), launcher, START_S)
+        wait_for("warm-up", lambda: _iterations(tail.look(), 0, WARM_UP), launcher, START_S)
+        before(launcher)
+        load, seen = load_average(), len(_iterations(tail.look(), 0, 0) or ())
+        healthy = wait_for("an iteration", lambda: _iterations(tail.look(), 0, seen + 1), launcher, START_S)
         pid = worker_processes(launcher.pid)[victim]
-        load = load_average()
-        time.sleep(fraction * statistics.median(event["duration_s"] for event in before[2:]))
+        time.sleep(fraction * statistics.median(event["duration_s"] for event in healthy[2:]))
         killed_at = time.time()
         os.kill(pid, signal.SIGKILL)
-        if launcher.wait(START_S) != 0:
+        wait_for("recovery", lambda: _iterations(tail.look(), 1, AFTER), launcher, START_S)
+        launcher.send_signal(signal.SIGTERM)
+        if launcher.wait(END_S) != 128 + signal.SIGTERM:
             raise RuntimeError(f"the job ended with exit code {launcher.returncode} after worker {victim} was killed")
     events = all_events(run_dir)
     return measure(events, victim, killed_at, load), events
 
 
-def _iterations(events: Sequence[Event], number: int) -> list[Event] | None:
-    found = [event for event in events if event["event"] == names.ITERATION]
-    return found if found and found[-1]["iteration"] >= number else None
+def _iterations(events: Sequence[Event], epoch: int, number: int) -> list[Event] | None:
+    """The iterations of an epoch, once there are so many."""
+    found = [event for event in events if event["event"] == names.ITERATION and event["epoch"] == epoch]
+    return found if len(found) >= number else None
 
 
 def measure(events: Sequence[Event], victim: int, killed_at: float, load: float) -> Kill:

@@ -26,13 +26,24 @@ The last line of standard output is one JSON object.
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from common import SmallJob, all_events, load_average, print_result, running
+from common import (
+    POLL_S,
+    SmallJob,
+    all_events,
+    end_when_told,
+    load_average,
+    print_result,
+    process_tree,
+    running,
+    wait_for,
+)
 from kills import PHASES, Kill, kill_in_place
 
 from megatron_resihp.cost.device import Device
@@ -50,6 +61,10 @@ VICTIMS: Final = (3, 6, 1, 4)
 """One after another; each has a tensor-parallel peer."""
 MOMENT: Final = 0.5
 """Of an iteration, at which a worker is killed."""
+PLANNER: Final = b"megatron_resihp.control.planning"
+ASLEEP_S: Final = 0.5
+REHEARSAL_S: Final = 240.0
+"""More than the search needs to be compiled, once per installation."""
 JOB: Final = SmallJob()
 EVERY, FIRST = 4, 5
 """Iterations between changes, and that of the first one."""
@@ -135,9 +150,26 @@ def summarize(events: Sequence[Event]) -> dict[str, Any]:
 
 def kill(victim: int, directory: Path) -> tuple[Kill, list[Event]]:
     directory.mkdir()
-    found, events = kill_in_place(JOB, victim, MOMENT, directory, STRATEGY)
+    found, events = kill_in_place(JOB, victim, MOMENT, directory, STRATEGY, until_rehearsed)
     say(f"worker {victim} killed: {found.in_place_s:.3f} s")
     return found, events
+
+
+def until_rehearsed(launcher: subprocess.Popen[bytes]) -> None:
+    """Wait until the job's planner sleeps: it rehearses a plan when the job begins, at the lowest priority."""
+    asleep = 0
+
+    def look() -> bool | None:
+        nonlocal asleep
+        pids = [pid for pid in process_tree(launcher.pid) if PLANNER in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        asleep = asleep + 1 if pids and all(_state(pid) == "S" for pid in pids) else 0
+        return asleep * POLL_S > ASLEEP_S or None
+
+    wait_for("the planner's rehearsal", look, launcher, REHEARSAL_S)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def summarize_kills(kills: Sequence[tuple[Kill, Sequence[Event]]]) -> dict[str, Any]:
@@ -166,6 +198,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of all kinds of change, there and back (default 3)")
     parser.add_argument("--kills", type=int, default=3, help="in jobs of their own (default 3)")
     options = parser.parse_args()
+    end_when_told()
     with tempfile.TemporaryDirectory(prefix="reconfigure-") as scratch:
         result = summarize(train(options.rounds, Path(scratch)))
         say(f"by choice: {result['voluntary_stall_s']:.3f} s")
