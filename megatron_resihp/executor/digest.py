@@ -29,14 +29,16 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Their words one after the other, small tensors together: hashing many of them one by one takes long."""
     waiting: list[torch.Tensor] = []
+    count = 0
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1)
         words = flat.view(WORDS[flat.element_size()])
         alike = not waiting or (words.dtype, words.device) == (waiting[0].dtype, waiting[0].device)
-        if not alike or sum(map(len, waiting)) + len(words) > CHUNK:
+        if not alike or count + words.numel() > CHUNK:
             yield from _joined(waiting)
-            waiting = []
+            waiting, count = [], 0
         waiting.append(words)
+        count += words.numel()
     yield from _joined(waiting)
 
 
