@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,11 +109,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         job.kill()
         job.wait()
-        for pid in workers.values():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        signal_all(workers.values(), signal.SIGKILL)
 
 
 def worker_processes(launcher: int) -> dict[int, int]:
@@ -131,6 +127,15 @@ def worker_processes(launcher: int) -> dict[int, int]:
 def process_tree(pid: int) -> list[int]:
     """A process and all that have been started by it or by one of these, and are still there."""
     return [pid, *(each for child in _children(pid) for each in process_tree(child))]
+
+
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to processes, of which some may have ended."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
 
 
 def _children(pid: int) -> list[int]:

@@ -37,7 +37,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from common import SmallJob, end_when_told, load_average, print_result, process_tree, running, wait_for
+from common import SmallJob, end_when_told, load_average, print_result, process_tree, running, signal_all, wait_for
 
 GOAL_PERCENT: Final = 0.5
 JOB: Final = SmallJob(tensor_parallel=2, pipeline_parallel=1, replicas=1, layers=4, hidden=512, sequence=128, batch=4)
@@ -105,15 +105,15 @@ class PacedJob:
 
     def finish(self, iterations: int) -> None:
         """Run the last iterations, and let the job end."""
-        self._tell(iterations)
+        self._tell(iterations + 1)  # more than are left, so that nobody waits for another turn
         if self.process.wait(START_S) != 0:
             raise RuntimeError(f"a job ended with exit code {self.process.returncode}")
 
     def stop(self) -> None:
-        self._signal(signal.SIGSTOP)
+        signal_all(process_tree(self.process.pid), signal.SIGSTOP)
 
     def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
+        signal_all(process_tree(self.process.pid), signal.SIGCONT)
 
     def cpu_seconds(self) -> float:
         """Of all its processes that there are now."""
@@ -126,13 +126,6 @@ class PacedJob:
 
     def _until_done(self) -> float:
         return max(float(worker.readline()) for worker in self._workers)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for pid in process_tree(self.process.pid):
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                pass  # it has just ended
 
 
 def _ticks(pid: int) -> int:
@@ -158,14 +151,14 @@ def take_turns(jobs: dict[str, PacedJob], rounds: int) -> dict[str, list[float]]
     return seconds
 
 
-def bounds_of_median(values: Sequence[float]) -> tuple[float, float]:
+def bounds_of_median(values: Sequence[float]) -> list[float]:
     """Between which two of the values the true median lies, with CONFIDENCE: outside there would be too few of them."""
     count, below, probability = len(values), 0, 0.5 ** len(values)
     while 2 * probability <= 1 - CONFIDENCE:
         below += 1
         probability += math.comb(count, below) * 0.5**count
     ordered = sorted(values)
-    return ordered[max(below - 1, 0)], ordered[min(count - below, count - 1)]
+    return [ordered[max(below - 1, 0)], ordered[min(count - below, count - 1)]]
 
 
 def percent(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:

@@ -60,12 +60,14 @@ def kill_in_place(
     fraction: float,
     directory: Path,
     flags: Sequence[str] = (),
+    options: Sequence[str] = (),
     before: Callable[[subprocess.Popen[bytes]], None] = lambda launcher: None,
 ) -> tuple[Kill, list[Event]]:
     """Run one job, kill one worker `fraction` of an iteration after one has ended, and end it after a few more.
 
     Args:
         flags: of the job, beside its own.
+        options: of `resihp launch`.
         before: called with the launcher when the job is warm; the kill comes after it.
 
     Returns:
@@ -76,7 +78,7 @@ def kill_in_place(
     """
     run_dir = directory / "run"
     tail = EventTail(run_dir)
-    command = [*job.under_resihp(LONG, run_dir), *flags]
+    command = [*job.under_resihp(LONG, run_dir, options=options), *flags]
     with running(command, directory / "output") as launcher:
         wait_for("warm-up", lambda: _iterations(tail.look(), 0, WARM_UP), launcher, START_S)
         before(launcher)

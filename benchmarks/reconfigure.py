@@ -13,8 +13,8 @@ layers, unlike replicas. Nothing fails.
 - `phases`: medians over the changes of what each phase took the worker that took longest.
 - `bytes_over_minimum`: all bytes that were sent over what the new plans' workers lacked (`planner.moves`).
 
-Fail-stop: in other jobs, run with `--resihp-strategy joint`, a worker is killed with SIGKILL once the planner's
-rehearsal is over; its tensor-parallel peers keep working in a plan whose replicas or stages differ.
+Fail-stop: in other jobs, run with `--resihp-strategy joint`, a worker is killed with SIGKILL once the planner has
+rehearsed; its tensor-parallel peers keep working in a plan whose replicas or stages differ.
 
 - `fail_stop_s`: median over the kills of what kills.py calls `in_place_s`: without the redone iteration's own compute.
 - `fail_stop_phases`: medians; `agree` holds `planning_s`, what the strategy itself took.
@@ -25,6 +25,7 @@ The last line of standard output is one JSON object.
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,7 +43,9 @@ from common import (
     print_result,
     process_tree,
     running,
+    signal_all,
     wait_for,
+    worker_processes,
 )
 from kills import PHASES, Kill, kill_in_place
 
@@ -56,6 +59,7 @@ from megatron_resihp.report import events as names
 from megatron_resihp.report.events import Event
 
 GOALS: Final = {"voluntary_stall_s": 0.3, "fail_stop_s": 1.0}
+LAUNCH: Final = ("--heartbeat-timeout", "600")
 STRATEGY: Final = ("--resihp-strategy", "joint")
 VICTIMS: Final = (3, 6, 1, 4)
 """One after another; each has a tensor-parallel peer."""
@@ -150,26 +154,36 @@ def summarize(events: Sequence[Event]) -> dict[str, Any]:
 
 def kill(victim: int, directory: Path) -> tuple[Kill, list[Event]]:
     directory.mkdir()
-    found, events = kill_in_place(JOB, victim, MOMENT, directory, STRATEGY, until_rehearsed)
+    found, events = kill_in_place(JOB, victim, MOMENT, directory, STRATEGY, LAUNCH, until_rehearsed)
     say(f"worker {victim} killed: {found.in_place_s:.3f} s")
     return found, events
 
 
 def until_rehearsed(launcher: subprocess.Popen[bytes]) -> None:
-    """Wait until the job's planner sleeps: it rehearses a plan when the job begins, at the lowest priority."""
+    """Wait until the job's planner sleeps: it rehearses a plan when the job begins, at the lowest priority.
+
+    Eight workers leave it next to no time on few cores, so they are stopped meanwhile.
+    """
     asleep = 0
 
     def look() -> bool | None:
         nonlocal asleep
         pids = [pid for pid in process_tree(launcher.pid) if PLANNER in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        asleep = asleep + 1 if pids and all(_state(pid) == "S" for pid in pids) else 0
+        asleep = asleep + 1 if pids and all(map(_sleeps, pids)) else 0
         return asleep * POLL_S > ASLEEP_S or None
 
-    wait_for("the planner's rehearsal", look, launcher, REHEARSAL_S)
+    workers = worker_processes(launcher.pid).values()
+    signal_all(workers, signal.SIGSTOP)
+    try:
+        wait_for("the planner's rehearsal", look, launcher, REHEARSAL_S)
+    finally:
+        signal_all(workers, signal.SIGCONT)
 
 
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+def _sleeps(pid: int) -> bool:
+    """Whether all threads of a process wait for something."""
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"S"}
 
 
 def summarize_kills(kills: Sequence[tuple[Kill, Sequence[Event]]]) -> dict[str, Any]:

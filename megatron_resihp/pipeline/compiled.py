@@ -5,10 +5,15 @@ from collections.abc import Callable
 from numba import njit
 
 
-def compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """`function` as machine code, kept on disk for the next process wherever a directory can be written."""
+def compiled[**P, R](function: Callable[P, R], without_lock: bool = False) -> Callable[P, R]:
+    """`function` as machine code, kept on disk for the next process wherever a directory can be written.
+
+    Args:
+        without_lock: whether other threads may run Python, or this function, meanwhile. Each has random numbers of its
+            own.
+    """
     try:
-        return njit(cache=True)(function)
+        return njit(cache=True, nogil=without_lock)(function)
     except RuntimeError:
         # What numba raises if neither the package's directory nor the user's cache can be written.
-        return njit(function)
+        return njit(nogil=without_lock)(function)

@@ -1,5 +1,6 @@
 """Local search over groups, their replicas and their order. Imports numpy and numba."""
 
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -41,7 +42,7 @@ def score_of(layout: Layout) -> float:
     return layout.seconds.max() * (1 - _TIE) + layout.seconds.mean() * _TIE
 
 
-@compiled
+@partial(compiled, without_lock=True)
 def improve(tables: Tables, nodes: Nodes, layout: Layout, steps: int, seed: int) -> None:
     """Random moves, each kept if it makes the score little worse, and ever less so; leaves the best layout in place.
 

@@ -7,7 +7,9 @@ stage is as fast as memory allows (`stages`), micro-batches shared so that the s
 workers take the places where they lack least of the state (`planner.places`).
 """
 
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -101,8 +103,7 @@ def answers(
     improved = starts.different(settings.starts)
     if settings.effort:
         improved += starts.promising(settings.tuned)
-    for seed, start in enumerate(improved):
-        improve(start.tables, nodes, start.layout, steps, seed)
+    _improve_all(improved, nodes, steps)
     improved.sort(key=lambda start: score_of(start.layout))
     kept = _still_possible(plan, health, cost)
     candidates = [] if kept is None else [kept]
@@ -118,6 +119,14 @@ def answers(
         raise NoPlanError(f"no layout of {len(health.speed)} workers fits their memory")
     candidates = [each if each is kept else keep_places(plan, each, seen, cost) for each in candidates]
     yield min(candidates, key=lambda each: _charges(plan, each, health, cost)) if candidates[1:] else candidates[0]
+
+
+def _improve_all(starts: Sequence[Start], nodes: Nodes, steps: int) -> None:
+    """Improve each in place, on as many cores as there are: each has its own layout and its own random numbers."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for _ in pool.map(lambda seed: improve(starts[seed].tables, nodes, starts[seed].layout, steps, seed),
+                          range(len(starts))):
+            pass  # an error is raised here
 
 
 def _plan_of(start: Start, nodes: Nodes, health: Health, cost: JobCost) -> ParallelPlan:
