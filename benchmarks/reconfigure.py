@@ -11,7 +11,8 @@ layers, unlike replicas. Nothing fails.
 - `voluntary_stall_s`: median over all changes of `stood_still_s` of the `reconfiguration` event, from when the first
   worker stopped until all went on; `by_change` has it for each kind.
 - `phases`: medians over the changes of what each phase took the worker that took longest.
-- `bytes_over_minimum`: all bytes that were sent over what the new plans' workers lacked (`planner.moves`).
+- `bytes_over_minimum`: all bytes that were sent over parameters and moments that the new plans' workers lacked. What
+  is above 1 are the optimizer's counts of steps.
 
 Fail-stop: in other jobs, run with `--resihp-strategy joint`, a worker is killed with SIGKILL once the planner has
 rehearsed; its tensor-parallel peers keep working in a plan whose replicas or stages differ.
@@ -49,12 +50,8 @@ from common import (
 )
 from kills import PHASES, Kill, kill_in_place
 
-from megatron_resihp.cost.device import Device
-from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import model_from_arguments
-from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, even_chunks, spelled_out
-from megatron_resihp.planner.moves import bytes_to_move
+from megatron_resihp.plan.slices import TIED, WHOLE, Slice, all_shards, cuts_of, slices_of
 from megatron_resihp.report import events as names
 from megatron_resihp.report.events import Event
 
@@ -70,6 +67,10 @@ ASLEEP_S: Final = 0.5
 REHEARSAL_S: Final = 240.0
 """More than the search needs to be compiled, once per installation."""
 JOB: Final = SmallJob()
+VOCABULARY: Final = 256
+"""As Megatron pads it for two members."""
+STATE_BYTES: Final = 12
+"""Of each parameter: itself and two moments, in fp32."""
 EVERY, FIRST = 4, 5
 """Iterations between changes, and that of the first one."""
 JOB_S: Final = 600.0
@@ -108,13 +109,32 @@ def train(rounds: int, directory: Path) -> list[Event]:
     return all_events(directory / "run")
 
 
-def cost() -> JobCost:
-    """Of the job, as far as its state's bytes go."""
-    model = model_from_arguments({
-        "num_layers": JOB.layers, "hidden_size": JOB.hidden, "num_attention_heads": 4, "vocab_size": 127,
-        "max_position_embeddings": JOB.sequence, "tensor_model_parallel_size": JOB.tensor_parallel,
-    })  # fmt: skip
-    return JobCost(model, Training(JOB.sequence, weight_bytes=4, optimizer_bytes=8), Device(1.0), JOB.batch)
+def least_bytes(before: ParallelPlan, after: ParallelPlan) -> int:
+    """Bytes of parameters and moments that workers of a plan did not hold under the one before; both say their layers.
+
+    Without the optimizer's counts of steps, of which each parameter takes its own along.
+    """
+    held, wanted = all_shards(before), all_shards(after)
+    cuts = cuts_of(shard for table in (held, wanted) for shards in table.values() for shard in shards)
+    head = JOB.layers + 1
+    lacking = [
+        piece
+        for worker, shards in wanted.items()
+        for piece in slices_of(shards, cuts, head) - slices_of(held.get(worker, ()), cuts, head)
+    ]
+    return STATE_BYTES * sum(_elements(piece, cuts, head) for piece in lacking)
+
+
+def _elements(piece: Slice, cuts: int, head: int) -> int:
+    """Parameters of a slice of Megatron's GPT with tied embeddings, learned positions, biases and LayerNorm."""
+    hidden, layer = JOB.hidden, piece.layer
+    if layer == TIED:
+        return VOCABULARY * hidden // cuts
+    if layer == 0:
+        return JOB.sequence * hidden if piece.cut == WHOLE else 0
+    if layer == head:
+        return 2 * hidden if piece.cut == WHOLE else 0
+    return 6 * hidden if piece.cut == WHOLE else (12 * hidden**2 + 7 * hidden) // cuts
 
 
 def summarize(events: Sequence[Event]) -> dict[str, Any]:
@@ -126,12 +146,12 @@ def summarize(events: Sequence[Event]) -> dict[str, Any]:
         if event["event"] == names.EPOCH_STARTED
     }
     by_change: dict[str, list[float]] = {}
-    least = moved = 0.0
+    least = moved = 0
     for event in changes:
         name = Path(event["why"]).stem.partition(" ")[2]
         by_change.setdefault(name, []).append(event["stood_still_s"])
         moved += event["bytes_moved"]
-        least += sum(bytes_to_move(plans[event["from_epoch"]], plans[event["to_epoch"]], cost()).values())
+        least += least_bytes(plans[event["from_epoch"]], plans[event["to_epoch"]])
     longest: dict[tuple[str, int], float] = {}
     for event in events:
         if event["event"] == names.PHASE:

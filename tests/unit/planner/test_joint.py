@@ -1,5 +1,6 @@
 """The joint strategy as a user sees it: plans that can be run, for any health, and no worse than what is there."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -49,6 +50,16 @@ def test_any_health_gives_a_plan_that_fits_or_a_reason(health: Health) -> None:
     assert set(plan.members) == health.speed.keys()
     assert plan.micro_batch_count == 8
     assert all(len({worker // 4 for worker in members}) == 1 for r in plan.replicas for members in r.stages)
+
+
+def test_the_number_of_cores_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts are improved at the same time; each has random numbers of its own."""
+    health, many = Health({worker: 0.7 if worker % 5 else 1.0 for worker in range(15)}), Settings(seeds=(), effort=0)
+    found = []
+    for cores in (1, 4):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        found.append(joint(BEFORE, health, COST, many))
+    assert found[0] == found[1]
 
 
 def test_unlike_workers_leave_no_replica_without_any() -> None:
