@@ -35,7 +35,7 @@ WARM_UP = 12
 """Iterations before a kill."""
 AFTER = 10
 """Iterations after it, from which the time of a normal one is taken."""
-LONG = 100_000
+LONG = 2_000
 """Iterations that a job could do, which is ended earlier."""
 START_S = 180.0
 
