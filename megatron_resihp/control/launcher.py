@@ -202,10 +202,6 @@ class _Seat:
     sink: EventSink | None = None
     token: str = ""
 
-    @property
-    def sockets(self) -> list[socket.socket]:
-        return [sock for sock in (self.listener, self.lifelines, self.records) if sock is not None]
-
 
 def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink) -> int:
     with ExitStack() as stack:
@@ -219,9 +215,7 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         _announce(options, seat)
         try:
             environment = _environment(options, seat)
-            starter = Starter(
-                options.command, environment, outputs, spawn, watcher, relay, guardian, seat.sockets
-            )
+            starter = Starter(options.command, environment, outputs, spawn, watcher, relay, guardian)
             workers = starter.start_all(seat.numbers)
         except OSError as error:
             raise LaunchError(f"a worker cannot be started ({error}); mend that and try again") from error

@@ -9,6 +9,7 @@ import atexit
 import os
 import signal
 import socket
+import stat
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,6 @@ class WorkerSpec:
         environment: all of it.
         output: file descriptor for its standard output and error.
         lifeline, records: its ends; inherited under the same numbers.
-        foreign: sockets of the agent that a worker must not hold.
     """
 
     worker: int
@@ -38,7 +38,6 @@ class WorkerSpec:
     output: int
     lifeline: socket.socket
     records: socket.socket
-    foreign: Sequence[socket.socket] = ()
 
 
 Spawn = Callable[[WorkerSpec], int]
@@ -77,8 +76,7 @@ def _become_worker(spec: WorkerSpec) -> NoReturn:
     try:
         os.setsid()
         _reset_signals()
-        for sock in spec.foreign:
-            sock.close()
+        _close_sockets_but(spec.lifeline.fileno(), spec.records.fileno())
         os.dup2(spec.output, 1)
         os.dup2(spec.output, 2)
         os.close(spec.output)
@@ -97,6 +95,16 @@ def _become_worker(spec: WorkerSpec) -> NoReturn:
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _close_sockets_but(*kept: int) -> None:
+    """As exec would. All others are the agent's, and when a worker's connections are cut, its would be too."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if number not in kept and stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.close(number)
+        except OSError:  # what has listed them
+            continue
 
 
 def _reset_signals() -> None:

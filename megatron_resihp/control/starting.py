@@ -40,11 +40,7 @@ class Worker:
 
 
 class Starter:
-    """Starts workers in the agent's main thread.
-
-    Args:
-        foreign: sockets that no worker may hold, beside those that this makes.
-    """
+    """Starts workers in the agent's main thread."""
 
     def __init__(
         self,
@@ -55,7 +51,6 @@ class Starter:
         watcher: Watcher,
         relay: Relay,
         guardian: Guardian,
-        foreign: Sequence[socket.socket],
     ) -> None:
         self._command = command
         self._environment = environment
@@ -64,7 +59,6 @@ class Starter:
         self._watcher = watcher
         self._relay = relay
         self._guardian = guardian
-        self._foreign = [*foreign, guardian.socket]
 
     @property
     def places(self) -> int:
@@ -88,11 +82,10 @@ class Starter:
         """Start one worker. Raises OSError if that can't be."""
         kept, given = socket.socketpair()
         kept_records, given_records = socket.socketpair()
-        self._foreign = [sock for sock in self._foreign if sock.fileno() >= 0] + [kept, kept_records]
         output = self._outputs.open(number)
         with given, given_records:
             variables = self._environment.of(number, given.fileno(), given_records.fileno())
-            spec = WorkerSpec(number, self._command, variables, output, given, given_records, self._foreign)
+            spec = WorkerSpec(number, self._command, variables, output, given, given_records)
             pid = self._spawn(spec)
         self._guardian.watch(pid)
         os.close(output)

@@ -1,81 +1,100 @@
-"""Random plans, and random sequences of what may happen to a job of eight workers, by seed. Starts no processes."""
+"""Random plans for the jobs of test_chaos.py. Starts no processes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 
 from test_plans import explicit
 
-from megatron_resihp.config import DRILL_POINTS
-from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, Schedule
-from megatron_resihp.plan.schedule import ZERO_BUBBLE
+from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlanError, PlannedOp, Replica, Schedule
+from megatron_resihp.plan.schedule import EXPLICIT, ZERO_BUBBLE
 
-WORKERS = 8
 LAYERS = 6
 """Embedding and head included."""
-MICRO_BATCHES = 8
-ITERATIONS = 14
-POINTS = tuple(point for point in DRILL_POINTS if point not in ("evaluate", "save"))
-MOST_DEATHS = 3
+DEGREES = (1, 1, 2, 2, 4)
 
 
-@dataclass(frozen=True)
-class Sequence:
-    """What happens to a job: plans asked for at iterations, and drills."""
+def random_plan(
+    random: Random, living: Sequence[int], micro_batches: int, degrees: Sequence[int] = DEGREES
+) -> ParallelPlan:
+    """Any valid plan for these workers; who is left over is a standby.
 
-    plans: tuple[tuple[int, ParallelPlan], ...]
-    drills: tuple[str, ...]
-
-
-def random_sequence(seed: int) -> Sequence:
-    random = Random(seed)
-    living = list(range(WORKERS))
-    plans, drills, deaths = [], [], 0
-    for iteration in range(1, ITERATIONS + 1):
-        if random.random() < 0.35:
-            plans.append((iteration, random_plan(random, living)))
-        if random.random() < 0.25:
-            action = random.choices(("rebuild", "kill", "stop"), (5, 4, 1))[0]
-            victim = random.choice(living)
-            if action != "rebuild":
-                if deaths == MOST_DEATHS:
-                    continue
-                deaths += 1
-                living.remove(victim)
-            drills.append(f"{action}:{victim}@{iteration}:{random.choice(POINTS)}")
-    return Sequence(tuple(plans), tuple(drills))
-
-
-def random_plan(random: Random, living: list[int]) -> ParallelPlan:
-    """Any valid plan for these workers; who is left over is a standby."""
+    Args:
+        micro_batches: in a global batch.
+        degrees: of tensor parallelism, to choose from.
+    """
     while True:
         workers = random.sample(living, len(living))
-        micro_batches = random.sample(range(MICRO_BATCHES), MICRO_BATCHES)
-        count = random.choice((1, 1, 2, 2, 3))
-        cuts = [0, *sorted(random.sample(range(1, MICRO_BATCHES), count - 1)), MICRO_BATCHES]
-        shares = [tuple(sorted(micro_batches[a:b])) for a, b in pairwise(cuts)]
         try:
-            replicas = tuple(_replica(random, workers, share) for share in shares)
-            return ParallelPlan(replicas, dict.fromkeys(workers))
+            if random.random() < 0.15:
+                replicas, migrations = _with_migrations(random, workers, micro_batches, degrees)
+            else:
+                shares = _shares(random, micro_batches, random.choice((1, 1, 2, 2, 3)))
+                replicas = tuple(_replica(random, workers, share, degrees) for share in shares)
+                migrations = ()
+            return ParallelPlan(replicas, dict.fromkeys(workers), migrations)
         except (PlanError, IndexError):
             continue  # the workers were too few, or the order of ops doesn't go with the sizes
 
 
-def _replica(random: Random, workers: list[int], micro_batches: tuple[int, ...]) -> Replica:
+def _shares(random: Random, micro_batches: int, count: int) -> list[tuple[int, ...]]:
+    """The global batch in so many uneven parts."""
+    shuffled = random.sample(range(micro_batches), micro_batches)
+    cuts = [0, *sorted(random.sample(range(1, micro_batches), count - 1)), micro_batches]
+    return [tuple(sorted(shuffled[first:end])) for first, end in pairwise(cuts)]
+
+
+def _ends(random: Random, count: int) -> list[int]:
+    """Where so many chunks end."""
+    return [*sorted(random.sample(range(1, LAYERS), count - 1)), LAYERS]
+
+
+def _stages(random: Random, workers: list[int], count: int, degrees: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Takes their members off the list."""
+    return tuple(tuple(workers.pop() for _ in range(random.choice(degrees))) for _ in range(count))
+
+
+def _replica(random: Random, workers: list[int], micro_batches: tuple[int, ...], degrees: Sequence[int]) -> Replica:
     """Takes its members off the list."""
     count = random.choice((1, 2, 2, 3, 4))
-    stages = tuple(
-        tuple(workers.pop() for _ in range(random.choice((1, 1, 2, 2, 4)))) for _ in range(count)
-    )  # fmt: skip
+    stages = _stages(random, workers, count, degrees)
     chunk_count = random.choice((count, count, min(count + 2, LAYERS)))
     homes = [*range(count), *(random.randrange(count) for _ in range(chunk_count - count))]
     if chunk_count > count:
         random.shuffle(homes)
-    ends = [*sorted(random.sample(range(1, LAYERS), chunk_count - 1)), LAYERS]
+    ends = _ends(random, chunk_count)
     chunks = tuple(Chunk(*each) for each in zip(homes, [0, *ends], ends, strict=False))
     schedule = random.choice((None, Schedule(ZERO_BUBBLE)))
     if chunk_count > count:
         schedule = explicit(homes, count, micro_batches)
     return Replica(stages, micro_batches, chunks, schedule)
+
+
+def _with_migrations(
+    random: Random, workers: list[int], micro_batches: int, degrees: Sequence[int]
+) -> tuple[tuple[Replica, ...], tuple[Migration, ...]]:
+    """Two replicas of the same layers, one of which does some of the other's work; takes members off the list."""
+    shares = _shares(random, micro_batches, 2)
+    count = random.choice((1, 2, 2, 3))
+    ends = _ends(random, count)
+    chunks = tuple(Chunk(stage, first, end) for stage, (first, end) in enumerate(zip([0, *ends], ends, strict=False)))
+    moved = {(random.choice(shares[0]), random.randrange(count)) for _ in range(random.choice((1, 2)))}
+    work = {(number, stage): set(shares[number]) for number in range(2) for stage in range(count)}
+    for micro_batch, stage in moved:
+        work[0, stage].remove(micro_batch)
+        work[1, stage].add(micro_batch)
+
+    def order(number: int, stage: int) -> tuple[PlannedOp, ...]:
+        forwards = [PlannedOp("F", stage, micro_batch) for micro_batch in sorted(work[number, stage])]
+        return (*forwards, *(op._replace(kind="B") for op in forwards))
+
+    replicas = tuple(
+        Replica(
+            _stages(random, workers, count, degrees), shares[number], chunks,
+            Schedule(EXPLICIT, orders=tuple(order(number, stage) for stage in range(count))),
+        )
+        for number in range(2)
+    )  # fmt: skip
+    return replicas, tuple(Migration(micro_batch, stage, 1) for micro_batch, stage in sorted(moved))

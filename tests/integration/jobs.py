@@ -49,6 +49,7 @@ class Job:
     Attributes:
         code: the launcher's exit code, once it is over.
         seconds: from the request to the launcher's end.
+        cpu_s: what launcher and workers have computed, once it is over.
     """
 
     nursery: Nursery
@@ -58,10 +59,20 @@ class Job:
     pid: int | None = None
     code: int | None = None
     seconds: float = 0.0
+    cpu_s: float = 0.0
 
-    def wait(self, timeout_s: float = JOB_S) -> Job:
-        """Wait for the launcher's end and check that nothing of the job is left running."""
-        if not self.nursery.serve_until(lambda: self.code is not None, self.started_at + timeout_s):
+    def wait(self, timeout_s: float = JOB_S, meanwhile: Callable[[], None] = lambda: None) -> Job:
+        """Wait for the launcher's end and check that nothing of the job is left running.
+
+        Args:
+            meanwhile: called again and again.
+        """
+
+        def over() -> bool:
+            meanwhile()
+            return self.code is not None
+
+        if not self.nursery.serve_until(over, self.started_at + timeout_s):
             running = [worker for worker, pid in self.worker_pids().items() if is_alive(pid)]
             self._ask_where_they_hang()
             self.kill()
@@ -94,11 +105,14 @@ class Job:
             self.kill()
             pytest.fail(f"worker {worker} did not end within {timeout_s:g} s\n{self.tails()}")
 
+    @property
+    def events_path(self) -> Path:
+        return self.run_dir / FILE_NAME
+
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
-        path = self.run_dir / FILE_NAME
-        if not path.exists():
+        if not self.events_path.exists():
             return []
-        return [event for event in read_events(path).events if name in (None, event["event"])]
+        return [event for event in read_events(self.events_path).events if name in (None, event["event"])]
 
     @cached_property
     def summary(self) -> RunSummary:
@@ -223,7 +237,7 @@ class Nursery:
         job = self._jobs[answer["run_dir"]]
         job.pid = answer["pid"]
         if "code" in answer:
-            job.code, job.seconds = answer["code"], time.monotonic() - job.started_at
+            job.code, job.cpu_s, job.seconds = answer["code"], answer["cpu_s"], time.monotonic() - job.started_at
 
 
 MOCK_DATA_SIZE = 1000
@@ -372,11 +386,11 @@ def _nursery() -> NoReturn:
     while True:
         for key, _ in selector.select():
             if key.data is not None:
-                _, status = os.waitpid(key.data, 0)
+                _, status, used = os.wait4(key.data, 0)
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 answer = {"run_dir": running.pop(key.data), "pid": key.data, "code": os.waitstatus_to_exitcode(status)}
-                print(json.dumps(answer), file=answers, flush=True)
+                print(json.dumps(answer | {"cpu_s": used.ru_utime + used.ru_stime}), file=answers, flush=True)
                 continue
             data = os.read(0, 65536)
             if not data:

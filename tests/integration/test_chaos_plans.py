@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from random import Random
 
 import pytest
-from chaos_plans import LAYERS, MICRO_BATCHES, WORKERS, random_plan
+from chaos_plans import LAYERS, random_plan
 
 from megatron_resihp.control.change import ChangeRefused, plan_to_change_to
 from megatron_resihp.control.holdings import lacking, plan_for_survivors
@@ -14,6 +14,7 @@ from megatron_resihp.plan import Chunk, ParallelPlan, Shard, spelled_out
 from megatron_resihp.plan.slices import all_shards, contributors_of, cuts_of, holders_of, plan_moves, slices_of
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 
+WORKERS = MICRO_BATCHES = 8
 SHAPE = JobShape(tensor_parallel=2, pipeline_parallel=2, micro_batches=MICRO_BATCHES, workers_per_node=WORKERS)
 OWN = (Chunk(0, 0, 3), Chunk(1, 3, 6))
 EVENTS = 8
@@ -43,7 +44,7 @@ def test_survivors_go_on_as_long_as_they_can(seed: int) -> None:
     for _ in range(EVENTS):
         if random.random() < 0.7:
             try:
-                plan = plan_to_change_to(random_plan(random, sorted(held)), plan, OWN, 2, set(held))
+                plan = plan_to_change_to(random_plan(random, sorted(held), MICRO_BATCHES), plan, OWN, 2, set(held))
             except ChangeRefused:
                 continue
         else:

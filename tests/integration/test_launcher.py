@@ -182,6 +182,16 @@ def test_a_worker_that_was_stopped_for_good_is_started_anew(launch: Launch) -> N
     assert plan.working == (0, 4, 2), "the first plan, with another worker in the stopped one's place"
 
 
+def test_a_newcomer_that_is_cut_off_takes_no_connection_of_the_others_with_it(launch: Launch) -> None:
+    run = launch(max_restarts=1, heartbeat_timeout_s=1.0)
+    kill(begun(run)[1])
+    run.await_event("epoch_started", epoch=2)
+    os.kill(run.worker_pid(4), signal.SIGSTOP)
+    run.await_event("recovery", to_epoch=3)
+    run.ask("finish")
+    assert run.end() == 0, run.output()
+
+
 @pytest.mark.nightly
 def test_others_go_on_without_a_newcomer_that_dies_while_it_is_taken_in(launch: Launch) -> None:
     run = launch("dawdle_5", max_restarts=1)

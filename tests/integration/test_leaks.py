@@ -1,8 +1,17 @@
-"""Fifty recoveries in one job leave nothing behind: groups, threads, file descriptors and memory stay as they were."""
+"""Fifty reconfigurations in one job leave nothing behind: groups, threads, descriptors and memory stay as they were."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
 from jobs import Job, Jobs, check_training, tiny
+from test_plan_failures import ask_for
+from test_plans import chunks, stages
+
+from megatron_resihp.plan import ParallelPlan, Replica
 
 RECOVERIES = 50
 FIRST = 2
@@ -33,12 +42,47 @@ def test_fifty_recoveries_leave_nothing_behind(jobs: Jobs) -> None:
     # The layout is the reference's throughout, so not one bit of the state may differ.
     assert final_state(job) == final_state(reference)
     for worker in range(4):
-        seen = [event for event in job.events("resources") if event["worker"] == worker]
-        # Without a death no operation may get lost: it would keep its group and a thread until the group's time-out.
-        assert min(event["left_behind"] for event in seen[-SETTLED:]) == 0
-        for name in ("groups", "threads", "descriptors"):
-            counts = [event[name] for event in seen]
-            # Some are seen while they end; what stays would raise the lowest count.
-            assert min(counts[-SETTLED:]) <= min(counts[:SETTLED]), f"{name} of worker {worker}: {counts}"
-        memory = [round(event["resident_bytes"] / 2**20) for event in seen]
-        assert memory[-1] <= MEMORY_TOLERANCE * memory[SETTLED], f"MiB of worker {worker}: {memory}"
+        check_flat(resources(job, worker))
+
+
+CHANGES = 50
+PIPELINE: dict[str, Any] = {"num_layers": 4, "pipeline_model_parallel_size": 2, "train_iters": 2 * CHANGES + 2}
+OWN = ParallelPlan((Replica(stages([0], [2]), (0, 2)), Replica(stages([1], [3]), (1, 3))), {})
+"""As the job starts."""
+UNLIKE = ParallelPlan((Replica(stages([0, 1], [2]), (0, 1), chunks(3, 6)), Replica(stages([3]), (2, 3), chunks(6))), {})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shared_out", [False, True], ids=["", "distributed optimizer"])
+def test_fifty_changes_there_and_back_leave_nothing_behind(jobs: Jobs, tmp_path: Path, shared_out: bool) -> None:
+    """By choice, to replicas that are unlike each other and to the job's own again."""
+    model = PIPELINE | {"use_distributed_optimizer": shared_out}
+    plans = ask_for(tmp_path, *(((UNLIKE, OWN)[number % 2], 2 + 2 * number) for number in range(CHANGES)))
+    job = jobs.start(tiny(**model, resihp_plan=plans), workers=4).wait(240.0)
+
+    assert len(job.events("reconfiguration")) == CHANGES, job.tails()
+    check_training(job, jobs.reference(tiny(**model), workers=4))
+    for worker in range(4):
+        seen = resources(job, worker)
+        assert len(seen) == CHANGES
+        # Each layout has its own number of groups.
+        check_flat(seen[::2], CHANGES // 5)
+        check_flat(seen[1::2], CHANGES // 5)
+
+
+def resources(job: Job, worker: int) -> list[dict[str, Any]]:
+    """What a worker had of each after each reconfiguration."""
+    return [event for event in job.events("resources") if event["worker"] == worker]
+
+
+def check_flat(seen: Sequence[dict[str, Any]], settled: int = SETTLED) -> None:
+    """There is no more of anything at the end than at the beginning."""
+    worker = seen[0]["worker"]
+    # Without a death no operation may get lost: it would keep its group and a thread until the group's time-out.
+    assert min(event["left_behind"] for event in seen[-settled:]) == 0
+    for name in ("groups", "threads", "descriptors"):
+        counts = [event[name] for event in seen]
+        # Some are seen while they end; what stays would raise the lowest count.
+        assert min(counts[-settled:]) <= min(counts[:settled]), f"{name} of worker {worker}: {counts}"
+    memory = [round(event["resident_bytes"] / 2**20) for event in seen]
+    assert memory[-1] <= MEMORY_TOLERANCE * memory[settled], f"MiB of worker {worker}: {memory}"

@@ -1,0 +1,116 @@
+"""What test_chaos.py demands of a job, whatever has happened to it: the contract of DESIGN section 4."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Job, check_training, difference_table
+
+from megatron_resihp.control.holdings import lacking
+from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
+from megatron_resihp.plan.copies import lost_parts
+from megatron_resihp.report.summary import compare
+
+LONGEST_SILENCE_S = 30.0
+PROGRESS = frozenset((
+    "job", "epoch_started", "iteration", "agreed", "worker_dead", "worker_restarted", "worker_waiting", "epoch_broken",
+    "plan_change", "change_refused", "salvage", "run_finished", "drill",
+))  # fmt: skip
+TOLERANCE = 1e-5
+EVALUATED = re.compile(r"validation loss at (iteration [^|]+) \| lm loss value: (\S+)")
+
+
+def check_contract(job: Job, reference: Job) -> None:
+    """Training is the reference's, or has ended because it had to, saying why; and nothing has hung.
+
+    That no process is left running `Job.wait` has checked.
+    """
+    check_silence(job)
+    assert not job.events("detection_failed") and not job.events("policy_failed")
+    assert not job.events("worker_failed"), job.tails()
+    check_evaluations(job, reference)
+    if job.code == 0:
+        check_training(job, reference, TOLERANCE)
+        assert evaluations(job).keys() == evaluations(reference).keys()
+    else:
+        check_end(job, reference)
+
+
+def evaluations(job: Job) -> dict[str, list[float]]:
+    """Losses of evaluations, as everybody reads them: from Megatron's log, of whoever has written it. By iteration and
+    data set."""
+    found: dict[str, list[float]] = {}
+    for path in sorted((job.run_dir / "logs").glob("worker_*.log")):
+        for when, loss in EVALUATED.findall(path.read_text(errors="replace")):
+            found.setdefault(when, []).append(float(loss))
+    return found
+
+
+def check_evaluations(job: Job, reference: Job) -> None:
+    """Those that were begun anew too."""
+    expected = evaluations(reference)
+    for when, losses in evaluations(job).items():
+        [loss] = expected[when]
+        assert losses == pytest.approx([loss] * len(losses), rel=TOLERANCE), when
+
+
+def check_silence(job: Job) -> None:
+    """Something happens at least every 30 s."""
+    times = [event["time"] for event in job.events() if event["event"] in PROGRESS]
+    first, last = max(pairwise(sorted(times)), key=lambda pair: pair[1] - pair[0])
+    assert last - first <= LONGEST_SILENCE_S, f"nothing for {last - first:.1f} s\n{job.tails()}"
+
+
+def check_end(job: Job, reference: Job) -> None:
+    """It could not go on (contract 6): it says so, all that survivors hold is written, and till then all was well."""
+    [end] = job.events("run_finished")
+    assert job.code == end["exit_code"] == 1 and end["reason"].startswith("no plan fits the survivors"), job.tails()
+    assert end["reason"] in job.output()
+    assert must_end(job), f"the survivors could have gone on\n{job.tails()}"
+    check_what_was_trained(job, reference)
+    survivors = survivors_of(job)
+    salvages = job.events("salvage")
+    assert bool(salvages) == any(survivors.values()), job.tails()
+    assert all(Path(event["path"]).exists() for event in salvages)
+    last = max(job.summary.loss, default=0)
+    assert {event["iteration"] for event in salvages} <= {last}, job.tails()
+
+
+def check_what_was_trained(job: Job, reference: Job) -> None:
+    """Every iteration so far is the reference's, and has had its samples."""
+    summary, expected = job.summary, reference.summary
+    assert sorted(summary.loss) == list(range(1, len(summary.loss) + 1)), job.tails()
+    difference = compare(summary.loss, expected.loss)
+    assert difference is None or difference <= TOLERANCE, difference_table(summary, expected)
+    assert not summary.samples_lost and not summary.samples_applied_twice and not summary.samples_out_of_place
+    assert not summary.ignored_events, summary.ignored_events
+
+
+def survivors_of(job: Job) -> dict[int, Any]:
+    """What those hold who were alive when the job ended, by the last plan that was run."""
+    dead = {event["dead"] for event in job.events("worker_dead")}
+    _, full = last_plan(job)
+    return {worker: full.shards_of(worker) for worker in full.members if worker not in dead}
+
+
+def last_plan(job: Job) -> tuple[ParallelPlan, ParallelPlan]:
+    """The plan that was run last, as it is and spelled out."""
+    [told] = job.events("job")
+    own = tuple(Chunk(*chunk) for chunk in told["chunks"])
+    plan = ParallelPlan.from_dict(job.events("epoch_started")[-1]["plan"])
+    return plan, spelled_out(plan, own)
+
+
+def must_end(job: Job) -> bool:
+    """Whether the survivors of the last plan lack state, or are too few for a replica."""
+    [told] = job.events("job")
+    plan, full = last_plan(job)
+    held = survivors_of(job)
+    too_few = len(held) < told["tensor_parallel"] * told["pipeline_parallel"]
+    shared_out = told["distributed_optimizer"] and plan.not_rectangular is None
+    layers = full.replicas[0].chunks[-1].end
+    return too_few or bool(lacking(held, layers)) or (shared_out and bool(lost_parts(plan, held)))

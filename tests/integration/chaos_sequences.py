@@ -1,0 +1,201 @@
+"""Random sequences of what may befall a job, by seed, for test_chaos.py. Starts no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from chaos_plans import DEGREES, LAYERS, random_plan
+from jobs import EXPERTS
+from test_plans import LLAMA, RECTANGLE
+
+from megatron_resihp.config import DRILL_POINTS
+from megatron_resihp.plan import ParallelPlan
+
+ITERATIONS = 14
+RECOVERY_POINTS = tuple(point for point in DRILL_POINTS if point.startswith("recovery-"))
+SPEEDS = (0.2, 0.5, 0.8)
+LONG_PAUSE_S = 9.0
+"""Far longer than a heartbeat may be late: who wakes up then has been given up for dead."""
+HEARTBEAT_S = 6.0
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A job to which things happen.
+
+    Attributes:
+        workers: at the start.
+        model: arguments that differ from those of `tiny`.
+        degrees: of tensor parallelism, that plans may have.
+        most_deaths: after which nobody is killed any more, where nobody comes back.
+    """
+
+    workers: int
+    micro_batches: int
+    model: Mapping[str, Any]
+    most_deaths: int
+    degrees: tuple[int, ...] = DEGREES
+
+    @property
+    def replica_size(self) -> int:
+        """Workers of a replica of the job's own layout."""
+        tensor, pipeline = (self.model.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
+        return int(tensor * pipeline)
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """Where drills can strike."""
+        missing = {"save"} if "eval_interval" in self.model else {"save", "evaluate"}
+        return tuple(point for point in DRILL_POINTS if point not in missing)
+
+    def arguments(self) -> dict[str, Any]:
+        sizes = {"num_layers": LAYERS - 2, "global_batch_size": self.micro_batches, "train_iters": ITERATIONS}
+        return {**self.model, **sizes}
+
+
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+EVALUATING: dict[str, Any] = {"eval_interval": 5, "eval_iters": 1}
+
+DENSE = Cast(8, 8, RECTANGLE, most_deaths=3)
+MIXTURE = Cast(8, 8, RECTANGLE | EXPERTS | {"sequence_parallel": True}, most_deaths=3)
+LLAMAS = Cast(12, 12, RECTANGLE | LLAMA | {"sequence_parallel": True}, most_deaths=5, degrees=(1, 1, 2))
+"""Its two query groups allow no more than two tensor-parallel ranks."""
+REPLICAS = Cast(10, 10, PIPELINE | EVALUATING, most_deaths=4)
+CASTS = (DENSE, LLAMAS, REPLICAS, DENSE, MIXTURE, DENSE, REPLICAS, LLAMAS)
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A signal from outside, at no named point of the program.
+
+    Attributes:
+        after: name of the event that it follows.
+        number: which of these events, from 0.
+        delay_s: how long after it.
+        action: "kill", "stop" or "pause": stopped, and continued later.
+        pause_s: of "pause", how long.
+    """
+
+    after: str
+    number: int
+    delay_s: float
+    action: str
+    worker: int
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """What happens to a job.
+
+    Attributes:
+        plans: asked for at iterations.
+        drills: as --resihp-drill has them.
+        strikes: from outside.
+        rests: iterations in which all wait until those that died have come back.
+    """
+
+    cast: Cast
+    distributed_optimizer: bool
+    restarts: int
+    plans: tuple[tuple[int, ParallelPlan], ...]
+    drills: tuple[str, ...]
+    strikes: tuple[Strike, ...]
+    rests: tuple[int, ...]
+
+
+def random_sequence(seed: int) -> Sequence:
+    """Half of the seeds have the distributed optimizer, half have workers that come back."""
+    cast = CASTS[seed // 4 % len(CASTS)]
+    return _Author(Random(seed), cast, seed % 4 >= 2, 2 * (seed % 2)).write()
+
+
+@dataclass
+class _Author:
+    """Writes a sequence, iteration by iteration. What it thinks of who is alive may turn out wrong: some die later than
+    they were to, or never. Plans that name the dead, and are refused, belong to what a job has to bear."""
+
+    random: Random
+    cast: Cast
+    distributed_optimizer: bool
+    restarts: int
+    living: list[int] = field(init=False)
+    gone: list[int] = field(default_factory=list)
+    deaths: int = 0
+    slowed: bool = False
+    plans: list[tuple[int, ParallelPlan]] = field(default_factory=list)
+    drills: list[str] = field(default_factory=list)
+    strikes: list[Strike] = field(default_factory=list)
+    rests: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.living = list(range(self.cast.workers))
+
+    def write(self) -> Sequence:
+        for iteration in range(1, ITERATIONS + 1):
+            self._rest(iteration)
+            for chance, happen in (
+                (0.30, self._ask_for_a_plan), (0.20, self._drill), (0.15, self._slow), (0.18, self._strike)
+            ):  # fmt: skip
+                if self.random.random() < chance:
+                    happen(iteration)
+        return Sequence(
+            self.cast, self.distributed_optimizer, self.restarts,
+            tuple(self.plans), tuple(self.drills), tuple(self.strikes), tuple(self.rests),
+        )  # fmt: skip
+
+    def _rest(self, iteration: int) -> None:
+        if not self.gone or not self.restarts or iteration % 4:
+            return
+        self.rests.append(iteration)
+        returned = [worker + self.cast.workers for worker in self.gone]
+        self.living += [worker for worker in returned if worker < self.cast.workers * (self.restarts + 1)]
+        self.gone = []
+
+    def _ask_for_a_plan(self, iteration: int) -> None:
+        plan = random_plan(self.random, self.living, self.cast.micro_batches, self.cast.degrees)
+        self.plans.append((iteration, plan))
+
+    def _drill(self, iteration: int) -> None:
+        action = self.random.choices(("rebuild", "kill", "stop"), (4, 4, 1))[0]
+        self._add_drill(action, iteration, self.random.choice(self.cast.points))
+        if self.random.random() < 0.3:  # in the midst of what follows
+            action = self.random.choices(("rebuild", "kill"), (1, 2))[0]
+            self._add_drill(action, iteration, self.random.choice(RECOVERY_POINTS))
+
+    def _add_drill(self, action: str, iteration: int, point: str) -> None:
+        victim = self._victim(lethal=action != "rebuild")
+        if victim is not None:
+            self.drills.append(f"{action}:{victim}@{iteration}:{point}")
+
+    def _victim(self, lethal: bool) -> int | None:
+        victim = self.random.choice(self.living)
+        if lethal and self.deaths == self.cast.most_deaths + self.restarts:
+            return None
+        if lethal:
+            self.deaths += 1
+            self.living.remove(victim)
+            self.gone.append(victim)
+        return victim
+
+    def _slow(self, iteration: int) -> None:
+        if self.slowed and self.random.random() < 0.5:
+            self.drills.append(f"clear@{iteration}")
+        else:
+            self.drills.append(f"slow:{self.random.choice(self.living)}:{self.random.choice(SPEEDS)}@{iteration}")
+        self.slowed = not self.drills[-1].startswith("clear")
+
+    def _strike(self, iteration: int) -> None:
+        action = self.random.choices(("kill", "stop", "pause"), (4, 1, 3))[0]
+        pause_s = self.random.choice((0.3, 1.0, 2.0, LONG_PAUSE_S)) if action == "pause" else 0.0
+        victim = self._victim(lethal=action != "pause" or pause_s == LONG_PAUSE_S)
+        if victim is None:
+            return
+        # Either at any moment of an iteration, or in the midst of a change or recovery, if there is one by then.
+        cues = ("epoch_broken", "plan_change", *(("worker_restarted",) if self.restarts else ()))
+        moments = [("iteration", iteration), *((cue, self.random.randrange(3)) for cue in cues)]
+        after, number = self.random.choice(moments)
+        self.strikes.append(Strike(after, number, self.random.uniform(0.0, 0.7), action, victim, pause_s))
