@@ -31,7 +31,7 @@ def random_plan(
             if random.random() < 0.15:
                 replicas, migrations = _with_migrations(random, workers, micro_batches, degrees)
             else:
-                shares = _shares(random, micro_batches, random.choice((1, 1, 2, 2, 3)))
+                shares = _shares(random, micro_batches, random.choice((1, 2, 2, 2, 3)))
                 replicas = tuple(_replica(random, workers, share, degrees) for share in shares)
                 migrations = ()
             return ParallelPlan(replicas, dict.fromkeys(workers), migrations)
@@ -58,7 +58,7 @@ def _stages(random: Random, workers: list[int], count: int, degrees: Sequence[in
 
 def _replica(random: Random, workers: list[int], micro_batches: tuple[int, ...], degrees: Sequence[int]) -> Replica:
     """Takes its members off the list."""
-    count = random.choice((1, 2, 2, 3, 4))
+    count = random.choice((1, 1, 2, 2, 3, 4))
     stages = _stages(random, workers, count, degrees)
     chunk_count = random.choice((count, count, min(count + 2, LAYERS)))
     homes = [*range(count), *(random.randrange(count) for _ in range(chunk_count - count))]
