@@ -21,6 +21,8 @@ NO_EPOCH = -1
 """That of a worker which was started anew, until a plan has it in it."""
 SLICE_S = 0.1
 """Bounded waits look up this often whether what they wait for can still come."""
+READ_S = 60.0
+"""For what is known to be there: it comes at once, or as soon as the coordinator gets a share of a busy machine."""
 
 
 class EpochBroken(Exception):
@@ -251,7 +253,7 @@ class WorkerControl:
             with self._lock:
                 if not self._store.check(key):
                     raise
-                return self._store.get(key, SLICE_S)
+                return self._store.get(key, READ_S)
 
     def await_end(self) -> JobEnded:
         """Wait until the job is over."""
@@ -268,7 +270,7 @@ class WorkerControl:
                 raise self._end
             with self._lock:
                 if self._store.wait(key, SLICE_S):
-                    return self._store.get(key, SLICE_S)
+                    return self._store.get(key, READ_S)
 
     def _listen(self) -> None:
         number = 0
@@ -276,7 +278,7 @@ class WorkerControl:
             while True:
                 while not self._notice_store.wait(messages.notice_key(number), 3600.0):
                     pass
-                self._hear(json.loads(self._notice_store.get(messages.notice_key(number), 10.0)))
+                self._hear(json.loads(self._notice_store.get(messages.notice_key(number), READ_S)))
                 number += 1
         except StoreError as error:
             self._hear({"kind": "end", "code": 1, "reason": f"the coordinator is gone: {error}"})

@@ -20,6 +20,7 @@ class Published:
     def __init__(self, **values: Any) -> None:
         self.values = {name.replace("_", "/"): json.dumps(value) for name, value in values.items()}
         self.told: list[dict[str, Any]] = []
+        self.answers_after_s = 0.0
 
     def clone(self) -> Published:
         return self
@@ -36,6 +37,8 @@ class Published:
         return key in self.values
 
     def get(self, key: str, timeout_s: float) -> str:
+        if timeout_s < self.answers_after_s:
+            raise TimeoutError(key)
         return self.values[key]
 
 
@@ -64,3 +67,12 @@ def test_an_epoch_that_broke_before_go_never_holds() -> None:
     control = control_of(Published(notice_0=BROKEN))
     with pytest.raises(EpochBroken, match="exit signal 9"):
         control.ready({}, 0, 0, [8])
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_go_is_read_however_long_a_busy_machine_takes(broken: bool) -> None:
+    store = Published(go_0={"ports": [7, 8]}, **({"notice_0": BROKEN} if broken else {}))
+    store.answers_after_s = 5.0
+    control = control_of(store) if broken else WorkerControl(store, 1, lambda: None)
+    control.ready({}, 0, 0, [8])
+    assert control.peer_ports == {7, 8}
