@@ -83,7 +83,7 @@ class Launched:
             agent.RESTART_AFTER_S = 0.1  # type: ignore[misc]
             code = launcher.launch(self.options, fork_worker, RunReport)
             # Nothing but the main thread may be left.
-            eventually("threads end", lambda: len(os.listdir("/proc/self/task")) == 1, 3.0)
+            eventually("threads end", lambda: len(os.listdir("/proc/self/task")) == 1, WAIT_S / 2)
             assert not children(os.getpid()), "children are left"
         except BaseException:
             traceback.print_exc()
