@@ -27,6 +27,7 @@ def seeds() -> range:
     return range(int(first), int(last) + 1) if last else range(int(first))
 
 
+@pytest.mark.timeout(2 * BOUND_S)
 @pytest.mark.parametrize("seed", seeds())
 def test_whatever_happens(jobs: Jobs, tmp_path: Path, seed: int) -> None:
     sequence = random_sequence(seed)

@@ -53,6 +53,7 @@ UNLIKE = ParallelPlan((Replica(stages([0, 1], [2]), (0, 1), chunks(3, 6)), Repli
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("shared_out", [False, True], ids=["", "distributed optimizer"])
 def test_fifty_changes_there_and_back_leave_nothing_behind(jobs: Jobs, tmp_path: Path, shared_out: bool) -> None:
     """By choice, to replicas that are unlike each other and to the job's own again."""
