@@ -20,7 +20,7 @@ from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
 from megatron_resihp.simulator import published
-from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, run
+from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, own_layout, run_from
 from megatron_resihp.simulator.sizes import Sizes
 from megatron_resihp.simulator.traces import Trace
 
@@ -113,14 +113,13 @@ def traces_of(cell: Cell, sizes: Sizes, judge: Judge, orders: int) -> list[Trace
 def measure(cell: Cell, sizes: Sizes, judge: Judge, best: float, settings: Settings) -> tuple[dict[str, Any], Seconds]:
     """Throughput and share of every strategy, by order of failures."""
     plan, traces = sizes.plan(), traces_of(cell, sizes, judge, settings.orders)
-    runs = [(name, entry, False) for name, entry in {"unmitigated": UNMITIGATED, **settings.strategies}.items()]
-    if OURS in settings.strategies:
-        runs.append((FREE, settings.strategies[OURS], True))
     table, seconds = {}, Seconds()
-    for name, entry, free in runs:
+    for name, entry in {"unmitigated": UNMITIGATED, **settings.strategies}.items():
         begun = time.process_time()
-        outcomes = [run(entry, trace, plan, judge, free=free) for trace in traces]
-        table[name] = _row(outcomes, traces, sizes, best)
+        starts = {name: plan, FREE: own_layout(entry, plan, judge)} if name == OURS else {name: plan}
+        outcomes = [run_from(list(starts.values()), entry, trace, judge) for trace in traces]
+        for each, of_trace in zip(starts, zip(*outcomes, strict=True), strict=True):
+            table[each] = _row(of_trace, traces, sizes, best)
         seconds[name] = time.process_time() - begun
     return table, seconds
 

@@ -97,9 +97,11 @@ def anneal(
     if program.stages < 2 or tries < 1:
         return layout, program
     work = _work(job, layout, program)
-    order, cuts = _anneal(work, _state(work, layout, program), tries, move_layers, seed)
+    state = _state(work, layout, program)
+    before = state.order.copy()
+    order, cuts = _anneal(work, state, tries, move_layers, seed)
     found = Layout(tuple(cuts.tolist()), layout.homes)
-    return found, _program(order, work)
+    return found, program if np.array_equal(order, before) else _program(order, work)
 
 
 def _work(job: PipelineJob, layout: Layout, program: Program) -> _Work:
@@ -134,7 +136,8 @@ def _program(order: Index, work: _Work) -> Program:
     stages = len(work.homes)
     row, micro_batch = np.divmod(order, work.micro_batches)
     kind, stage = np.divmod(row, stages)
-    ops = [Op(OpKind(k), s, m) for k, s, m in zip(kind.tolist(), stage.tolist(), micro_batch.tolist(), strict=True)]
+    kinds = tuple(OpKind)
+    ops = [Op(kinds[k], s, m) for k, s, m in zip(kind.tolist(), stage.tolist(), micro_batch.tolist(), strict=True)]
     orders = tuple(tuple(ops[first:end]) for first, end in pairwise(work.offsets.tolist()))
     return Program(orders, tuple(work.homes.tolist()), work.micro_batches, splits_backward=True)
 

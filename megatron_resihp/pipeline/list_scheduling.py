@@ -69,9 +69,14 @@ def list_schedule(
     needed_ahead = _needed_ahead(job)
     bound = makespan_lower_bound(device_of_stage, job.ops, job.edges, splits_backward=True)
     best, order = np.inf, np.empty((0, 3), np.int64)
-    for policy in _POLICIES:
-        most_ahead = np.ceil(np.maximum(policy.ahead * needed_ahead, 1.0) - _TOLERANCE)
-        placed, makespan = _place(job, _nothing_placed(job), most_ahead, policy.backward_first, policy.least_gap)
+    tried: set[tuple[bool, float, bytes]] = set()
+    for backward_first, least_gap, ahead in _POLICIES:
+        # No more than all can be ahead, so that several policies may be one and the same.
+        most_ahead = np.minimum(np.ceil(np.maximum(ahead * needed_ahead, 1.0) - _TOLERANCE), job.sizes.shape[1])
+        if (policy := (backward_first, least_gap, most_ahead.tobytes())) in tried:
+            continue
+        tried.add(policy)
+        placed, makespan = _place(job, _nothing_placed(job), most_ahead, backward_first, least_gap, best)
         if makespan < best:
             best, order = makespan, placed
         if best <= bound * (1 + _TOLERANCE):
@@ -97,21 +102,28 @@ def _job(
         needed = sizes[home == device].sum(axis=0).max(initial=0.0)
         if not needed <= most:
             raise ProgramError(f"device {device} needs {needed:g} for one micro-batch; its limit is {most:g}")
-    return _Job(home, ops, edges, limits, sizes, sizes * kept)
+    by_device = np.argsort(home, kind="stable")
+    offsets = np.searchsorted(home[by_device], np.arange(len(limits) + 1))
+    return _Job(home, by_device, offsets, ops, edges, limits, sizes, sizes * kept)
 
 
 def _program(order: Index, job: "_Job") -> Program:
-    home = job.home.tolist()
+    home, kinds = job.home.tolist(), tuple(OpKind)
     lists: list[list[Op]] = [[] for _ in job.limits]
     for kind, stage, micro_batch in order.tolist():
-        lists[home[stage]].append(Op(OpKind(kind), stage, micro_batch))
+        lists[home[stage]].append(Op(kinds[kind], stage, micro_batch))
     return Program(tuple(map(tuple, lists)), tuple(home), job.sizes.shape[1], splits_backward=True)
 
 
 class _Job(NamedTuple):
-    """What is to be placed: arguments of `list_schedule`; `kept` in units of size."""
+    """What is to be placed: arguments of `list_schedule`; `kept` in units of size.
+
+    Device d holds stages by_device[offsets[d] : offsets[d + 1]], in their order.
+    """
 
     home: Index
+    by_device: Index
+    offsets: Index
     ops: Array
     edges: Array
     limits: Array
@@ -170,13 +182,22 @@ def _nothing_placed(job: _Job) -> _State:
 
 
 @compiled
-def _place(job: _Job, state: _State, most_ahead: Array, backward_first: bool, least_gap: float) -> tuple[Index, float]:
-    """All ops as rows (kind, stage, micro-batch) in the order of their starts, and the makespan; fills `state`."""
+def _place(
+    job: _Job, state: _State, most_ahead: Array, backward_first: bool, least_gap: float, limit: float
+) -> tuple[Index, float]:
+    """All ops as rows (kind, stage, micro-batch) in the order of their starts, and the makespan; fills `state`.
+
+    Given up, with an infinite makespan, once some device can't be through by `limit` any more.
+    """
     devices, stages = len(job.limits), len(job.home)
+    home, free, following, durations = job.home, state.free, state.following, job.ops
+    rest = np.zeros(devices)
+    for stage in range(stages):
+        rest[home[stage]] += durations[:, stage].sum()
     start = np.empty(devices)
     choice = np.empty((devices, 2), np.int64)
     stale = np.ones(devices, np.bool_)
-    order = np.empty((job.ops.size, 3), np.int64)
+    order = np.empty((durations.size, 3), np.int64)
     for placed in range(len(order)):
         for device in range(devices):
             if stale[device]:
@@ -186,16 +207,19 @@ def _place(job: _Job, state: _State, most_ahead: Array, backward_first: bool, le
                 stale[device] = False
         device = int(np.argmin(start))
         assert start[device] < np.inf, "no op can be placed"
+        if start[device] + rest[device] > limit * (1 + _TOLERANCE):
+            return order[:placed], np.inf
         kind, stage = choice[device]
-        micro_batch = state.following[kind, stage]
+        micro_batch = following[kind, stage]
         order[placed] = kind, stage, micro_batch
+        rest[device] -= durations[kind, stage, micro_batch]
         _put(job, state, kind, stage, micro_batch, start[device])
         stale[device] = True
         if kind == _F and stage < stages - 1:
-            stale[job.home[stage + 1]] = True
+            stale[home[stage + 1]] = True
         if kind == _B and stage > 0:
-            stale[job.home[stage - 1]] = True
-    return order, state.free.max()
+            stale[home[stage - 1]] = True
+    return order, free.max()
 
 
 @compiled
@@ -208,46 +232,51 @@ def _choose(
     least_gap: float,
 ) -> tuple[float, int, int]:
     """(start, kind, stage) of the op that the device would run next; start is infinite if it has to wait for others."""
-    now = state.free[device]
+    # Names of their own, because taking an array out of a tuple costs as much as looking at an op.
+    home, edges, by_device, following, end = job.home, job.edges, job.by_device, state.following, state.end
+    now, micro_batches = state.free[device], job.sizes.shape[1]
     begin = np.full(3, np.inf)
     at = np.zeros(3, np.int64)
-    for stage in range(len(job.home)):
-        if job.home[stage] != device:
-            continue
+    for place in range(job.offsets[device], job.offsets[device + 1]):
+        stage = by_device[place]
         for kind in range(3):
-            micro_batch = state.following[kind, stage]
-            if micro_batch == job.sizes.shape[1]:
+            micro_batch = following[kind, stage]
+            if micro_batch == micro_batches:
                 continue
-            if kind == _F and micro_batch - state.following[_B, stage] >= most_ahead[stage]:
+            if kind == _F and micro_batch - following[_B, stage] >= most_ahead[stage]:
                 continue
-            ready = max(now, _ready(job, state, kind, stage, micro_batch))
-            if ready == np.inf or (kind == _F and not _fits(job, state, device, stage, micro_batch)):
+            ready = max(now, _ready(home, edges, end, kind, stage, micro_batch))
+            # Later than the best one yet of its kind, which most often is decided before memory is looked at.
+            if ready == np.inf or ready > begin[kind]:
                 continue
-            preferred = kind == _F or micro_batch < state.following[kind, at[kind]]
-            if ready < begin[kind] or (ready == begin[kind] and preferred):
-                begin[kind], at[kind] = ready, stage
+            preferred = kind == _F or micro_batch < following[kind, at[kind]]
+            if not (ready < begin[kind] or preferred):
+                continue
+            if kind == _F and not _fits(job, state, device, stage, micro_batch):
+                continue
+            begin[kind], at[kind] = ready, stage
     if backward_first:
         kind = _B if begin[_B] <= begin[_F] else _F
     else:
         kind = _B if begin[_B] < begin[_F] else _F
     if begin[_W] < np.inf:
         gap = begin[kind] - now
-        if gap > 0 and gap >= least_gap * job.ops[_W, at[_W], state.following[_W, at[_W]]]:
+        if gap > 0 and gap >= least_gap * job.ops[_W, at[_W], following[_W, at[_W]]]:
             kind = _W
     return begin[kind], kind, at[kind]
 
 
 @compiled
-def _ready(job: _Job, state: _State, kind: int, stage: int, micro_batch: int) -> float:
+def _ready(home: Index, edges: Array, end: Array, kind: int, stage: int, micro_batch: int) -> float:
     """When everything that an op needs is on its device; infinite if that is not placed yet."""
     if kind == _W:
-        return state.end[_B, stage, micro_batch]
+        return end[_B, stage, micro_batch]
     source = stage - 1 if kind == _F else stage + 1
-    ready = 0.0 if kind == _F else state.end[_F, stage, micro_batch]
-    if 0 <= source < len(job.home):
-        arrival = state.end[kind, source, micro_batch]
-        if job.home[source] != job.home[stage]:
-            arrival += job.edges[kind, min(source, stage), micro_batch]
+    ready = 0.0 if kind == _F else end[_F, stage, micro_batch]
+    if 0 <= source < len(home):
+        arrival = end[kind, source, micro_batch]
+        if home[source] != home[stage]:
+            arrival += edges[kind, min(source, stage), micro_batch]
         ready = max(ready, arrival)
     return ready
 
@@ -258,14 +287,16 @@ def _fits(job: _Job, state: _State, device: int, stage: int, micro_batch: int) -
     limit, size = job.limits[device], job.sizes[stage, micro_batch]
     if limit == np.inf:
         return True
-    held = state.live[device].sum() + size
+    live, ahead, oldest, begun = state.live[device], state.ahead[device], state.oldest[device], state.begun[device]
+    # Nothing is held of others than these.
+    held = live[oldest:begun].sum() + size
     if held > limit:
         return False
-    for other in range(state.oldest[device], max(state.begun[device], micro_batch + 1)):
+    for other in range(oldest, max(begun, micro_batch + 1)):
         added = size if other == micro_batch else 0.0
-        if held + state.ahead[device, other] - added > limit:
+        if held + ahead[other] - added > limit:
             return False
-        held -= state.live[device, other] + added
+        held -= live[other] + added
     return True
 
 

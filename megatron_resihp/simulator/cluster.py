@@ -212,15 +212,29 @@ def run(
         delays: what changes cost.
         free: whether the strategy may choose its own layout at the start, at no cost.
     """
-    if free:
-        plan = judge.plan(entry, plan, Health(dict.fromkeys(plan.members, 1.0)))[0]
-    session = _Session(entry, plan, judge, delays)
-    stretches = healths(trace, len(plan.members))
-    before = Health(dict.fromkeys(plan.members, 1.0))
-    for start, end, health in stretches:
-        session.go_on(start, end, before, health)
+    return run_from([own_layout(entry, plan, judge) if free else plan], entry, trace, judge, delays)[0]
+
+
+def own_layout(entry: Entry, plan: ParallelPlan, judge: Judge) -> ParallelPlan:
+    """What a strategy makes of a layout while all are well."""
+    return judge.plan(entry, plan, Health(dict.fromkeys(plan.members, 1.0)))[0]
+
+
+def run_from(
+    plans: Sequence[ParallelPlan], entry: Entry, trace: Trace, judge: Judge, delays: Delays = Delays()
+) -> list[Outcome]:
+    """Take a job through a trace from each of several layouts of the same workers.
+
+    The sessions go on side by side, so that a strategy that keeps what doesn't depend on the layout keeps it long
+    enough.
+    """
+    sessions = [_Session(entry, plan, judge, delays) for plan in plans]
+    before = Health(dict.fromkeys(plans[0].members, 1.0))
+    for start, end, health in healths(trace, len(before.speed)):
+        for session in sessions:
+            session.go_on(start, end, before, health)
         before = health
-    return session.outcome(trace.duration_s)
+    return [session.outcome(trace.duration_s) for session in sessions]
 
 
 class _Session:

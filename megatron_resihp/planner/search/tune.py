@@ -7,10 +7,12 @@ and shares of the micro-batches stay.
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_resihp.cost.job import JobCost
+from megatron_resihp.pipeline.job import Layout, PipelineJob
 from megatron_resihp.pipeline.program import ProgramError
-from megatron_resihp.pipeline.tuning import tuned_pipeline
+from megatron_resihp.pipeline.tuning import Pipeline, tuned_pipeline
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import timeline_of
 from megatron_resihp.planner.health import Health
@@ -62,9 +64,15 @@ def _tuned(replica: Replica, copies: int, health: Health, cost: JobCost, effort:
         return replica
     job = pipeline_job(replica.stages, len(replica.micro_batches), copies, health, cost)
     try:
-        found = tuned_pipeline(job, [layout_of(replica)], effort)
+        found = _pipeline(job, layout_of(replica), effort)
     except ProgramError:
         return replica
     if found.makespan >= timeline_of(replica, health, cost).makespan:
         return replica
     return replica_of(replica.stages, found.layout, found.program, replica.micro_batches)
+
+
+@lru_cache(maxsize=256)
+def _pipeline(job: PipelineJob, known: Layout, effort: int) -> Pipeline:
+    """Kept, because most replicas are as they were when something happened to another one."""
+    return tuned_pipeline(job, [known], effort)

@@ -20,7 +20,7 @@ from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Change, Entry, ReactsTo
 from megatron_resihp.simulator import traces
 from megatron_resihp.simulator.calibration import calibrated
-from megatron_resihp.simulator.cluster import UNMITIGATED, Delays, Judge, Outcome, capacity, run
+from megatron_resihp.simulator.cluster import UNMITIGATED, Delays, Judge, Outcome, capacity, own_layout, run, run_from
 from megatron_resihp.simulator.sizes import Sizes, a100
 from megatron_resihp.simulator.traces import HOUR, Event, Trace, What, trace
 
@@ -219,3 +219,19 @@ def test_whatever_happens_time_has_no_gaps_and_nobody_beats_the_bound(seed: int)
     assert all(0 <= part.samples_per_s <= most for part in outcome.segments)
     assert outcome.samples_per_s >= 0
     assert outcome == run(STRATEGIES["oobleck+greyhound"], events, start, Judge(sizes().cost()), DELAYS)
+
+
+def test_sessions_side_by_side_are_those_one_after_another(judge: Judge, start: ParallelPlan) -> None:
+    entry = STRATEGIES["oobleck+greyhound"]
+    events = [death(600.0, 5), Event(1200.0, What.SPEED, (9,), 0.5), death(2400.0, 12)]
+    happening, shared = trace(HOUR, events), sizes().plan()
+    uneven = drop_replica(shared, Health({worker: 1.0 for worker in range(16) if worker != 3}), judge.cost)
+    assert run_from([shared, uneven], entry, happening, judge) == [
+        run(entry, happening, plan, judge) for plan in (shared, uneven)
+    ]
+
+
+def test_a_free_session_starts_from_the_strategys_own_layout(judge: Judge, start: ParallelPlan) -> None:
+    entry = STRATEGIES["adaptis"]
+    outcome = run(entry, Trace(HOUR, ()), start, judge, free=True)
+    assert outcome.plan == own_layout(entry, start, judge)
