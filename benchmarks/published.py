@@ -14,7 +14,8 @@ layout of its choice from the start ("free").
 
 - share: throughput ÷ (Σ p over live GPUs ÷ all GPUs, as a mean over the session, × the best fault-free throughput that
   any strategy finds, layout free), with all downtime. `capacity_share_*` are those of `joint` free.
-- over X: throughput of `joint` ÷ that of X, both "user", on the traces that X survives.
+- over X: throughput of `joint` ÷ that of X, both "user", on the traces that X survives. `over_best_min`: ÷ that of the
+  best of all others, on all traces, of the worst cell.
 
 With --results, finished cells are kept in that directory, and a run that was stopped goes on where it was; give another
 directory after a change of the code. The last line of standard output is one JSON object.
@@ -125,6 +126,7 @@ def figures(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "over_resihp_min": _or_none(min, over_resihp),
         "over_oobleck_geomean": _or_none(statistics.geometric_mean, over_oobleck),
         "over_oobleck_min": _or_none(min, over_oobleck),
+        "over_best_min": _or_none(min, [row[OURS]["samples_per_s"] / _best_other(row) for row in rows if OURS in row]),
         "aborted": sum(any(row[name]["aborted"]) for row in rows for name in (OURS,) if name in row),
     }
 
@@ -140,6 +142,11 @@ def ratios(rows: Sequence[Mapping[str, Any]], ours: str, other: str) -> list[flo
         if survived:
             found.append(statistics.geometric_mean(survived))
     return found
+
+
+def _best_other(row: Mapping[str, Any]) -> float:
+    """Throughput of the best of the other strategies, the unmitigated job among them."""
+    return max(found["samples_per_s"] for name, found in row.items() if name not in (OURS, FREE))
 
 
 def _or_none(function: Any, values: Sequence[float]) -> float | None:

@@ -16,11 +16,12 @@ from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.strategies.common import with_shares
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Change, Entry, ReactsTo
 from megatron_resihp.simulator import traces
 from megatron_resihp.simulator.calibration import calibrated
-from megatron_resihp.simulator.cluster import UNMITIGATED, Delays, Judge, Outcome, capacity, own_layout, run, run_from
+from megatron_resihp.simulator.cluster import UNMITIGATED, Delays, Judge, Outcome, capacity, run, run_from
 from megatron_resihp.simulator.sizes import Sizes, a100
 from megatron_resihp.simulator.traces import HOUR, Event, Trace, What, trace
 
@@ -223,15 +224,8 @@ def test_whatever_happens_time_has_no_gaps_and_nobody_beats_the_bound(seed: int)
 
 def test_sessions_side_by_side_are_those_one_after_another(judge: Judge, start: ParallelPlan) -> None:
     entry = STRATEGIES["oobleck+greyhound"]
-    events = [death(600.0, 5), Event(1200.0, What.SPEED, (9,), 0.5), death(2400.0, 12)]
-    happening, shared = trace(HOUR, events), sizes().plan()
-    uneven = drop_replica(shared, Health({worker: 1.0 for worker in range(16) if worker != 3}), judge.cost)
-    assert run_from([shared, uneven], entry, happening, judge) == [
-        run(entry, happening, plan, judge) for plan in (shared, uneven)
-    ]
-
-
-def test_a_free_session_starts_from_the_strategys_own_layout(judge: Judge, start: ParallelPlan) -> None:
-    entry = STRATEGIES["adaptis"]
-    outcome = run(entry, Trace(HOUR, ()), start, judge, free=True)
-    assert outcome.plan == own_layout(entry, start, judge)
+    happening = trace(HOUR, [death(600.0, 5), Event(1200.0, What.SPEED, (9,), 0.5), death(2400.0, 12)])
+    plans = [start, replace(start, replicas=with_shares(start.replicas, [3, 5]))]
+    together = run_from(plans, entry, happening, judge)
+    assert together == [run(entry, happening, plan, judge) for plan in plans]
+    assert together[0] != together[1]
