@@ -52,7 +52,7 @@ from megatron_resihp.planner.strategies.resihp import resihp
 from megatron_resihp.report.events import Event
 
 GOALS: Final = {"share_of_bound": 0.9, "simulator_error_percent": 5.0}
-TIME_SCALE: Final = 0.1
+TIME_SCALE: Final = 0.2
 """Seconds of the emulated clock per second of the device: ops last much longer than the tiny model's real ones."""
 WORKERS_PER_NODE: Final = 4
 JOB: Final = SmallJob(layers=6, hidden=32, sequence=32, batch=32)
