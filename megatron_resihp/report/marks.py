@@ -15,7 +15,7 @@ from megatron_resihp.report.recoveries import Death, Recovery
 from megatron_resihp.report.run_summary import Finding, RunSummary
 from megatron_resihp.report.words import duration, listing
 
-MAX_ROWS = 4
+MAX_ROWS = 6
 MAX_LETTERS = 60
 
 
