@@ -25,7 +25,7 @@ fi
 training=(
     # job
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
-    --micro-batch-size 1 --global-batch-size 8 --train-iters 72
+    --micro-batch-size 1 --global-batch-size 8 --train-iters 64
     # model
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
     --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
@@ -33,7 +33,7 @@ training=(
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 4
     # data: a token is a byte, a sample is packed with whole documents and parts of long ones
     --data-path "$corpus" --split 98,1,1 --tokenizer-type NullTokenizer --vocab-size 257
-    --dataloader-inter-document-masking --num-workers 0 --eval-iters 0 --eval-interval 72 --log-interval 1
+    --dataloader-inter-document-masking --num-workers 0 --eval-iters 0 --eval-interval 64 --log-interval 1
     # Megatron without the kernels that only GPUs have
     --distributed-backend gloo --transformer-impl local --attention-backend unfused
     --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_resihp.detector.records import OpKind
 from megatron_resihp.executor.messages import Message
+from megatron_resihp.integration import measured_exchange
 from megatron_resihp.integration.measured_exchange import MeasuredExchange
 from megatron_resihp.plan import PlannedOp
 
@@ -25,13 +27,18 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.reading: Callable[[], None] = lambda: None
 
     def isend(self, tensor: torch.Tensor, group: int, group_dst: int, tag: int = 0) -> Any:
         self.sent[group, group_dst, tag] = tensor.clone()
         return SimpleNamespace(wait=lambda: None)
 
     def irecv(self, tensor: torch.Tensor, group: int, group_src: int, tag: int = 0) -> Any:
-        return SimpleNamespace(wait=lambda: tensor.copy_(self.sent.pop((group_src, group, tag))))
+        def wait() -> None:
+            self.reading()
+            tensor.copy_(self.sent.pop((group_src, group, tag)))
+
+        return SimpleNamespace(wait=wait)
 
 
 class Worker:
@@ -98,3 +105,22 @@ def test_on_the_emulated_clock_a_message_comes_as_long_after_it_was_sent_as_its_
 def test_outside_of_an_iteration_nothing_is_noted_or_padded(wire: Wire) -> None:
     *workers, _ = forwards(emulated=True, recording=False)
     assert not any(worker.rows or worker.arrivals for worker in workers) and not wire.sent
+
+
+def test_what_came_while_its_receiver_computed_has_no_time_however_long_reading_it_takes(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(measured_exchange, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    wire.reading = lambda: setattr(clock, "now", clock.now + 0.002)
+    sender, receiver = Worker(0, (0,), emulated=True), Worker(2, (1,), emulated=True)
+    messages = [Message(PlannedOp("F", 0, number), (0,), (2,), TOKENS, False, number) for number in range(2)]
+    for message in messages:
+        receiver.exchange.take(message)
+        sender.exchange.send(message, torch.zeros(TOKENS, *SHAPE))
+    receiver.exchange.receive(messages[0])
+    clock.now += 1.0
+    receiver.exchange.receive(messages[1])
+    waited_for, found = (done - posted for *_, posted, done, _ in receiver.rows)
+    assert waited_for == pytest.approx(0.05)
+    assert math.isnan(found)
