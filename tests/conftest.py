@@ -15,6 +15,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is for the night, unless it is asked for."""
+    if os.environ.get("RESIHP_NIGHTLY"):
+        return
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    if nightly:
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if item not in nightly]
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the checkout."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,16 +15,6 @@ from jobs import REPOSITORY, Jobs, Nursery
 SCRIPT = REPOSITORY / "scripts" / "make_dataset.py"
 MAKE_S = 60.0
 COMPILE_S = 300.0
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is for the night, unless it is asked for."""
-    if os.environ.get("RESIHP_NIGHTLY"):
-        return
-    nightly = [item for item in items if item.get_closest_marker("nightly")]
-    if nightly:
-        config.hook.pytest_deselected(items=nightly)
-        items[:] = [item for item in items if item not in nightly]
 
 
 @pytest.fixture(scope="session")
