@@ -6,6 +6,7 @@ Imports numpy, `pipeline` and this room.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,10 @@ from megatron_resihp.cost.training import Training
 from megatron_resihp.pipeline.op import OpKind
 
 Array = NDArray[np.float64]
+
+UNTIL_NEXT_EVENT_S: Final = 3600.0
+"""What a job is taken to expect where nobody says otherwise; in between the intervals that ResiHP was tried with
+(arXiv 2605.06374, section 8)."""
 
 
 @dataclass(frozen=True, eq=False)

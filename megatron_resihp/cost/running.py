@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_resihp.cost import profile as emulated
 from megatron_resihp.cost.device import Device, layer_work
-from megatron_resihp.cost.job import Array, JobCost
+from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S, Array, JobCost
 from megatron_resihp.cost.layers import LayerKind, Model, ModelError, model_from_arguments
 from megatron_resihp.cost.model import CostModel
 from megatron_resihp.cost.training import Training, TrainingError, training_from_arguments
@@ -70,6 +70,7 @@ def cost_of_job(
     return JobCost(
         model=model, training=training, device=device, micro_batches=job["micro_batches"],
         workers_per_node=workers_per_node, alone=alone, measured=measured,
+        until_next_event_s=UNTIL_NEXT_EVENT_S,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S
 from megatron_resihp.cost.presets import preset
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import ParallelPlan
@@ -24,8 +25,6 @@ from megatron_resihp.simulator.sizes import TP_EFFICIENCY, Sizes, a100
 from megatron_resihp.simulator.traces import HOUR, Event, Trace, What, trace
 
 SEQUENCE: Final = 4096
-UNTIL_NEXT_EVENT_S: Final = HOUR
-"""What strategies are told to expect; in between the published intervals."""
 SEVERITIES: Final = ("weak", "medium", "severe")
 
 TAKEN: Final = (

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field, replace
 
+from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S
 from megatron_resihp.simulator import published
 from megatron_resihp.simulator.cluster import Clock, Delays, Judge
 from megatron_resihp.simulator.sizes import Sizes
-from megatron_resihp.simulator.traces import HOUR, Trace
+from megatron_resihp.simulator.traces import Trace
 
 
 class ScenarioError(ValueError):
@@ -31,7 +32,7 @@ class Scenario:
     traces: tuple[Trace, ...]
     delays: Delays = field(default_factory=Delays)
     squares: tuple[float, ...] = ()
-    until_next_event_s: float = HOUR
+    until_next_event_s: float = UNTIL_NEXT_EVENT_S
     strategies: tuple[str, ...] = ()
 
     def judge(self, clock: Clock = lambda: 0.0) -> Judge:

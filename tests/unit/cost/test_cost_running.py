@@ -11,6 +11,7 @@ import pytest
 
 from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.cost.fit import fit
+from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S
 from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.model import CostModel
 from megatron_resihp.cost.profile import LayerKind, load_profile
@@ -75,6 +76,10 @@ def test_the_emulated_device_sets_the_pace() -> None:
 def test_workers_of_several_emulated_nodes_use_the_slow_links() -> None:
     near, far = (cost_of_job({**JOB, "emulated": "a100"}, workers, 8, OWN, None) for workers in (4, 8))
     assert far.transfer(1, 1) > 2 * near.transfer(1, 1)
+
+
+def test_a_change_has_to_pay_within_a_finite_time() -> None:
+    assert cost_of_job(JOB, 8, 8, OWN, None).until_next_event_s == UNTIL_NEXT_EVENT_S
 
 
 def fitted(stage_seconds: tuple[float, ...]) -> CostModel:
