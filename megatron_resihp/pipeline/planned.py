@@ -27,7 +27,12 @@ def program_of(replica: Replica) -> Program:
     schedule, homes = replica.schedule, replica.stage_of_chunk
     if schedule is None or schedule.name != EXPLICIT:
         return known_program(schedule, len(replica.stages), len(homes), len(replica.micro_batches))
-    local = {micro_batch: number for number, micro_batch in enumerate(replica.micro_batches)}
+    return _explicit_program(schedule, homes, tuple(replica.micro_batches))
+
+
+@lru_cache(maxsize=256)
+def _explicit_program(schedule: Schedule, homes: tuple[int, ...], micro_batches: tuple[int, ...]) -> Program:
+    local = {micro_batch: number for number, micro_batch in enumerate(micro_batches)}
     foreign = next((op for order in schedule.orders for op in order if op.micro_batch not in local), None)
     if foreign is not None:
         raise ProgramError(f"{foreign} is of another replica's micro-batch; its ops alone make no program")

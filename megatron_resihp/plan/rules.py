@@ -133,7 +133,31 @@ def _check_schedules(replicas: Sequence[Replica], migrations: Sequence[Migration
         _check_explicit(replicas, migrations, explicit)
 
 
+def check_ops(replica: Replica) -> None:
+    """Raises PlanError unless a replica can run the ops that it lists by itself; its schedule is known to run then."""
+    if replica.schedule is not None and replica.schedule.orders:
+        _check_explicit([replica], (), [0])
+
+
 def _check_explicit(replicas: Sequence[Replica], migrations: Sequence[Migration], explicit: Sequence[int]) -> None:
+    """Without migrations no replica waits for another one, so that each is checked by itself, and once."""
+    if not migrations:
+        explicit = [number for number in explicit if not _is_known_to_run(replicas[number])]
+    _check_listed(replicas, migrations, explicit)
+    for number in explicit if not migrations else ():
+        replica = replicas[number]
+        if replica.schedule is not None:
+            replica.schedule.known_to_run.add((replica.stage_of_chunk, tuple(replica.micro_batches)))
+
+
+def _is_known_to_run(replica: Replica) -> bool:
+    known = replica.schedule.known_to_run if replica.schedule is not None else ()
+    return (replica.stage_of_chunk, tuple(replica.micro_batches)) in known
+
+
+def _check_listed(replicas: Sequence[Replica], migrations: Sequence[Migration], explicit: Sequence[int]) -> None:
+    if not explicit:
+        return
     work = _work(replicas, migrations)
     orders = []
     for number, stage, order in _orders(replicas, explicit):

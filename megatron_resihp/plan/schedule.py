@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from megatron_resihp.plan.errors import PlanError
@@ -71,6 +72,35 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether weight gradients are ops of their own."""
         return self.name == ZERO_BUBBLE or any(op.kind == "W" for order in self.orders for op in order)
+
+    @cached_property
+    def known_to_run(self) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """What an explicit schedule was found to be an order for: stage of each chunk, and the replica's micro-batches.
+
+        Only `plan.rules` adds to it, after its check of ops that no other replica takes part in: so that ops are looked
+        at once, however many plans hold this schedule.
+        """
+        return set()
+
+    def renamed(self, before: Sequence[int], after: Sequence[int]) -> "Schedule":
+        """The same order for other micro-batches, known to run wherever this one is.
+
+        Args:
+            before: the micro-batches of the ops.
+            after: what each of them is called from now on; all different.
+        """
+        if not self.orders or tuple(before) == tuple(after):
+            return self
+        name = dict(zip(before, after, strict=True))
+        orders = tuple(
+            tuple(PlannedOp(kind, chunk, name[micro_batch]) for kind, chunk, micro_batch in order)
+            for order in self.orders
+        )
+        found = Schedule(self.name, self.group_size, orders)
+        if len(set(after)) == len(name):
+            known = ((homes, mine) for homes, mine in self.known_to_run if name.keys() == set(mine))
+            found.known_to_run.update((homes, tuple(name[each] for each in mine)) for homes, mine in known)
+        return found
 
     def check_shape(self, stages: int, chunks: Sequence[Chunk], micro_batches: int) -> None:
         """Raises PlanError if a replica of this shape can't be run so."""

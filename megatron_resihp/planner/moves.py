@@ -1,6 +1,8 @@
-"""What has to be moved to get from one plan to another, and how long that takes. Imports numpy, `plan` and `cost`."""
+"""What has to be moved to get from one plan to another, and how long that takes. Imports numpy, `pipeline`, `plan`
+and `cost`.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -9,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_resihp.cost.job import Array, JobCost
 from megatron_resihp.cost.memory import with_layers
+from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
 
 Index = NDArray[np.int64]
@@ -49,9 +52,12 @@ def seconds_to_get_there(before: ParallelPlan, after: ParallelPlan, cost: JobCos
     Raises:
         PlanError: a plan has other layers than the model.
     """
-    if before == after:
-        return 0.0
-    return cost.rebuild_s + max(bytes_to_move(before, after, cost).values(), default=0.0) / cost.device.bandwidth
+    return 0.0 if before == after else seconds_to_move(bytes_to_move(before, after, cost), cost)
+
+
+def seconds_to_move(moved: Mapping[int, float], cost: JobCost) -> float:
+    """The same for what `bytes_to_move` gives for plans that differ."""
+    return cost.rebuild_s + max(moved.values(), default=0.0) / cost.device.bandwidth
 
 
 def lacking_bytes(held: Sequence[Shards], wanted: Sequence[Shards], size: Array) -> Array:
@@ -63,15 +69,22 @@ def lacking_bytes(held: Sequence[Shards], wanted: Sequence[Shards], size: Array)
         size: bytes of the layers before each one, and of all; see `prefix_bytes`.
     """
     have, need = _Rectangles.of(held), _Rectangles.of(wanted)
-    first = np.maximum(have.first[:, np.newaxis], need.first)
-    end = np.maximum(np.minimum(have.end[:, np.newaxis], need.end), first)
-    share = np.minimum(have.stop[:, np.newaxis], need.stop) - np.maximum(have.start[:, np.newaxis], need.start)
-    common = np.maximum(share, 0.0) * (size[end] - size[first])
     found = np.zeros((len(held), len(wanted)))
-    np.add.at(found, (have.owner[:, np.newaxis], need.owner), common)
+    _add_common(found, have, need, size)
     whole = np.zeros(len(wanted))
     np.add.at(whole, need.owner, (need.stop - need.start) * (size[need.end] - size[need.first]))
     return np.where(found >= whole * (1 - _ROUNDING), 0.0, whole - found)
+
+
+@compiled
+def _add_common(found: Array, have: "_Rectangles", need: "_Rectangles", size: Array) -> None:
+    """Add the bytes that each two owners' shards have in common, [owners that have, owners that need]."""
+    for i in range(len(have.owner)):
+        for j in range(len(need.owner)):
+            first, end = max(have.first[i], need.first[j]), min(have.end[i], need.end[j])
+            share = min(have.stop[i], need.stop[j]) - max(have.start[i], need.start[j])
+            if first < end and share > 0:
+                found[have.owner[i], need.owner[j]] += share * (size[end] - size[first])
 
 
 class _Rectangles(NamedTuple):
@@ -106,10 +119,9 @@ def shards_held(plan: ParallelPlan, cost: JobCost) -> dict[int, tuple[Shard, ...
     held: dict[int, tuple[Shard, ...]] = {}
     first = with_layers(plan.replicas[0], cost.model)
     for replica in plan.replicas:
-        chunks = _by_stage(with_layers(replica, cost.model).chunks, len(replica.stages))
-        for stage, members in enumerate(replica.stages):
-            for tp_rank, worker in enumerate(members):
-                held[worker] = tuple(Shard(c.first, c.end, tp_rank, len(members)) for c in chunks[stage])
+        shards = _shards_of(with_layers(replica, cost.model).chunks, replica.shape)
+        for members, of_stage in zip(replica.stages, shards, strict=True):
+            held.update(zip(members, of_stage, strict=True))
     for worker, kept in plan.standbys.items():
         if isinstance(kept, Coordinate):
             degree = len(first.stages[kept.stage])
@@ -118,6 +130,15 @@ def shards_held(plan: ParallelPlan, cost: JobCost) -> dict[int, tuple[Shard, ...
         else:
             held[worker] = kept or ()
     return held
+
+
+@lru_cache(maxsize=1024)
+def _shards_of(chunks: Sequence[Chunk], degrees: Sequence[int]) -> list[list[Shards]]:
+    """What each member of each stage holds."""
+    return [
+        [tuple(Shard(chunk.first, chunk.end, rank, degree) for chunk in of_stage) for rank in range(degree)]
+        for of_stage, degree in zip(_by_stage(chunks, len(degrees)), degrees, strict=True)
+    ]
 
 
 def _by_stage(chunks: Sequence[Chunk], stages: int) -> list[list[Chunk]]:

@@ -17,7 +17,7 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.plan import ParallelPlan, PlanError
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.moves import bytes_to_move, seconds_to_get_there
+from megatron_resihp.planner.moves import bytes_to_move, seconds_to_move
 from megatron_resihp.planner.places import keep_places
 from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.search.build import plan_of
@@ -161,6 +161,6 @@ def _charges(before: ParallelPlan, after: ParallelPlan, health: Health, cost: Jo
     """Seconds of an iteration, getting there shared out over the time until the next event; then bytes to move."""
     seconds, moved = iteration_seconds(after, health, cost), bytes_to_move(before, after, cost)
     if before.replicas != after.replicas and cost.until_next_event_s < float("inf"):
-        left = 1 - seconds_to_get_there(before, after, cost) / cost.until_next_event_s
+        left = 1 - seconds_to_move(moved, cost) / cost.until_next_event_s
         seconds = seconds / left if left > 0 else float("inf")
     return seconds, sum(moved.values())

@@ -201,6 +201,39 @@ class TestRules:
         with pytest.raises(PlanError, match="must not wait in a circle"):
             replace(MIGRATED, replicas=(stuck, helper))
 
+    def test_schedule_that_runs_in_one_replica_is_still_refused_in_others(self) -> None:
+        chunks = (Chunk(0, 0, 2), Chunk(1, 2, 4))
+        whole = Replica(((0,), (1,)), (0, 1), chunks, explicit("F0.0 F1.0 B0.0 B1.0", "F0.1 B0.1 F1.1 B1.1"))
+        assert ParallelPlan((whole,)) == ParallelPlan((whole,))
+        assert ParallelPlan((replace(whole, micro_batches=(1, 0)),))
+        beside = Replica(((2,), (3,)), (1,), chunks, Schedule("1f1b"))
+        for other, rule in (
+            (replace(whole, micro_batches=(0, 1, 2)), r"op B2\.0 is missing"),
+            (replace(whole, chunks=(Chunk(1, 0, 2), Chunk(0, 2, 4))), r"op F0\.0 is none of this stage's"),
+            (replace(whole, chunks=(*chunks, Chunk(0, 4, 4))), r"op B0\.2 is missing"),
+        ):
+            with pytest.raises(PlanError, match=rule):
+                ParallelPlan((other,))
+        with pytest.raises(PlanError, match=r"op F1\.0 is none of this stage's"):
+            ParallelPlan((replace(whole, micro_batches=(0,)), beside))
+        with pytest.raises(PlanError, match=r"op F1\.0 is none of this stage's"):
+            ParallelPlan((whole, Replica(((2,), (3,)), (2,), chunks, explicit("F2.0 B2.0", "F2.1 B2.1 F1.1 B1.1"))),
+                         migrations=(Migration(1, 0, 1),))  # fmt: skip
+
+    def test_renamed_schedule_is_the_same_order_and_runs_where_the_first_one_does(self) -> None:
+        order = explicit("F0.0 F1.0 B0.0 B1.0", "F0.1 B0.1 F1.1 B1.1")
+        never = explicit("F0.0 B0.0 F1.0 B1.0", "F1.1 F0.1 B0.1 B1.1")
+        whole = Replica(((0,), (1,)), (0, 1), (), order)
+        assert ParallelPlan((whole,))
+        renamed = order.renamed((0, 1), (2, 0))
+        assert renamed == explicit("F2.0 F0.0 B2.0 B0.0", "F2.1 B2.1 F0.1 B0.1")
+        assert renamed.known_to_run == {((0, 1), (2, 0))}
+        beside = Replica(((2,), (3,)), (1,))
+        assert ParallelPlan((replace(whole, micro_batches=(2, 0), schedule=renamed), beside))
+        for refused in (never.renamed((0, 1), (2, 0)), order.renamed((0, 1), (2, 3)), order.renamed((0, 1), (0, 0))):
+            with pytest.raises(PlanError):
+                ParallelPlan((replace(whole, micro_batches=(2, 0), schedule=refused), beside))
+
     @given(
         stages=st.integers(1, 4), chunks=st.integers(1, 3), micro_batches=st.integers(1, 9), zero_bubble=st.booleans()
     )
