@@ -66,9 +66,22 @@ class JobCost:
         """
         return self._seconds(degree)
 
+    def seconds_per_square(self, degree: int) -> Array:
+        """What each token² of Σ l² adds to `seconds`, in proportion to its part of the FLOPs, [3, layers]; read only.
+
+        Raises:
+            ShardError: so many members can't share a layer.
+        """
+        return self._per_square(degree)
+
     def bytes(self, degree: int, copies: int = 1) -> LayerBytes:
         """Memory of each layer on the member with the largest share; see `cost.memory.layer_bytes`. Read only."""
         return self._bytes(degree, copies)
+
+    @property
+    def typical_squares(self) -> float:
+        """Σ l² of a typical micro-batch, tokens²."""
+        return self.training.squares if self.squares is None else self.squares
 
     def transfer(self, sender_degree: int, receiver_degree: int) -> float:
         """Seconds of a stage's result over a healthy link, in as many pieces as the larger group has members."""
@@ -100,6 +113,16 @@ class JobCost:
     def _bytes(self) -> Callable[[int, int], LayerBytes]:
         return cache(lambda degree, copies: layer_bytes(self.model, self.training, degree, copies))
 
+    @cached_property
+    def _per_square(self) -> Callable[[int], Array]:
+        return cache(self._per_square_of)
+
+    def _per_square_of(self, degree: int) -> Array:
+        work, per_square = self._work(degree), layer_work(self.model, self.training, degree)[..., 1]
+        seconds = self.seconds(degree) * np.divide(per_square, work, out=np.zeros_like(work), where=work > 0)
+        seconds.setflags(write=False)
+        return seconds
+
     def _seconds_of(self, degree: int) -> Array:
         work = self._work(degree)
         if degree in self.measured:
@@ -116,7 +139,7 @@ class JobCost:
 
     def _work(self, degree: int) -> Array:
         """FLOPs of each layer for a typical micro-batch, [3, layers]."""
-        squares = self.training.squares if self.squares is None else self.squares
-        work: Array = layer_work(self.model, self.training, degree) @ np.array([self.training.tokens, squares])
+        workload = np.array([self.training.tokens, self.typical_squares])
+        work: Array = layer_work(self.model, self.training, degree) @ workload
         assert work.shape == (len(OpKind), self.layers)
         return work

@@ -109,6 +109,19 @@ class JointTimeline:
         return finish
 
 
+def joint_makespans(program: JointProgram, durations: ArrayLike, transfers: ArrayLike = 0.0) -> Array:
+    """Only the makespans, [runs], of a joint program with each of many sets of durations.
+
+    Args:
+        program: what is run.
+        durations, transfers: as in `simulate_joint`, with an axis of runs in front of the durations.
+
+    Raises:
+        ValueError: shapes don't fit, or a time is negative, infinite or NaN.
+    """
+    return _run(program, durations, transfers)[2]
+
+
 def simulate_joint(program: JointProgram, durations: ArrayLike, transfers: ArrayLike = 0.0) -> JointTimeline:
     """Run a joint program once; times are those of `simulate`, each op's on the device that runs it.
 
@@ -122,6 +135,10 @@ def simulate_joint(program: JointProgram, durations: ArrayLike, transfers: Array
         ValueError: shapes don't fit, or a time is negative, infinite or NaN.
     """
     given = np.broadcast_to(np.asarray(durations, np.float64), program.shape)[np.newaxis]
-    ops, edges = checked_times(program.stages, program.micro_batches, True, given, transfers)
-    start, end, makespan = run_graph(program.graph, program.devices, ops.reshape(1, -1), edges.reshape(1, -1))
+    start, end, makespan = _run(program, given, transfers)
     return JointTimeline(program, start.reshape(program.shape), end.reshape(program.shape), float(makespan[0]))
+
+
+def _run(program: JointProgram, durations: ArrayLike, transfers: ArrayLike) -> tuple[Array, Array, Array]:
+    ops, edges = checked_times(program.stages, program.micro_batches, True, durations, transfers)
+    return run_graph(program.graph, program.devices, ops.reshape(len(ops), -1), edges.reshape(len(edges), -1))

@@ -3,7 +3,7 @@
 Imports numpy, `plan`, `pipeline`, `cost` and this room.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 from megatron_resihp.cost.bounds import IterationBound, iteration_bound
 from megatron_resihp.cost.job import Array, JobCost
 from megatron_resihp.cost.memory import with_layers
-from megatron_resihp.pipeline.joint import JointTimeline, simulate_joint
+from megatron_resihp.pipeline.joint import JointProgram, JointTimeline, joint_makespans, simulate_joint
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.planned import joint_program_of, program_of
-from megatron_resihp.pipeline.simulate import Timeline, simulate
+from megatron_resihp.pipeline.simulate import Timeline, makespans, simulate
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.health import Health
 
 F, B, W = OpKind
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,48 @@ def evaluate(plan: ParallelPlan, health: Health, cost: JobCost) -> Evaluation:
     )
 
 
+def iteration_times(plan: ParallelPlan, health: Health, cost: JobCost, squares: Array) -> Array:
+    """Seconds of iterations whose micro-batches hold documents of unlike lengths, [iterations].
+
+    Args:
+        plan, health, cost: as in `evaluate`, which gives the seconds where all micro-batches are typical.
+        squares: Σ l² of each micro-batch of the global batch, tokens², [iterations, micro-batches].
+
+    Raises:
+        PlanError, KeyError: as `evaluate` does.
+    """
+    more = squares - cost.typical_squares
+    together = migrating(plan)
+    seconds = [
+        _makespans(replica, health, cost, more[:, list(replica.micro_batches)])
+        for number, replica in enumerate(plan.replicas)
+        if number not in together
+    ]
+    if together:
+        seconds.append(_joint_makespans(plan, health, cost, more))
+    slowest: Array = np.max(seconds, axis=0)
+    return slowest
+
+
+def _makespans(replica: Replica, health: Health, cost: JobCost, more: Array) -> Array:
+    """[iterations], with so many tokens² more than the typical in each own micro-batch, [iterations, micro-batches]."""
+    replica = with_layers(replica, cost.model)
+    typical = stage_seconds(replica, health, cost)[..., np.newaxis]
+    per_square = _chunk_seconds(replica, health, cost.seconds_per_square)[..., np.newaxis]
+    durations = typical + per_square * more[:, np.newaxis, np.newaxis]
+    return makespans(program_of(replica), durations, transfer_seconds(replica, health, cost))
+
+
+def _joint_makespans(plan: ParallelPlan, health: Health, cost: JobCost, more: Array) -> Array:
+    """The same of the replicas that take part in migrations, together; of all micro-batches of the global batch."""
+    replicas, program, runner = _joint_program(plan, cost)
+    typical = _by_op(program, runner, [stage_seconds(replica, health, cost) for replica in replicas])
+    slopes = [_chunk_seconds(replica, health, cost.seconds_per_square) for replica in replicas]
+    own = more[:, [index for replica in replicas for index in replica.micro_batches]]
+    durations = typical + _by_op(program, runner, slopes) * own[:, np.newaxis, np.newaxis]
+    return joint_makespans(program, durations, _joint_transfers(replicas, program, runner, health, cost))
+
+
 def timeline_of(replica: Replica, health: Health, cost: JobCost) -> Timeline:
     """When each op of a replica runs."""
     replica = with_layers(replica, cost.model)
@@ -90,30 +133,36 @@ def migrating(plan: ParallelPlan) -> tuple[int, ...]:
 
 def joint_timeline(plan: ParallelPlan, health: Health, cost: JobCost) -> JointTimeline:
     """When each op of the replicas that take part in migrations runs; see `pipeline.planned.joint_program_of`."""
+    replicas, program, runner = _joint_program(plan, cost)
+    durations = _by_op(program, runner, [stage_seconds(replica, health, cost) for replica in replicas])
+    return simulate_joint(program, durations, _joint_transfers(replicas, program, runner, health, cost))
+
+
+def _joint_program(plan: ParallelPlan, cost: JobCost) -> tuple[list[Replica], JointProgram, Integers]:
+    """The replicas that take part in migrations, their program, and which of them runs each row of its `flat`."""
     replicas = [with_layers(plan.replicas[number], cost.model) for number in migrating(plan)]
     program = joint_program_of(replicas)
-    seconds = [stage_seconds(replica, health, cost) for replica in replicas]
-    runner = np.repeat(np.arange(len(replicas)), [len(replica.stages) for replica in replicas])[program.device]
+    number_of_stage = np.repeat(np.arange(len(replicas)), [len(replica.stages) for replica in replicas])
+    return replicas, program, number_of_stage[program.device]
+
+
+def _by_op(program: JointProgram, runner: Integers, by_chunk: Sequence[Array]) -> Array:
+    """What each op takes of its runner's [3, chunks], as an array of the program's shape."""
     kind, chunk, micro_batch = program.flat.T
-    durations = np.zeros(program.shape)
-    executor = np.zeros((program.stages, program.micro_batches), np.int64)
-    for number, own in enumerate(seconds):
+    found = np.zeros(program.shape)
+    for number, own in enumerate(by_chunk):
         rows = runner == number
-        durations[kind[rows], chunk[rows], micro_batch[rows]] = own[kind[rows], chunk[rows]]
-        executor[chunk[rows], micro_batch[rows]] = number
-    return simulate_joint(program, durations, _joint_transfers(replicas, executor, health, cost))
+        found[kind[rows], chunk[rows], micro_batch[rows]] = own[kind[rows], chunk[rows]]
+    return found
 
 
 def _joint_transfers(
-    replicas: Sequence[Replica], executor: NDArray[np.int64], health: Health, cost: JobCost
+    replicas: Sequence[Replica], program: JointProgram, runner: Integers, health: Health, cost: JobCost
 ) -> Array:
-    """Seconds of each transfer, [2, chunks − 1, micro-batches].
-
-    Args:
-        replicas: all that take part.
-        executor: which of them runs each chunk of each micro-batch, [chunks, micro-batches].
-        health, cost: of the links.
-    """
+    """Seconds of each transfer, [2, chunks − 1, micro-batches]."""
+    _, chunk_of_op, micro_batch_of_op = program.flat.T
+    executor = np.zeros((program.stages, program.micro_batches), np.int64)
+    executor[chunk_of_op, micro_batch_of_op] = runner
     seconds = np.zeros((len(executor) - 1, executor.shape[1]))
     for chunk in range(len(seconds)):
         pairs, which = np.unique(executor[chunk : chunk + 2], axis=1, return_inverse=True)
@@ -142,13 +191,18 @@ def stage_seconds(replica: Replica, health: Health, cost: JobCost) -> Array:
 
     A stage is as fast as its slowest member; one without members, whose work is migrated, has 0.
     """
+    return _chunk_seconds(replica, health, cost.seconds)
+
+
+def _chunk_seconds(replica: Replica, health: Health, layer_seconds: Callable[[int], Array]) -> Array:
+    """The same from [3, layers] of groups of a degree."""
     seconds = np.zeros((len(OpKind), len(replica.chunks)))
     for number, chunk in enumerate(replica.chunks):
         members = replica.stages[chunk.stage]
         if not members:
             continue
         speed = min(health.speed[worker] for worker in members)
-        seconds[:, number] = cost.seconds(len(members))[:, chunk.first : chunk.end].sum(axis=1) / speed
+        seconds[:, number] = layer_seconds(len(members))[:, chunk.first : chunk.end].sum(axis=1) / speed
     if not (replica.schedule and replica.schedule.splits_backward):
         seconds[B] += seconds[W]
         seconds[W] = 0.0

@@ -1,18 +1,20 @@
 """A training session on a cluster: a strategy runs through a trace, and its samples are counted.
 
 Between two changes the job runs at the speed that `planner.evaluation` gives its plan with the health of that time.
-What a change costs besides is in `Delays`. Imports `plan`, `cost`, `planner` and this room's modules.
+What a change costs besides is in `Delays`. Imports numpy, `plan`, `cost`, `planner` and this room's modules.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
+
+import numpy as np
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.planner import NoPlanError
-from megatron_resihp.planner.evaluation import evaluate
+from megatron_resihp.planner.evaluation import evaluate, iteration_times
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.moves import seconds_to_get_there
 from megatron_resihp.planner.strategies.common import require_state
@@ -106,14 +108,14 @@ class Judge:
 
     Args:
         cost: what work costs; strategies plan with it.
-        squares: Σ l² of a micro-batch, tokens², in each of some iterations, whose mean sets a plan's speed. Empty:
-            all iterations are typical.
+        squares: Σ l² of each micro-batch, tokens², in each of some iterations, whose mean time sets a plan's speed,
+            [iterations, micro-batches]. Empty: all micro-batches are typical.
         clock: seconds, for planning times that are to be measured.
     """
 
-    def __init__(self, cost: JobCost, squares: Sequence[float] = (), clock: Clock = lambda: 0.0) -> None:
+    def __init__(self, cost: JobCost, squares: Sequence[Sequence[float]] = (), clock: Clock = lambda: 0.0) -> None:
         self.cost = cost
-        self._costs = [replace(cost, squares=each) for each in squares] or [cost]
+        self._squares = np.array(squares)
         self._clock = clock
         self._iteration_s: dict[object, float] = {}
         self._plans: dict[object, tuple[ParallelPlan | str, float]] = {}
@@ -122,9 +124,13 @@ class Judge:
         """Mean seconds of an iteration."""
         key = (plan.digest, _key(health))
         if key not in self._iteration_s:
-            seconds = [evaluate(plan, health, cost).iteration_s for cost in self._costs]
-            self._iteration_s[key] = sum(seconds) / len(seconds)
+            self._iteration_s[key] = self._mean_iteration_s(plan, health)
         return self._iteration_s[key]
+
+    def _mean_iteration_s(self, plan: ParallelPlan, health: Health) -> float:
+        if self._squares.size:
+            return float(iteration_times(plan, health, self.cost, self._squares).mean())
+        return evaluate(plan, health, self.cost).iteration_s
 
     def samples_per_s(self, plan: ParallelPlan, health: Health) -> float:
         return self.cost.micro_batches * self.cost.training.micro_batch_size / self.iteration_s(plan, health)

@@ -1,6 +1,11 @@
-"""A scenario: a job, what happens to its workers, and what changes cost. Imports this room's modules."""
+"""A scenario: a job, what happens to its workers, and what changes cost.
+
+Imports numpy, `cost` and this room's modules.
+"""
 
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S
 from megatron_resihp.simulator import published
@@ -22,7 +27,7 @@ class Scenario:
         sizes: the job.
         traces: what happens, once for each random order.
         delays: what changes cost.
-        squares: Σ l² of a micro-batch, tokens², in each of some iterations; none: each sample is one document.
+        squares: Σ l² of each micro-batch, tokens², in each of some iterations; none: each sample is one document.
         until_next_event_s: what strategies are told to expect.
         strategies: to compare; none: all.
     """
@@ -31,12 +36,12 @@ class Scenario:
     sizes: Sizes
     traces: tuple[Trace, ...]
     delays: Delays = field(default_factory=Delays)
-    squares: tuple[float, ...] = ()
+    squares: tuple[tuple[float, ...], ...] = ()
     until_next_event_s: float = UNTIL_NEXT_EVENT_S
     strategies: tuple[str, ...] = ()
 
     def judge(self, clock: Clock = lambda: 0.0) -> Judge:
-        typical = sum(self.squares) / len(self.squares) if self.squares else None
+        typical = float(np.mean(self.squares)) if self.squares else None
         cost = replace(self.sizes.cost(), squares=typical, until_next_event_s=self.until_next_event_s)
         return Judge(cost, self.squares, clock)
 

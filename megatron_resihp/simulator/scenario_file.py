@@ -112,7 +112,8 @@ def _delays(given: Table) -> Delays:
     return Delays(**values)
 
 
-def _squares(given: Table, sizes: Sizes, seed: int) -> tuple[float, ...]:
+def _squares(given: Table, sizes: Sizes, seed: int) -> tuple[tuple[float, ...], ...]:
+    """Σ l² of each micro-batch of some iterations, [iterations, micro-batches]."""
     if not given.data:
         return ()
     sequence, size = sizes.training.sequence_length, sizes.training.micro_batch_size
@@ -124,7 +125,8 @@ def _squares(given: Table, sizes: Sizes, seed: int) -> tuple[float, ...]:
         raise ScenarioError(f"documents.long_share is {share:g}; it must be from 0 to 1")
     regime = Regime(draws, share, median * sequence)
     found = draw_squares([regime], sizes.micro_batches * size, sequence, np.random.default_rng(seed))
-    return tuple(float(each) for each in size * found.mean(axis=1))
+    by_micro_batch = found.reshape(draws, sizes.micro_batches, size).sum(axis=2)
+    return tuple(map(tuple, by_micro_batch.tolist()))
 
 
 def _event(data: Any, place: str, workers: int) -> Event:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_resihp.cli import main
@@ -70,6 +71,14 @@ def test_the_manuals_example_is_a_scenario(repository: Path) -> None:
     text = (repository / "docs" / "planning.md").read_text()
     found = scenario_of(json.loads(text.partition("```json")[2].partition("```")[0]))
     assert len(found.traces) == 3 and found.strategies == ("joint", "oobleck+greyhound") and found.squares
+
+
+def test_micro_batches_of_an_iteration_hold_unlike_documents() -> None:
+    job = JOB | {"micro_batch_size": 2, "seq_length": 4096}
+    squares = np.array(scenario_of({"job": job, "documents": {"long_share": 0.5, "draws": 3}}).squares)
+    assert squares.shape == (3, 8)
+    assert (squares.std(axis=1) > 0.05 * squares.mean(axis=1)).all()
+    assert squares.min() >= 2 * 4096 and squares.max() <= 2 * 4096**2
 
 
 def test_documents_change_the_speed(tmp_path: Path) -> None:

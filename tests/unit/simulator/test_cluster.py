@@ -163,12 +163,25 @@ def test_capacity_counts_speeds_over_time() -> None:
     assert capacity(trace(HOUR, events), 4) == pytest.approx((3.5 - 0.25) / 4)
 
 
-def test_documents_that_vary_slow_no_more_than_their_mean(start: ParallelPlan) -> None:
+def test_iterations_that_vary_take_their_mean_time(start: ParallelPlan) -> None:
+    """Micro-batches of an iteration being alike."""
     cost = sizes().cost()
     lengths = (1e6, 8e6, 16e6)
-    varied, typical = Judge(cost, lengths), Judge(replace(cost, squares=float(np.mean(lengths))))
+    varied = Judge(cost, [[each] * 8 for each in lengths])
+    typical = Judge(replace(cost, squares=float(np.mean(lengths))))
     assert rate(varied, start) == pytest.approx(rate(typical, start), rel=1e-3)
     assert rate(varied, start) > rate(Judge(cost), start)
+
+
+def test_micro_batches_that_vary_slow_the_job_by_their_imbalance(start: ParallelPlan) -> None:
+    """The same tokens² in every iteration, but all the long documents in one replica, or half in each."""
+    cost = replace(sizes().cost(), squares=10e6)
+    first = start.replicas[0].micro_batches
+    lopsided = [15e6 if index in first else 5e6 for index in range(8)]
+    alike, even, uneven = (
+        rate(Judge(cost, [each]), start) for each in ([10e6] * 8, [5e6, 5e6, 15e6, 15e6] * 2, lopsided)
+    )
+    assert uneven < even < alike
 
 
 def test_planning_time_is_measured_if_asked_for(start: ParallelPlan) -> None:
