@@ -86,6 +86,8 @@ def tear_down(runtime: Runtime) -> None:
     """Destroy every group of the old epoch and what remembers it."""
     runtime.everybody = runtime.keepers = runtime.exchange = runtime.ring = None
     runtime.buckets, runtime.routes = [], ()
+    # A standby of the next plan runs nothing that would count them anew, and its gradients are divided too.
+    runtime.tokens = 0.0
     expert_metrics.forget()
     mpu.destroy_model_parallel()
     runtime.communicators.destroy()
