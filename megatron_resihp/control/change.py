@@ -1,7 +1,8 @@
-"""A change of plan by choice: what is taken of a plan that was asked for, and why it may be refused. Imports `plan`.
+"""A change of plan by choice: what is taken of a plan that was asked for, and why it may be refused.
 
 The plan says who works where. Who is alive and has no work is a standby and keeps what it holds, whatever the plan says
 of standbys: it can't keep what it doesn't hold, and nobody drops state without need.
+May import `plan`, `executor`'s check of ops, and this room's modules.
 """
 
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_resihp.control.holdings import lacking
+from megatron_resihp.executor.route_check import check_plan
+from megatron_resihp.executor.routes import RouteError
 from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, differences, shortened, spelled_out
 from megatron_resihp.plan.spelling import coordinate_at, trimmed
 
@@ -96,6 +99,26 @@ def _checked(
     if lost:
         raise ChangeRefused(f"the state of layer {lost[0].first} is held by nobody")
     return working
+
+
+def check_ops(plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
+    """Called before a plan is published: what its workers send and receive must match, so that nobody waits forever.
+
+    Megatron's own schedules run rectangular plans; there is nothing to check.
+
+    Args:
+        own: the job's own split into layers.
+        job: what workers have told of it.
+
+    Raises:
+        PlanError: it doesn't.
+    """
+    if plan.not_rectangular is None:
+        return
+    try:
+        check_plan(spelled_out(plan, own), job["sequence_parallel"], job["seq_length"])
+    except RouteError as error:
+        raise PlanError(f"the plan's ops don't fit together: {error}") from None
 
 
 def with_standbys(

@@ -24,6 +24,7 @@ from megatron_resihp.control.change import (
     Change,
     ChangeRefused,
     changes,
+    check_ops,
     plan_of,
     plan_to_change_to,
     without_parts_kept,
@@ -33,7 +34,7 @@ from megatron_resihp.control.holdings import Held, require_all_parts, written_on
 from megatron_resihp.control.newcomers import Newcomers
 from megatron_resihp.control.next_plan import NextPlan, Survivors, first_again, rectangles
 from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
-from megatron_resihp.plan import Chunk, ParallelPlan, Shard, spelled_out
+from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, spelled_out
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError
 
@@ -148,6 +149,10 @@ class Epochs:
         plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living | self.newcomers.waiting)
         if self._optimizer_is_shared_out:
             plan = without_parts_kept(plan)
+        try:
+            check_ops(plan, self.own, self.job)
+        except PlanError as error:
+            raise ChangeRefused(str(error)) from None
         return Change(self._changes + 1, plan, message["why"])
 
     def _check_that_changes_can_be(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_resihp.config import RECTANGULAR
-from megatron_resihp.control.change import with_standbys
+from megatron_resihp.control.change import check_ops, with_standbys
 from megatron_resihp.control.holdings import Held, lacking, plan_for_survivors
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.plan.places import names_of_places, place_of, renamed
@@ -100,7 +100,9 @@ class StrategicPlan:
         answer = self._ask(strategy, survivors, running)
         if "no_plan" in answer:
             raise _Unusable(answer["no_plan"])
-        return planned(answer["plan"], held, own, survivors.shape.tensor_parallel), answer
+        plan = planned(answer["plan"], held, own, survivors.shape.tensor_parallel)
+        check_ops(plan, own, survivors.job)
+        return plan, answer
 
 
 class _Unusable(Exception):

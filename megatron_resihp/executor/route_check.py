@@ -1,6 +1,6 @@
 """Whether workers' steps fit together: what is sent is received, in the same order, and all get through.
 
-Imports `plan`, messages and routes.
+Imports `plan`, `pipeline`'s orders, messages and routes; no torch, since whoever publishes plans holds them to this.
 """
 
 from collections import defaultdict
@@ -8,11 +8,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from megatron_resihp.executor.messages import Message
-from megatron_resihp.executor.routes import RouteError, Step
-from megatron_resihp.plan import PlannedOp
+from megatron_resihp.executor.routes import RouteError, Step, all_routes
+from megatron_resihp.pipeline.orders import ProgramError, orders_of
+from megatron_resihp.plan import ParallelPlan, PlannedOp
 
 Routes = Mapping[int, Sequence[Step]]
 """The steps of each worker."""
+
+
+def check_plan(plan: ParallelPlan, sequence_parallel: bool, tokens: int) -> None:
+    """Hold all workers' steps under a plan against each other, before anybody runs one.
+
+    Args:
+        plan: says its layers.
+        sequence_parallel: whether between layers each member of a stage has its own part of the tokens.
+        tokens: sequence length of a micro-batch.
+
+    Raises:
+        RouteError: some op would wait forever; see `check_routes`.
+    """
+    try:
+        orders = [orders_of(replica) for replica in plan.replicas]
+    except ProgramError as error:
+        raise RouteError(str(error)) from None
+    check_routes(all_routes(plan, orders, sequence_parallel, tokens))
 
 
 def check_routes(routes: Routes) -> None:
@@ -26,7 +45,9 @@ def check_routes(routes: Routes) -> None:
     for worker, steps in routes.items():
         _check_worker(worker, steps)
     messages = {end.op: end for steps in routes.values() for step in steps for end in _messages(step)}
-    for message in messages.values():
+    # How tokens cross depends on who takes part, and not on the op.
+    alike = {(each.senders, each.receivers, each.tokens, each.split): each for each in messages.values()}
+    for message in alike.values():
         _check_tokens(message)
     _check_members(messages, routes)
     _check_ends(messages, routes)

@@ -24,7 +24,7 @@ from megatron_resihp.integration.measured_exchange import MeasuredExchange
 from megatron_resihp.integration.micro_batches import MicroBatches
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.split_backward import WeightGradient, leaving_weights, remembering_bias
-from megatron_resihp.pipeline.planned import orders_of
+from megatron_resihp.pipeline.orders import orders_of
 from megatron_resihp.plan import ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT
 

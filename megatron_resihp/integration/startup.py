@@ -114,6 +114,7 @@ def job_fields(args: Any, config: ResihpConfig, own: OwnLayout) -> dict[str, Any
         "global_batch_size": args.global_batch_size,
         "micro_batches": args.global_batch_size // args.micro_batch_size,
         "seq_length": args.seq_length,
+        "sequence_parallel": own.sequence_parallel,
         "emulated": config.resihp_emulate,
         "train_iters": args.train_iters,
         "pipeline_last": not args.use_tp_pp_dp_mapping,

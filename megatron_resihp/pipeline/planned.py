@@ -5,14 +5,10 @@ from functools import lru_cache
 
 from megatron_resihp.pipeline.joint import JointProgram
 from megatron_resihp.pipeline.op import Op, OpKind
+from megatron_resihp.pipeline.orders import planned_ops
 from megatron_resihp.pipeline.program import Program, ProgramError
-from megatron_resihp.pipeline.schedules import (
-    interleaved,
-    interleaved_orders,
-    zero_bubble_h1,
-    zero_bubble_h1_orders,
-)
-from megatron_resihp.plan import PlannedOp, Replica, Schedule
+from megatron_resihp.pipeline.schedules import interleaved, zero_bubble_h1
+from megatron_resihp.plan import Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT, ZERO_BUBBLE
 
 
@@ -78,32 +74,6 @@ def known_program(schedule: Schedule | None, stages: int, chunks: int, micro_bat
     return interleaved(stages, chunks // stages, micro_batches, group_size)
 
 
-def orders_of(replica: Replica) -> tuple[tuple[PlannedOp, ...], ...]:
-    """The ops of each stage of a replica, in order; unlike `program_of` without a check, and so at once.
-
-    Raises:
-        ProgramError: there is no such program of this size.
-    """
-    schedule = replica.schedule
-    if schedule is not None and schedule.orders:
-        return schedule.orders
-    stages, micro_batches = len(replica.stages), replica.micro_batches
-    if schedule is not None and schedule.name == ZERO_BUBBLE:
-        orders = zero_bubble_h1_orders(stages, len(micro_batches))
-    else:
-        group_size = schedule.group_size if schedule is not None else None
-        chunks = len(replica.stage_of_chunk) // stages
-        orders = interleaved_orders(stages, chunks, len(micro_batches), group_size)
-    return _planned(orders, micro_batches)
-
-
 def explicit_schedule(program: Program, micro_batches: Sequence[int]) -> Schedule:
     """A program as a schedule that a plan can hold; its micro-batches 0, 1, … are these of the global batch."""
-    return Schedule(EXPLICIT, orders=_planned(program.ops, micro_batches))
-
-
-def _planned(orders: Sequence[Sequence[Op]], micro_batches: Sequence[int]) -> tuple[tuple[PlannedOp, ...], ...]:
-    return tuple(
-        tuple(PlannedOp(OpKind(op.kind).name, op.stage, micro_batches[op.micro_batch]) for op in ops)
-        for ops in orders
-    )
+    return Schedule(EXPLICIT, orders=planned_ops(program.ops, micro_batches))

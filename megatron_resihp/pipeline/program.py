@@ -8,14 +8,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_resihp.pipeline.errors import ProgramError as ProgramError
 from megatron_resihp.pipeline.graph import OpGraph, build_graph, rows_of
 from megatron_resihp.pipeline.op import Op, OpKind
 
 ABSENT: Final = -1
-
-
-class ProgramError(ValueError):
-    """A program that can't be run; the message names the op and the rule."""
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("global_batch_size", INTEGER, "samples in an iteration"),
             Field("micro_batches", INTEGER, "micro-batches in an iteration, over all replicas", required=False),
             Field("seq_length", INTEGER, "tokens in a sample", required=False),
+            Field("sequence_parallel", FLAG, "members of a stage share the tokens between layers", required=False),
             Field("train_iters", INTEGER, "iterations to reach"),
             Field("distributed_optimizer", FLAG, "replicas share the optimizer's state out", required=False),
             Field("strategy", TEXT, "who plans when workers die", required=False),

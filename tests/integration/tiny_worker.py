@@ -33,7 +33,7 @@ RUN_DIR = Path(os.environ["RESIHP_RUN_DIR"])
 TICK_S = 0.01
 JOB = {
     "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "global_batch_size": 12, "micro_batches": 12,
-    "train_iters": 5, "seq_length": 8, "pipeline_last": True, "chunks": [[0, 0, 4]],
+    "train_iters": 5, "seq_length": 8, "sequence_parallel": False, "pipeline_last": True, "chunks": [[0, 0, 4]],
 }  # fmt: skip
 
 MODEL = {

@@ -27,7 +27,7 @@ from megatron_resihp.control.actions import (
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.messages import FENCED_EXIT
 from megatron_resihp.control.record import Outcome, Record, Stage
-from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, deal, spelled_out
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, deal, rules, spelled_out
 from megatron_resihp.plan.places import renamed
 
 LIMITS = Limits(muster_s=10.0, build_s=100.0, salvage_s=50.0, recoveries_per_iteration=3)
@@ -46,7 +46,7 @@ class Job:
         self.own = tuple(Chunk(stage, 3 * stage, 3 * stage + 3) for stage in range(pipeline))
         self.sizes = {
             "tensor_parallel": tensor, "pipeline_parallel": pipeline, "micro_batches": micro_batches,
-            "chunks": [list(chunk) for chunk in self.own],
+            "chunks": [list(chunk) for chunk in self.own], "seq_length": 8, "sequence_parallel": False,
         }  # fmt: skip
         self.now = 0.0
         self.iteration = 5
@@ -739,6 +739,21 @@ class TestChangeByChoice:
         assert reason in only(Answer, actions).content["refused"]
         assert reason in events(actions, "change_refused")[0]["reason"]
         assert not notices(actions) and job.membership.phase is Phase.RUNNING
+        self.change(job, UNLIKE)
+
+    def test_ops_that_would_wait_for_each_other_never_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Even if a plan's own rules were wrong about them: each stage is to compute first what needs the other."""
+        job = Job().start()
+        orders = ["F0.0 B0.0 F2.0 B2.0", "F2.1 B2.1 F0.1 B0.1"]
+        asked = plan_of((((0,), (2,)), OTHER_LAYERS), (((1,), (3,)), OTHER_LAYERS)).to_dict()
+        asked["replicas"][0]["schedule"] = {"name": "explicit", "orders": orders}
+        with monkeypatch.context() as patch:
+            patch.setattr(rules, "stuck_op", lambda *_: None)
+            actions = job.apply(asked)
+        refused = only(Answer, actions).content["refused"]
+        assert "ops don't fit together: op B0.0 waits for an op that waits for it" in refused and "\n" not in refused
+        assert events(actions, "change_refused") and not notices(actions)
+        assert not [action for action in actions if isinstance(action, PublishPlan)]
         self.change(job, UNLIKE)
 
     def test_one_change_at_a_time(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_resihp.control.next_plan import StrategicPlan, Survivors
 from megatron_resihp.control.planning import answer, request_of
-from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, even_chunks, spelled_out
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, even_chunks, rules, spelled_out
 from megatron_resihp.planner import JobShape, initial_plan
 
 OWN = even_chunks(4, 2)
@@ -22,6 +22,7 @@ ARGUMENTS = {
 }  # fmt: skip
 JOB = {
     "strategy": "joint", "chunks": OWN, "micro_batches": 4, "tensor_parallel": 1, "emulated": "a100",
+    "seq_length": 64, "sequence_parallel": False,
     "arguments": ARGUMENTS,
 }  # fmt: skip
 NUMBERS = {"planning_s": 0.1, "iteration_s": 1.0, "bound_s": 0.9, "moving_s": 2.0}
@@ -76,6 +77,17 @@ def test_rectangles_where_there_is_no_such_plan(found: dict[str, Any], changed: 
     [planned] = told
     assert (planned["strategy"], planned["instead_of"]) == ("rectangular", "joint")
     assert reason in planned["reason"]
+
+
+def test_rectangles_where_its_ops_would_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if a plan's own rules were wrong about them."""
+    asked = UNLIKE.to_dict()
+    orders = ["F0.0 B0.0 F1.0 B1.0 F2.0 F3.0 B2.0 B3.0", "F1.1 B1.1 F0.1 B0.1 F2.1 F3.1 B2.1 B3.1"]
+    asked["replicas"][0]["schedule"] = {"name": "explicit", "orders": orders}
+    monkeypatch.setattr(rules, "stuck_op", lambda *_: None)
+    plan, [planned] = strategic({"plan": asked})(survivors(1, 2, 3))
+    assert plan.not_rectangular is None
+    assert "op B0.0 waits for an op that waits for it" in planned["reason"]
 
 
 def test_no_strategy_is_asked_unless_wanted() -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.pipeline.planned import explicit_schedule, orders_of, program_of
+from megatron_resihp.pipeline.orders import orders_of
+from megatron_resihp.pipeline.planned import explicit_schedule, program_of
 from megatron_resihp.pipeline.program import ProgramError
 from megatron_resihp.pipeline.schedules import interleaved, one_f_one_b, zero_bubble_h1
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, Replica, Schedule
