@@ -25,7 +25,7 @@ from megatron_resihp.control.actions import (
     Reopen,
 )
 from megatron_resihp.control.membership import Membership
-from megatron_resihp.control.next_plan import NextPlan, rectangles
+from megatron_resihp.control.next_plan import NextPlan, rectangles_or_less
 from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.control.store import Store
 
@@ -58,7 +58,7 @@ class Coordinator:
         limits: Limits | None = None,
         grace_s: float = 10.0,
         to_notify: queue.SimpleQueue[dict[str, Any]] | None = None,
-        next_plan: NextPlan = rectangles,
+        next_plan: NextPlan = rectangles_or_less,
         reopen: Callable[[int, Sequence[int]], None] = lambda node, workers: None,
     ) -> None:
         self._store = store

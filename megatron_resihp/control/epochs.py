@@ -32,7 +32,7 @@ from megatron_resihp.control.change import (
 from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfiguration, recovery
 from megatron_resihp.control.holdings import Held, require_all_parts, written_once
 from megatron_resihp.control.newcomers import Newcomers
-from megatron_resihp.control.next_plan import NextPlan, Survivors, first_again, rectangles
+from megatron_resihp.control.next_plan import NextPlan, Survivors, first_again, rectangles, rectangles_or_less
 from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, spelled_out
 from megatron_resihp.plan.replica import shards_at
@@ -55,7 +55,7 @@ class Epochs:
     world_size: int
     workers_per_node: int
     limits: Limits = field(default_factory=Limits)
-    next_plan: NextPlan = rectangles
+    next_plan: NextPlan = rectangles_or_less
 
     phase: Phase = Phase.STARTING
     epoch: int = 0

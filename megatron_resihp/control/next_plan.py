@@ -1,4 +1,5 @@
-"""Who plans for survivors: complete rectangles, or a strategy whose plan is taken if it can be run.
+"""Who plans for survivors: complete rectangles, or a strategy whose plan is taken if it can be run; what is left of
+the plan that was run where there is neither.
 
 May import `plan`, `planner` and this room's modules.
 """
@@ -7,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from megatron_resihp.config import RECTANGULAR
 from megatron_resihp.control.change import check_ops, with_standbys
+from megatron_resihp.control.fallback import plan_for_few
 from megatron_resihp.control.holdings import Held, lacking, plan_for_survivors
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.plan.places import names_of_places, place_of, renamed
 from megatron_resihp.plan.spelling import trimmed
-from megatron_resihp.planner import JobShape
+from megatron_resihp.planner import JobShape, NoPlanError
 
 Event = dict[str, Any]
+
+FALLBACK: Final = "fallback"
+"""In the event log: a plan that is smaller than a replica of the job's own layout."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,24 @@ def rectangles(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     return renamed(plan, names.__getitem__), []
 
 
+def rectangles_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
+    """`rectangles`, or of survivors who are too few for one, but have lost nothing, a smaller plan."""
+    try:
+        return rectangles(survivors)
+    except NoPlanError as error:
+        if error.missing:
+            raise
+        too_few = str(error)
+    per_node = survivors.shape.workers_per_node
+    try:
+        plan = plan_for_few(
+            survivors.own, survivors.held, survivors.running, survivors.job, survivors.workers, per_node
+        )
+    except NoPlanError as error:
+        raise NoPlanError(f"{too_few}; {error}") from None
+    return plan, [{"event": "planned", "strategy": FALLBACK, "instead_of": RECTANGULAR, "reason": too_few}]
+
+
 def first_again(first: ParallelPlan, survivors: Survivors) -> ParallelPlan | None:
     """The job's first plan, of the workers that have its places now; None where a place is empty, or somebody would
     have to give up what it holds."""
@@ -80,13 +103,13 @@ class StrategicPlan:
     def __call__(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
         strategy = survivors.job.get("strategy", RECTANGULAR)
         if strategy == RECTANGULAR:
-            return rectangles(survivors)
+            return rectangles_or_less(survivors)
         try:
             plan, answer = self._strategic(strategy, survivors)
         except (_Unusable, PlanError) as error:
-            plan, told = rectangles(survivors)
+            plan, told = rectangles_or_less(survivors)
             refused = {"event": "planned", "strategy": RECTANGULAR, "instead_of": strategy, "reason": str(error)}
-            return plan, [*told, refused]
+            return plan, [refused, *told]
         numbers = {name: answer[name] for name in ("planning_s", "iteration_s", "bound_s", "moving_s")}
         return plan, [{"event": "planned", "strategy": strategy, **numbers}]
 

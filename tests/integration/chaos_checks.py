@@ -106,11 +106,10 @@ def last_plan(job: Job) -> tuple[ParallelPlan, ParallelPlan]:
 
 
 def must_end(job: Job) -> bool:
-    """Whether the survivors of the last plan lack state, or are too few for a replica."""
+    """Whether the survivors of the last plan lack state; however few they are, there is memory enough for all of it."""
     [told] = job.events("job")
     plan, full = last_plan(job)
     held = survivors_of(job)
-    too_few = len(held) < told["tensor_parallel"] * told["pipeline_parallel"]
     shared_out = told["distributed_optimizer"] and plan.not_rectangular is None
     layers = full.replicas[0].chunks[-1].end
-    return too_few or bool(lacking(held, layers)) or (shared_out and bool(lost_parts(plan, held)))
+    return bool(lacking(held, layers)) or (shared_out and bool(lost_parts(plan, held)))

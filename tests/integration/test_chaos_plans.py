@@ -9,7 +9,8 @@ import pytest
 from chaos_plans import LAYERS, random_plan
 
 from megatron_resihp.control.change import ChangeRefused, plan_to_change_to
-from megatron_resihp.control.holdings import lacking, plan_for_survivors
+from megatron_resihp.control.holdings import lacking
+from megatron_resihp.control.next_plan import Survivors, rectangles_or_less
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard, spelled_out
 from megatron_resihp.plan.slices import all_shards, contributors_of, cuts_of, holders_of, plan_moves, slices_of
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
@@ -18,6 +19,13 @@ WORKERS = MICRO_BATCHES = 8
 SHAPE = JobShape(tensor_parallel=2, pipeline_parallel=2, micro_batches=MICRO_BATCHES, workers_per_node=WORKERS)
 OWN = (Chunk(0, 0, 3), Chunk(1, 3, 6))
 EVENTS = 8
+JOB = {
+    "micro_batches": MICRO_BATCHES, "tensor_parallel": 2, "seq_length": 32, "sequence_parallel": False,
+    "arguments": {
+        "num_layers": LAYERS - 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32,
+        "max_position_embeddings": 32, "padded_vocab_size": 256, "micro_batch_size": 1,
+    },
+}
 
 Held = Mapping[int, tuple[Shard, ...]]
 
@@ -51,9 +59,9 @@ def test_survivors_go_on_as_long_as_they_can(seed: int) -> None:
             dead = random.sample(sorted(held), random.choice((0, 1, 1, 2)))
             held = {worker: shards for worker, shards in held.items() if worker not in dead}
             try:
-                plan = plan_for_survivors(SHAPE, OWN, held, plan)
+                plan, _ = rectangles_or_less(Survivors(SHAPE, OWN, held, plan, plan, JOB, WORKERS))
             except NoPlanError:
-                assert lacking(held, LAYERS) or len(held) < SHAPE.replica_size
+                assert lacking(held, LAYERS)
                 return
-            assert plan.not_rectangular is None
+            assert len(held) < SHAPE.replica_size or plan.not_rectangular is None
         held = held_under(plan, held)

@@ -45,6 +45,10 @@ VEE = ParallelPlan(
 )
 """Embedding and head on the same worker, what lies between on another one."""
 
+PIPELINES = ParallelPlan(
+    (Replica(stages([0], [1]), (0, 1), chunks(3, 6)), Replica(stages([2], [3]), (2, 3), chunks(2, 6))), {}
+)
+
 IDLE_HEAD = ParallelPlan(
     (
         Replica(stages([2], [1]), (0, 1), chunks(3, 6), in_order((0, 1), ())),
@@ -197,6 +201,19 @@ def test_a_stop_during_a_change(jobs: Jobs, tmp_path: Path) -> None:
     assert job.wait().code == 128 + signal.SIGTERM, job.tails()
     iterations = [event["iteration"] for event in job.events("iteration")]
     assert iterations and iterations == sorted(set(iterations))
+
+
+def test_survivors_are_too_few_for_a_replica(jobs: Jobs, tmp_path: Path) -> None:
+    """First two of four, who are a replica of the plan, and keep the other's first layers beside them; then no replica
+    is whole, and who is left makes a pipeline."""
+    model = {**PIPELINE, "tensor_model_parallel_size": 2}
+    plans = ask_for(tmp_path, (PIPELINES, 1))
+    drills = ["kill:1@3:backward", "kill:2@5:grad-sync"]
+    job = jobs.run(tiny(**model, resihp_plan=plans, resihp_drill=drills), workers=4)
+    check_training(job, jobs.reference(tiny(**model), workers=4))
+    assert in_general_mode(job) == [False, True, True, True]
+    assert [event["strategy"] for event in job.events("planned")] == ["fallback", "fallback"]
+    assert [replica["stages"] for replica in job.events("epoch_started")[-1]["plan"]["replicas"]] == [[[0], [3]]]
 
 
 def test_the_only_holder_of_a_layer_dies(jobs: Jobs, tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""Survivors who hold everything and are too few for a replica of the job's own layout go on with a smaller plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_resihp.control.fallback import plan_for_few
+from megatron_resihp.control.next_plan import Survivors, rectangles_or_less
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Schedule, Shard, even_chunks, spelled_out
+from megatron_resihp.planner import JobShape, NoPlanError
+
+OWN = even_chunks(4, 2)
+SHAPE = JobShape(tensor_parallel=2, pipeline_parallel=2, micro_batches=4, workers_per_node=4)
+ARGUMENTS = {
+    "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "max_position_embeddings": 64,
+    "padded_vocab_size": 256, "micro_batch_size": 1,
+}  # fmt: skip
+JOB: dict[str, Any] = {
+    "micro_batches": 4, "tensor_parallel": 2, "seq_length": 64, "sequence_parallel": False, "arguments": ARGUMENTS,
+}  # fmt: skip
+TWO_PIPELINES = ParallelPlan((
+    Replica(((0,), (1,)), (0, 2), (Chunk(0, 0, 2), Chunk(1, 2, 6))),
+    Replica(((2,), (3,)), (1, 3), (Chunk(0, 0, 4), Chunk(1, 4, 6))),
+))  # fmt: skip
+V_SHAPE = (Chunk(0, 0, 2), Chunk(1, 2, 4), Chunk(0, 4, 6))
+
+
+def holding(plan: ParallelPlan, *workers: int) -> dict[int, tuple[Shard, ...]]:
+    return {worker: plan.shards_of(worker) for worker in workers}
+
+
+def plan_for(running: ParallelPlan, *alive: int, **job: Any) -> ParallelPlan:
+    return plan_for_few(OWN, holding(running, *alive), running, {**JOB, **job}, 4, 4)
+
+
+def test_a_replica_that_is_whole_goes_on_alone() -> None:
+    plan = plan_for(TWO_PIPELINES, 0, 2, 3)
+    [replica] = plan.replicas
+    assert (replica.stages, replica.chunks) == (TWO_PIPELINES.replicas[1].stages, TWO_PIPELINES.replicas[1].chunks)
+    assert replica.micro_batches == (0, 1, 2, 3)
+    assert plan.standbys == {0: (Shard(0, 2, 0, 1),)}, "it keeps what it holds"
+
+
+def test_survivors_of_broken_replicas_make_one_pipeline() -> None:
+    [replica] = plan_for(TWO_PIPELINES, 1, 2).replicas
+    assert replica.stages == ((2,), (1,)), "who holds the first layers comes first"
+    assert replica.chunks == (Chunk(0, 0, 3), Chunk(1, 3, 6))
+    assert replica.micro_batches == (0, 1, 2, 3)
+
+
+def test_listed_ops_go_with_the_replicas_that_there_were() -> None:
+    orders = Schedule.from_dict({"name": "explicit", "orders": ["F0.0 F0.2 B0.2 B0.0", "F0.1 B0.1"]})
+    running = ParallelPlan((
+        Replica(((0,), (1,)), (0,), V_SHAPE, orders), Replica(((2,), (3,)), (1, 2, 3), (Chunk(0, 0, 3), Chunk(1, 3, 6)))
+    ))  # fmt: skip
+    [replica] = plan_for(running, 0, 1, 3).replicas
+    assert replica.schedule is None and len(replica.chunks) == len(replica.stages) == 3
+
+
+def test_a_plan_that_exceeds_memory_is_none() -> None:
+    with pytest.raises(NoPlanError, match="memory exceeded on worker"):
+        plan_for(TWO_PIPELINES, 1, 2, device_memory=1000)
+
+
+def test_the_pipeline_is_taken_where_what_is_left_exceeds_memory() -> None:
+    lone = ParallelPlan((Replica(((0,), (1,)), (0, 1), OWN), Replica(((2,),), (2, 3), (Chunk(0, 0, 6),))))
+    assert plan_for(lone, 0, 2).replicas[0].stages == ((2,),)
+    assert plan_for(lone, 0, 2, device_memory=4_000_000).replicas[0].stages == ((0,), (2,))
+
+
+def test_no_plan_where_sizes_are_not_known() -> None:
+    with pytest.raises(NoPlanError, match="have not told the model's sizes"):
+        untold = {name: value for name, value in JOB.items() if name != "arguments"}
+        plan_for_few(OWN, holding(TWO_PIPELINES, 1, 2), TWO_PIPELINES, untold, 4, 4)
+
+
+class TestNextPlan:
+    def ask(self, *alive: int, **changed: Any) -> tuple[ParallelPlan, list[dict[str, Any]]]:
+        held = holding(TWO_PIPELINES, *alive)
+        previous = spelled_out(TWO_PIPELINES, OWN)
+        return rectangles_or_less(Survivors(SHAPE, OWN, held, previous, TWO_PIPELINES, {**JOB, **changed}, 4))
+
+    def test_too_few_go_on_and_it_is_said_why(self) -> None:
+        plan, [told] = self.ask(0, 2, 3)
+        assert plan.members == (0, 2, 3)
+        assert told["instead_of"] == "rectangular" and told["reason"] == "3 survivors are fewer than TP x PP = 4"
+
+    def test_what_is_lost_is_lost(self) -> None:
+        with pytest.raises(NoPlanError, match="held by no survivor") as caught:
+            self.ask(0, 2)
+        assert caught.value.missing
+
+    def test_both_reasons_are_said(self) -> None:
+        with pytest.raises(NoPlanError, match="3 survivors are fewer than TP x PP = 4; memory exceeded"):
+            self.ask(0, 2, 3, device_memory=1000)
