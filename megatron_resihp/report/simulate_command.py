@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--free", action="store_true", help="let strategies choose the layout at the start, too")
     parser.add_argument("--measure-planning", action="store_true", help="charge planning times as they are here")
+    parser.add_argument(
+        "--second-step", choices=("auto", "always", "never"), default="auto",
+        help="whether joint asks other strategies and tunes pipelines, which takes most of its time: always (as in a "
+        "job: up to 512 workers), never, or auto (up to 64; the default)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--out", type=Path, default=Path("resihp-simulation"), metavar="DIR", help="default %(default)s"

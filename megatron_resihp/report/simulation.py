@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import Progress
 
+from megatron_resihp.planner.strategies.joint import DEFAULT, joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
 from megatron_resihp.report.terminal import console_for
 from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, run
@@ -26,6 +28,8 @@ from megatron_resihp.simulator.scenario_file import scenario_of
 
 JSON_NAME: Final = "simulation.json"
 PICTURE_NAME: Final = "throughput.png"
+SECOND_STEP_UP_TO: Final[Mapping[str, int]] = {"auto": 64, "always": DEFAULT.second_step_up_to, "never": 0}
+"""Workers up to which `joint` takes its second step, by the value of --second-step."""
 KNOWN: Final[Mapping[str, Entry]] = {"unmitigated": UNMITIGATED, **STRATEGIES}
 
 
@@ -41,11 +45,13 @@ class Simulation:
         scenario: what was simulated.
         outcomes: of each strategy, one for each trace.
         healthy_samples_per_s: of the layout at the start, with all workers well.
+        second_step: whether `joint` took its second step.
     """
 
     scenario: Scenario
     outcomes: Mapping[str, Sequence[Outcome]]
     healthy_samples_per_s: float
+    second_step: bool
 
     @property
     def capacity(self) -> float:
@@ -75,6 +81,11 @@ def simulate(namespace: argparse.Namespace) -> None:
     except ScenarioError as error:
         raise BadInput(str(error)) from None
     strategies = _strategies([*(namespace.strategies or scenario.strategies)])
+    if not _second_step(scenario, namespace) and "joint" in strategies:
+        strategies = {**strategies, "joint": _first_step_only(strategies["joint"], namespace)}
+        workers = scenario.sizes.workers
+        print(f"joint: without its second step, for {workers} workers (--second-step {namespace.second_step}); "
+              "its plans may be a little slower than those of a running job", file=sys.stderr)  # fmt: skip
     found = _run(scenario, strategies, namespace)
     if namespace.json:
         print(json.dumps(to_json(found), indent=2, allow_nan=False))
@@ -110,6 +121,16 @@ def _strategies(names: Sequence[str]) -> Mapping[str, Entry]:
     return {name: KNOWN[name] for name in dict.fromkeys(names)} or KNOWN
 
 
+def _second_step(scenario: Scenario, namespace: argparse.Namespace) -> bool:
+    return scenario.sizes.workers <= SECOND_STEP_UP_TO[namespace.second_step]
+
+
+def _first_step_only(entry: Entry, namespace: argparse.Namespace) -> Entry:
+    """`joint` as it is in jobs that are too large for its second step."""
+    settings = replace(DEFAULT, second_step_up_to=SECOND_STEP_UP_TO[namespace.second_step])
+    return replace(entry, strategy=partial(joint, settings=settings))
+
+
 def _run(scenario: Scenario, strategies: Mapping[str, Entry], namespace: argparse.Namespace) -> Simulation:
     judge = scenario.judge(time.perf_counter)
     delays = replace(scenario.delays, planning_s=None) if namespace.measure_planning else scenario.delays
@@ -123,7 +144,7 @@ def _run(scenario: Scenario, strategies: Mapping[str, Entry], namespace: argpars
                 free = namespace.free and entry is not UNMITIGATED
                 outcomes.setdefault(name, []).append(run(entry, trace, plan, judge, delays, free))
                 progress.advance(task)
-    return Simulation(scenario, outcomes, _healthy(scenario, judge))
+    return Simulation(scenario, outcomes, _healthy(scenario, judge), _second_step(scenario, namespace))
 
 
 def _healthy(scenario: Scenario, judge: Judge) -> float:
@@ -151,6 +172,7 @@ def to_json(found: Simulation) -> dict[str, Any]:
         "workers": found.scenario.sizes.workers,
         "capacity": found.capacity,
         "healthy_samples_per_s": found.healthy_samples_per_s,
+        "joint_second_step": found.second_step,
         "strategies": {
             name: {
                 "samples_per_s": found.samples_per_s(name),

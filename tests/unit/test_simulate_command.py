@@ -1,6 +1,7 @@
 """`resihp simulate`: a file or a published name in; a table, JSON and a picture out; bad input in one line."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,56 @@ def test_documents_change_the_speed(tmp_path: Path) -> None:
         assert set(found["strategies"]) == {"drop-replica"}
         healthy.append(found["healthy_samples_per_s"])
     assert healthy[0] > healthy[1]
+
+
+LARGE = {"model": "llama2-70b", "tp": 4, "pp": 16, "dp": 4, "micro_batches": 64}
+
+
+def a_few_dozen_events(workers: int) -> list[dict[str, Any]]:
+    """Of a day: every hour somebody dies or becomes slow, and the one of four hours before is back or well again."""
+    struck = [(37 * hour) % workers for hour in range(24)]
+    events: list[dict[str, Any]] = []
+    for hour, worker in enumerate(struck):
+        events.append({"at_h": hour, **({"slow": [worker], "speed": 0.5} if hour % 2 else {"dead": [worker]})})
+    for hour, worker in enumerate(struck[:-4]):
+        events.append({"at_h": hour + 4.5, **({"slow": [worker], "speed": 1} if hour % 2 else {"back": [worker]})})
+    return events
+
+
+def test_a_day_of_256_gpus_takes_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """About 5 s of one core, once all is compiled."""
+    small = scenario(tmp_path, hours=1, events=[{"at_h": 0, "dead": [1]}])
+    assert simulate(small, "--strategies", "joint", "--second-step", "never", "--out", tmp_path / "small") == 0
+    assert "without its second step" in capsys.readouterr().err
+    large = scenario(tmp_path, job=LARGE, hours=24, events=a_few_dozen_events(256))
+    begun = time.process_time()
+    assert simulate(large, "--strategies", "joint", "unmitigated", "--out", tmp_path / "out") == 0
+    assert time.process_time() - begun < 40
+    assert "for 256 workers" in capsys.readouterr().err
+    found = results(tmp_path / "out")
+    assert not found["joint_second_step"]
+    assert found["strategies"]["joint"]["share_of_capacity"] > 0.95
+    assert found["strategies"]["joint"]["orders"][0]["plans"] > 20
+
+
+def test_joint_takes_its_second_step_in_small_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = scenario(tmp_path, hours=1)
+    assert simulate(path, "--strategies", "joint", "--out", tmp_path) == 0
+    assert results(tmp_path)["joint_second_step"] and "second step" not in capsys.readouterr().err
+    assert simulate(path, "--strategies", "drop-replica", "--second-step", "never", "--out", tmp_path) == 0
+    assert "second step" not in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_joint_plans_for_ten_thousand_workers(tmp_path: Path) -> None:
+    job = LARGE | {"tp": 8, "pp": 8, "dp": 160, "micro_batches": 2560}
+    events = [{"at_h": 6, "dead": [77]}, {"at_h": 12, "slow": [5000], "speed": 0.5}, {"at_h": 18, "back": [77]}]
+    path = scenario(tmp_path, job=job, hours=24, events=events)
+    assert simulate(path, "--strategies", "joint", "drop-replica", "--out", tmp_path / "out") == 0
+    found = results(tmp_path / "out")["strategies"]
+    assert not any(each["orders"][0]["aborted"] for each in found.values())
+    assert found["joint"]["orders"][0]["plans"] >= 2
+    assert found["joint"]["share_of_capacity"] > max(0.99, found["drop-replica"]["share_of_capacity"])
 
 
 def test_published_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
