@@ -20,6 +20,9 @@ from megatron_resihp.pipeline.planned import known_program
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Schedule, Shard, even_chunks
 from megatron_resihp.plan.schedule import KINDS
 
+_Ops = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Kinds and chunks of a stage's ops, in order."""
+
 
 @dataclass(frozen=True)
 class MemoryUse:
@@ -172,14 +175,15 @@ class _Accountant:
 
     def of_replica(self, replica: Replica) -> dict[Coordinate, MemoryUse]:
         used: dict[Coordinate, MemoryUse] = {}
+        ops = _ops_of(replica.schedule, replica.chunks, len(replica.stages), len(replica.micro_batches))
         for stage, members in enumerate(replica.stages):
             alike = bool(members) and not self._uneven(len(members))
             for tp_rank in range(len(members)):
-                first = used.get(Coordinate(stage, 0)) if alike else None
-                used[Coordinate(stage, tp_rank)] = first or self._of_member(replica, Coordinate(stage, tp_rank))
+                first, place = used.get(Coordinate(stage, 0)) if alike else None, Coordinate(stage, tp_rank)
+                used[place] = first or self._of_member(replica, place, ops[stage])
         return used
 
-    def _of_member(self, replica: Replica, coordinate: Coordinate) -> MemoryUse:
+    def _of_member(self, replica: Replica, coordinate: Coordinate, ops: _Ops) -> MemoryUse:
         degree = len(replica.stages[coordinate.stage])
         rank = coordinate.tp_rank if self._uneven(degree) else 0
         sizes, again = [0.0] * len(replica.chunks), 0.0
@@ -188,12 +192,12 @@ class _Accountant:
                 kept, whole = self._activations(self._index[layer], degree, rank)
                 sizes[number] += kept
                 again = max(again, whole - kept)
-        peak = self._peak(replica, coordinate.stage, sizes)
+        peak = self._peak(ops, sizes)
         state = self.of_state(_shards(replica, coordinate))
         return replace(state, activations=ceil(peak), working=ceil(again))
 
-    def _peak(self, replica: Replica, stage: int, sizes: Sequence[float]) -> float:
-        kinds, chunks = _ops(replica, stage)
+    def _peak(self, ops: _Ops, sizes: Sequence[float]) -> float:
+        kinds, chunks = ops
         splits = bool((kinds == OpKind.W).any())
         kept = self._kept_until_w if splits else 0.0
         change = np.array([1.0, kept - 1.0, -kept])[kinds] * np.asarray(sizes)[chunks]
@@ -282,15 +286,11 @@ def _shards(replica: Replica, coordinate: Coordinate) -> tuple[Shard, ...]:
     )
 
 
-def _ops(replica: Replica, stage: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Kinds and chunks of a stage's ops, in order."""
-    return _ops_of(replica.schedule, replica.chunks, len(replica.stages), len(replica.micro_batches))[stage]
-
-
 @lru_cache(maxsize=256)
 def _ops_of(
     schedule: Schedule | None, chunks: tuple[Chunk, ...], stages: int, micro_batches: int
-) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+) -> list[_Ops]:
+    """Of each stage."""
     if schedule is not None and schedule.orders:
         pairs = [[(KINDS.index(op.kind), op.chunk) for op in order] for order in schedule.orders]
     else:

@@ -70,13 +70,14 @@ def list_schedule(
     bound = makespan_lower_bound(device_of_stage, job.ops, job.edges, splits_backward=True)
     best, order = np.inf, np.empty((0, 3), np.int64)
     tried: set[tuple[bool, float, bytes]] = set()
+    nothing = _nothing_placed(job)
     for backward_first, least_gap, ahead in _POLICIES:
         # No more than all can be ahead, so that several policies may be one and the same.
         most_ahead = np.minimum(np.ceil(np.maximum(ahead * needed_ahead, 1.0) - _TOLERANCE), job.sizes.shape[1])
         if (policy := (backward_first, least_gap, most_ahead.tobytes())) in tried:
             continue
         tried.add(policy)
-        placed, makespan = _place(job, _nothing_placed(job), most_ahead, backward_first, least_gap, best)
+        placed, makespan = _place(job, nothing.copy(), most_ahead, backward_first, least_gap, best)
         if makespan < best:
             best, order = makespan, placed
         if best <= bound * (1 + _TOLERANCE):
@@ -163,6 +164,9 @@ class _State(NamedTuple):
     oldest: Index
     begun: Index
 
+    def copy(self) -> "_State":
+        return _State._make(each.copy() for each in self)
+
 
 def _nothing_placed(job: _Job) -> _State:
     devices, (kinds, stages, micro_batches) = len(job.limits), job.ops.shape
@@ -187,13 +191,23 @@ def _place(
 ) -> tuple[Index, float]:
     """All ops as rows (kind, stage, micro-batch) in the order of their starts, and the makespan; fills `state`.
 
-    Given up, with an infinite makespan, once some device can't be through by `limit` any more.
+    Given up, with an infinite makespan, once some device can't be through by `limit` any more, or not with its F and B
+    in time for what other stages do after them.
     """
     devices, stages = len(job.limits), len(job.home)
     home, free, following, durations = job.home, state.free, state.following, job.ops
-    rest = np.zeros(devices)
+    rest, without_w, after = np.zeros(devices), np.zeros(devices), np.full(devices, np.inf)
+    left_without_w = np.zeros(devices, np.int64)
+    tail = 0.0
     for stage in range(stages):
-        rest[home[stage]] += durations[:, stage].sum()
+        device = home[stage]
+        rest[device] += durations[:, stage].sum()
+        without_w[device] += durations[:_W, stage].sum()
+        left_without_w[device] += durations[:_W, stage].size
+        # The last F or B of a device is a B: its own W comes after it, and the B of the stages before, each with its W.
+        tail = max(tail, durations[_W, stage].min())
+        after[device] = min(after[device], tail)
+        tail += durations[_B, stage].min()
     start = np.empty(devices)
     choice = np.empty((devices, 2), np.int64)
     stale = np.ones(devices, np.bool_)
@@ -207,12 +221,18 @@ def _place(
                 stale[device] = False
         device = int(np.argmin(start))
         assert start[device] < np.inf, "no op can be placed"
-        if start[device] + rest[device] > limit * (1 + _TOLERANCE):
+        least = rest[device]
+        if left_without_w[device] > 0:
+            least = max(least, without_w[device] + after[device])
+        if start[device] + least > limit * (1 + _TOLERANCE):
             return order[:placed], np.inf
         kind, stage = choice[device]
         micro_batch = following[kind, stage]
         order[placed] = kind, stage, micro_batch
         rest[device] -= durations[kind, stage, micro_batch]
+        if kind != _W:
+            without_w[device] -= durations[kind, stage, micro_batch]
+            left_without_w[device] -= 1
         _put(job, state, kind, stage, micro_batch, start[device])
         stale[device] = True
         if kind == _F and stage < stages - 1:
@@ -235,35 +255,31 @@ def _choose(
     # Names of their own, because taking an array out of a tuple costs as much as looking at an op.
     home, edges, by_device, following, end = job.home, job.edges, job.by_device, state.following, state.end
     now, micro_batches = state.free[device], job.sizes.shape[1]
-    begin = np.full(3, np.inf)
-    at = np.zeros(3, np.int64)
+    begin_f = begin_b = begin_w = np.inf
+    at_f = at_b = at_w = 0
     for place in range(job.offsets[device], job.offsets[device + 1]):
         stage = by_device[place]
-        for kind in range(3):
-            micro_batch = following[kind, stage]
-            if micro_batch == micro_batches:
-                continue
-            if kind == _F and micro_batch - following[_B, stage] >= most_ahead[stage]:
-                continue
-            ready = max(now, _ready(home, edges, end, kind, stage, micro_batch))
-            # Later than the best one yet of its kind, which most often is decided before memory is looked at.
-            if ready == np.inf or ready > begin[kind]:
-                continue
-            preferred = kind == _F or micro_batch < following[kind, at[kind]]
-            if not (ready < begin[kind] or preferred):
-                continue
-            if kind == _F and not _fits(job, state, device, stage, micro_batch):
-                continue
-            begin[kind], at[kind] = ready, stage
-    if backward_first:
-        kind = _B if begin[_B] <= begin[_F] else _F
-    else:
-        kind = _B if begin[_B] < begin[_F] else _F
-    if begin[_W] < np.inf:
-        gap = begin[kind] - now
-        if gap > 0 and gap >= least_gap * job.ops[_W, at[_W], following[_W, at[_W]]]:
-            kind = _W
-    return begin[kind], kind, at[kind]
+        forwards, backwards, weights = following[_F, stage], following[_B, stage], following[_W, stage]
+        if forwards < micro_batches and forwards - backwards < most_ahead[stage]:
+            ready = max(now, _ready(home, edges, end, _F, stage, forwards))
+            # Memory is looked at last, because most often it is decided before.
+            if ready < np.inf and ready <= begin_f and _fits(job, state, device, stage, forwards):
+                begin_f, at_f = ready, stage
+        if backwards < forwards:
+            ready = max(now, _ready(home, edges, end, _B, stage, backwards))
+            if ready < begin_b or (ready == begin_b < np.inf and backwards < following[_B, at_b]):
+                begin_b, at_b = ready, stage
+        if weights < backwards:
+            ready = max(now, _ready(home, edges, end, _W, stage, weights))
+            if ready < begin_w or (ready == begin_w < np.inf and weights < following[_W, at_w]):
+                begin_w, at_w = ready, stage
+    backward = begin_b < begin_f or (backward_first and begin_b == begin_f)
+    begin, kind, at = (begin_b, _B, at_b) if backward else (begin_f, _F, at_f)
+    if begin_w < np.inf:
+        gap = begin - now
+        if gap > 0 and gap >= least_gap * job.ops[_W, at_w, following[_W, at_w]]:
+            begin, kind, at = begin_w, _W, at_w
+    return begin, kind, at
 
 
 @compiled

@@ -93,13 +93,14 @@ def _balance(
 ) -> None:
     """Descent in place."""
     np.random.seed(seed)
-    judged = _judge(work, forwards, needed, limit, cuts, homes, share)
+    load, room = np.empty(len(limit)), np.empty(len(limit))
+    judged = _judge(work, forwards, needed, limit, cuts, homes, share, load, room)
     old = cuts.copy()
     for _ in range(tries):
         for _move in range(np.random.randint(1, 3)):
             cuts[np.random.randint(1, len(cuts) - 1)] += 2 * np.random.randint(2) - 1
-        if np.all(cuts[1:] > cuts[:-1]):
-            new = _judge(work, forwards, needed, limit, cuts, homes, share)
+        if _least_layers(cuts) > 0:
+            new = _judge(work, forwards, needed, limit, cuts, homes, share, load, room)
             if new <= judged:
                 judged = new
                 old[:] = cuts
@@ -108,11 +109,30 @@ def _balance(
 
 
 @compiled
+def _least_layers(cuts: Index) -> int:
+    """Of a stage; without an array in between."""
+    least = cuts[1] - cuts[0]
+    for stage in range(1, len(cuts) - 1):
+        least = min(least, cuts[stage + 1] - cuts[stage])
+    return least
+
+
+@compiled
 def _judge(
-    work: Array, forwards: Array, needed: Array, limit: Array, cuts: Index, homes: Index, share: float
+    work: Array,
+    forwards: Array,
+    needed: Array,
+    limit: Array,
+    cuts: Index,
+    homes: Index,
+    share: float,
+    load: Array,
+    room: Array,
 ) -> tuple[float, float]:
-    """Memory that devices lack for one micro-batch, and seconds per micro-batch."""
-    load, room, squares, arrival = np.zeros(len(limit)), limit.copy(), 0.0, 0.0
+    """Memory that devices lack for one micro-batch, and seconds per micro-batch; `load` and `room` are scratch."""
+    squares, arrival = 0.0, 0.0
+    for device in range(len(limit)):
+        load[device], room[device] = 0.0, limit[device]
     for stage in range(len(homes)):
         home, first, end = homes[stage], cuts[stage], cuts[stage + 1]
         if load[home] == 0.0:
@@ -122,4 +142,8 @@ def _judge(
         load[home] += seconds
         squares += seconds * seconds
         room[home] -= needed[home, end] - needed[home, first]
-    return -np.minimum(room, 0.0).sum(), load.max() + share * np.sqrt(squares / len(homes))
+    most, over = 0.0, 0.0
+    for device in range(len(limit)):
+        most = max(most, load[device])
+        over += min(room[device], 0.0)
+    return -over, most + share * np.sqrt(squares / len(homes))
