@@ -19,11 +19,11 @@ def health_of(dead: Sequence[str], slow: Sequence[str], link: Sequence[str], wor
         HealthFlagError: a flag can't be read, names an unknown worker, or contradicts another.
     """
     known = sorted(workers)
-    gone = _each_once([worker for text in dead for worker in _workers(text, "--dead", text)], "--dead", known)
+    gone = _each_once([worker for text in dead for worker in _workers(text, "--dead", text, known)], "--dead", known)
     speeds: dict[int, float] = {}
     for text in slow:
         left, speed = _value(text, "--slow", "5=0.5")
-        for worker in _each_once([*speeds, *_workers(left, "--slow", text)], "--slow", known)[len(speeds) :]:
+        for worker in _each_once([*speeds, *_workers(left, "--slow", text, known)], "--slow", known)[len(speeds) :]:
             if worker in gone:
                 raise HealthFlagError(f"worker {worker} is given as dead and as slow; give one of both")
             speeds[worker] = speed
@@ -47,13 +47,19 @@ def _value(text: str, flag: str, example: str) -> tuple[str, float]:
         raise HealthFlagError(f"{flag} {text} can't be read; give it like {example}") from None
 
 
-def _workers(text: str, flag: str, whole: str) -> list[int]:
+def _workers(text: str, flag: str, whole: str, known: Sequence[int]) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
             raise HealthFlagError(f"{flag} {whole} can't be read; name workers like 3, 8-15 or 3,5")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            mend = f"give the lower worker first, as in {last}-{first}"
+            raise HealthFlagError(f"{flag} {whole} ends before it begins; {mend}")
+        # Before the range is spelt out: it may be of any length.
+        _check_known(last, flag, known)
+        found += range(first, last + 1)
     return found
 
 
