@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final
 
 from megatron_resihp.plan.errors import PlanError
@@ -31,17 +32,28 @@ class ParallelPlan:
         uneven_shards: whether tensor-parallel members hold unlike shards somewhere (3 of 4, say), which an executor has
             to know of. Whether they do depends on the model: `cost.memory.check_plan` holds it to be true.
 
+    Equal plans have equal hashes; plans may be pickled and copied.
+
     Raises:
         PlanError: on construction; the message names the rule that is broken (`plan.rules`).
     """
 
     replicas: tuple[Replica, ...]
-    standbys: Mapping[int, Kept] = field(default_factory=dict)
+    standbys: Mapping[int, Kept] = field(default_factory=dict, hash=False)
     migrations: tuple[Migration, ...] = ()
     uneven_shards: bool = False
 
     def __post_init__(self) -> None:
         check(self.replicas, self.standbys, self.migrations)
+        # A copy that nobody can write to: neither through the plan nor through what it was made of.
+        object.__setattr__(self, "standbys", MappingProxyType(dict(self.standbys)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A proxy can be neither pickled nor copied.
+        return {**self.__dict__, "standbys": dict(self.standbys)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, standbys=MappingProxyType(state["standbys"]))
 
     @property
     def pipeline_parallel(self) -> int:
@@ -184,16 +196,23 @@ class ParallelPlan:
         """Read what `to_dict` gives, of this version or the one before.
 
         Raises:
-            PlanError: it is of another version, or breaks a rule.
+            PlanError: it is of another version, lacks a part, breaks a rule, or is no plan at all.
         """
-        if data.get("version", 1) not in (1, VERSION):
-            raise PlanError(f"a plan of version {data['version']}; this program knows versions 1 and {VERSION}")
-        return cls(
-            replicas=tuple(map(_replica_from_dict, data["replicas"])),
-            standbys={int(worker): _kept_from_list(kept) for worker, kept in data["standbys"].items()},
-            migrations=tuple(Migration(*migration) for migration in data.get("migrations", ())),
-            uneven_shards=data.get("uneven_shards", False),
-        )
+        try:
+            if data.get("version", 1) not in (1, VERSION):
+                raise PlanError(f"a plan of version {data['version']}; this program knows versions 1 and {VERSION}")
+            return cls(
+                replicas=tuple(map(_replica_from_dict, data["replicas"])),
+                standbys={int(worker): _kept_from_list(kept) for worker, kept in data["standbys"].items()},
+                migrations=tuple(Migration(*migration) for migration in data.get("migrations", ())),
+                uneven_shards=data.get("uneven_shards", False),
+            )
+        except PlanError:
+            raise
+        except KeyError as error:
+            raise PlanError(f"the plan lacks {error}") from None
+        except (AttributeError, IndexError, TypeError, ValueError):
+            raise PlanError("this is no plan; give the JSON of a plan") from None
 
     @property
     def digest(self) -> str:

@@ -28,9 +28,14 @@ def check(replicas: Sequence[Replica], standbys: Mapping[int, Kept], migrations:
 
 
 def _check_workers(replicas: Sequence[Replica], standbys: Mapping[int, Kept]) -> None:
+    for replica in replicas:
+        if not all(isinstance(each, tuple) for each in (replica.stages, *replica.stages)):
+            raise PlanError(f"stages and their members are tuples, got {replica.stages!r}")
     seen: set[int] = set()
     workers = (worker for replica in replicas for members in replica.stages for worker in members)
     for worker in (*workers, *standbys):
+        if type(worker) is not int or worker < 0:
+            raise PlanError(f"worker ids are whole numbers >= 0, got {worker!r}")
         if worker in seen:
             raise PlanError(f"worker {worker} appears twice")
         seen.add(worker)

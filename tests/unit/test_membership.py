@@ -727,9 +727,9 @@ class TestChangeByChoice:
             (plan_of((((0,), (2,)),), counts=(6,)), "6 micro-batches, the job has 4 in"),
             (plan_of((((0,), (2,)), (Chunk(0, 0, 2), Chunk(1, 2, 5))), counts=(4,)), "5 layers, the job 6"),
             (plan_of((((0, 1, 2),),), counts=(4,)), "doesn't fit the job"),
-            ({"replicas": []}, "this is no plan"),
+            ({"replicas": []}, "the plan lacks 'standbys'"),
             ({**UNLIKE.to_dict(), "uneven_shards": True}, "unlike shards"),
-            ({"version": 3}, "breaks a rule: a plan of version 3"),
+            ({"version": 3}, "a plan of version 3"),
             ([1], "this is no plan"),
         ],
     )

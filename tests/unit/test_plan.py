@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.plan import Coordinate, ParallelPlan, PlanError, Replica, deal, even_counts
+from megatron_resihp.plan.replica import Kept
 
 COUNTS = st.lists(st.integers(min_value=0, max_value=9), min_size=1, max_size=6)
 DEGREE = st.integers(min_value=1, max_value=4)
@@ -64,6 +69,37 @@ class TestDealing:
             even_counts(4, 0)
 
 
+class TestIsAValue:
+    """Nothing of a plan can be changed, and equal plans are one and the same as keys."""
+
+    held: ClassVar[dict[int, Kept]] = {2: Coordinate(0, 1), 3: None}
+    plan = ParallelPlan((Replica(((0, 1),), (0,)),), held)
+
+    def test_its_standbys_cannot_be_changed(self) -> None:
+        before = self.plan.digest
+        with pytest.raises(TypeError):
+            self.plan.standbys[5] = None  # type: ignore[index]
+        self.held[5] = None
+        assert self.plan.digest == before and 5 not in self.plan.standbys
+        del self.held[5]
+
+    def test_equal_plans_have_equal_hashes(self) -> None:
+        again = ParallelPlan.from_dict(self.plan.to_dict())
+        assert again == self.plan and len({again, self.plan}) == 1
+        other = replace(self.plan, standbys={2: None, 3: None})
+        assert other != self.plan and len({other, self.plan}) == 2
+
+    @pytest.mark.parametrize(
+        "through", [lambda plan: pickle.loads(pickle.dumps(plan)), copy.copy, copy.deepcopy, replace]
+    )
+    def test_copies_are_equal_and_as_fixed(self, through: Callable[[ParallelPlan], ParallelPlan]) -> None:
+        assert self.plan.members == (0, 1, 2, 3)
+        again = through(self.plan)
+        assert again == self.plan and again.digest == self.plan.digest and again.members == (0, 1, 2, 3)
+        with pytest.raises(TypeError):
+            again.standbys[5] = None  # type: ignore[index]
+
+
 class TestValidation:
     @pytest.mark.parametrize(
         ("make", "rule"),
@@ -76,6 +112,16 @@ class TestValidation:
             (lambda: ParallelPlan((Replica(((0,),), (0,)), Replica(((0,),), (1,)))), "worker 0 appears twice"),
             (lambda: ParallelPlan((Replica(((0, 0),), (0,)),)), "worker 0 appears twice"),
             (lambda: ParallelPlan((Replica(((5,),), (0,)),), {5: None}), "worker 5 appears twice"),
+            (lambda: ParallelPlan((Replica(((-1,),), (0,)),)), "worker ids are whole numbers >= 0, got -1"),
+            (lambda: ParallelPlan((Replica((("a",),), (0,)),)), "worker ids are whole numbers >= 0, got 'a'"),
+            (lambda: ParallelPlan((Replica(((True,),), (0,)),)), "worker ids are whole numbers >= 0, got True"),
+            (lambda: ParallelPlan((Replica(((0,),), (0,)),), {-2: None}), "worker ids are whole numbers >= 0, got -2"),
+            (lambda: ParallelPlan((Replica([[0]], (0,)),)), r"stages and their members are tuples, got \[\[0\]\]"),
+            (lambda: ParallelPlan((Replica(([0],), (0,)),)), r"stages and their members are tuples, got \(\[0\],\)"),
+            (lambda: ParallelPlan.from_dict({}), "the plan lacks 'replicas'"),
+            (lambda: ParallelPlan.from_dict({"replicas": [{"stages": [[0]]}]}), "lacks 'micro_batches'"),
+            (lambda: ParallelPlan.from_dict({"replicas": 3, "standbys": {}}), "this is no plan"),
+            (lambda: ParallelPlan.from_dict([]), "this is no plan"),
             (lambda: ParallelPlan((Replica(((0,),), (0, 2)),)), r"each in one replica, got \[0, 2\]"),
             (lambda: ParallelPlan((Replica(((0,),), (0,)), Replica(((1,),), (0,)))), r"got \[0, 0\]"),
             (lambda: ParallelPlan((Replica(((0,),), (0, 1)), Replica(((1,),), ()))), "at least one micro-batch"),
