@@ -6,26 +6,42 @@ May import: the standard library and `cost.presets`, which needs no numpy, so th
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any, Final
 
 from megatron_resihp.cost.presets import PRESETS
 
+SIZES: Final[Mapping[str, Any]] = {
+    "model": None,
+    "gpus": None,
+    "tp": 1,
+    "pp": 1,
+    "dp": None,
+    "micro_batches": 64,
+    "micro_batch_size": 1,
+    "seq_length": 4096,
+    "recompute": "none",
+    "sequence_parallel": False,
+    "distributed_optimizer": False,
+}
+"""What counts for the job's sizes where a flag is not given. The parser leaves such as None: beside RUN_DIR, which says
+them all, none may be given."""
+
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that give a job's sizes."""
+    """The flags that give a job's sizes, and its devices."""
     job = parser.add_argument_group("the job, unless RUN_DIR is given")
     job.add_argument("--model", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
     job.add_argument("--gpus", type=int, metavar="N", help="how many (default TP x PP x DP)")
-    job.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel degree (default 1)")
-    job.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default 1)")
+    job.add_argument("--tp", type=int, metavar="N", help="tensor-parallel degree (default 1)")
+    job.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default 1)")
     job.add_argument("--dp", type=int, metavar="N", help="replicas (default: as many as --gpus gives)")
-    job.add_argument("--micro-batches", type=int, default=64, metavar="N", help="of a global batch (default 64)")
-    job.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="samples in each (default 1)")
-    job.add_argument("--seq-length", type=int, default=4096, metavar="N", help="tokens of a sample (default 4096)")
-    job.add_argument(
-        "--recompute", choices=("none", "selective", "full"), default="none", help="of activations (default none)"
-    )
-    job.add_argument("--sequence-parallel", action="store_true", help="as in Megatron")
-    job.add_argument("--distributed-optimizer", action="store_true", help="as in Megatron")
+    job.add_argument("--micro-batches", type=int, metavar="N", help="of a global batch (default 64)")
+    job.add_argument("--micro-batch-size", type=int, metavar="N", help="samples in each (default 1)")
+    job.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sample (default 4096)")
+    job.add_argument("--recompute", choices=("none", "selective", "full"), help="of activations (default none)")
+    job.add_argument("--sequence-parallel", action="store_true", default=None, help="as in Megatron")
+    job.add_argument("--distributed-optimizer", action="store_true", default=None, help="as in Megatron")
     device = parser.add_argument_group("the devices")
     device.add_argument("--workers-per-node", type=int, metavar="N", help="default 8, or as RUN_DIR says")
     device.add_argument("--memory-gb", type=float, default=80.0, metavar="GB", help="of each GPU, GiB (default 80)")

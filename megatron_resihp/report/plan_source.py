@@ -21,10 +21,24 @@ from megatron_resihp.cost.training import Recompute, Training, TrainingError, tr
 from megatron_resihp.plan import ParallelPlan, PlanError
 from megatron_resihp.report import events as names
 from megatron_resihp.report.events import FILE_NAME, Event, read_events
+from megatron_resihp.report.plan_flags import SIZES
 from megatron_resihp.simulator.sizes import Sizes, SizesError, a100
 
 _NEGATED: Final = {"disable_bias_linear": "add_bias_linear"}
 """Megatron's flags that switch an argument off whose name they don't bear."""
+_LEAST, _MOST = 1e-6, 1e9
+"""Of TFLOP/s, Gb/s and GiB: far beyond any device, and short of where the arithmetic overflows."""
+_MOST_OF: Final = {
+    "gpus": 1_000_000,
+    "tp": 1_000_000,
+    "pp": 1_000_000,
+    "dp": 1_000_000,
+    "micro_batches": 1_000_000,
+    "micro_batch_size": 1_000_000,
+    "seq_length": 1_000_000_000,
+    "workers_per_node": 1_000,
+}
+"""Of whole numbers, so that a slip of the finger doesn't fill the memory."""
 
 
 class SourceError(ValueError):
@@ -52,25 +66,38 @@ def source_of(namespace: argparse.Namespace) -> Source:
     Raises:
         SourceError: there is no such job.
     """
-    for name in ("memory_gb", "tflops", "gbps"):
-        if not getattr(namespace, name) > 0:
-            raise SourceError(f"--{name.replace('_', '-')} must be above 0, got {getattr(namespace, name):g}")
+    _check_numbers(namespace)
+    given = [name for name in SIZES if getattr(namespace, name) is not None]
     try:
-        if namespace.run_dir is not None:
-            return _of_run(namespace.run_dir, namespace)
-        return _of_flags(namespace)
+        if namespace.run_dir is None:
+            usual = {name: SIZES[name] for name in SIZES.keys() - given}
+            return _of_flags(argparse.Namespace(**(vars(namespace) | usual)))
+        if given:
+            raise SourceError(f"{_flag(given[0])} and RUN_DIR both give the job's sizes; leave out one of them")
+        return _of_run(namespace.run_dir, namespace)
     except (ModelError, TrainingError, SizesError, PlanError) as error:
         raise SourceError(str(error)) from None
+
+
+def _check_numbers(namespace: argparse.Namespace) -> None:
+    for name in ("memory_gb", "tflops", "gbps"):
+        value = getattr(namespace, name)
+        if not _LEAST <= value <= _MOST:
+            raise SourceError(f"{_flag(name)} must be above 0, from {_LEAST:g} to {_MOST:g}, got {value:g}")
+    for name, most in _MOST_OF.items():
+        value = getattr(namespace, name)
+        if value is not None and not 1 <= value <= most:
+            raise SourceError(f"{_flag(name)} must be at least 1 and at most {most:,}, got {value}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _of_flags(namespace: argparse.Namespace) -> Source:
     if namespace.model is None:
         raise SourceError("--model is missing; give it with --gpus, --tp and --pp, or give a run directory")
     model = preset(namespace.model)
-    for name in ("gpus", "tp", "pp", "dp", "micro_batches", "micro_batch_size", "seq_length", "workers_per_node"):
-        value = getattr(namespace, name)
-        if value is not None and value < 1:
-            raise SourceError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     training = Training(
         sequence_length=namespace.seq_length,
         micro_batch_size=namespace.micro_batch_size,
@@ -120,12 +147,11 @@ def _of_run(run_dir: Path, namespace: argparse.Namespace) -> Source:
     except OSError:
         raise SourceError(f"{run_dir} has no {FILE_NAME}; give the run directory of a started run") from None
     started, epoch = _last(found, names.RUN_STARTED), _last(found, names.EPOCH_STARTED)
-    if started is None or epoch is None or not started.get("command"):
+    if started is None or epoch is None or not started.get("command") or not {"epoch", "plan"} <= epoch.keys():
         raise SourceError(f"{path} says neither the job's flags nor its plan; give the directory of a run that trained")
     arguments = megatron_arguments(started["command"])
     model = _model(arguments, path)
-    plan = ParallelPlan.from_dict(epoch["plan"])
-    plan = replace(plan, replicas=tuple(with_layers(replica, model) for replica in plan.replicas))
+    plan = _plan(epoch["plan"], model, path)
     cost = JobCost(
         model=model,
         training=training_from_arguments(arguments),
@@ -141,6 +167,14 @@ def _model(arguments: Mapping[str, Any], path: Path) -> Model:
         return model_from_arguments(arguments)
     except ModelError as error:
         raise SourceError(f"{path}: the job's flags don't give the model's sizes: {error}") from None
+
+
+def _plan(data: Any, model: Model, path: Path) -> ParallelPlan:
+    try:
+        plan = ParallelPlan.from_dict(data)
+        return replace(plan, replicas=tuple(with_layers(replica, model) for replica in plan.replicas))
+    except PlanError as error:
+        raise SourceError(f"{path}: the last plan can't be used: {error}; give the directory of another run") from None
 
 
 def _last(found: Sequence[Event], name: str) -> Event | None:

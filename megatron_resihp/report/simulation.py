@@ -25,11 +25,14 @@ from megatron_resihp.report.terminal import console_for
 from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, run
 from megatron_resihp.simulator.scenario import Scenario, ScenarioError, published_names, published_scenario
 from megatron_resihp.simulator.scenario_file import scenario_of
+from megatron_resihp.simulator.sizes import SizesError
 
 JSON_NAME: Final = "simulation.json"
 PICTURE_NAME: Final = "throughput.png"
 SECOND_STEP_UP_TO: Final[Mapping[str, int]] = {"auto": 64, "always": DEFAULT.second_step_up_to, "never": 0}
 """Workers up to which `joint` takes its second step, by the value of --second-step."""
+MOST: Final = 1_000_000
+"""Micro-batches, or orders of failures."""
 KNOWN: Final[Mapping[str, Entry]] = {"unmitigated": UNMITIGATED, **STRATEGIES}
 
 
@@ -78,7 +81,7 @@ def simulate(namespace: argparse.Namespace) -> None:
         return
     try:
         scenario = _scenario(namespace)
-    except ScenarioError as error:
+    except (ScenarioError, SizesError) as error:
         raise BadInput(str(error)) from None
     strategies = _strategies([*(namespace.strategies or scenario.strategies)])
     if not _second_step(scenario, namespace) and "joint" in strategies:
@@ -100,8 +103,8 @@ def simulate(namespace: argparse.Namespace) -> None:
 def _scenario(namespace: argparse.Namespace) -> Scenario:
     for name in ("orders", "micro_batches"):
         value = getattr(namespace, name)
-        if value is not None and value < 1:
-            raise BadInput(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if value is not None and not 1 <= value <= MOST:
+            raise BadInput(f"--{name.replace('_', '-')} must be at least 1 and at most {MOST:,}, got {value}")
     path = Path(namespace.scenario)
     if not path.is_file():
         if path.suffix == ".json":

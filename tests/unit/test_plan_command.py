@@ -80,12 +80,22 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "llama2-7b", "--gpus", 4, "--tp", 4, "--pp", 2), "4 GPUs are too few"),
         (("--model", "llama2-7b", "--gpus", 17, "--tp", 4, "--pp", 2), "no multiple"),
         (("--model", "llama2-7b", "--gpus", 16, "--tp", 4, "--pp", 2, "--dp", 3), "not TP 4 × PP 2 × DP 3"),
-        (("--model", "llama2-7b", "--gpus", 0), "--gpus must be at least 1"),
+        *(
+            ((*SIZES, f"--{name}", value), f"--{name} must be at least 1")
+            for name in (
+                "gpus", "tp", "pp", "dp", "micro-batches", "micro-batch-size", "seq-length", "workers-per-node"
+            )
+            for value in (0, -1, 10**12)
+        ),
+        *(
+            ((*SIZES, f"--{name}", value, "--json"), f"--{name} must be above 0")
+            for name in ("memory-gb", "tflops", "gbps")
+            for value in (0, -1, "nan", "inf", 1e308, 1e-308)
+        ),
         (("--model", "llama2-7b", "--gpus", 16, "--tp", 16), "TP groups of 16 don't fit into nodes of 8"),
         (("--model", "llama2-70b", "--gpus", 8, "--tp", 8), "memory exceeded on worker"),
         (("--model", "llama2-7b", "--gpus", 80, "--pp", 40), "40 stages are more than"),
         (("--model", "llama2-7b", "--gpus", 16, "--micro-batches", 4), "fewer than 16 replicas"),
-        ((*SIZES, "--memory-gb", 0), "--memory-gb must be above 0"),
         ((*SIZES, "--slow", "3=0"), "speed 0"),
         ((*SIZES, "--slow", "3=1.5"), "speed 1.5"),
         ((*SIZES, "--slow", "3=nan"), "speed nan"),
@@ -112,6 +122,9 @@ def test_bad_input_gets_one_line(arguments: tuple[Any, ...], said: str, capsys: 
     assert plan(*arguments) == 2
     told = capsys.readouterr().err
     assert said in told and told.startswith("resihp: ") and told.count("\n") == 1
+
+
+SMALL: dict[str, Any] = {"replicas": [{"stages": [[0]], "micro_batches": [0]}], "standbys": {}}
 
 
 def write_run(run_dir: Path, command: list[str], plans: list[dict[str, Any]]) -> Path:
@@ -144,9 +157,43 @@ def test_a_runs_last_plan_is_in_force(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_run_without_its_models_sizes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plans = [{"replicas": [{"stages": [[0]], "micro_batches": [0]}], "standbys": {}}]
-    assert plan(write_run(tmp_path / "run", ["train.py"], plans), "--compare") == 2
+    assert plan(write_run(tmp_path / "run", ["train.py"], [SMALL]), "--compare") == 2
     assert "the job's flags don't give the model's sizes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--model", "llama2-7b", "--tp", 8), "--model"),
+        (("--tp", 1), "--tp"),
+        (("--micro-batches", 99), "--micro-batches"),
+        (("--recompute", "none"), "--recompute"),
+        (("--sequence-parallel",), "--sequence-parallel"),
+    ],
+)
+def test_a_runs_sizes_are_not_given_by_flags(
+    tmp_path: Path, flags: tuple[Any, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(write_run(tmp_path / "run", COMMAND, [SMALL]), *flags) == 2
+    told = capsys.readouterr().err
+    assert told == f"resihp: {named} and RUN_DIR both give the job's sizes; leave out one of them\n"
+
+
+@pytest.mark.parametrize(
+    ("plans", "said"),
+    [
+        ([{"replicas": [{"stages": [[0]]}], "standbys": {}}], "the plan lacks 'micro_batches'"),
+        ([{"replicas": [{"stages": [[0]], "micro_batches": [0]}]}], "the plan lacks 'standbys'"),
+        ([{}], "the plan lacks 'replicas'"),
+        ([None], "this is no plan"),
+    ],
+)
+def test_a_run_whose_plan_is_damaged_is_told(
+    tmp_path: Path, plans: list[Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(write_run(tmp_path / "run", COMMAND, plans)) == 2
+    told = capsys.readouterr().err
+    assert said in told and "events.jsonl" in told and told.startswith("resihp: ") and told.count("\n") == 1
 
 
 def test_flags_are_read_as_megatron_reads_them() -> None:

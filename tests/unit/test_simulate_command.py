@@ -193,6 +193,9 @@ def test_bad_files_get_one_line(tmp_path: Path, content: Any, said: str, capsys:
         (("fail-stop/llama9/1h",), "unknown scenario"),
         (("missing.json",), "missing.json is no file"),
         (("fail-stop/llama2-7b/1h", "--orders", 0), "--orders must be at least 1"),
+        (("fail-stop/llama2-7b/1h", "--orders", -1), "--orders must be at least 1"),
+        (("fail-stop/llama2-7b/1h", "--micro-batches", 10**12), "--micro-batches must be at least 1 and at most"),
+        (("fail-stop/llama2-13b/1h", "--micro-batches", 1), "1 micro-batches are fewer than 2 replicas"),
     ],
 )
 def test_bad_arguments_get_one_line(arguments: tuple[Any, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
