@@ -34,15 +34,17 @@ _EQUAL: Final = 1e-3
 def malleus(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     """The bi-level problem of section 4: groups and pipelines above, layers and data below.
 
-    Upper level: for each largest tensor-parallel degree, each node's workers form groups (`_grouped`); for each number
-    of pipelines, the groups are divided so that the weakest pipeline has the largest Σ 1/y (`_divided`), and those of a
-    pipeline stand slow ones first. Lower level: ILP 1 gives layers to groups, min max y_j · l_j within memory, l = 0
-    allowed, which leaves a group out; ILP 2 gives micro-batches to pipelines, min max o_i · m_i.
+    Upper level: for each largest tensor-parallel degree, each node's workers form groups (`_grouped`); for each of a
+    few numbers of pipelines, the groups are divided so that all pipelines have about the same Σ 1/y (`_divided`), and
+    those of a pipeline stand slow ones first. Lower level: ILP 1 gives layers to groups, min max y_j · l_j within
+    memory, l = 0 allowed, which leaves a group out; ILP 2 gives micro-batches to pipelines, min max o_i · m_i.
 
-    The text leaves open, and here is taken: all upper-level candidates are put in the order of their iteration time
-    with memory left aside; the first few that fit are solved for and simulated; those within 0.1 % of the best count
-    as equal, the plan in force among them, and of them the one is taken whose workers lack the fewest bytes of state.
-    Groups may also stay in their present order of stages, if that is as fast. The head's work counts to the last group.
+    The text leaves open, and here is taken: the numbers of pipelines that are tried are the present one, one fewer and
+    one more, half and twice as many; the division is greedy, not the optimum of the paper's program; all upper-level
+    candidates are put in the order of their iteration time with memory left aside; the first few that fit are solved
+    for and simulated; those within 0.1 % of the best count as equal, the plan in force among them, and of them the one
+    is taken whose workers lack the fewest bytes of state. Groups may also stay in their present order of stages, if
+    that is as fast. The head's work counts to the last group.
 
     Raises:
         NoPlanError: nothing fits what is left.
@@ -177,7 +179,7 @@ def _divided(capacity: dict[Group, float], number: int, plan: ParallelPlan) -> l
     """Groups for each pipeline: the next strongest one to the weakest pipeline; who is alike stays where it is.
 
     The paper's division is a nonlinear integer program whose optimum, with whole groups and whole micro-batches left
-    aside, is that all pipelines have the same Σ 1/y; this is the usual greedy solution of it.
+    aside, is that all pipelines have the same Σ 1/y. This greedy way comes near to that, and is no proof of it.
     """
     alike = Counter(capacity.values())
     totals = np.zeros(number)
