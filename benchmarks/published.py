@@ -16,6 +16,7 @@ layout of its choice from the start ("free").
   any strategy finds, layout free), with all downtime. `capacity_share_*` are those of `joint` free.
 - over X: throughput of `joint` ÷ that of X, both "user", on the traces that X survives. `over_best_min`: ÷ that of the
   best of all others, on all traces, of the worst cell.
+- aborted: cells in which a session of `joint` aborted, "user" or "free".
 
 With --results, finished cells are kept in that directory, and a run that was stopped goes on where it was; give another
 directory after a change of the code. The last line of standard output is one JSON object.
@@ -127,7 +128,7 @@ def figures(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "over_oobleck_geomean": _or_none(statistics.geometric_mean, over_oobleck),
         "over_oobleck_min": _or_none(min, over_oobleck),
         "over_best_min": _or_none(min, [row[OURS]["samples_per_s"] / _best_other(row) for row in rows if OURS in row]),
-        "aborted": sum(any(row[name]["aborted"]) for row in rows for name in (OURS,) if name in row),
+        "aborted": sum(any(any(row[name]["aborted"]) for name in (OURS, FREE) if name in row) for row in rows),
     }
 
 
@@ -226,7 +227,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--experiments", nargs="+", choices=EXPERIMENTS, default=EXPERIMENTS, metavar="NAME",
                         help=", ".join(EXPERIMENTS))  # fmt: skip
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[64, 16], metavar="N", help="default 64 16")
-    parser.add_argument("--orders", type=int, default=5, metavar="N", help="random orders of failures (default 5)")
+    parser.add_argument("--orders", type=int, default=published.ORDERS, metavar="N",
+                        help="random orders of failures (default %(default)s)")  # fmt: skip
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="strategies to leave out")
     parser.add_argument("--quick", action="store_true", help="one order, two small models")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="that measure cells (default 2)")

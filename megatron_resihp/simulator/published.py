@@ -18,6 +18,8 @@ from megatron_resihp.cost.presets import preset
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.strategies.oobleck import FAILURES
+from megatron_resihp.planner.strategies.resihp import AHEAD, DELTAS
 from megatron_resihp.simulator import traces
 from megatron_resihp.simulator.calibration import calibrated
 from megatron_resihp.simulator.cluster import Judge
@@ -25,6 +27,8 @@ from megatron_resihp.simulator.sizes import TP_EFFICIENCY, Sizes, a100
 from megatron_resihp.simulator.traces import HOUR, Event, Trace, What, trace
 
 SEQUENCE: Final = 4096
+ORDERS: Final = 5
+"""Random orders of failures, where nothing else is asked for."""
 SEVERITIES: Final = ("weak", "medium", "severe")
 
 TAKEN: Final = (
@@ -38,7 +42,8 @@ TAKEN: Final = (
     "memory: 80 GiB a GPU for bf16 weights, fp32 gradients, Adam (18 bytes a parameter, not shared out) and "
     "activations without recomputation",
     "links: 200 Gb/s a node, shared by its 8 GPUs; no gradient reduction, no optimizer step",
-    "session: (number of GPUs)/4 hours, first removal after one interval; removals in random order",
+    "session: (number of GPUs)/4 hours, first removal after one interval; removals in random order, the mean "
+    f"over several orders ({ORDERS} by default), the same ones for all strategies",
     "fail-slow: one in 16 GPUs, drawn at random, all at one speed, with which the unmitigated job loses exactly 35, 55 "
     "or 70 %; from the start of the session to its end",
     "mixed: the removals every 2 h, 1 h, 30 min together with the weak, medium and severe slow-downs",
@@ -46,6 +51,17 @@ TAKEN: Final = (
     "72 min on average, to a speed from 0.3 to 0.9",
     "detection 5 s for deaths and 3 iterations for speeds, planning 1.44 s, new groups 2 s, for every strategy; state "
     "over the links; restarts from checkpoints of every 30 min take 3 min and loading",
+    f"strategies are told to expect {UNTIL_NEXT_EVENT_S / HOUR:g} h until the next event, whatever the interval; joint "
+    "and greyhound weigh the cost of a change against it",
+    f"resihp: delta of {', '.join(f'{delta:g}' for delta in DELTAS)} and micro-batches that a stage may run ahead of "
+    f"1F1B, {', '.join(map(str, AHEAD))}, whichever are fastest in simulation, plan by plan",
+    f"oobleck: f = {FAILURES}, so that it ends once fewer than {FAILURES + 1} times the fewest groups that hold the "
+    "model are left",
+    "recycle: its staggered optimizer is not modelled, no strategy is judged by more than one iteration",
+    "recycle, oobleck, greyhound and adaptra: written from their abstracts and summaries in public text, not from the "
+    "full papers",
+    "joint: its plans may have uneven shards (3 of 4 GPUs, say), which the executor can't run yet; no other strategy's "
+    "plans have any",
 )
 """What the published text leaves open, and what is taken here."""
 

@@ -1,6 +1,9 @@
 """The published experiments: calibrated as said, the traces as the text describes them, amplification by place."""
 
+import importlib
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +111,31 @@ def waiting(
         slowest = min(health.speed[worker] for worker in members)
         idle |= {worker: makespan - stage_s * slowest / health.speed[worker] for worker in members}
     return idle
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "5 by default", "told to expect 1 h until the next event", "delta of 0, 1, 2, 3", "0, 1, 2, 4, 8, 16",
+        "f = 1", "staggered optimizer is not modelled", "uneven shards", "abstracts and summaries",
+    ],
+)  # fmt: skip
+def test_what_was_taken_is_printed(said: str) -> None:
+    assert any(said in line for line in published.TAKEN)
+
+
+def test_sessions_of_joint_that_abort_count_with_either_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    benchmark = importlib.import_module("published")
+
+    def cell(user: bool, free: bool) -> dict[str, Any]:
+        row = {"samples_per_s": 1.0, "by_order": [1.0, 1.0], "share": 0.9}
+        aborted = {"joint": [False, user], "joint (free)": [free, False], "oobleck": [True, True]}
+        return {"strategies": {name: row | {"aborted": each} for name, each in aborted.items()}}
+
+    cells = [cell(False, False), cell(True, False), cell(False, True), cell(True, True)]
+    assert [benchmark.figures([each])["aborted"] for each in cells] == [0, 1, 1, 1]
+    assert benchmark.figures(cells)["aborted"] == 3
 
 
 def test_each_of_resihps_steps_brings_something(sizes: Sizes) -> None:
