@@ -50,7 +50,7 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_health_arguments(parser: argparse.ArgumentParser) -> None:
-    """The three flags."""
+    """The flags of who is dead or slow, and how long that may stay so."""
     group = parser.add_argument_group("how the workers are")
     group.add_argument("--dead", nargs="+", default=[], metavar="W", help="workers that are gone, such as 3 or 8-15")
     group.add_argument(
@@ -59,3 +59,7 @@ def add_health_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--link", nargs="+", default=[], metavar="A-B=F", help="links at F, in (0, 1], of their bandwidth: 1-5=0.3"
     )
+    group.add_argument(
+        "--until-next-event", type=float, default=1.0, metavar="H",
+        help="hours in which a change has to pay for itself (default %(default)g, as in a running job)",
+    )  # fmt: skip

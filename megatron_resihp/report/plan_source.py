@@ -27,7 +27,7 @@ from megatron_resihp.simulator.sizes import Sizes, SizesError, a100
 _NEGATED: Final = {"disable_bias_linear": "add_bias_linear"}
 """Megatron's flags that switch an argument off whose name they don't bear."""
 _LEAST, _MOST = 1e-6, 1e9
-"""Of TFLOP/s, Gb/s and GiB: far beyond any device, and short of where the arithmetic overflows."""
+"""Of TFLOP/s, Gb/s, GiB and hours: far beyond any device, and short of where the arithmetic overflows."""
 _MOST_OF: Final = {
     "gpus": 1_000_000,
     "tp": 1_000_000,
@@ -71,16 +71,20 @@ def source_of(namespace: argparse.Namespace) -> Source:
     try:
         if namespace.run_dir is None:
             usual = {name: SIZES[name] for name in SIZES.keys() - given}
-            return _of_flags(argparse.Namespace(**(vars(namespace) | usual)))
+            return _expecting(namespace, _of_flags(argparse.Namespace(**(vars(namespace) | usual))))
         if given:
             raise SourceError(f"{_flag(given[0])} and RUN_DIR both give the job's sizes; leave out one of them")
-        return _of_run(namespace.run_dir, namespace)
+        return _expecting(namespace, _of_run(namespace.run_dir, namespace))
     except (ModelError, TrainingError, SizesError, PlanError) as error:
         raise SourceError(str(error)) from None
 
 
+def _expecting(namespace: argparse.Namespace, source: Source) -> Source:
+    return replace(source, cost=replace(source.cost, until_next_event_s=3600 * namespace.until_next_event))
+
+
 def _check_numbers(namespace: argparse.Namespace) -> None:
-    for name in ("memory_gb", "tflops", "gbps"):
+    for name in ("memory_gb", "tflops", "gbps", "until_next_event"):
         value = getattr(namespace, name)
         if not _LEAST <= value <= _MOST:
             raise SourceError(f"{_flag(name)} must be above 0, from {_LEAST:g} to {_MOST:g}, got {value:g}")

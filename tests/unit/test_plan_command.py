@@ -49,6 +49,13 @@ def test_with_everybody_well_nothing_changes(capsys: pytest.CaptureFixture[str])
     assert "all workers are well" in shown and "nothing to change" in shown
 
 
+def test_a_change_has_to_pay_until_the_next_event(capsys: pytest.CaptureFixture[str]) -> None:
+    for hours, changes in ((1e-4, False), (1, True)):
+        slow = ("--slow", "1=0.5", "--strategy", "joint", "--until-next-event", hours)
+        assert plan(*SIZES, *slow, "--json") == 0
+        assert bool(as_json(capsys)["strategies"]["joint"]["differences"]) is changes
+
+
 def test_no_plan_is_told_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(*SIZES, "--dead", "0-12", "--strategy", "drop-replica") == 1
     assert "no plan: " in capsys.readouterr().out
@@ -89,7 +96,7 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         *(
             ((*SIZES, f"--{name}", value, "--json"), f"--{name} must be above 0")
-            for name in ("memory-gb", "tflops", "gbps")
+            for name in ("memory-gb", "tflops", "gbps", "until-next-event")
             for value in (0, -1, "nan", "inf", 1e308, 1e-308)
         ),
         (("--model", "llama2-7b", "--gpus", 16, "--tp", 16), "TP groups of 16 don't fit into nodes of 8"),
