@@ -16,7 +16,8 @@ SCENARIO is a JSON file (schema in docs/planning.md) or a published experiment, 
   resihp simulate fail-stop/llama2-13b/1h
   resihp simulate my-cluster.json --strategies joint oobleck restart --out results
 
-Every strategy runs through the same failures. Tables are printed; simulation.json and throughput.png go to --out.
+Every strategy runs through the same failures. A table is printed; simulation.txt, simulation.json and
+throughput.png go to --out.
 """
 
 

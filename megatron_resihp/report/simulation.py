@@ -16,17 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-from rich.progress import Progress
-
 from megatron_resihp.planner.strategies.joint import DEFAULT, joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
-from megatron_resihp.report.terminal import console_for
+from megatron_resihp.report.simulation_terminal import render
+from megatron_resihp.report.terminal import console_for, progress_bar
 from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, run
 from megatron_resihp.simulator.scenario import Scenario, ScenarioError, published_names, published_scenario
 from megatron_resihp.simulator.scenario_file import scenario_of
 from megatron_resihp.simulator.sizes import SizesError
 
+TABLE_NAME: Final = "simulation.txt"
 JSON_NAME: Final = "simulation.json"
 PICTURE_NAME: Final = "throughput.png"
 SECOND_STEP_UP_TO: Final[Mapping[str, int]] = {"auto": 64, "always": DEFAULT.second_step_up_to, "never": 0}
@@ -93,11 +92,10 @@ def simulate(namespace: argparse.Namespace) -> None:
     if namespace.json:
         print(json.dumps(to_json(found), indent=2, allow_nan=False))
     else:
-        from megatron_resihp.report.simulation_terminal import render
-
         render(found, console_for(sys.stdout))
     _write(found, namespace.out)
-    print(f"written: {namespace.out / JSON_NAME}, {namespace.out / PICTURE_NAME}", file=sys.stderr)
+    written = (namespace.out / name for name in (TABLE_NAME, JSON_NAME, PICTURE_NAME))
+    print(f"written: {', '.join(map(str, written))}", file=sys.stderr)
 
 
 def _scenario(namespace: argparse.Namespace) -> Scenario:
@@ -139,10 +137,10 @@ def _run(scenario: Scenario, strategies: Mapping[str, Entry], namespace: argpars
     delays = replace(scenario.delays, planning_s=None) if namespace.measure_planning else scenario.delays
     plan = scenario.sizes.plan()
     outcomes: dict[str, list[Outcome]] = {}
-    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("simulating", total=len(strategies) * len(scenario.traces))
         for name, entry in strategies.items():
-            progress.update(task, description=name)
+            progress.update(task, description=name, refresh=True)
             for trace in scenario.traces:
                 free = namespace.free and entry is not UNMITIGATED
                 outcomes.setdefault(name, []).append(run(entry, trace, plan, judge, delays, free))
@@ -163,6 +161,8 @@ def _write(found: Simulation, out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / JSON_NAME).write_text(json.dumps(to_json(found), indent=2, allow_nan=False) + "\n")
+        with (out / TABLE_NAME).open("w", encoding="utf-8") as file:
+            render(found, console_for(file))
         draw(found, out / PICTURE_NAME)
     except OSError as error:
         raise BadInput(f"{out} cannot be written to ({error.strerror}); give another directory with --out") from None

@@ -5,6 +5,7 @@ May import: the standard library, rich and this room's modules.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -12,6 +13,7 @@ from typing import TextIO
 
 from rich import box
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +32,11 @@ def console_for(stream: TextIO) -> Console:
     """A console of the page's width; rich leaves out colour where `stream` is no terminal."""
     natural = Console(file=stream)
     return Console(file=stream, width=min(WIDTH, natural.width) if natural.is_terminal else WIDTH, highlight=False)
+
+
+def progress_bar() -> Progress:
+    """On stderr, and gone once all is done; nothing is drawn where that is no terminal."""
+    return Progress(console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())
 
 
 def render(summary: RunSummary, console: Console) -> None:

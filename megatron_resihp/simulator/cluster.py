@@ -222,8 +222,11 @@ def run(
 
 
 def own_layout(entry: Entry, plan: ParallelPlan, judge: Judge) -> ParallelPlan:
-    """What a strategy makes of a layout while all are well."""
-    return judge.plan(entry, plan, Health(dict.fromkeys(plan.members, 1.0)))[0]
+    """What a strategy makes of a layout while all are well: the same one if it has no plan."""
+    try:
+        return judge.plan(entry, plan, Health(dict.fromkeys(plan.members, 1.0)))[0]
+    except NoPlanError:
+        return plan
 
 
 def run_from(

@@ -1,5 +1,6 @@
 """JSON objects whose keys are checked as they are taken. Imports only the standard library."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -29,11 +30,21 @@ class Table:
             known = ", ".join(sorted(self._taken))
             raise TableError(f"{self.place}: {unknown[0]!r} is not known; known are {known}")
 
-    def number(self, name: str, default: float | None, least: float = -_INFINITE, above: float = -_INFINITE) -> float:
+    def number(
+        self,
+        name: str,
+        default: float | None,
+        least: float = -_INFINITE,
+        above: float = -_INFINITE,
+        most: float = sys.float_info.max,
+    ) -> float:
+        """A number; infinity, which Python reads from JSON, only where `most` is that."""
         value = self.take(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not (value >= least and value > above):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not (least <= value <= most and value > above):
             bounds = [f" above {above:g}"] * (above > -_INFINITE) + [f" of at least {least:g}"] * (least > -_INFINITE)
-            raise TableError(f"{self.place}: {name} must be a number{''.join(bounds)}, got {value!r}")
+            bounds += [" and finite" if bounds else " that is finite"] * (most < _INFINITE)
+            raise TableError(f"{self.place}: {name} must be a number{''.join(bounds)}, got {value!r}"[:200])
         return float(value)
 
     def whole(self, name: str, default: int) -> int:

@@ -182,7 +182,7 @@ class _Failures:
             "slow-links": lambda: _links(sizes),
         }.get(what, lambda: traces.single(sizes.workers))()
         usual_s = {"slow-downs": traces.COMPUTE_SLOW_S, "slow-links": traces.LINK_SLOW_S}.get(what, _NEVER)
-        lasting_s = given.number("lasting_h", usual_s / HOUR, above=0.0) * HOUR
+        lasting_s = given.number("lasting_h", usual_s / HOUR, above=0.0, most=_NEVER) * HOUR
         lasting = traces.every(_NEVER) if lasting_s == _NEVER else traces.poisson(lasting_s)
         found = cls(what, units, _gaps(given), lasting, _range(given))
         given.nothing_else()

@@ -143,6 +143,28 @@ def test_joint_plans_for_ten_thousand_workers(tmp_path: Path) -> None:
     assert found["joint"]["share_of_capacity"] > max(0.99, found["drop-replica"]["share_of_capacity"])
 
 
+def test_failures_may_last_for_good(tmp_path: Path) -> None:
+    failures = [{"what": "slow-downs", "every_h": 1, "lasting_h": float("inf"), "speed": [0.5, 0.5]}]
+    path = scenario(tmp_path, failures=failures)
+    assert simulate(path, "--strategies", "unmitigated", "--out", tmp_path / "out") == 0
+    # One worker more of 16 at half speed every hour, after the first.
+    assert results(tmp_path / "out")["capacity"] == pytest.approx(1 - 0.5 * (1 + 2 + 3) / 4 / 16)
+
+
+def test_who_has_no_plan_while_all_are_well_starts_from_the_given_one(tmp_path: Path) -> None:
+    path = scenario(tmp_path, job=JOB | {"pp": 1, "dp": 1})
+    assert simulate(path, "--free", "--strategies", "oobleck", "--out", tmp_path / "out") == 0
+    found = results(tmp_path / "out")
+    assert found["strategies"]["oobleck"]["samples_per_s"] == pytest.approx(found["healthy_samples_per_s"])
+
+
+def test_the_table_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(scenario(tmp_path, name="quiet"), *QUICK, "--out", tmp_path / "out") == 0
+    shown = capsys.readouterr()
+    assert (tmp_path / "out" / "simulation.txt").read_text(encoding="utf-8") == shown.out
+    assert "quiet" in shown.out and "simulation.txt" in shown.err
+
+
 def test_published_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate("--list") == 0
     listed = capsys.readouterr().out.split()
@@ -165,10 +187,17 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
         ({"job": JOB | {"colour": 1}}, "'colour' is not known"),
         ({"job": JOB, "hours": 0}, "hours must be a number above 0"),
         ({"job": JOB, "hour": 1}, "'hour' is not known"),
+        ({"job": JOB, "hours": float("inf")}, "hours must be a number above 0 and finite, got inf"),
+        ({"job": JOB, "hours": 10**400}, "hours must be a number above 0 and finite, got 1000"),
+        ({"job": JOB, "orders": float("inf")}, "orders must be a number of at least 1 and finite"),
+        ({"job": JOB | {"tflops": float("inf")}}, "tflops must be a number above 0 and finite"),
+        ({"job": JOB, "events": [{"at_h": 1, "slow": [1], "speed": float("inf")}]}, "is finite"),
+        ({"job": JOB, "failures": [{"what": "deaths", "every_h": float("nan")}]}, "every_h must be a number above 0"),
+        ({"job": JOB, "failures": [{"what": "deaths", "poisson_h": float("inf")}]}, "poisson_h must be a number"),
         ({"job": JOB, "events": [{"at_h": 1}]}, "events[0] needs exactly one of"),
         ({"job": JOB, "events": [{"at_h": 1, "dead": [16]}]}, "events[0] names worker 16"),
         ({"job": JOB, "events": [{"at_h": 1, "slow": [1], "speed": 2}]}, "events[0]: workers (1,) get speed 2"),
-        ({"job": JOB, "events": [{"at_h": 1, "slow": [1]}]}, "events[0]: speed must be a number, got None"),
+        ({"job": JOB, "events": [{"at_h": 1, "slow": [1]}]}, "events[0]: speed must be a number that"),
         ({"job": JOB, "events": [{"at_h": 1, "dead": [1], "slow": [1]}]}, "exactly one of"),
         ({"job": JOB, "events": [{"at_h": -1, "dead": [1]}]}, "at_h must be a number of at least 0"),
         ({"job": JOB, "failures": [{"what": "rain", "every_h": 1}]}, "failures[0].what is 'rain'"),
