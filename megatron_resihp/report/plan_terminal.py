@@ -76,6 +76,8 @@ def _plan(title: str, plan: ParallelPlan, situation: Situation, console: Console
     console.print(table)
     if len(rows) > MAX_ROWS:
         console.print(f"  {len(rows) - MAX_ROWS} more stages; --json has them all")
+    if plan.uneven_shards:
+        console.print("  members of a stage hold unlike shards: no job can run this plan yet")
     if plan.standbys:
         console.print(f"  standby: {ranges(sorted(plan.standbys))}")
     if plan.migrations:

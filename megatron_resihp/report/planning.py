@@ -14,13 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
+from megatron_resihp.planner.bridge import strategy_named
+from megatron_resihp.planner.strategies.registry import STRATEGIES, Change, Entry
+from megatron_resihp.planner.strategy import Strategy
 from megatron_resihp.report.drawing import drawing
 from megatron_resihp.report.health_flags import HealthFlagError, health_of
 from megatron_resihp.report.plan_answer import Answer, Situation, ask, to_json
 from megatron_resihp.report.plan_source import SourceError, source_of
 from megatron_resihp.report.plan_terminal import render
-from megatron_resihp.report.terminal import console_for
+from megatron_resihp.report.terminal import console_for, progress_bar
 
 DEFAULT: Final = "joint" if "joint" in STRATEGIES else next(iter(STRATEGIES))
 
@@ -40,7 +42,7 @@ def plan(namespace: argparse.Namespace) -> int:
     except (HealthFlagError, SourceError) as error:
         raise BadInput(str(error)) from None
     strategies = _strategies(namespace)
-    answers = {name: ask(name, entry.strategy, situation, time.perf_counter) for name, entry in strategies.items()}
+    answers = _ask(strategies, situation)
     shown = _shown(namespace, answers)
     if namespace.json:
         print(json.dumps(to_json(situation, answers), indent=2, allow_nan=False))
@@ -59,11 +61,31 @@ def _situation(namespace: argparse.Namespace) -> Situation:
     return Situation(source.title, source.plan, health, source.cost)
 
 
-def _strategies(namespace: argparse.Namespace) -> Mapping[str, Entry]:
+def _strategies(namespace: argparse.Namespace) -> Mapping[str, Strategy]:
     chosen = namespace.strategy or DEFAULT
     if chosen not in STRATEGIES:
         raise BadInput(f"unknown strategy {chosen!r}; known are {', '.join(STRATEGIES)}")
-    return STRATEGIES if namespace.compare else {chosen: STRATEGIES[chosen]}
+    asked = STRATEGIES if namespace.compare else {chosen: STRATEGIES[chosen]}
+    return {name: _strategy(name, entry, namespace) for name, entry in asked.items()}
+
+
+def _strategy(name: str, entry: Entry, namespace: argparse.Namespace) -> Strategy:
+    """For a run as it plans in running jobs, so that `resihp apply` can take what comes out."""
+    if namespace.run_dir is None or entry.change is not Change.IN_PLACE:
+        return entry.strategy
+    return strategy_named(name)
+
+
+def _ask(strategies: Mapping[str, Strategy], situation: Situation) -> dict[str, Answer]:
+    answers = {}
+    with progress_bar() as progress:
+        task = progress.add_task("planning", total=len(strategies))
+        for name, strategy in strategies.items():
+            # Drawn at once: while a search is compiled on its first use, nothing else is.
+            progress.update(task, description=name, refresh=True)
+            answers[name] = ask(name, strategy, situation, time.perf_counter)
+            progress.advance(task)
+    return answers
 
 
 def _shown(namespace: argparse.Namespace, answers: Mapping[str, Answer]) -> Answer:

@@ -1,6 +1,8 @@
 """`resihp plan`: sizes or a run directory and a health in; tables, JSON and a picture out; bad input in one line."""
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,45 @@ COMMAND = (
     "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --disable-bias-linear "
     "--max-position-embeddings 128 --micro-batch-size 1 --vocab-size 127 --lr 1e-3 --bf16 --resihp-drill a b"
 ).split()
+
+
+FOUR: dict[str, Any] = {"replicas": [{"stages": [[0, 1, 2, 3]], "micro_batches": [0, 1]}], "standbys": {}}
+
+
+def test_a_running_job_is_offered_what_it_can_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "train.py --num-layers 4 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000"
+    lengths = "--seq-length 4096 --max-position-embeddings 4096"
+    run_dir = write_run(tmp_path / "run", f"{sizes} {lengths}".split(), [FOUR])
+    assert plan(run_dir, "--dead", 3, "--json") == 0
+    found = ParallelPlan.from_dict(as_json(capsys)["strategies"]["joint"]["plan"])
+    assert 3 not in found.members and not found.uneven_shards
+
+
+def test_plans_that_no_job_can_run_yet_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--model", "llama2-7b", "--tp", 4, "--micro-batches", 2, "--memory-gb", 160)
+    assert plan(*sizes, "--dead", 3) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("members of a stage hold unlike shards: no job can run this plan yet\n") == 1
+    assert plan(*sizes, "--dead", 3, "--strategy", "resihp") == 0
+    assert "unlike shards" not in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_who_plans_is_shown_on_a_terminal_and_nowhere_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (*SIZES, "--strategy", "drop-replica", "--json")
+    assert plan(*arguments) == 0
+    quiet = capsys.readouterr()
+    assert quiet.err == ""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert plan(*arguments) == 0
+    assert "drop-replica" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert list(json.loads(capsys.readouterr().out)) == list(json.loads(quiet.out))
 
 
 def test_a_runs_last_plan_is_in_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
