@@ -66,6 +66,18 @@ class JobCost:
         """
         return self._seconds(degree)
 
+    def share_of_largest(self, degree: int, tp_rank: int, first: int, end: int) -> float:
+        """FLOPs of a member in layers first, …, end − 1 over those of the member with the largest share; 1 where shards
+        are even.
+
+        Raises:
+            ShardError: so many members can't share a layer.
+        """
+        if not self.uneven(degree):
+            return 1.0
+        own, largest = (self._work(degree, rank)[:, first:end].sum() for rank in (tp_rank, 0))
+        return float(own / largest) if largest else 1.0
+
     def seconds_per_square(self, degree: int) -> Array:
         """What each token² of Σ l² adds to `seconds`, in proportion to its part of the FLOPs, [3, layers]; read only.
 
@@ -137,9 +149,9 @@ class JobCost:
         seconds.setflags(write=False)
         return seconds
 
-    def _work(self, degree: int) -> Array:
-        """FLOPs of each layer for a typical micro-batch, [3, layers]."""
+    def _work(self, degree: int, tp_rank: int = 0) -> Array:
+        """FLOPs of a member in each layer for a typical micro-batch, [3, layers]; TP rank 0 has the largest share."""
         workload = np.array([self.training.tokens, self.typical_squares])
-        work: Array = layer_work(self.model, self.training, degree) @ workload
+        work: Array = layer_work(self.model, self.training, degree, tp_rank) @ workload
         assert work.shape == (len(OpKind), self.layers)
         return work

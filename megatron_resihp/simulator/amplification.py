@@ -4,9 +4,10 @@ Imports `plan`, `planner` and `cost`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_resihp.cost.job import JobCost
+from megatron_resihp.cost.memory import with_layers
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import evaluate, stage_seconds
 from megatron_resihp.planner.health import Health
@@ -60,6 +61,7 @@ def _sum(more: dict[int, float], workers: set[int]) -> float:
 
 def _idle(plan: ParallelPlan, health: Health, cost: JobCost) -> dict[int, float]:
     """Seconds of an iteration in which each live worker does nothing."""
+    plan = replace(plan, replicas=tuple(with_layers(replica, cost.model) for replica in plan.replicas))
     iteration_s = evaluate(plan, health, cost).iteration_s
     idle = dict.fromkeys(health.speed, iteration_s)
     for replica, counts in zip(plan.replicas, _micro_batches_run(plan), strict=True):
@@ -79,13 +81,15 @@ def _micro_batches_run(plan: ParallelPlan) -> list[list[int]]:
 
 
 def _work(replica: Replica, counts: Sequence[int], health: Health, cost: JobCost) -> dict[int, float]:
-    """Seconds that each worker computes in an iteration with so many micro-batches in each chunk, at its own speed."""
+    """Seconds that each worker computes in an iteration with so many micro-batches in each chunk, at its own speed and
+    with its own share of the shards."""
     per_chunk = stage_seconds(replica, health, cost).sum(axis=0)
     work: dict[int, float] = {}
     for chunk, seconds, count in zip(replica.chunks, per_chunk, counts, strict=True):
         members = replica.stages[chunk.stage]
         slowest = min((health.speed[worker] for worker in members), default=1.0)
-        for worker in members:
-            own = float(seconds) * slowest / health.speed[worker] * count
+        for tp_rank, worker in enumerate(members):
+            share = cost.share_of_largest(len(members), tp_rank, chunk.first, chunk.end)
+            own = float(seconds) * slowest / health.speed[worker] * share * count
             work[worker] = work.get(worker, 0.0) + own
     return work

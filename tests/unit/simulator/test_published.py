@@ -1,6 +1,7 @@
 """The published experiments: calibrated as said, the traces as the text describes them, amplification by place."""
 
 import importlib
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megatron_resihp.cost.device import layer_work
 from megatron_resihp.pipeline.joint import JointProgram
-from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import joint_timeline, migrating, timeline_of
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.strategies.common import spelt_out
 from megatron_resihp.planner.strategies.resihp import resihp
 from megatron_resihp.simulator import published
 from megatron_resihp.simulator.ablation import ABLATION
@@ -111,6 +114,30 @@ def waiting(
         slowest = min(health.speed[worker] for worker in members)
         idle |= {worker: makespan - stage_s * slowest / health.speed[worker] for worker in members}
     return idle
+
+
+def test_members_with_small_shards_idle_for_the_rest(sizes: Sizes) -> None:
+    """Three of four GPUs share 40 heads as 14, 13 and 13: the latter two wait for the first."""
+    cost = replace(published.job("llama2-13b", 16).cost(), device=replace(sizes.device, memory=2**40))
+    whole, three = (ParallelPlan((Replica((group,), tuple(range(16))),)) for group in ((0, 1, 2, 3), (1, 2, 3)))
+    health = Health(dict.fromkeys(range(4), 1.0) | {0: 0.1})
+    workload = np.array([cost.training.tokens, cost.training.squares])
+    work = [float((layer_work(cost.model, cost.training, 3, rank) @ workload).sum()) for rank in range(3)]
+    waiting_s = 16 * sum(work[0] - each for each in work) / cost.device.rate(3)
+    idle = amplification(three, whole, health, 0, cost)
+    assert idle.tp == pytest.approx(waiting_s) and waiting_s > 0
+    assert idle.node == idle.pp == idle.dp == 0
+
+
+def test_layers_that_a_plan_leaves_to_megatron_count(sizes: Sizes) -> None:
+    judge = published.judge_of(sizes)
+    spelt = spelt_out(ParallelPlan(tuple(replace(each, chunks=()) for each in sizes.plan().replicas)), judge.cost)
+    silent = ParallelPlan(tuple(replace(each, chunks=()) for each in spelt.replicas))
+    slow = spelt.replicas[0].stages[1][0]
+    health = Health(dict.fromkeys(spelt.members, 1.0) | {slow: 0.5})
+    after = resihp(spelt, health, judge.cost)
+    said, unsaid = (amplification(after, plan, health, slow, judge.cost) for plan in (spelt, silent))
+    assert unsaid == said and said.pp > 0
 
 
 @pytest.mark.parametrize(
