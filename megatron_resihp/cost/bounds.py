@@ -39,6 +39,11 @@ def iteration_bound(cost: JobCost, speed: Mapping[int, float]) -> IterationBound
     faster than the k fastest workers at rate(k), for the best k that can share the layers. W is left out of it: it may
     be run beside.
 
+    The bound is proven where no group is faster than the device's rates say: `cost.seconds(k)` of every layer is at
+    least `cost.seconds(1)` · rate(1) / (k · rate(k)). That holds where nothing, or only `cost.alone`, was measured.
+    What was measured of groups (`cost.measured`) isn't looked at here but for k = 1: where it is faster than that, a
+    plan may beat the bound, as its times follow from the measured ones. It is of typical micro-batches.
+
     Args:
         cost: what is run on what.
         speed: p of every live worker, in (0, 1].

@@ -262,7 +262,12 @@ class _Session:
         return Outcome(duration_s, tuple(self._segments), self._lost, self._aborted, self._changes, self._plan)
 
     def go_on(self, start: float, end: float, before: Health, health: Health) -> None:
-        """A stretch between two changes of health; an answer that isn't in force by its end begins anew in the next."""
+        """A stretch between two changes of health; an answer that isn't in force by its end begins anew in the next.
+
+        Left out: a worker that dies and is back before the answer to its death is in force counts as if it had never
+        died and still held its state. In the published traces (256 GPUs, 5 orders) nobody is back in less than 173 s:
+        `restart`, whose answers take up to 5 minutes, meets that once in 2 of 5 sessions, and trains on at once.
+        """
         if self._aborted:
             self._add(start, end, 0.0, ABORTED)
             return
