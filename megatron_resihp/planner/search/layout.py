@@ -88,15 +88,17 @@ def new_scratch(most_stages: int) -> Scratch:
 def copy_layout(source: Layout, target: Layout) -> None:
     """Make both equal; they have the same sizes."""
     for replica in range(len(source.stages)):
-        stages = source.stages[replica]
-        target.order[replica, :stages] = source.order[replica, :stages]
-        target.ends[replica, :stages] = source.ends[replica, :stages]
-    target.stages[:] = source.stages
-    target.micro_batches[:] = source.micro_batches
-    target.seconds[:] = source.seconds
-    target.period[:] = source.period
-    target.idle[: source.idle_count[0]] = source.idle[: source.idle_count[0]]
-    target.idle_count[:] = source.idle_count
+        # One by one: rows are short, and views of them take longer than their elements.
+        for stage in range(source.stages[replica]):
+            target.order[replica, stage] = source.order[replica, stage]
+            target.ends[replica, stage] = source.ends[replica, stage]
+        target.stages[replica] = source.stages[replica]
+        target.micro_batches[replica] = source.micro_batches[replica]
+        target.seconds[replica] = source.seconds[replica]
+        target.period[replica] = source.period[replica]
+    for place in range(source.idle_count[0]):
+        target.idle[place] = source.idle[place]
+    target.idle_count[0] = source.idle_count[0]
 
 
 @compiled
@@ -215,12 +217,12 @@ def _shift_layer(
     if ends[giver] == (ends[giver - 1] if giver else 0):
         return False
     ends[stage:other] += step
-    fits = True
-    for changed in range(stage, other + 1):
-        fits = fits and (changed == giver or _has_room(tables, layout, replica, changed, scratch))
-    if fits:
-        time_of(tables, layout, replica, scratch)
-        if layout.seconds[replica] < seconds:
+    time_of(tables, layout, replica, scratch)
+    if layout.seconds[replica] < seconds:
+        fits = True
+        for changed in range(stage, other + 1):
+            fits = fits and (changed == giver or _has_room(tables, layout, replica, changed, scratch))
+        if fits:
             return True
     ends[stage:other] -= step
     layout.seconds[replica], layout.period[replica] = seconds, period

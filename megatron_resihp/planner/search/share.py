@@ -85,15 +85,28 @@ def level(tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch) -> Non
         estimate = layout.seconds[fastest] + layout.period[fastest]
         if slowest == fastest or layout.micro_batches[slowest] == 1 or not estimate < longest:
             return
-        _give(tables, nodes, layout, scratch, slowest, fastest)
-        if not max(layout.seconds[slowest], layout.seconds[fastest]) < longest:
-            _give(tables, nodes, layout, scratch, fastest, slowest)
+        if not _give(tables, nodes, layout, scratch, slowest, fastest, longest):
             return
 
 
 @compiled
-def _give(tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch, giver: int, taker: int) -> None:
+def _give(
+    tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch, giver: int, taker: int, longest: float
+) -> bool:
+    """Move a micro-batch if both replicas then take less than the longest one has; whether it was moved."""
+    ends = layout.ends[giver].copy(), layout.ends[taker].copy()
+    seconds = layout.seconds[giver], layout.seconds[taker]
+    period = layout.period[giver], layout.period[taker]
     layout.micro_batches[giver] -= 1
     layout.micro_batches[taker] += 1
-    assess(tables, nodes, layout, giver, scratch)
     assess(tables, nodes, layout, taker, scratch)
+    if layout.seconds[taker] < longest:
+        assess(tables, nodes, layout, giver, scratch)
+        if layout.seconds[giver] < longest:
+            return True
+    layout.micro_batches[giver] += 1
+    layout.micro_batches[taker] -= 1
+    layout.ends[giver], layout.ends[taker] = ends
+    layout.seconds[giver], layout.seconds[taker] = seconds
+    layout.period[giver], layout.period[taker] = period
+    return False
