@@ -96,23 +96,22 @@ def test_documents_change_the_speed(tmp_path: Path) -> None:
 LARGE = {"model": "llama2-70b", "tp": 4, "pp": 16, "dp": 4, "micro_batches": 64}
 
 
-def a_few_dozen_events(workers: int) -> list[dict[str, Any]]:
-    """Of a day: every hour somebody dies or becomes slow, and the one of four hours before is back or well again."""
-    struck = [(37 * hour) % workers for hour in range(24)]
+def two_dozen_events(workers: int) -> list[dict[str, Any]]:
+    """Of a day: every two hours somebody dies or becomes slow, and is back or well again 2.3 h later."""
     events: list[dict[str, Any]] = []
-    for hour, worker in enumerate(struck):
-        events.append({"at_h": hour, **({"slow": [worker], "speed": 0.5} if hour % 2 else {"dead": [worker]})})
-    for hour, worker in enumerate(struck[:-4]):
-        events.append({"at_h": hour + 4.5, **({"slow": [worker], "speed": 1} if hour % 2 else {"back": [worker]})})
+    for number in range(12):
+        at_h, worker, slow = 2 * number, (37 * number) % workers, number % 2
+        events.append({"at_h": at_h, **({"slow": [worker], "speed": 0.5} if slow else {"dead": [worker]})})
+        events.append({"at_h": at_h + 2.3, **({"slow": [worker], "speed": 1} if slow else {"back": [worker]})})
     return events
 
 
 def test_a_day_of_256_gpus_takes_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """About 5 s of one core, once all is compiled."""
+    """About 2 s of one core, once all is compiled."""
     small = scenario(tmp_path, hours=1, events=[{"at_h": 0, "dead": [1]}])
     assert simulate(small, "--strategies", "joint", "--second-step", "never", "--out", tmp_path / "small") == 0
     assert "without its second step" in capsys.readouterr().err
-    large = scenario(tmp_path, job=LARGE, hours=24, events=a_few_dozen_events(256))
+    large = scenario(tmp_path, job=LARGE, hours=24, events=two_dozen_events(256))
     begun = time.process_time()
     assert simulate(large, "--strategies", "joint", "unmitigated", "--out", tmp_path / "out") == 0
     assert time.process_time() - begun < 40
@@ -120,7 +119,7 @@ def test_a_day_of_256_gpus_takes_seconds(tmp_path: Path, capsys: pytest.CaptureF
     found = results(tmp_path / "out")
     assert not found["joint_second_step"]
     assert found["strategies"]["joint"]["share_of_capacity"] > 0.95
-    assert found["strategies"]["joint"]["orders"][0]["plans"] > 20
+    assert found["strategies"]["joint"]["orders"][0]["plans"] > 10
 
 
 def test_joint_takes_its_second_step_in_small_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
