@@ -122,6 +122,16 @@ class Communicators:
             backend, store=self._epoch_store, rank=list(order).index(self._me), world_size=len(order), timeout=timeout
         )
 
+    @property
+    def waiter(self) -> Waiter | None:
+        """What ends waits of groups that carry host tensors, where the world does not; None: all waits end already."""
+        return None if self._waits_installed else self._waiter
+
+    def host_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A group of these ranks of the world for host tensors, which NCCL does not carry. All of them call it."""
+        group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        return group
+
     def side_group(self, name: str, workers: Sequence[int]) -> SideGroup:
         assert self._epoch_store is not None
         group = SideGroup(self._epoch_store, name, workers, self._me, self._waiter)

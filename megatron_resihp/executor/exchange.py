@@ -4,7 +4,8 @@ NCCL would take another class with the same methods: it knows no tags, so each d
 its own, in which the order tells messages apart (`routes.Step.receives` keeps to it).
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +13,12 @@ import torch.distributed as dist
 
 from megatron_resihp.executor.messages import Message
 from megatron_resihp.executor.routes import Step
+from megatron_resihp.executor.waiting import Waiter
 from megatron_resihp.plan import PlannedOp
 
 
 class GlooExchange:
     """One worker's end of all messages of an epoch. Tensors of other devices go through host memory.
-
-    Waits are c10d's own, which can be ended from outside (`waiting.Waiter.install`).
 
     Args:
         me: this worker's id.
@@ -27,6 +27,7 @@ class GlooExchange:
         stage_group: gloo group of the members of this worker's stage, in tensor-parallel order; None if it is alone.
         shape: of one token's part of a message: (micro-batch, hidden).
         dtype, device: of the tensors that `receive` gives.
+        waiter: ends waits when the epoch breaks; None: c10d's own do (`waiting.Waiter.install`).
 
     Attributes:
         bytes_sent: to other stages, since it was made.
@@ -41,6 +42,7 @@ class GlooExchange:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        waiter: Waiter | None = None,
     ) -> None:
         self._me = me
         self._group = group
@@ -49,6 +51,7 @@ class GlooExchange:
         self._shape = shape
         self._dtype = dtype
         self._device = device
+        self._waiter = waiter
         self._receiving: dict[PlannedOp, tuple[torch.Tensor, list[Any]]] = {}
         # With each operation its tensor: gloo forgets a send whose Work nobody keeps.
         self._sending: dict[PlannedOp, list[tuple[Any, torch.Tensor]]] = {}
@@ -65,10 +68,10 @@ class GlooExchange:
         token = torch.zeros(1)
         for low, high in sorted(mine):
             if self._me == low:
-                work = dist.isend(token, group=self._group, group_dst=self._rank_of[high])
+                work = self._post(dist.isend, token, group=self._group, group_dst=self._rank_of[high])
             else:
-                work = dist.irecv(token, group=self._group, group_src=self._rank_of[low])
-            _wait(work)
+                work = self._post(dist.irecv, token, group=self._group, group_src=self._rank_of[low])
+            self._wait(work)
 
     def take(self, message: Message) -> None:
         """Be ready for a message."""
@@ -76,7 +79,8 @@ class GlooExchange:
         rows = end - first if message.split else _most_rows(message)
         buffer = torch.empty(rows, *self._shape, dtype=self._dtype)
         works = [
-            dist.irecv(
+            self._post(
+                dist.irecv,
                 buffer[piece.start - first : piece.end - first],
                 group=self._group,
                 group_src=self._rank_of[piece.sender],
@@ -102,12 +106,15 @@ class GlooExchange:
     def _wait_for(self, message: Message, works: Sequence[Any]) -> None:
         """Wait for what this worker is sent of a message."""
         for work in works:
-            _wait(work)
+            self._wait(work)
 
     def _gather(self, message: Message, share: torch.Tensor) -> torch.Tensor:
         """All receivers' shares, one after the other."""
         gathered = share.new_empty(len(message.receivers) * len(share), *self._shape)
-        dist.all_gather_into_tensor(gathered, share, group=self._stage_group)
+        aside = self._waiter is not None
+        work = dist.all_gather_into_tensor(gathered, share, group=self._stage_group, async_op=aside)
+        if aside:
+            self._wait(work)
         sizes = [end - first for first, end in map(message.sent_to, message.receivers)]
         if len(set(sizes)) == 1:
             return gathered
@@ -130,7 +137,7 @@ class GlooExchange:
             if piece.sender == self._me:
                 rows = tensor.detach()[piece.start - first : piece.end - first].cpu().contiguous()
                 receiver = self._rank_of[piece.receiver]
-                work = dist.isend(rows, group=self._group, group_dst=receiver, tag=message.tag)
+                work = self._post(dist.isend, rows, group=self._group, group_dst=receiver, tag=message.tag)
                 sending.append((work, rows))
                 self.bytes_sent += rows.nbytes
         self._sending[message.op] = sending
@@ -138,14 +145,26 @@ class GlooExchange:
     def settle(self, message: Message) -> None:
         """Wait until a message has been sent, and free its tensor."""
         for work, _ in self._sending.pop(message.op):
-            _wait(work)
+            self._wait(work)
 
     def finish(self) -> None:
         """Wait for everything that is still being sent."""
         while self._sending:
             _, sending = self._sending.popitem()
             for work, _ in sending:
-                _wait(work)
+                self._wait(work)
+
+    def _post(self, operation: Callable[..., Any], tensor: torch.Tensor, **options: Any) -> Any:
+        post = functools.partial(operation, tensor, **options)
+        return post() if self._waiter is None else self._waiter.aside(post)
+
+    def _wait(self, work: Any) -> None:
+        # None is what torch gives to those outside of the group.
+        assert work is not None
+        if self._waiter is None:
+            work.wait()
+        else:
+            self._waiter.wait(work)
 
 
 def _messages(steps: Sequence[Step]) -> list[Message]:
@@ -155,9 +174,3 @@ def _messages(steps: Sequence[Step]) -> list[Message]:
 def _most_rows(message: Message) -> int:
     """Of any receiver's share: a collective takes equal ones."""
     return max(end - first for first, end in map(message.sent_to, message.receivers))
-
-
-def _wait(work: Any) -> None:
-    # None is what torch gives to those outside of the group.
-    assert work is not None
-    work.wait()

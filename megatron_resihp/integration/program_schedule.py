@@ -141,15 +141,21 @@ def training_routes(runtime: Runtime, general: General) -> tuple[Step, ...]:
 
 def make_exchange(runtime: Runtime, general: General) -> MeasuredExchange:
     """What carries results between workers in this epoch. All of them call it in the world of the plan."""
-    args = runtime.args
+    args, communicators = runtime.args, runtime.communicators
+    rank_of = {worker: rank for rank, worker in enumerate(general.rank_order)}
+    everybody, peers = dist.group.WORLD, mpu.get_tensor_model_parallel_group()
+    if communicators.waiter is not None:
+        everybody = communicators.host_group(range(len(rank_of)))
+        peers = communicators.host_group([rank_of[peer] for peer in general.peers])
     exchange = MeasuredExchange(
         general.worker,
-        dist.group.WORLD,
-        {worker: rank for rank, worker in enumerate(general.rank_order)},
-        mpu.get_tensor_model_parallel_group() if len(general.peers) > 1 else None,
+        everybody,
+        rank_of,
+        peers if len(general.peers) > 1 else None,
         (args.micro_batch_size, args.hidden_size),
         args.params_dtype,
         torch.device("cuda", torch.cuda.current_device()),
+        communicators.waiter,
     )
     exchange.begin(runtime, general.own_chunks)
     exchange.connect(runtime.routes)

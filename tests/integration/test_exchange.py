@@ -15,7 +15,7 @@ import toy_pipeline
 from toy_pipeline import DTYPE, HIDDEN, MICRO_BATCH, WIDE, WORKERS, Case, Members, ToyWork
 
 TIMEOUT_S = 120
-CASES = toy_pipeline.cases()
+CASES = toy_pipeline.cases() | toy_pipeline.beside()
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from random_plans import draw_case
 from torch import Tensor
 from torch.nn.functional import gelu
 
+from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.exchange import GlooExchange
 from megatron_resihp.executor.interpreter import run
 from megatron_resihp.executor.messages import Message
@@ -155,6 +156,11 @@ class Leave(torch.autograd.Function):
         return (ctx.members.whole(gradient) if ctx.members.split else gradient.clone()), None
 
 
+def beside() -> dict[str, Case]:
+    """Some of them, to be run beside a world that is as NCCL's."""
+    return {f"{name}, beside devices": cases()[name] for name in ("2 to 1, whole", "1 to 2, whole", "1 to 2, split")}
+
+
 class ToyWork:
     """The ops of one worker."""
 
@@ -209,10 +215,14 @@ class ToyWork:
         return range(self.chunks[chunk].first, self.chunks[chunk].end)
 
 
-def run_case(case: Case, me: int) -> Mapping[str, Any] | None:
+def run_case(
+    case: Case, me: int, world: dist.ProcessGroup | None = None, waiter: Waiter | None = None
+) -> Mapping[str, Any] | None:
+    """`world`: of all workers, for host tensors; None: the default group. `waiter` ends its waits."""
     plan = case.plan
     groups = {
-        members: dist.new_group(members) for replica in plan.replicas for members in replica.stages if len(members) > 1
+        members: dist.new_group(members, backend="gloo")
+        for replica in plan.replicas for members in replica.stages if len(members) > 1
     }
     replica = plan.replica_of(me)
     if replica is None:
@@ -224,8 +234,8 @@ def run_case(case: Case, me: int) -> Mapping[str, Any] | None:
     work = ToyWork(ours.chunks, members, case.tokens, splits_backward)
     steps = routes_for(plan, orders_of(plan), me, case.split, case.tokens)
     exchange = GlooExchange(
-        me, dist.group.WORLD, {worker: worker for worker in plan.working}, members.group,
-        (MICRO_BATCH, HIDDEN), DTYPE, torch.device("cpu"),
+        me, world or dist.group.WORLD, {worker: worker for worker in plan.working}, members.group,
+        (MICRO_BATCH, HIDDEN), DTYPE, torch.device("cpu"), waiter,
     )  # fmt: skip
     exchange.connect(steps)
     run(steps, work, exchange)
@@ -256,13 +266,28 @@ def waits_forever(me: int, broken: threading.Event) -> bool:
     return True
 
 
+def beside_a_world_of_devices(me: int, store: dist.Store) -> dict[str, Mapping[str, Any] | None]:
+    """The cases of `beside`, where the default group carries no host tensors."""
+    communicators = Communicators(dist.PrefixStore("devices", store), me, lambda: False)
+    communicators.begin(1, "plan")
+    communicators.join_world("cuda:gloo", range(WORKERS), TIMEOUT)
+    host = communicators.host_group(range(WORKERS))
+    assert communicators.waiter is not None
+    found = {name: run_case(case, me, host, communicators.waiter) for name, case in beside().items()}
+    dist.barrier(group=host)
+    communicators.destroy()
+    communicators.release()
+    return found
+
+
 def work_through(me: int, directory: Path) -> None:
     """All cases as one worker."""
     broken = threading.Event()
-    Waiter(broken.is_set).install()
     store = dist.FileStore(str(directory / "store"), WORKERS)
+    results: dict[str, Any] = beside_a_world_of_devices(me, store)
+    Waiter(broken.is_set).install()
     dist.init_process_group("gloo", store=store, rank=me, world_size=WORKERS, timeout=TIMEOUT)
-    results: dict[str, Any] = {name: run_case(case, me) for name, case in cases().items()}
+    results |= {name: run_case(case, me) for name, case in cases().items()}
     dist.barrier()
     results["waits forever"] = waits_forever(me, broken)
     # Who leaves before worker 1 is through ends its wait as well.
