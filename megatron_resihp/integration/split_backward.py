@@ -66,7 +66,7 @@ def remembering_bias(wanted: bool) -> Iterator[None]:
 @contextmanager
 def leaving_weights(wanted: bool) -> Iterator[list[WeightGradient]]:
     """While it lasts, backward passes compute no weight gradients of linear layers, if that is wanted; gives those that
-    are to be computed later."""
+    are to be computed later. What was forgotten after F to be computed again now is among them, once."""
     left: list[WeightGradient] = []
     if not wanted:
         yield left
@@ -81,7 +81,7 @@ def leaving_weights(wanted: bool) -> Iterator[list[WeightGradient]]:
         left.append(later)
         return original(ctx, gradient)
 
-    with _replaced("backward", backward):
+    with remembering_bias(True), _replaced("backward", backward):
         yield left
 
 

@@ -147,7 +147,11 @@ def own_plan(workers: int) -> ParallelPlan:
     ids=["degrees", "stages", "orders"],
 )
 def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, names: Sequence[str]) -> None:
-    survive(jobs, tmp_path, [*(FOUR[name] for name in names), own_plan(4)], workers=4, **RECTANGLE)
+    """Gradients are divided by tokens, which whoever has the head counts; Adam would hide a wrong divisor."""
+    model = RECTANGLE | PER_TOKEN
+    job = survive(jobs, tmp_path, [*(FOUR[name] for name in names), own_plan(4)], workers=4, **model)
+    reference = jobs.reference(tiny(**MODEL | model), workers=4)
+    assert job.summary.grad_norm == pytest.approx(reference.summary.grad_norm, rel=1e-5)
 
 
 @pytest.mark.parametrize(
