@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
-from megatron.training import training
 
 from megatron_resihp.detector.records import OpKind, SpanKind
+from megatron_resihp.integration import documents
 from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.probes import Probes
 from megatron_resihp.integration.runtime import Runtime
@@ -113,7 +113,7 @@ def wrap_forward_step(runtime: Runtime, original: Callable[..., Any]) -> Callabl
             return original(
                 forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options
             )
-        before = _packed_so_far()
+        before = documents.seen_so_far()
         chunk = options.get("vp_stage") or runtime.running_chunk
         probes.open_forward(chunk, options["current_microbatch"], _tensors(input_tensor))
         result = original(
@@ -149,20 +149,11 @@ def _tensors(value: Any) -> Iterable[Any]:
 # ---- workload
 
 
-def _packed_so_far() -> torch.Tensor | None:
-    """Megatron's sums of l and l² over the packed documents of this iteration so far, as its forward step adds to
-    them; None while it has seen no packed document."""
-    if not training._seqlen_stats_active:
-        return None
-    return training._seqlen_stats_in_iteration.clone()
-
-
 def _workload(runtime: Runtime, before: torch.Tensor | None) -> Any:
     """N and Σ l² of the micro-batch just run: numbers, or a tensor where reading it would wait for the device."""
-    after = training._seqlen_stats_in_iteration
+    found = documents.seen_since(before)
     args = runtime.args
-    if training._seqlen_stats_active:
-        found = after.clone() if before is None else after - before
+    if found is not None:
         return tuple(found.tolist()) if runtime.probes.immediate else found
     if args.dataloader_inter_document_masking or args.sft:
         return None  # this stage's forward step does not say

@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_resihp.executor.interpreter import run
 from megatron_resihp.executor.routes import Step, routes_for
+from megatron_resihp.integration import documents
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.general_world import as_stage
 from megatron_resihp.integration.measured_exchange import MeasuredExchange
@@ -48,6 +49,7 @@ def run_training(
         run(runtime.routes, work, runtime.exchange)
     work.batches.finish()
     runtime.tokens = work.tokens if runtime.tp_rank == 0 else 0.0
+    runtime.seen_documents = work.documents if runtime.tp_rank == 0 else None
     return work.reported
 
 
@@ -100,10 +102,12 @@ class MegatronWork:
         self.batches = MicroBatches(data_iterator, list(dict.fromkeys(forwards)), Counter(forwards))
         self.reported: list[dict[str, Any]] = []
         self.tokens: Any = 0.0
+        self.documents: torch.Tensor | None = None
 
     def forward(self, chunk: int, micro_batch: int, given: torch.Tensor | None) -> torch.Tensor | None:
         last = chunk == self._count - 1
         self._runtime.running_chunk = self._own.index(chunk)
+        seen = documents.seen_so_far()
         with as_stage(chunk, self._count), remembering_bias(self._splits):
             output, tokens = schedules.forward_step(
                 self._forward_step_func, self.batches.iterator(micro_batch), self._models[chunk], self._total,
@@ -111,6 +115,8 @@ class MegatronWork:
                 is_last_stage=last,
             )  # fmt: skip
         self.tokens = self.tokens + tokens
+        if chunk == 0:  # every chunk sees those of its micro-batches
+            self._count_documents(seen)
         if not torch.is_grad_enabled():
             return None if last else output
         self._kept[chunk, micro_batch] = given, output
@@ -119,6 +125,11 @@ class MegatronWork:
         result: torch.Tensor = output.detach()
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
         return result
+
+    def _count_documents(self, before: torch.Tensor | None) -> None:
+        seen = documents.seen_since(before)
+        if seen is not None:
+            self.documents = seen if self.documents is None else self.documents + seen
 
     def backward(self, chunk: int, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         given, output = self._kept.pop((chunk, micro_batch))

@@ -89,6 +89,8 @@ class Runtime:
         own_layout: what the job's own arguments say of its layout.
         shares_optimizer: whether the job uses the distributed optimizer where it can.
         tokens: that the losses of this iteration on this worker were summed over, in general mode.
+        seen_documents: Σ l and Σ l² of the documents that this worker counts in this iteration, in general mode.
+        documents: the same of all workers, agreed on in the last step and not told Megatron yet.
         held: the shards whose state `trained` is.
         general: the plan as this worker sees it where Megatron's own groups can't run it; None where they can.
         routes, exchange: in general mode this worker's steps, and what carries their results.
@@ -145,6 +147,8 @@ class Runtime:
         self.shares_optimizer = False
         self.own_layout: OwnLayout | None = None
         self.tokens: Any = 0.0
+        self.seen_documents: torch.Tensor | None = None
+        self.documents = (0.0, 0.0)
         self.megatron_groups: MegatronGroups | None = None
         self.sizes: Sizes | None = None
         self.build_groups: Callable[[], None] | None = None

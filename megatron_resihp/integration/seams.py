@@ -5,7 +5,17 @@ May import megatron and this room.
 
 from functools import partial
 
-from megatron_resihp.integration import checkpoints, counting, course, data, expert_metrics, loop, schedule, startup
+from megatron_resihp.integration import (
+    checkpoints,
+    counting,
+    course,
+    data,
+    documents,
+    expert_metrics,
+    loop,
+    schedule,
+    startup,
+)
 from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.runtime import Runtime
 
@@ -121,5 +131,11 @@ def training_patches(runtime: Runtime) -> list[Patch]:
             partial(counting.wrap_flops, runtime),
             ("args", "batch_size"),
             "follows the count of operations",
+        ),
+        Patch(
+            f"{TRAINING}:consume_seqlen_stats_in_iteration",
+            partial(documents.wrap_consume, runtime),
+            (),
+            "leaves the count of documents to the step's agreement",
         ),
     ]

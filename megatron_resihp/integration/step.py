@@ -26,6 +26,8 @@ VALIDATION, CHANGE = 2, 3
 COUNTERS_FROM = 4
 LOSSES_FROM = COUNTERS_FROM + len(SHARED_COUNTERS)
 EXPERTS_FROM = LOSSES_FROM + 2 * LOSS_SLOTS
+DOCUMENTS_FROM = EXPERTS_FROM + len(expert_metrics.NAMES)
+END = DOCUMENTS_FROM + 2
 
 StepResult = tuple[bool, float | None, int | None]
 
@@ -108,21 +110,8 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         EpochBroken or an error of gloo: somebody died; nobody, or everybody left, may have agreed.
     """
     assert runtime.everybody is not None
-    values = torch.zeros(EXPERTS_FROM + len(expert_metrics.NAMES), dtype=torch.float64)
-    values[0] = norm_squared
-    values[1] = 1.0 if runtime.control.stop_signal else 0.0
     validation, change = runtime.control.validation, runtime.control.change
-    values[VALIDATION] = _number(validation)
-    values[CHANGE] = _number(change)
-    if runtime.reports:
-        counters = runtime.progress.counters[runtime.progress.iteration]
-        values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
-    if runtime.losses:
-        runtime.loss_names = tuple(sorted(runtime.losses[0]))[:LOSS_SLOTS]
-    if runtime.works and runtime.losses and runtime.is_last_stage and runtime.tp_rank == 0:
-        _add_losses(runtime, values)
-    if runtime.works and runtime.args.num_experts:
-        values[EXPERTS_FROM:] = torch.tensor(expert_metrics.recorded(mpu.get_tensor_model_parallel_world_size()))
+    values = _brought(runtime, norm_squared, validation, change)
     runtime.everybody.sum(values)
     if _heard_by_all(runtime, validation, values[VALIDATION]):
         runtime.to_validate = validation
@@ -130,17 +119,44 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
     if _heard_by_all(runtime, change, values[CHANGE]):
         runtime.to_change = True
         runtime.control.drop_change(change)
+    runtime.documents = (float(values[DOCUMENTS_FROM]), float(values[DOCUMENTS_FROM + 1]))
     if not runtime.works:
         note_counters(runtime, values)
     if runtime.works and runtime.args.num_experts:
         args = runtime.args
         micro_batches = args.global_batch_size // args.micro_batch_size
-        expert_metrics.tell_sums(values[EXPERTS_FROM:].tolist(), micro_batches, args.num_layers)
+        expert_metrics.tell_sums(values[EXPERTS_FROM:DOCUMENTS_FROM].tolist(), micro_batches, args.num_layers)
     pairs = values[LOSSES_FROM:EXPERTS_FROM].view(LOSS_SLOTS, 2).tolist()
     losses = {name: (total, tokens) for name, (total, tokens) in zip(runtime.loss_names, pairs, strict=False)}
     return Outcome(
         epoch=runtime.epoch, grad_norm=math.sqrt(float(values[0])), losses=losses, stop=bool(values[1] > 0)
     )
+
+
+def _brought(
+    runtime: Runtime, norm_squared: float, validation: dict[str, Any] | None, change: dict[str, Any] | None
+) -> torch.Tensor:
+    """What this worker adds to the reduction."""
+    values = torch.zeros(END, dtype=torch.float64)
+    values[0] = norm_squared
+    values[1] = 1.0 if runtime.control.stop_signal else 0.0
+    values[VALIDATION] = _number(validation)
+    values[CHANGE] = _number(change)
+    if runtime.reports:
+        counters = runtime.progress.counters[runtime.progress.iteration]
+        values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
+    if runtime.losses:
+        runtime.loss_names = tuple(sorted(runtime.losses[0]))[:LOSS_SLOTS]
+    if not runtime.works:
+        return values
+    if runtime.losses and runtime.is_last_stage and runtime.tp_rank == 0:
+        _add_losses(runtime, values)
+    if runtime.args.num_experts:
+        recorded = expert_metrics.recorded(mpu.get_tensor_model_parallel_world_size())
+        values[EXPERTS_FROM:DOCUMENTS_FROM] = torch.tensor(recorded)
+    if runtime.seen_documents is not None:
+        values[DOCUMENTS_FROM:] = runtime.seen_documents
+    return values
 
 
 def _number(order: dict[str, Any] | None) -> float:

@@ -7,11 +7,11 @@ from datetime import timedelta
 
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
-from megatron.training import get_timers, training
+from megatron.training import get_timers
 from megatron.training.initialize import _set_random_seed
 
 from megatron_resihp.executor.slice_sums import make_buckets
-from megatron_resihp.integration import expert_metrics
+from megatron_resihp.integration import documents, expert_metrics
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.general_world import as_stage
 from megatron_resihp.integration.keepers import join_keepers
@@ -87,7 +87,7 @@ def tear_down(runtime: Runtime) -> None:
     runtime.everybody = runtime.keepers = runtime.exchange = runtime.ring = None
     runtime.buckets, runtime.routes = [], ()
     # A standby of the next plan runs nothing that would count them anew, and its gradients are divided too.
-    runtime.tokens = 0.0
+    runtime.tokens, runtime.seen_documents = 0.0, None
     expert_metrics.forget()
     mpu.destroy_model_parallel()
     runtime.communicators.destroy()
@@ -105,6 +105,5 @@ def reset_singletons(runtime: Runtime, rerun_mode: RerunMode) -> None:
     rerun.rerun_requested = rerun.checkpoint_requested = False
     rerun.restart_again_requested = rerun.continue_requested = False
     rerun.data_iterator_checkpoints = None
-    if training._seqlen_stats_in_iteration is not None:
-        training._seqlen_stats_in_iteration.zero_()
-    training._seqlen_stats_active = False
+    documents.forget()
+    runtime.documents = documents.NONE

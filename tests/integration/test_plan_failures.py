@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,6 +150,21 @@ def test_a_standby_that_reports_later_asks_for_no_plan_again(jobs: Jobs, tmp_pat
 
 def test_a_head_whose_work_is_all_done_by_another_replica(jobs: Jobs, tmp_path: Path) -> None:
     survive(jobs, tmp_path, [(IDLE_HEAD, 1)], [])
+
+
+@NIGHTLY
+def test_a_worker_without_work_sees_no_documents(jobs: Jobs, documents: Path, tmp_path: Path) -> None:
+    """Megatron sums their lengths over all who have seen one, and those who have would wait for it."""
+    model = PIPELINE | {
+        "mock_data": False, "data_path": documents, "vocab_size": 257, "dataloader_inter_document_masking": True,
+        "data_cache_path": documents.with_name("cache"), "log_progress": True, "ckpt_format": "torch_dist",
+    }  # fmt: skip
+    plain, planned = tmp_path / "plain", tmp_path / "planned"
+    reference = jobs.reference(tiny(**model, save=plain), workers=4)
+    job = jobs.run(tiny(**model, save=planned, resihp_plan=ask_for(tmp_path, (IDLE_HEAD, 1), (VEE, 4))), workers=4)
+    check_training(job, reference)
+    operations = [re.findall("operations: (.*?)\t", (path / "progress.txt").read_text()) for path in (plain, planned)]
+    assert operations[0] and operations[0] == operations[1]
 
 
 @pytest.mark.parametrize("iteration", [pytest.param(5, marks=NIGHTLY), 6])
