@@ -47,10 +47,24 @@ def run_training(
         for chunk in model:
             stack.enter_context(chunk.no_sync())
         run(runtime.routes, work, runtime.exchange)
+    check_gradients(model)
     work.batches.finish()
     runtime.tokens = work.tokens if runtime.tp_rank == 0 else 0.0
     runtime.seen_documents = work.documents if runtime.tp_rank == 0 else None
     return work.reported
+
+
+def check_gradients(model: Sequence[Any]) -> None:
+    """Megatron's own check of each bucket, which its DDP makes where it begins to communicate, as it never does here.
+
+    Raises:
+        RuntimeError: a gradient is no finite number, and Megatron is not to run the iteration again to find out why.
+    """
+    for chunk in model:
+        settings = chunk.ddp_config
+        if settings.check_for_nan_in_grad or settings.check_for_large_grads:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.check_grads(settings.check_for_nan_in_grad, settings.check_for_large_grads)
 
 
 def run_evaluation(

@@ -108,11 +108,13 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
 
     Raises:
         EpochBroken or an error of gloo: somebody died; nobody, or everybody left, may have agreed.
+        RuntimeError: on all workers alike, the norm is no finite number though Megatron was to check for that.
     """
     assert runtime.everybody is not None
     validation, change = runtime.control.validation, runtime.control.change
     values = _brought(runtime, norm_squared, validation, change)
     runtime.everybody.sum(values)
+    _check_norm(runtime, float(values[0]))
     if _heard_by_all(runtime, validation, values[VALIDATION]):
         runtime.to_validate = validation
         runtime.control.drop_validation(validation)
@@ -157,6 +159,15 @@ def _brought(
     if runtime.seen_documents is not None:
         values[DOCUMENTS_FROM:] = runtime.seen_documents
     return values
+
+
+def _check_norm(runtime: Runtime, norm_squared: float) -> None:
+    """Megatron checks each worker's own gradients; this is for what only their sum shows, on standbys too."""
+    if runtime.args.check_for_nan_in_loss_and_grad and not math.isfinite(norm_squared):
+        raise RuntimeError(
+            f"Worker {runtime.worker}, iteration {runtime.progress.iteration}: Unexpected result {norm_squared} "
+            "(message='found NaN or Inf in the squared norm of all gradients')"
+        )
 
 
 def _number(order: dict[str, Any] | None) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Jobs, check_training, tiny
+from jobs import WISHING, Job, Jobs, check_training, tiny
 from test_plans import V_SHAPE, chunks, explicit, stages
 from test_recovery_points import EVALUATION, RECOVERY_POINTS, evaluations
 
@@ -165,6 +165,17 @@ def test_a_worker_without_work_sees_no_documents(jobs: Jobs, documents: Path, tm
     check_training(job, reference)
     operations = [re.findall("operations: (.*?)\t", (path / "progress.txt").read_text()) for path in (plain, planned)]
     assert operations[0] and operations[0] == operations[1]
+
+
+def test_a_gradient_that_is_no_number_is_not_stepped_with(jobs: Jobs, tmp_path: Path) -> None:
+    """The loss of that iteration is one: Megatron's own check of gradients finds it, and ends the job as it does."""
+    save = {"save": str(jobs.directory / "spoiled"), "save_interval": 100}
+    plans = ask_for(tmp_path, (KEEPING, 1))
+    job = jobs.run(tiny(**PIPELINE, **save, resihp_plan=plans), workers=4, script=WISHING, wishes=["spoil-2-4"])
+    assert job.code != 0 and in_general_mode(job) == [False, True], job.tails()
+    assert job.summary.iterations == 3, "a step with a gradient that is no number was taken"
+    assert "found NaN in local grad norm for bucket #0" in job.log(2)
+    assert not job.events("recovery") and not job.events("worker_dead")
 
 
 @pytest.mark.parametrize("iteration", [pytest.param(5, marks=NIGHTLY), 6])

@@ -1,8 +1,8 @@
 """scripts/pretrain_gpt.py with a forward step that does what files in RUN_DIR/wishes ask for: ACTION-WORKER-ITERATION.
 
-Actions: `oom` and `error` raise, `nan` spoils the output, `hold` waits for the file `go_on` or, in iteration 7, for
-`go_on-7`. The wish `packing` has no
-worker and iteration: the bounds of packed documents are written to RUN_DIR/packing_WORKER, a line per micro-batch.
+Actions: `oom` and `error` raise, `nan` spoils the output, `spoil` its gradient only, `hold` waits for the file `go_on`
+or, in iteration 7, for `go_on-7`. The wish `packing` has no worker and iteration: the bounds of packed documents are
+written to RUN_DIR/packing_WORKER, a line per micro-batch.
 """
 
 import os
@@ -39,6 +39,8 @@ def forward_step(*positional: Any) -> Any:
     while wished("hold") and not any(file.exists() for file in going) and time.monotonic() < deadline:
         time.sleep(0.01)
     output, loss_function = plain_forward_step(*positional)
+    if wished("spoil"):
+        output.register_hook(lambda gradient: gradient * float("nan"))
     return (output * float("nan") if wished("nan") else output), loss_function
 
 

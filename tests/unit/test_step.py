@@ -1,0 +1,69 @@
+"""What all workers agree on before they step."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import rerun_state_machine
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+from megatron_resihp.integration.program_schedule import check_gradients
+from megatron_resihp.integration.step import agree
+
+
+def worker(checks: bool, others: float) -> Any:
+    """A standby, and what the others bring of the squared norm."""
+
+    def add_those_of_others(values: torch.Tensor) -> None:
+        values[0] += others
+
+    return SimpleNamespace(
+        worker=3, epoch=1, works=False, reports=False, losses=[], loss_names=(), seen_documents=None,
+        args=SimpleNamespace(check_for_nan_in_loss_and_grad=checks),
+        control=SimpleNamespace(stop_signal=None, validation=None, change=None),
+        everybody=SimpleNamespace(sum=add_those_of_others, workers=(0, 3)),
+        progress=SimpleNamespace(iteration=5, counters={}),
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_resihp.integration.step.note_counters", lambda runtime, values: None)
+
+
+@pytest.mark.parametrize("others", [math.nan, math.inf])
+def test_nobody_steps_with_a_norm_that_is_no_number(others: float) -> None:
+    with pytest.raises(RuntimeError, match=r"Worker 3, iteration 5: Unexpected result (nan|inf)"):
+        agree(worker(checks=True, others=others), 0.0)
+
+
+def test_it_is_for_megatrons_flag_to_say() -> None:
+    assert math.isnan(agree(worker(checks=False, others=math.nan), 0.0).grad_norm or 0.0)
+    assert agree(worker(checks=True, others=9.0), 16.0).grad_norm == 5.0
+
+
+def chunk(*norms: float, checks: bool = True) -> Any:
+    """What Megatron's DDP makes of a model chunk, with a bucket for each of these gradients."""
+    groups = []
+    for norm in norms:
+        group = object.__new__(_ParamAndGradBucketGroup)
+        group.buckets = [SimpleNamespace(grad_data=torch.tensor([0.0, norm]))]
+        groups.append(group)
+    settings = SimpleNamespace(check_for_nan_in_grad=checks, check_for_large_grads=False)
+    return SimpleNamespace(ddp_config=settings, bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:])
+
+
+@pytest.mark.parametrize("spoiled", [(math.nan, 1.0), (1.0, math.inf)])
+def test_megatrons_check_of_gradients_is_made(monkeypatch: pytest.MonkeyPatch, spoiled: tuple[float, ...]) -> None:
+    """Which its DDP makes where it begins to communicate; a plan's own schedule doesn't use that."""
+    machine = RerunStateMachine(mode=RerunMode.DISABLED)
+    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    check_gradients([chunk(1.0, 1.0), chunk(*spoiled, checks=False)])
+    with pytest.raises(RuntimeError, match=r"found (NaN|Inf) in local grad norm for bucket #0"):
+        check_gradients([chunk(1.0, 1.0), chunk(*spoiled)])
