@@ -5,7 +5,8 @@ its own, in which the order tells messages apart (`routes.Step.receives` keeps t
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,16 +56,17 @@ class GlooExchange:
         self._receiving: dict[PlannedOp, tuple[torch.Tensor, list[Any]]] = {}
         # With each operation its tensor: gloo forgets a send whose Work nobody keeps.
         self._sending: dict[PlannedOp, list[tuple[Any, torch.Tensor]]] = {}
+        self._met: set[tuple[int, int]] = set()
         self.bytes_sent = 0
 
     def connect(self, steps: Sequence[Step]) -> None:
-        """Meet everybody that these steps send to or receive from; all workers call it once, before the first step.
+        """Meet everybody that these steps send to or receive from; all workers that run them call it before the first.
 
         Gloo connects when it first needs a peer, and one of both waits there for the other one. All meet in one order
         of pairs, so that nobody waits in a circle.
         """
         met = {(piece.sender, piece.receiver) for message in _messages(steps) for piece in message.pieces}
-        mine = {(min(pair), max(pair)) for pair in met if self._me in pair}
+        mine = {(min(pair), max(pair)) for pair in met if self._me in pair} - self._met
         token = torch.zeros(1)
         for low, high in sorted(mine):
             if self._me == low:
@@ -72,6 +74,16 @@ class GlooExchange:
             else:
                 work = self._post(dist.irecv, token, group=self._group, group_src=self._rank_of[low])
             self._wait(work)
+        self._met |= mine
+
+    @contextmanager
+    def carrying(self, shape: tuple[int, ...]) -> Iterator[None]:
+        """Carry messages of which a token's part has another shape; none may be under way."""
+        usual, self._shape = self._shape, shape
+        try:
+            yield
+        finally:
+            self._shape = usual
 
     def take(self, message: Message) -> None:
         """Be ready for a message."""

@@ -92,8 +92,7 @@ class Feed:
         general = self._runtime.general
         share: Sequence[int]
         if general is not None:
-            evaluates = general.replica == general.evaluating_replica
-            everything = range(self.sampler.micro_batches if evaluates else 0)
+            everything = range(self.sampler.micro_batches if general.evaluates else 0)
             share = everything if self._is_eval else self._runtime.read_order
         elif self._is_eval:
             counts = even_counts(self.sampler.micro_batches, len(self._runtime.current_plan.replicas))

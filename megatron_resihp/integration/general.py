@@ -77,18 +77,40 @@ class General:
     @cached_property
     def _head_members(self) -> tuple[int, ...]:
         """Of the first replica that runs the head itself, of those with members in all stages if there is one: these
-        can evaluate for all."""
+        can evaluate for all without helpers."""
         running = [replica for replica in self.plan.replicas if _runs_head(replica)]
         complete = [replica for replica in running if all(replica.stages)]
         replica = (complete or running)[0]
         return replica.stages[replica.stage_of_chunk[-1]]
 
     @cached_property
-    def evaluating_replica(self) -> int:
-        """The replica of `reporter`, which evaluates for all."""
-        replica = self.plan.replica_of(self.reporter)
-        assert replica is not None
-        return replica
+    def evaluating(self) -> Replica:
+        """The replica of `reporter` as it evaluates for all: with a helper's members for each stage that has none."""
+        number = self.plan.replica_of(self.reporter)
+        assert number is not None
+        replica = self.plan.replicas[number]
+        of_chunk = [
+            replica.stages[stage] or self._helpers(replica, chunk) for chunk, stage in enumerate(replica.stage_of_chunk)
+        ]
+        members = tuple(dict.fromkeys(of_chunk))
+        chunks = tuple(
+            chunk._replace(stage=members.index(own)) for own, chunk in zip(of_chunk, replica.chunks, strict=True)
+        )
+        return Replica(members, replica.micro_batches, chunks)
+
+    def _helpers(self, replica: Replica, chunk: int) -> tuple[int, ...]:
+        """Who does in training what a stage without members would do."""
+        helper = next(
+            self.plan.replicas[migration.replica]
+            for migration in self.plan.migrations
+            if migration.chunk == chunk and migration.micro_batch in replica.micro_batches
+        )
+        return helper.stages[helper.stage_of_chunk[chunk]]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether this worker has part in evaluations."""
+        return any(self.worker in members for members in self.evaluating.stages)
 
     @property
     def has_head(self) -> bool:

@@ -71,16 +71,19 @@ def run_evaluation(
     runtime: Runtime, general: General, forward_step_func: Any, data_iterator: Any, model: Any, total: int
 ) -> list[dict[str, Any]]:
     """Run `total` micro-batches forwards through the replica whose results are printed; others have none."""
+    args = runtime.args
     assert runtime.exchange is not None
-    if general.replica != general.evaluating_replica:
+    if not general.evaluates:
         return []
-    replica = general.plan.replicas[general.replica]
-    evaluating = _evaluating(replica, total)
+    evaluating = _evaluating(general.evaluating, total)
     alone = ParallelPlan((evaluating,), {})
     orders = [[[op for op in order if op.kind == "F"] for order in orders_of(evaluating)]]
-    steps = routes_for(alone, orders, general.worker, runtime.own.sequence_parallel, runtime.args.seq_length)
+    rows, row = boundary_of(args, args.eval_micro_batch_size)
+    steps = routes_for(alone, orders, general.worker, runtime.own.sequence_parallel, rows)
     work = MegatronWork(runtime, general, steps, forward_step_func, data_iterator, model, total)
-    run(steps, work, runtime.exchange)
+    runtime.exchange.connect(steps)
+    with runtime.exchange.carrying(row):
+        run(steps, work, runtime.exchange)
     work.batches.finish()
     return work.reported
 
@@ -158,15 +161,27 @@ class MegatronWork:
                 later.compute()
 
 
+def boundary_of(args: Any, micro_batch_size: int) -> tuple[int, tuple[int, int]]:
+    """What crosses between layers: rows, the tokens of a sample, and the shape of each, (micro-batch, hidden).
+
+    Packed samples of a micro-batch are one long sample.
+    """
+    if args.dataloader_inter_document_masking:
+        return args.seq_length * micro_batch_size, (1, args.hidden_size)
+    return args.seq_length, (micro_batch_size, args.hidden_size)
+
+
 def training_routes(runtime: Runtime, general: General) -> tuple[Step, ...]:
     """This worker's steps of every iteration under the plan."""
     orders = [orders_of(replica) for replica in general.plan.replicas]
-    return routes_for(general.plan, orders, general.worker, runtime.own.sequence_parallel, runtime.args.seq_length)
+    rows, _ = boundary_of(runtime.args, runtime.args.micro_batch_size)
+    return routes_for(general.plan, orders, general.worker, runtime.own.sequence_parallel, rows)
 
 
 def make_exchange(runtime: Runtime, general: General) -> MeasuredExchange:
     """What carries results between workers in this epoch. All of them call it in the world of the plan."""
     args, communicators = runtime.args, runtime.communicators
+    _, row = boundary_of(args, args.micro_batch_size)
     rank_of = {worker: rank for rank, worker in enumerate(general.rank_order)}
     everybody, peers = dist.group.WORLD, mpu.get_tensor_model_parallel_group()
     if communicators.waiter is not None:
@@ -177,7 +192,7 @@ def make_exchange(runtime: Runtime, general: General) -> MeasuredExchange:
         everybody,
         rank_of,
         peers if len(general.peers) > 1 else None,
-        (args.micro_batch_size, args.hidden_size),
+        row,
         args.params_dtype,
         torch.device("cuda", torch.cuda.current_device()),
         communicators.waiter,

@@ -13,7 +13,6 @@ from megatron_resihp.config import ResihpConfig, Slowdown
 from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.executor.communicators import Communicators, SideGroup
-from megatron_resihp.executor.interpreter import Exchange
 from megatron_resihp.executor.routes import Step
 from megatron_resihp.executor.slice_sums import Bucket
 from megatron_resihp.integration.drills import Drills, ScheduledSlowdowns
@@ -28,6 +27,7 @@ from megatron_resihp.plan.files import read_plan
 
 if TYPE_CHECKING:
     from megatron_resihp.integration.general_world import MegatronGroups, Sizes
+    from megatron_resihp.integration.measured_exchange import MeasuredExchange
     from megatron_resihp.integration.optimizer_ring import Kept, Ring
 
 LOSS_SLOTS = 4
@@ -137,7 +137,7 @@ class Runtime:
         self.progress = Progress()
         self.general: General | None = None
         self.routes: tuple[Step, ...] = ()
-        self.exchange: Exchange | None = None
+        self.exchange: MeasuredExchange | None = None
         self.running_chunk = 0
         self.buckets: list[Bucket] = []
         self.everybody: SideGroup | None = None

@@ -59,6 +59,15 @@ IDLE_HEAD = ParallelPlan(
 )  # fmt: skip
 """The second stage of the first replica, worker 1, which had no head before, has no work."""
 
+HELPED = ParallelPlan(
+    (
+        Replica(stages([0], []), (0, 1), chunks(3, 6), in_order((0, 1, 2, 3), ())),
+        Replica(stages([], [3]), (2, 3), chunks(3, 6), in_order((), (0, 1, 2, 3))),
+    ),
+    {1: None, 2: None}, (Migration(0, 1, 1), Migration(1, 1, 1), Migration(2, 0, 0), Migration(3, 0, 0)),
+)  # fmt: skip
+"""No replica has members in both stages: each does a stage's work for the other one."""
+
 
 def ask_for(path: Path, *plans: tuple[ParallelPlan, int]) -> list[str]:
     """Values of --resihp-plan."""
@@ -196,6 +205,17 @@ def test_evaluation_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.run(tiny(**model, resihp_plan=ask_for(tmp_path, (UNLIKE, 1), (VEE, 3), (LONE, 5))), workers=4)
     check_training(job, reference)
     assert in_general_mode(job) == [False, True, True, True]
+    assert evaluations(job) == evaluations(reference)
+    assert final_losses(job) == final_losses(reference)
+
+
+@NIGHTLY
+def test_evaluation_of_other_micro_batches_and_with_helpers(jobs: Jobs, tmp_path: Path) -> None:
+    model = {**PIPELINE, **EVALUATION, "eval_iters": 2, "eval_micro_batch_size": 2}
+    reference = jobs.reference(tiny(**model), workers=4)
+    job = jobs.run(tiny(**model, resihp_plan=ask_for(tmp_path, (HELPED, 1), (VEE, 3))), workers=4)
+    check_training(job, reference)
+    assert in_general_mode(job) == [False, True, True]
     assert evaluations(job) == evaluations(reference)
     assert final_losses(job) == final_losses(reference)
 

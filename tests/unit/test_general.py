@@ -1,8 +1,13 @@
 """What a worker knows of a plan in general mode."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from megatron_resihp.integration.general import General
+from megatron_resihp.integration.program_schedule import boundary_of
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT
 
@@ -23,4 +28,43 @@ def test_who_has_no_losses_does_not_report() -> None:
         Replica(((2,), (3,)), (2, 3), HALVES, in_order((2, 3), (0, 1, 2, 3))),
     )
     general = General(ParallelPlan(replicas, {}, (Migration(0, 1, 1), Migration(1, 1, 1))), 0, None)
-    assert general.reporter == general.rank_order[-1] == 3 and general.evaluating_replica == 1
+    assert general.reporter == general.rank_order[-1] == 3 and general.evaluating.stages == ((2,), (3,))
+
+
+def test_who_helps_in_training_helps_to_evaluate() -> None:
+    """No replica has members in every stage; the reporter's, the second one, lacks the first stage."""
+    replicas = (
+        Replica(((0,), ()), (0, 1), HALVES, in_order((0, 1, 2, 3), ())),
+        Replica(((), (3,)), (2, 3), HALVES, in_order((), (2, 3, 0, 1))),
+    )
+    migrations = (*(Migration(m, 1, 1) for m in (0, 1)), *(Migration(m, 0, 0) for m in (2, 3)))
+    views = [General(ParallelPlan(replicas, {2: None}, migrations), worker, None) for worker in (0, 2, 3)]
+    assert [view.evaluates for view in views] == [True, False, True]
+    for view in views:
+        assert view.reporter == 3
+        assert view.evaluating.stages == ((0,), (3,)) and view.evaluating.chunks == HALVES
+
+
+def test_a_helper_of_two_chunks_evaluates_both() -> None:
+    """As one stage, whatever its number is in its own replica."""
+    chunks = (Chunk(0, 0, 2), Chunk(1, 2, 4), Chunk(0, 4, 5), Chunk(1, 5, 6))
+    swapped = tuple(chunk._replace(stage=1 - chunk.stage) for chunk in chunks)
+
+    def order(*own_chunks: int) -> tuple[PlannedOp, ...]:
+        forwards = [PlannedOp("F", chunk, m) for chunk in own_chunks for m in (0, 1)]
+        return (*forwards, *(op._replace(kind="B") for op in reversed(forwards)))
+
+    replicas = (
+        Replica(((), (1,)), (0,), chunks, Schedule(EXPLICIT, orders=((), order(1, 3)))),
+        Replica(((), (5, 4)), (1,), swapped, Schedule(EXPLICIT, orders=((), order(0, 2)))),
+    )
+    migrations = (Migration(0, 0, 1), Migration(0, 2, 1), Migration(1, 1, 0), Migration(1, 3, 0))
+    general = General(ParallelPlan(replicas, {}, migrations), 4, None)
+    assert general.reporter == 1 and general.evaluates
+    assert general.evaluating.stages == ((5, 4), (1,)) and general.evaluating.chunks == chunks
+
+
+@pytest.mark.parametrize(("packed", "expected"), [(False, (32, (2, 8))), (True, (64, (1, 8)))])
+def test_packed_samples_cross_as_one(packed: bool, expected: tuple[int, tuple[int, int]]) -> None:
+    args: Any = SimpleNamespace(seq_length=32, hidden_size=8, dataloader_inter_document_masking=packed)
+    assert boundary_of(args, 2) == expected

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_resihp.detector.records import OpKind
 from megatron_resihp.executor.messages import Message
+from megatron_resihp.executor.routes import Step
 from megatron_resihp.integration import measured_exchange
 from megatron_resihp.integration.measured_exchange import MeasuredExchange
 from megatron_resihp.plan import PlannedOp
@@ -124,3 +125,28 @@ def test_what_came_while_its_receiver_computed_has_no_time_however_long_reading_
     waited_for, found = (done - posted for *_, posted, done, _ in receiver.rows)
     assert waited_for == pytest.approx(0.05)
     assert math.isnan(found)
+
+
+def test_an_evaluation_may_carry_other_micro_batches(wire: Wire) -> None:
+    sender, receiver = (Worker(me, (me,), emulated=False).exchange for me in (0, 1))
+    message = Message(PlannedOp("F", 0, 0), (0,), (1,), TOKENS, False, 0)
+    larger = torch.rand(TOKENS, 3, 8)
+    with sender.carrying((3, 8)), receiver.carrying((3, 8)):
+        receiver.take(message)
+        sender.send(message, larger)
+        assert torch.equal(receiver.receive(message), larger)
+    with pytest.raises(ValueError, match=r"\(4, 3, 8\) of .*; \(4, 1, 8\)"):
+        sender.send(message, larger)
+
+
+def test_who_has_met_is_not_waited_for_again(wire: Wire) -> None:
+    exchange = Worker(0, (0,), emulated=False).exchange
+    steps = [
+        Step(op, None, Message(op, (0,), (receiver,), TOKENS, False, receiver))
+        for receiver, op in ((1, PlannedOp("F", 0, 0)), (2, PlannedOp("F", 0, 1)))
+    ]
+    exchange.connect(steps[:1])
+    assert wire.sent.keys() == {(0, 1, 0)}
+    wire.sent.clear()
+    exchange.connect(steps)
+    assert wire.sent.keys() == {(0, 2, 0)}
