@@ -124,7 +124,7 @@ def durations(
             each.append(own / (device.rate(len(members)) * (speed or {}).get(worker, 1.0)))
         if each:
             seconds[:, number] = np.max(np.unique(each, axis=0) @ workload, axis=0)
-    if not (replica.schedule and replica.schedule.splits_backward):
+    if not (training.splits_backward and replica.schedule and replica.schedule.splits_backward):
         seconds[B] += seconds[W]
         seconds[W] = 0.0
     return seconds

@@ -61,6 +61,8 @@ class JobCost:
     def seconds(self, degree: int) -> Array:
         """Of F, B and W of each layer on the healthy member with the largest share, [3, layers]; read only.
 
+        W's are in B where the layers can't split their backward.
+
         Raises:
             ShardError: so many members can't share a layer.
         """
@@ -131,23 +133,30 @@ class JobCost:
 
     def _per_square_of(self, degree: int) -> Array:
         work, per_square = self._work(degree), layer_work(self.model, self.training, degree)[..., 1]
-        seconds = self.seconds(degree) * np.divide(per_square, work, out=np.zeros_like(work), where=work > 0)
+        share = np.divide(per_square, work, out=np.zeros_like(work), where=work > 0)
+        return self._as_run(self._seconds_apart(degree) * share)
+
+    def _seconds_of(self, degree: int) -> Array:
+        return self._as_run(self._seconds_apart(degree))
+
+    def _as_run(self, seconds: Array) -> Array:
+        """What F, B and W take if all can be apart → what they do take; read only."""
+        if not self.training.splits_backward:
+            forward, backward, weight = seconds
+            seconds = np.stack([forward, backward + weight, np.zeros_like(weight)])
         seconds.setflags(write=False)
         return seconds
 
-    def _seconds_of(self, degree: int) -> Array:
+    def _seconds_apart(self, degree: int) -> Array:
         work = self._work(degree)
         if degree in self.measured:
             return self.measured[degree]
         if self.alone is None:
-            seconds = work / self.device.rate(degree)
-        else:
-            whole = self._work(1)
-            share = np.full(whole.shape, 1 / degree)
-            np.divide(work, whole, out=share, where=whole > 0)
-            seconds = self.alone * share * (self.device.rate(1) / self.device.rate(degree))
-        seconds.setflags(write=False)
-        return seconds
+            return work / self.device.rate(degree)
+        whole = self._work(1)
+        share = np.full(whole.shape, 1 / degree)
+        np.divide(work, whole, out=share, where=whole > 0)
+        return self.alone * share * (self.device.rate(1) / self.device.rate(degree))
 
     def _work(self, degree: int, tp_rank: int = 0) -> Array:
         """FLOPs of a member in each layer for a typical micro-batch, [3, layers]; TP rank 0 has the largest share."""

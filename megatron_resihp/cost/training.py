@@ -35,6 +35,8 @@ class Training:
         weight_bytes, gradient_bytes, optimizer_bytes: per parameter.
         expert_parallel: workers that share out routed experts.
         expert_tensor_parallel: that share out each of them; None: as many as share the other layers.
+        splits_backward: whether weight gradients can be left for later. Only Megatron's own ("local") linear layers
+            do that; of others B does all of the backward, and a W finds nothing to do.
     """
 
     sequence_length: int
@@ -47,6 +49,7 @@ class Training:
     optimizer_bytes: int = MASTER_AND_MOMENTS
     expert_parallel: int = 1
     expert_tensor_parallel: int | None = None
+    splits_backward: bool = True
 
     @property
     def tokens(self) -> int:
@@ -60,7 +63,7 @@ class Training:
 
 
 def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
-    """Megatron's arguments → Training; what is absent has Megatron's default.
+    """Megatron's arguments → Training; what is absent has Megatron's default, but layers are "local" then.
 
     Raises:
         TrainingError: `seq_length` is missing, or the recomputation is of a kind that is not modelled.
@@ -80,6 +83,7 @@ def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
         optimizer_bytes=MASTER_AND_MOMENTS if half else MOMENTS,
         expert_parallel=arguments.get("expert_model_parallel_size") or 1,
         expert_tensor_parallel=arguments.get("expert_tensor_parallel_size"),
+        splits_backward=arguments.get("transformer_impl") in (None, "local"),
     )
 
 

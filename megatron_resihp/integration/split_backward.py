@@ -1,7 +1,8 @@
 """B without W: a backward pass that leaves the weight gradients of Megatron's linear layers for later.
 
 Megatron's own layers can leave out a weight gradient where a kernel adds it to the gradient buffer; we are that kernel,
-later. All other parameters (norms, embeddings) get their gradients in B. May import megatron.
+later. All other parameters (norms, embeddings) get their gradients in B, and so do all of Transformer Engine's layers:
+`cost.training` tells planners that. May import megatron.
 Source of the split: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2.
 """
 

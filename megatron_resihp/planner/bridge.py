@@ -46,8 +46,9 @@ def strategy_named(name: str) -> Strategy:
     if name not in STRATEGIES or STRATEGIES[name].change is not Change.IN_PLACE:
         raise NoPlanError(f"there is no strategy {name} that changes a job in place")
     if name == "joint":
-        even = Settings(uneven=False)
-        return lambda plan, health, cost: joint(plan, health, cost, even)
+        return lambda plan, health, cost: joint(
+            plan, health, cost, Settings(uneven=False, zero_bubble=cost.training.splits_backward)
+        )
     return STRATEGIES[name].strategy
 
 

@@ -80,6 +80,9 @@ class TestDurations:
             for name in ("1f1b", "zero-bubble-h1")
         )
         assert whole[B] == pytest.approx(split[B] + split[W]) and (split[W] > 0).all()
+        engine = replace(TRAINING, splits_backward=False)
+        zero_bubble = replace(self.stages, schedule=Schedule("zero-bubble-h1"))
+        assert (durations(zero_bubble, MODEL, engine, DEVICE, [4096], [0]) == whole).all()
 
     def test_a_degree_between_known_ones(self) -> None:
         assert DEVICE.rate(3) == pytest.approx(312e12 * 0.5 * 0.925) and DEVICE.rate(16) == DEVICE.rate(8)

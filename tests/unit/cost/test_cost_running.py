@@ -73,6 +73,22 @@ def test_the_emulated_device_sets_the_pace() -> None:
     assert cost.micro_batches == 8 and cost.workers_per_node == 4
 
 
+@pytest.mark.parametrize("emulated", [None, "a100"])
+def test_layers_that_cannot_leave_weight_gradients_for_later_do_them_in_b(emulated: str | None) -> None:
+    """Then a W apart saves no time, and a strategy that hopes for that would predict what never comes."""
+    told = {**JOB, "emulated": emulated}
+    local, engine = (
+        cost_of_job({**told, "arguments": {**MODEL, "transformer_impl": name}}, 4, 4, OWN, None)
+        for name in ("local", "transformer_engine")
+    )
+    for of_local, of_engine in (
+        (local.seconds(2), engine.seconds(2)), (local.seconds_per_square(2), engine.seconds_per_square(2))
+    ):  # fmt: skip
+        assert of_engine[F] == pytest.approx(of_local[F])
+        assert of_engine[B] == pytest.approx(of_local[B] + of_local[W]) and not of_engine[W].any()
+    assert local.seconds(2)[W].any()
+
+
 def test_workers_of_several_emulated_nodes_use_the_slow_links() -> None:
     near, far = (cost_of_job({**JOB, "emulated": "a100"}, workers, 8, OWN, None) for workers in (4, 8))
     assert far.transfer(1, 1) > 2 * near.transfer(1, 1)
