@@ -12,6 +12,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
 from megatron.training import training
+from megatron.training.utils import append_to_progress_log
 
 from megatron_resihp.integration.runtime import Runtime, Trained, parts_of
 
@@ -105,6 +106,12 @@ def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
     runtime.carried_totals = counters["totals"]
 
 
+def note_in_progress_log(args: Any) -> None:
+    """Megatron reckons throughput from when a job of as many workers was started, and fails where none ever was."""
+    if args.log_progress and args.save:
+        append_to_progress_log(args.save, "Starting job", barrier=False)
+
+
 def wrap_training_log(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
     """Carry the running loss totals over a recovery: they live in a local variable of train()."""
 
@@ -117,7 +124,10 @@ def wrap_training_log(runtime: Runtime, original: Callable[..., Any]) -> Callabl
         if runtime.epoch > 0:
             # The job's first line leaves the totals as they are; the first one after a recovery is not that.
             kwargs["is_first_iteration"] = False
+        # It asks for the operations of an iteration that train() has counted.
+        flops = runtime.flops
         result = original(loss_dict, total_loss_dict, *args, **kwargs)
+        runtime.flops = flops
         runtime.totals = dict(total_loss_dict)
         return result
 

@@ -18,7 +18,7 @@ from megatron_resihp.control.record import Commit, Stage
 from megatron_resihp.control.worker import EpochBroken, EpochPlan, JobEnded, SalvageOrder
 from megatron_resihp.executor.communicators import is_communicator_error
 from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
-from megatron_resihp.integration.counting import restore_counters
+from megatron_resihp.integration.counting import note_in_progress_log, restore_counters
 from megatron_resihp.integration.digests import state_digests
 from megatron_resihp.integration.drills import StagedError
 from megatron_resihp.integration.general_state import HostFiller, WholeState, move_state, slice_digests
@@ -311,6 +311,7 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
     if runtime.works:
         for feed in runtime.feeds:
             feed.rewind()
+        note_in_progress_log(runtime.args)
     else:
         _stand_by(runtime, commit)
 

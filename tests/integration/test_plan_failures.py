@@ -167,6 +167,7 @@ def test_a_worker_without_work_sees_no_documents(jobs: Jobs, documents: Path, tm
     model = PIPELINE | {
         "mock_data": False, "data_path": documents, "vocab_size": 257, "dataloader_inter_document_masking": True,
         "data_cache_path": documents.with_name("cache"), "log_progress": True, "ckpt_format": "torch_dist",
+        "save_interval": 100,
     }  # fmt: skip
     plain, planned = tmp_path / "plain", tmp_path / "planned"
     reference = jobs.reference(tiny(**model, save=plain), workers=4)

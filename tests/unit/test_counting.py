@@ -1,14 +1,25 @@
-"""What a job's checkpoint said of the learning rate outlives recoveries, in which all is built from the arguments."""
+"""What a job's checkpoint said of the learning rate outlives recoveries, in which all is built from the arguments; and
+what Megatron reckons with afterwards is there."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from megatron.training import training
+from megatron.training.utils import log_utils
 
-from megatron_resihp.integration.counting import restore_counters, snapshot_counters
+from megatron_resihp.integration.counting import (
+    note_in_progress_log,
+    restore_counters,
+    snapshot_counters,
+    wrap_flops,
+    wrap_training_log,
+)
 from megatron_resihp.integration.runtime import Trained
 from megatron_resihp.integration.step import COUNTERS_FROM, LOSSES_FROM, note_counters
 
@@ -61,3 +72,32 @@ def test_a_standby_knows_enough_to_go_on_from_if_all_that_work_die() -> None:
     restore_counters(anew, json.loads(json.dumps(standby.progress.counters[8])))
     assert (anew.args.iteration, anew.args.consumed_train_samples, anew.trained.scheduler.num_steps) == (7, 56, 56)
     assert anew.trained.scheduler.max_lr == 1e-3
+
+
+def test_megatron_finds_a_start_with_as_many_workers_in_its_progress_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It asserts that where it notes a checkpoint; after a death there are fewer than at the start."""
+    args = SimpleNamespace(log_progress=True, save=str(tmp_path), world_size=4)
+    monkeypatch.setattr(training, "get_args", lambda: args)
+    monkeypatch.setattr(log_utils, "safe_get_rank", lambda: 0)
+    for world_size in (4, 3):
+        monkeypatch.setattr(log_utils, "safe_get_world_size", lambda: args.world_size)
+        args.world_size = world_size
+        note_in_progress_log(args)
+        _, operations = training.get_start_time_from_progress_log()
+        assert operations == 0
+    args.log_progress, args.world_size = False, 2
+    note_in_progress_log(args)
+    with pytest.raises(AssertionError, match="same world_size"):
+        training.get_start_time_from_progress_log()
+
+
+def test_operations_that_are_asked_for_to_be_logged_are_not_counted_again() -> None:
+    job: Any = SimpleNamespace(flops=100.0, epoch=0, carried_totals=None, totals={})
+    operations = wrap_flops(job, lambda: 7.0)
+    log = wrap_training_log(job, lambda loss_dict, total_loss_dict: operations())
+    for iteration in (1, 2):
+        operations()
+        log({}, {})
+        assert job.flops == 100.0 + 7.0 * iteration
