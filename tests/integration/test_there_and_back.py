@@ -1,0 +1,89 @@
+"""State that goes to an unlike plan and back is bitwise what left; state that changed on the way trains nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_plan_failures
+import torch
+from jobs import EXPERTS, Job, Jobs, check_training, tiny
+from test_plan_failures import PIPELINE, ask_for, in_general_mode
+from test_plans import FOUR, LLAMA, MODEL, RECTANGLE, chunks, stages
+
+from megatron_resihp.plan import ParallelPlan, Replica
+
+NIGHTLY = pytest.mark.nightly
+WATCHING = Path(__file__).with_name("watching_gpt.py")
+CHANGE = 2
+"""The iteration in which the unlike plan is asked for."""
+SHORT = MODEL | {"train_iters": 6, "num_layers": 4}
+GROUPED: dict[str, Any] = {name: value for name, value in LLAMA.items() if not name.startswith("untie")}
+"""Grouped queries and gated MLPs, with one matrix for word embeddings and head."""
+UNLIKE = ParallelPlan((Replica(stages([2], [1], [0]), tuple(range(8)), chunks(2, 3, 6)),), {3: None})
+
+
+def start(jobs: Jobs, path: Path, model: dict[str, Any], plan: ParallelPlan, *wishes: str) -> Job:
+    words = ask_for(path, (plan, CHANGE))
+    return jobs.start(tiny(**model, resihp_plan=words), workers=4, script=WATCHING, wishes=wishes)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        RECTANGLE | GROUPED | {"bf16": True},
+        pytest.param(RECTANGLE, marks=NIGHTLY),
+        pytest.param(RECTANGLE | LLAMA | {"sequence_parallel": True}, marks=NIGHTLY),
+        pytest.param(RECTANGLE | EXPERTS | {"sequence_parallel": True}, marks=NIGHTLY),
+        pytest.param({"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}, marks=NIGHTLY),
+    ],
+    ids=["grouped, bf16", "dense", "llama", "experts", "distributed optimizer"],
+)
+def test_there_and_back_is_bitwise_what_left(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
+    """The unlike plan's epoch is broken before it takes a step, so there is nothing that could have changed. With TP 2
+    x PP 2 there is one replica, of which each shard has one holder: no digests of others would tell."""
+    job = start(jobs, tmp_path, SHORT | model, UNLIKE, "break").wait()
+    assert job.code == 0, job.tails()
+    assert in_general_mode(job) == [False, True, False]
+    own, _, back = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
+    left = {place(own, worker): state(job, "left", 1, worker) for worker in own.working}
+    for worker in back.working:
+        assert_equal(state(job, "came", 2, worker), left[place(back, worker)])
+
+
+def place(plan: ParallelPlan, worker: int) -> tuple[Any, ...]:
+    """Of a distributed optimizer replicas have different parts."""
+    return plan.replica_of(worker), plan.coordinate_of(worker)
+
+
+def state(job: Job, when: str, epoch: int, worker: int) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(job.run_dir / "state" / f"{when}-{epoch}-{worker}.pt", weights_only=False)
+    return found
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["steps"] == other["steps"]
+    assert one["tensors"].keys() == other["tensors"].keys()
+    assert any(name.startswith("state/") or "exp_avg" in name for name in one["tensors"]), "moments are among them"
+    for name, tensor in one["tensors"].items():
+        assert tensor.dtype == other["tensors"][name].dtype
+        assert torch.equal(tensor.view(-1).view(torch.uint8), other["tensors"][name].view(-1).view(torch.uint8)), name
+
+
+def test_a_slice_that_changes_while_it_is_copied_is_trained_by_nobody(jobs: Jobs, tmp_path: Path) -> None:
+    job = start(jobs, tmp_path, SHORT | RECTANGLE, FOUR["one stage"], "flip-own-1").wait()
+    assert job.code == 1, job.tails()
+    [end] = job.events("run_finished")
+    assert end["reason"].startswith("worker 1 failed: ContractBroken: the state of the word embeddings")
+    assert "is not what it was before it moved" in end["reason"]
+    assert {event["epoch"] for event in job.events("iteration")} == {0}
+
+
+def test_a_slice_that_changes_on_its_way_is_trained_by_nobody(jobs: Jobs, tmp_path: Path) -> None:
+    """Its receiver cannot tell; who sent it can. Nobody has lost anything: all go on as before the change."""
+    job = start(jobs, tmp_path, PIPELINE, test_plan_failures.UNLIKE, "flip-sent-3").wait()
+    [broken] = job.events("epoch_broken")
+    assert "state differs between holders of layer" in broken["cause"]
+    assert in_general_mode(job) == [False, False]
+    check_training(job, jobs.reference(tiny(**PIPELINE), workers=4))

@@ -1,0 +1,87 @@
+"""scripts/pretrain_gpt.py that writes down all state before and after it moves: RUN_DIR/state/WHEN-EPOCH-WORKER.pt.
+
+What each worker holds, whatever digests say of it: parameters, masters, moments, module buffers, a distributed
+optimizer's part, and the optimizer's counts of steps for each group. With files in RUN_DIR/wishes it breaks the first
+epoch in general mode before its first forward (`break`), or a worker flips a bit of the first slice that it copies from
+its old objects or is sent (`flip-own-WORKER`, `flip-sent-WORKER`), once.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+import pretrain_gpt  # noqa: E402
+import torch  # noqa: E402
+
+from megatron_resihp.integration import general_state, recovery  # noqa: E402
+from megatron_resihp.integration.drills import StagedError  # noqa: E402
+from megatron_resihp.integration.optimizer_shards import own_part  # noqa: E402
+from megatron_resihp.integration.shard import group_steps, shard_tensors  # noqa: E402
+
+RUN_DIR, WORKER = Path(os.environ["RESIHP_RUN_DIR"]), os.environ["RESIHP_WORKER"]
+WISHES, STATE = RUN_DIR / "wishes", RUN_DIR / "state"
+
+plain_forward_step, plain_adopt, plain_migrate = pretrain_gpt.forward_step, recovery._adopt, recovery._migrate
+plain_receive, plain_fill = general_state._receive, general_state._Filler.fill
+breaking = False
+receiving = flipped = False
+
+
+def migrate(runtime: Any, order: Any, trained: Any) -> Any:
+    note("left", order.epoch, runtime, runtime.trained)
+    found = plain_migrate(runtime, order, trained)
+    note("came", order.epoch, runtime, trained)
+    return found
+
+
+def note(when: str, epoch: int, runtime: Any, trained: Any) -> None:
+    tensors = {name: tensor.detach().clone() for name, tensor in shard_tensors(trained).items()}
+    if runtime.shares_optimizer and trained.optimizer.config.use_distributed_optimizer:
+        for where, entry in own_part(trained).items():
+            tensors |= {f"{where}/{name}": tensor.detach().clone() for name, tensor in entry.tensors.items()}
+    STATE.mkdir(exist_ok=True)
+    torch.save({"tensors": tensors, "steps": group_steps(trained)}, STATE / f"{when}-{epoch}-{WORKER}.pt")
+
+
+def adopt(runtime: Any, *rest: Any) -> None:
+    global breaking
+    plain_adopt(runtime, *rest)
+    breaking = (WISHES / "break").exists() and runtime.general is not None and WORKER == "0"
+
+
+def forward_step(*positional: Any) -> Any:
+    if breaking:
+        raise StagedError("this epoch is not to take a step")
+    return plain_forward_step(*positional)
+
+
+def receive(*positional: Any) -> int:
+    global receiving
+    receiving = True
+    try:
+        return plain_receive(*positional)
+    finally:
+        receiving = False
+
+
+def fill(self: Any, pieces: Any, tensors: dict[str, torch.Tensor]) -> None:
+    global flipped
+    wish = WISHES / f"flip-{'sent' if receiving else 'own'}-{WORKER}"
+    name = next((name for name, tensor in tensors.items() if name.startswith("param/") and tensor.numel()), None)
+    if name and wish.exists() and not flipped:
+        flipped = True
+        spoilt = tensors[name].detach().clone(memory_format=torch.contiguous_format)
+        spoilt.view(-1).view(torch.uint8)[0] ^= 1
+        tensors = {**tensors, name: spoilt}
+    plain_fill(self, pieces, tensors)
+
+
+if __name__ == "__main__":
+    recovery._migrate, recovery._adopt = migrate, adopt
+    general_state._receive, general_state._Filler.fill = receive, fill  # type: ignore[method-assign]
+    pretrain_gpt.forward_step = forward_step
+    pretrain_gpt.main()
