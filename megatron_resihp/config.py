@@ -10,7 +10,7 @@ from typing import Any, Final
 
 DRILL_POINTS = (
     "forward", "backward", "p2p", "grad-sync", "norm", "step", "gather", "between", "evaluate", "save",
-    "recovery-muster", "recovery-rebuild", "recovery-ready",
+    "recovery-muster", "recovery-rebuild", "recovery-migrate", "recovery-ready",
 )  # fmt: skip
 
 RECTANGULAR: Final = "rectangular"

@@ -3,7 +3,7 @@
 May import megatron and this room. Used in general mode, and on the way into it and out of it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,7 +79,8 @@ def counted_norm_squared(model: Sequence[Any], general: General) -> float:
 
 def move_state(
     group: SideGroup, worker: int, old: Trained, new: Trained | None, held: Shards, wanted: Shards, cuts: int,
-    tied_head: int | None, whole: "WholeState | None" = None, filler: "Filler | None" = None,
+    tied_head: int | None, moved: Callable[[], None], whole: "WholeState | None" = None,
+    filler: "Filler | None" = None,
 ) -> int:  # fmt: skip
     """Fill `new` with what its shards want, from the old objects and from other workers.
 
@@ -92,6 +93,7 @@ def move_state(
         wanted: every member's shards in the new plan.
         cuts: of both.
         tied_head: number of the head's layer if it shares the word embeddings.
+        moved: called after each transfer that this worker takes part in.
         whole: the state of the old objects' parameters, if they have parts of it only.
         filler: where the state goes, if not straight into `new`.
 
@@ -120,6 +122,8 @@ def move_state(
         elif move.target == worker:
             assert filler is not None
             received += _receive(group, move, filler, target)
+        if worker in (move.source, move.target):
+            moved()
     return received
 
 

@@ -236,6 +236,8 @@ def make_moves(runtime: Runtime, moves: Sequence[RangeMove], has: Part, collecte
             collected.count(ranges)
             collected.steps += extra["steps"]
             received += sum(tensor.nbytes for tensor in found.values())
+        if worker in (source, target):
+            runtime.reach("recovery-migrate")
     return received
 
 

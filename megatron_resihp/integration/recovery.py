@@ -259,6 +259,8 @@ def _migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained) -> tup
             tensors, extra = receive_tensors(runtime.everybody, transfer.source, device)
             fill_shard(trained, tensors, extra["steps"])
             received = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if runtime.worker in (transfer.source, transfer.target):
+            runtime.reach("recovery-migrate")
     if trained is not runtime.trained and not received:
         fill_shard(trained, shard_tensors(runtime.trained), group_steps(runtime.trained))
     return received, state_digests(runtime, trained)
@@ -278,7 +280,10 @@ def _migrate_slices(
     wanted = all_shards(spelled_out(order.plan, own.chunks))
     cuts = cuts_of(shard for table in (order.held, wanted) for shards in table.values() for shard in shards)
     new = None if trained is old else trained
-    received = move_state(runtime.everybody, worker, old, new, order.held, wanted, cuts, own.tied_head, whole, filler)
+    received = move_state(
+        runtime.everybody, worker, old, new, order.held, wanted, cuts, own.tied_head,
+        lambda: runtime.reach("recovery-migrate"), whole, filler,
+    )  # fmt: skip
     digests = slice_digests(old, order.held[worker], cuts, own.tied_head, whole)
     filled = None if filler is None else filler.whole
     after = {} if new is None else slice_digests(new, wanted[worker], cuts, own.tied_head, filled)

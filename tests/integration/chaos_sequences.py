@@ -15,7 +15,9 @@ from megatron_resihp.config import DRILL_POINTS
 from megatron_resihp.plan import ParallelPlan
 
 ITERATIONS = 14
-RECOVERY_POINTS = tuple(point for point in DRILL_POINTS if point.startswith("recovery-"))
+MIGRATING = "recovery-migrate"
+RECOVERY_POINTS = tuple(point for point in DRILL_POINTS if point.startswith("recovery-") and point != MIGRATING)
+"""Which every worker reaches in every recovery; the remaining one is reached by those whose state moves."""
 SPEEDS = (0.2, 0.5, 0.8)
 LONG_PAUSE_S = 9.0
 """Far longer than a heartbeat may be late: who wakes up then has been given up for dead."""
@@ -49,7 +51,7 @@ class Cast:
     def points(self) -> tuple[str, ...]:
         """Where drills can strike."""
         missing = {"save"} if "eval_interval" in self.model else {"save", "evaluate"}
-        return tuple(point for point in DRILL_POINTS if point not in missing)
+        return tuple(point for point in DRILL_POINTS if point not in missing and point != MIGRATING)
 
     def arguments(self) -> dict[str, Any]:
         sizes = {"num_layers": LAYERS - 2, "global_batch_size": self.micro_batches, "train_iters": ITERATIONS}
@@ -110,7 +112,7 @@ class Sequence:
 def random_sequence(seed: int) -> Sequence:
     """Half of the seeds have the distributed optimizer, half have workers that come back."""
     cast = CASTS[seed // 4 % len(CASTS)]
-    return _Author(Random(seed), cast, seed % 4 >= 2, 2 * (seed % 2)).write()
+    return _Author(Random(seed), Random(~seed), cast, seed % 4 >= 2, 2 * (seed % 2)).write()
 
 
 @dataclass
@@ -119,6 +121,8 @@ class _Author:
     they were to, or never. Plans that name the dead, and are refused, belong to what a job has to bear."""
 
     random: Random
+    aside: Random
+    """For what was thought of later: all else stays what a seed has been."""
     cast: Cast
     distributed_optimizer: bool
     restarts: int
@@ -164,7 +168,8 @@ class _Author:
         self._add_drill(action, iteration, self.random.choice(self.cast.points))
         if self.random.random() < 0.3:  # in the midst of what follows
             action = self.random.choices(("rebuild", "kill"), (1, 2))[0]
-            self._add_drill(action, iteration, self.random.choice(RECOVERY_POINTS))
+            point = self.random.choice(RECOVERY_POINTS)
+            self._add_drill(action, iteration, MIGRATING if self.aside.random() < 0.3 else point)
 
     def _add_drill(self, action: str, iteration: int, point: str) -> None:
         victim = self._victim(lethal=action != "rebuild")

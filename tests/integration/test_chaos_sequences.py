@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from chaos_sequences import LONG_PAUSE_S, RECOVERY_POINTS, Sequence, random_sequence
+from chaos_sequences import LONG_PAUSE_S, MIGRATING, RECOVERY_POINTS, Sequence, random_sequence
 
 from megatron_resihp.config import Drill, Slowdown
 
@@ -27,6 +27,7 @@ def kinds(sequence: Sequence) -> Iterator[str]:
             continue
         drill = Drill.parse(text)
         where = "recovery" if drill.point in RECOVERY_POINTS else "iteration"
+        where = "transfer" if drill.point == MIGRATING else where
         yield f"{drill.action} in a {where}" if drill.action != "stop" else "stop"
         if drill.worker >= sequence.cast.workers:
             yield "who came back is struck"
@@ -41,7 +42,8 @@ def kinds(sequence: Sequence) -> Iterator[str]:
 WANTED = {
     "8 workers", "10 workers", "12 workers", "distributed optimizer: True", "distributed optimizer: False",
     "a plan", "a plan with migrations", "unlike replicas", "slow", "clear", "stop", "kill in a iteration",
-    "kill in a recovery", "rebuild in a iteration", "rebuild in a recovery", "who came back is struck",
+    "kill in a recovery", "kill in a transfer", "rebuild in a iteration", "rebuild in a recovery",
+    "who came back is struck",
     "kill from outside, after iteration", "kill from outside, after epoch_broken",
     "kill from outside, after plan_change", "pause from outside, after iteration",
     "who was given up goes on", "the dead come back",

@@ -40,7 +40,7 @@ def test_a_death_of_one_of_four_replicas(jobs: Jobs, point: str) -> None:
 
 
 @NIGHTLY
-@pytest.mark.parametrize("point", ["recovery-muster", "recovery-rebuild", "recovery-ready"])
+@pytest.mark.parametrize("point", ["recovery-muster", "recovery-rebuild", "recovery-migrate", "recovery-ready"])
 def test_a_death_in_a_recovery(jobs: Jobs, point: str) -> None:
     """Workers 3 and 1 are no neighbours in the ring of four."""
     survive(jobs, "kill:3@3:step", f"kill:1@3:{point}", layout=SHARED)

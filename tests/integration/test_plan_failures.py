@@ -129,13 +129,14 @@ def test_two_deaths_under_an_unlike_plan(jobs: Jobs, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(3, marks=NIGHTLY)])
-@pytest.mark.parametrize("point", RECOVERY_POINTS)
+@pytest.mark.parametrize("point", (*RECOVERY_POINTS, pytest.param("recovery-migrate", marks=NIGHTLY)))
 def test_a_death_in_a_change(jobs: Jobs, tmp_path: Path, point: str, victim: int) -> None:
+    """Worker 3 fetches the first layers from workers 0 and 1: where it dies between transfers it has those of one."""
     survive(jobs, tmp_path, [(UNLIKE, 1)], [f"kill:{victim}@1:{point}"])
 
 
 @NIGHTLY
-@pytest.mark.parametrize("point", RECOVERY_POINTS)
+@pytest.mark.parametrize("point", (*RECOVERY_POINTS, "recovery-migrate"))
 def test_a_death_in_a_change_from_one_unlike_plan_to_another(jobs: Jobs, tmp_path: Path, point: str) -> None:
     job = survive(jobs, tmp_path, [(UNLIKE, 1), (KEEPING, 3)], [f"kill:2@3:{point}"])
     assert in_general_mode(job) == [False, True, False]

@@ -58,8 +58,12 @@ def test_a_standby_moves_at_a_second_death(jobs: Jobs) -> None:
     assert shares(plan) == [3, 3] and moved(job) > 0
 
 
-def test_the_mover_is_killed_where_it_is_ready(jobs: Jobs) -> None:
-    drills = ("kill:3@3:backward", "kill:4@3:backward", "kill:2@3:recovery-ready")
+@pytest.mark.parametrize(
+    ("point", "victim"), [("recovery-ready", 2), pytest.param("recovery-migrate", 1, marks=pytest.mark.nightly)]
+)
+def test_a_worker_is_killed_where_state_has_moved(jobs: Jobs, point: str, victim: int) -> None:
+    """Worker 1 is the one that fetches the second stage."""
+    drills = ("kill:3@3:backward", "kill:4@3:backward", f"kill:{victim}@3:{point}")
     job, plan = survive(jobs, *drills, model=WIDE, workers=6)
     assert shares(plan) == [6] or shares(plan) == [3, 3]
     assert 5 in {worker for replica in plan["replicas"] for worker in replica["stages"][1]}
