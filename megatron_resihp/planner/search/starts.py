@@ -18,6 +18,8 @@ PRICES: Final = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Of a group, in healthy single workers (`form_groups`)."""
 _GRID: Final = 1.7
 """Ratio between numbers of replicas that are looked at first."""
+_HOPELESS: Final = 1.5
+"""Times the seconds of the best start: groupings that are slower end the look around."""
 _LEFT: Final = 0.3
 """Share of a pipeline's bubbles that tuning leaves."""
 _PROMISING: Final = 6
@@ -76,11 +78,19 @@ class Starts:
         self.found: list[Start] = []
 
     def look_around(self, tables: Tables) -> None:
-        """Every grouping, with numbers of replicas far from each other."""
-        for grouping in range(len(self._groupings)):
+        """Groupings from the fewest groups to the most, with numbers of replicas far from each other.
+
+        Once a grouping is much slower than the best so far, those with still more groups are left out: what they win in
+        efficiency they lose to bubbles.
+        """
+        for grouping in sorted(range(len(self._groupings)), key=lambda each: len(self._groupings[each][0])):
             # More groups than layers would have nothing to do.
             least = -(-len(self._groupings[grouping][0]) // tables.forward.shape[1])
             self._make(tables, grouping, _spread(least, self._most(grouping)), (BY_POWER,))
+            own = min(start.score for start in self.found if start.grouping == grouping)
+            if self.found[0].fits and own > _HOPELESS * self.found[0].score:
+                break
+        self.found.sort(key=lambda start: (start.score, start.grouping))
 
     def look_closer(self, orders: Sequence[Tables]) -> None:
         """The best of what was found, with every order of ops and way to deal, and numbers of replicas between."""

@@ -19,6 +19,9 @@ from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.rectangular import NoPlanError
+from megatron_resihp.planner.search import starts
+from megatron_resihp.planner.search.groups import nodes_of
+from megatron_resihp.planner.search.tables import tables_of
 from megatron_resihp.planner.strategies.joint import Settings, answers, joint
 from megatron_resihp.planner.strategies.malleus import malleus
 from megatron_resihp.planner.strategies.resihp import resihp
@@ -188,3 +191,22 @@ def test_no_plan_of_the_other_strategies_is_faster() -> None:
 def test_too_little_memory_is_told() -> None:
     with pytest.raises(NoPlanError, match="memory"):
         joint(BEFORE, Health({0: 1.0}), COST, QUICK)
+
+
+def test_groupings_that_are_hopeless_change_no_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 70B model on 1,024 GPUs: with each on its own, most of a long pipeline's time is bubbles."""
+    model = model_from_arguments(PRESETS["llama2-70b"])
+    device = replace(DEVICE, memory=80 * 2**30)
+    cost = JobCost(model, Training(4096), device, micro_batches=256, workers_per_node=8)
+    speed = {worker: 0.5 if worker % 20 == 7 else 1.0 for worker in range(1024) if worker % 40}
+    nodes = nodes_of(Health(speed), 8)
+    tables = tables_of(cost, uneven=False)
+    found = []
+    for hopeless in (1.1, float("inf")):
+        monkeypatch.setattr(starts, "_HOPELESS", hopeless)
+        around = starts.Starts(nodes, cost.micro_batches, tables.rate.tolist())
+        around.look_around(tables)
+        found.append(around.found)
+    few, every = found
+    assert len(few) < len(every)
+    assert (few[0].score, few[0].grouping, few[0].replicas) == (every[0].score, every[0].grouping, every[0].replicas)
