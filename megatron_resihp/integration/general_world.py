@@ -90,7 +90,8 @@ class Sizes:
              "sequence_parallel", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
              "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
              "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-             "should_pad_vocab", "vocab_size", "deallocate_pipeline_outputs", "use_distributed_optimizer")  # fmt: skip
+             "should_pad_vocab", "vocab_size", "deallocate_pipeline_outputs", "use_distributed_optimizer",
+             "overlap_grad_reduce", "bucket_size")  # fmt: skip
 
     def __init__(self, padded_vocabulary: int, *holders: Any) -> None:
         """`holders`: arguments and configuration objects; what they say now is the job's own."""
@@ -130,6 +131,8 @@ class Sizes:
                 "deallocate_pipeline_outputs": len(chunks) > 1,
                 # Replicas that differ have no parts in common; all holders of a slice have all of its state.
                 "use_distributed_optimizer": False,
+                # Gradients are summed when all are there; DDP would insist on each as soon as B is done, not W.
+                "overlap_grad_reduce": False,
             }
             if "should_pad_vocab" in values:
                 new |= {"should_pad_vocab": False, "vocab_size": self._padded_vocabulary}

@@ -42,9 +42,12 @@ def interleaved_order(homes: Sequence[int], stage: int, micro_batches: Sequence[
     return (*forwards, *(op._replace(kind="B") for op in reversed(forwards)))
 
 
-def explicit(homes: Sequence[int], count: int, micro_batches: Sequence[int]) -> Schedule:
-    orders = tuple(interleaved_order(homes, stage, micro_batches) for stage in range(count))
-    return Schedule(EXPLICIT, orders=orders)
+def explicit(homes: Sequence[int], count: int, micro_batches: Sequence[int], weights: bool = False) -> Schedule:
+    """`weights`: with all weight gradients at the end, the earliest ones last."""
+    orders = [interleaved_order(homes, stage, micro_batches) for stage in range(count)]
+    if weights:
+        orders = [(*order, *(op._replace(kind="W") for op in order if op.kind == "B")) for order in orders]
+    return Schedule(EXPLICIT, orders=tuple(orders))
 
 
 def one(
@@ -98,6 +101,9 @@ FOUR: dict[str, ParallelPlan] = {
         (one(stages([0, 1], [2, 3]), TURNS, Schedule("interleaved")),), {}
     ),
     "V shape": ParallelPlan((one(stages([0, 1], [2, 3]), V_SHAPE, explicit((0, 1, 1, 0), 2, EVERYTHING)),), {}),
+    "V shape, W apart": ParallelPlan(
+        (one(stages([0, 1], [2, 3]), V_SHAPE, explicit((0, 1, 1, 0), 2, EVERYTHING, weights=True)),), {}
+    ),
     "zero bubble": ParallelPlan((one(stages([0, 1], [2, 3]), chunks(3, 6), Schedule("zero-bubble-h1")),), {}),
     "a standby keeps its shard": ParallelPlan(
         (one(stages([0, 1], [2]), chunks(3, 6)),), {3: (Shard(3, 6, 1, 2),)}
@@ -176,6 +182,26 @@ def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, names: Sequence[
 def test_kinds_of_model(jobs: Jobs, tmp_path: Path, model: dict[str, Any], tolerance: float) -> None:
     plans = [FOUR["TP 2 and 1"], FOUR["unlike replicas"], own_plan(4)]
     survive(jobs, tmp_path, plans, workers=4, tolerance=tolerance, train_iters=12, **RECTANGLE | model)
+
+
+@NIGHTLY
+@pytest.mark.parametrize(
+    "model",
+    [
+        LLAMA | {"sequence_parallel": True},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        UNTIED | PER_TOKEN,
+        {"overlap_grad_reduce": True},
+        {"num_workers": 2},
+    ],
+    ids=["llama, sequence parallel", "recomputed", "untied", "overlapping", "loaders"],
+)
+def test_orders_of_ops(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
+    names = ("zero bubble", "V shape, W apart", "unlike replicas", "a standby keeps its shard")
+    model = RECTANGLE | model
+    job = survive(jobs, tmp_path, [*(FOUR[name] for name in names), own_plan(4)], workers=4, **model)
+    reference = jobs.reference(tiny(**MODEL | model), workers=4)
+    assert job.summary.grad_norm == pytest.approx(reference.summary.grad_norm, rel=1e-5)
 
 
 def test_a_stage_works_for_another_replica(jobs: Jobs, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_resihp.integration.general import General
+from megatron_resihp.integration.general_world import Sizes
 from megatron_resihp.integration.program_schedule import boundary_of
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT
@@ -68,3 +69,15 @@ def test_a_helper_of_two_chunks_evaluates_both() -> None:
 def test_packed_samples_cross_as_one(packed: bool, expected: tuple[int, tuple[int, int]]) -> None:
     args: Any = SimpleNamespace(seq_length=32, hidden_size=8, dataloader_inter_document_masking=packed)
     assert boundary_of(args, 2) == expected
+
+
+def test_gradients_are_summed_at_the_end_and_in_megatrons_own_groups_overlap_again() -> None:
+    """Megatron's builder writes the size of buckets, too."""
+    layers = (Chunk(0, 0, 6),)
+    wrapping = SimpleNamespace(overlap_grad_reduce=True, bucket_size=7, use_distributed_optimizer=True)
+    sizes = Sizes(64, wrapping)
+    sizes.replace(General(ParallelPlan((Replica(((0,),), (0,), layers),)), 0, None))
+    assert not wrapping.overlap_grad_reduce and not wrapping.use_distributed_optimizer
+    wrapping.bucket_size = None
+    sizes.restore()
+    assert vars(wrapping) == {"overlap_grad_reduce": True, "bucket_size": 7, "use_distributed_optimizer": True}
