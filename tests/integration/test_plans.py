@@ -204,5 +204,16 @@ def test_orders_of_ops(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> Non
     assert job.summary.grad_norm == pytest.approx(reference.summary.grad_norm, rel=1e-5)
 
 
+@NIGHTLY
+def test_packed_samples_of_a_micro_batch_cross_as_one(jobs: Jobs, documents: Path, tmp_path: Path) -> None:
+    """To the layers they are one long sample; the job begins without a pipeline."""
+    model = {
+        "tensor_model_parallel_size": 2, "micro_batch_size": 2, "global_batch_size": 16, "train_iters": 6,
+        "mock_data": False, "data_path": documents, "vocab_size": 257, "dataloader_inter_document_masking": True,
+        "data_cache_path": documents.with_name("cache"), "sequence_parallel": True,
+    }  # fmt: skip
+    survive(jobs, tmp_path, [FOUR["TP 2 and 1"]], workers=4, **model)
+
+
 def test_a_stage_works_for_another_replica(jobs: Jobs, tmp_path: Path) -> None:
     survive(jobs, tmp_path, [migrating(), own_plan(8)], workers=8, train_iters=9, **RECTANGLE)
