@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, check_training, difference_table
+from jobs import FP32, Job, check_training, difference_table
 
 from megatron_resihp.control.holdings import lacking
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
@@ -20,7 +20,7 @@ PROGRESS = frozenset((
     "job", "epoch_started", "iteration", "agreed", "worker_dead", "worker_restarted", "worker_waiting", "epoch_broken",
     "plan_change", "change_refused", "salvage", "run_finished", "drill",
 ))  # fmt: skip
-TOLERANCE = 1e-5
+TOLERANCE = FP32.loss
 EVALUATED = re.compile(r"validation loss at (iteration [^|]+) \| lm loss value: (\S+)")
 
 
@@ -34,7 +34,7 @@ def check_contract(job: Job, reference: Job) -> None:
     assert not job.events("worker_failed"), job.tails()
     check_evaluations(job, reference)
     if job.code == 0:
-        check_training(job, reference, TOLERANCE)
+        check_training(job, reference)
         assert evaluations(job).keys() == evaluations(reference).keys()
     else:
         check_end(job, reference)

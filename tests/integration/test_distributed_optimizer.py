@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import EXPERTS, WISHING, Job, Jobs, check_training, tiny
+from jobs import BF16, EXPERTS, FP32, WISHING, Job, Jobs, Tolerance, check_training, tiny
 
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica
 
@@ -23,7 +23,7 @@ PIPELINE: dict[str, Any] = {**SHARED, "pipeline_model_parallel_size": 2}
 NIGHTLY = pytest.mark.nightly
 
 
-def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], tolerance: float = 1e-5, **extra: Any) -> Job:
+def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], tolerance: Tolerance = FP32, **extra: Any) -> Job:
     reference = jobs.reference(tiny(**layout), workers=4)
     job = jobs.run(tiny(**layout, **extra, resihp_drill=drills or None), workers=4)
     check_training(job, reference, tolerance)
@@ -56,14 +56,14 @@ def test_a_copy_becomes_the_last_replica(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     ("layout", "tolerance"),
     [
-        pytest.param(TENSOR | {"bf16": True}, 2e-3, marks=NIGHTLY),
-        pytest.param(PIPELINE | {"bf16": True}, 2e-3, marks=NIGHTLY),
-        pytest.param(PIPELINE | {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}, 1e-5, marks=NIGHTLY),
-        pytest.param(TENSOR | EXPERTS | {"sequence_parallel": True}, 1e-5, marks=NIGHTLY),
+        pytest.param(TENSOR | {"bf16": True}, BF16, marks=NIGHTLY),
+        pytest.param(PIPELINE | {"bf16": True}, BF16, marks=NIGHTLY),
+        pytest.param(PIPELINE | {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}, FP32, marks=NIGHTLY),
+        pytest.param(TENSOR | EXPERTS | {"sequence_parallel": True}, FP32, marks=NIGHTLY),
     ],
     ids=["tensor, bf16", "pipeline, bf16", "pipeline, small buckets, overlap", "experts"],
 )
-def test_deaths_in_other_layouts(jobs: Jobs, layout: dict[str, Any], tolerance: float) -> None:
+def test_deaths_in_other_layouts(jobs: Jobs, layout: dict[str, Any], tolerance: Tolerance) -> None:
     survive(jobs, "kill:1@2:step", "kill:2@4:backward", layout=layout, tolerance=tolerance)
 
 
@@ -128,15 +128,15 @@ UNLIKE_DEGREES = ParallelPlan((Replica(((3,), (0, 1)), (0, 1, 2, 3), (Chunk(0, 0
 @pytest.mark.parametrize(
     ("layout", "plans", "tolerance"),
     [
-        (SHARED, (UNLIKE, FOUR), 1e-5),
-        pytest.param(SHARED, (UNLIKE, FEWER), 1e-5, marks=NIGHTLY),
-        pytest.param(SHARED | {"bf16": True}, (UNLIKE, FEWER), 2e-2, marks=NIGHTLY),
-        pytest.param(TENSOR, (UNLIKE_DEGREES,), 1e-5, marks=NIGHTLY),
+        (SHARED, (UNLIKE, FOUR), FP32),
+        pytest.param(SHARED, (UNLIKE, FEWER), FP32, marks=NIGHTLY),
+        pytest.param(SHARED | {"bf16": True}, (UNLIKE, FEWER), BF16, marks=NIGHTLY),
+        pytest.param(TENSOR, (UNLIKE_DEGREES,), FP32, marks=NIGHTLY),
     ],
     ids=["and back", "then with standbys", "then with standbys, bf16", "unlike degrees"],
 )
 def test_unlike_replicas(
-    jobs: Jobs, tmp_path: Path, layout: dict[str, Any], plans: tuple[ParallelPlan, ...], tolerance: float
+    jobs: Jobs, tmp_path: Path, layout: dict[str, Any], plans: tuple[ParallelPlan, ...], tolerance: Tolerance
 ) -> None:
     """Parts are put together on the way there and shared out on the way back."""
     job = survive(jobs, layout=layout, tolerance=tolerance, resihp_plan=ask_for(tmp_path, *plans))

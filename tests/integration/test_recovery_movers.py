@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import EXPERTS, Job, Jobs, check_training, tiny
+from jobs import BF16, EXPERTS, FP32, Job, Jobs, Tolerance, check_training, tiny
 
 WIDE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "global_batch_size": 6}
 """Three replicas of two stages: workers 0 to 2 hold the first stage, 3 to 5 the second."""
@@ -20,7 +20,7 @@ LOSSES = ({}, pytest.param(PER_TOKEN, marks=pytest.mark.nightly))
 
 
 def survive(
-    jobs: Jobs, *drills: str, model: dict[str, Any], workers: int, tolerance: float = 1e-5
+    jobs: Jobs, *drills: str, model: dict[str, Any], workers: int, tolerance: Tolerance = FP32
 ) -> tuple[Job, dict[str, Any]]:
     """The job, and its last plan."""
     reference = jobs.reference(tiny(**model), workers=workers)
@@ -101,12 +101,12 @@ def test_sequence_parallelism_with_uneven_shares(jobs: Jobs) -> None:
 
 def test_sixteen_bits(jobs: Jobs) -> None:
     """Sums in another order differ in the last of 8 bits of a gradient; after a few steps that is seen in the loss."""
-    survive(jobs, "kill:1@3:backward", model={"global_batch_size": 8, "bf16": True}, workers=4, tolerance=2e-3)
+    survive(jobs, "kill:1@3:backward", model={"global_batch_size": 8, "bf16": True}, workers=4, tolerance=BF16)
 
 
 def test_sixteen_bits_of_a_shard_that_moves(jobs: Jobs) -> None:
     drills = ("kill:3@3:backward", "kill:4@3:backward")
-    job, _ = survive(jobs, *drills, model=WIDE | {"bf16": True}, workers=6, tolerance=2e-3)
+    job, _ = survive(jobs, *drills, model=WIDE | {"bf16": True}, workers=6, tolerance=BF16)
     assert moved(job) > 0
 
 
