@@ -1,0 +1,40 @@
+"""Counts of steps that an optimizer keeps for each parameter group, as Apex's Adam does: they move with the state."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_resihp.integration.general_state import HostFiller, _Filler
+from megatron_resihp.integration.runtime import Trained
+from megatron_resihp.integration.shard import group_steps
+
+
+def trained(*steps: int | None) -> Trained:
+    """Objects whose optimizer has a group for each of these."""
+    groups: list[dict[str, Any]] = [
+        {"params": [torch.nn.Parameter(torch.zeros(2))], **({} if step is None else {"step": step})} for step in steps
+    ]
+    inner = SimpleNamespace(param_groups=groups, state={})
+    return Trained([], SimpleNamespace(optimizer=inner, is_stub_optimizer=False), None)
+
+
+def test_every_group_of_the_new_objects_gets_the_count() -> None:
+    new = trained(None, None)
+    _Filler(new).set_steps(group_steps(trained(7, 7, 7)))
+    assert group_steps(new) == [7, 7]
+
+
+def test_an_optimizer_that_counts_for_each_parameter_gets_none() -> None:
+    new = trained(None, None)
+    _Filler(new).set_steps(group_steps(trained(None)))
+    assert group_steps(new) == [None, None]
+
+
+def test_there_and_back_through_host_memory() -> None:
+    host, back = HostFiller(), trained(None)
+    host.set_steps(group_steps(trained(7, 7)))
+    _Filler(back).set_steps(host.whole.steps)
+    assert group_steps(back) == [7]
