@@ -3,12 +3,13 @@
 A place is a replica, stage and tensor-parallel rank. Workers are interchangeable where that makes no stage slower and
 leaves each tensor-parallel group inside a node. Two kinds of exchange are each an assignment problem, solved in turns
 until nothing is gained: groups, idle ones too, take the places of groups, and nodes those of nodes, worker by worker.
+In jobs of few workers each group is then tried in every node.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import permutations
+from itertools import permutations, product
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ _MOST_LARGE_PAIRS: Final = 512
 """The same for pairs of more members, each of which is an assignment problem."""
 _MOST_ROUNDS: Final = 4
 _FEW: Final = 4
+_FEW_WORKERS: Final = 8
 _ROUNDING: Final = 64
 """Bytes by which sums of rounded parts may differ from the rounded sum."""
 _ANYWHERE: Final = -1
@@ -188,7 +190,41 @@ def _settled(situation: _Situation, at: list[int]) -> list[int]:
         if not total < least:
             break
         at, least = moved, total
-    return at
+    return _tried_everywhere(situation, at) if len(situation.kind) <= _FEW_WORKERS else at
+
+
+def _tried_everywhere(situation: _Situation, at: list[int]) -> list[int]:
+    """The best of all ways to have groups in nodes, each worker where it lacks least."""
+    best, least = None, _total(situation, at)
+    known: dict[tuple[int, tuple[int, ...]], float] = {}
+    for nodes in product(range(len(situation.nodes)), repeat=len(situation.groups)):
+        places_of = _places_of(situation, nodes)
+        total = sum(_least_in(situation, node, places, known) for node, places in enumerate(places_of))
+        if total < least:
+            best, least = places_of, total
+    moved = list(at)
+    for node, places in enumerate(best or ()):
+        _seat(situation, situation.nodes[node], places, moved)
+    return moved
+
+
+def _places_of(situation: _Situation, nodes: Sequence[int]) -> list[list[int]]:
+    """The places in each node, if groups are in these."""
+    places_of: list[list[int]] = [[] for _ in situation.nodes]
+    for places, node in zip(situation.groups, nodes, strict=True):
+        places_of[node] += places
+    return places_of
+
+
+def _least_in(
+    situation: _Situation, node: int, places: Sequence[int], known: dict[tuple[int, tuple[int, ...]], float]
+) -> float:
+    """Bytes that the workers of a node lack at these places; places of one kind are alike."""
+    key = node, tuple(sorted(situation.place_kind[place] for place in places))
+    if key not in known:
+        kinds = np.array([situation.kind[worker] for worker in situation.nodes[node]])
+        known[key] = _least(situation.lacking, kinds, np.array(key[1], np.int64)[:, np.newaxis])
+    return known[key]
 
 
 def _total(situation: _Situation, at: Sequence[int]) -> float:

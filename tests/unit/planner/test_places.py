@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planner_instances import first_plan, healthy, job, situations
 
@@ -35,6 +35,7 @@ speeds_of_8 = st.lists(st.sampled_from([1.0, 1.0, 1.0, 1.0, 0.5, 0.0]), min_size
 
 @settings(max_examples=25, deadline=None)
 @given(shapes, speeds_of_8)
+@example((4, 1, 2), [1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.0])  # a group of two for two single workers elsewhere
 def test_no_exchange_of_workers_moves_less(shape: tuple[int, int, int], speeds: list[float]) -> None:
     before = first_plan(COST, *shape)
     health = Health({worker: speed for worker, speed in enumerate(speeds) if speed > 0})
