@@ -95,8 +95,12 @@ def test_a_slow_link_is_left_unused(link: tuple[int, int]) -> None:
     )
 
 
+# Workers whose speeds differ by less than a step are alike to the search, and names decide which comes first.
+health_in_steps = st.dictionaries(st.integers(0, 15), st.integers(40, 200).map(lambda step: step / 200), min_size=1)
+
+
 @settings(max_examples=20, deadline=None)
-@given(health_of_16, st.permutations(range(4)), st.permutations(range(4)))
+@given(health_in_steps.map(Health), st.permutations(range(4)), st.permutations(range(4)))
 def test_other_names_give_a_plan_that_is_as_fast(health: Health, nodes: list[int], places: list[int]) -> None:
     label = {worker: 4 * nodes[worker // 4] + places[worker % 4] for worker in range(16)}
     named = relabelled(BEFORE, label), relabelled_health(health, label)
