@@ -68,7 +68,7 @@ def _fill(
         in_flight = most_in_flight(tables, stages, stage, micro_batches)
         time_left, memory, working = limit * speed[stage], 0.0, 0.0
         while speed[stage] > 0 and layer < layers:
-            time_left -= tables.forward[k, layer] + tables.backward[k, layer] + tables.weight[k, layer]
+            time_left -= tables.whole[k, layer]
             memory += tables.held[k, layer] + tables.shared[k, layer] / copies + tables.kept[k, layer] * in_flight
             working = max(working, tables.working[k, layer])
             if time_left < 0 or memory + working > tables.memory:
@@ -85,7 +85,7 @@ def _longest(tables: Tables, degree: Index, speed: Array, stages: int, ends: Ind
     for stage in range(stages):
         k, total = degree[stage], 0.0
         for layer in range(first, ends[stage]):
-            total += tables.forward[k, layer] + tables.backward[k, layer] + tables.weight[k, layer]
+            total += tables.whole[k, layer]
         if ends[stage] > first:
             longest = max(longest, total / speed[stage])
         first = ends[stage]

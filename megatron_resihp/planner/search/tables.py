@@ -20,6 +20,7 @@ class Tables(NamedTuple):
     Attributes:
         forward, backward, weight: seconds of each layer on the healthy, [degrees + 1, layers]; with 1F1B, backward is
             the whole of it and weight is 0.
+        whole: their sum.
         held: bytes of each layer that every copy has, [degrees + 1, layers].
         shared: bytes of each layer that its copies share out, [degrees + 1, layers].
         kept, working: activations of one micro-batch from F to B, and what recomputation needs besides.
@@ -32,6 +33,7 @@ class Tables(NamedTuple):
     forward: Array
     backward: Array
     weight: Array
+    whole: Array
     held: Array
     shared: Array
     kept: Array
@@ -64,5 +66,6 @@ def tables_of(cost: JobCost, uneven: bool, splits_backward: bool = False) -> Tab
             transfer[degree, other] = cost.transfer(degree, other)
     memory = float(cost.device.memory - _ROUNDING)
     return Tables(
-        forward, backward, weight, held, shared, kept, working, rate, transfer, memory, splits_backward
-    )
+        forward, backward, weight, forward + backward + weight, held, shared, kept, working, rate, transfer, memory,
+        splits_backward,
+    )  # fmt: skip
