@@ -252,9 +252,12 @@ class Epochs:
         same = self.commit is not None and self.commit.iteration == commit.iteration
         self._recoveries_here = (self._recoveries_here if same else 0) + (self._change is None)
         self.commit = commit
+        step: list[Action] = []
+        if commit.outcome is not None:
+            step = [Log(agreed(self.epoch, commit, commit.outcome))]
         if self._recoveries_here > self.limits.recoveries_per_iteration:
-            return self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
-                                 f"{commit.iteration}", now)  # fmt: skip
+            return step + self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
+                                        f"{commit.iteration}", now)  # fmt: skip
         # Who waits to be taken in holds nothing, and need not muster.
         taken_in = self.newcomers.held(self._change.plan.members) if self._change is not None else {}
         held = {worker: self._held[worker] for worker in self._records} | taken_in
@@ -268,15 +271,13 @@ class Epochs:
         except NoPlanError as error:
             degree = self.shape.tensor_parallel
             missing = tuple(shard for lost in error.missing for shard in shards_at(self.own, lost, degree))
-            return self._salvage(str(error), now, missing)
+            return step + self._salvage(str(error), now, missing)
         self.epoch += 1
         self.plan, self.phase, self._ready = plan, Phase.BUILDING, {}
         self._deadline = now + self.limits.build_s
-        if commit.outcome is not None:
-            told.append(agreed(self.epoch - 1, commit, commit.outcome))
         joined = self.newcomers.taken_in(plan)
         called = [Notify({"kind": "join", "epoch": self.epoch, "workers": joined})] if joined else []
-        return [*map(Log, told), PublishPlan(self.epoch, plan, commit, dict(survivors.held)), *called]
+        return [*map(Log, told), *step, PublishPlan(self.epoch, plan, commit, dict(survivors.held)), *called]
 
     def _survivors(self, held: Held) -> Survivors:
         assert self.shape is not None and self.plan is not None

@@ -597,6 +597,17 @@ class TestNoPlan:
         assert end.code == 1
         assert "no plan fits the survivors: the state of stage 1 TP rank 0 is held by no survivor" in end.reason
 
+    def test_the_step_that_is_saved_is_told_once(self) -> None:
+        """Nobody goes on and would tell its loss."""
+        job = Job().start()
+        job.at[1] = (5, Stage.AGREED)
+        job.kill(2)
+        job.kill(3)
+        actions = job.muster(0, 1)
+        assert only(OrderSalvage, actions).commit.iteration == 5
+        [step] = events(actions, "agreed")
+        assert (step["iteration"], step["epoch"], step["loss"]) == (5, 0, {"lm loss": 2.0})
+
     def test_who_does_not_finish_writing_is_not_waited_for_forever(self) -> None:
         job, _ = self.lose_a_shard()
         assert not job.wait(49.0)
