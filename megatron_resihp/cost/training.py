@@ -63,7 +63,7 @@ class Training:
 
 
 def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
-    """Megatron's arguments → Training; what is absent has Megatron's default, but layers are "local" then.
+    """Megatron's arguments → Training; what is absent has Megatron's default.
 
     Raises:
         TrainingError: `seq_length` is missing, or the recomputation is of a kind that is not modelled.
@@ -83,7 +83,7 @@ def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
         optimizer_bytes=MASTER_AND_MOMENTS if half else MOMENTS,
         expert_parallel=arguments.get("expert_model_parallel_size") or 1,
         expert_tensor_parallel=arguments.get("expert_tensor_parallel_size"),
-        splits_backward=arguments.get("transformer_impl") in (None, "local"),
+        splits_backward=arguments.get("transformer_impl") == "local",
     )
 
 

@@ -229,7 +229,11 @@ class TestArguments:
             ({"recompute_granularity": "full"}, Recompute.FULL),
         ):
             assert training_from_arguments({"seq_length": 8, **change}).recompute is expected
-        assert training_from_arguments({"seq_length": 8}) == Training(8, weight_bytes=4, optimizer_bytes=8)
+
+    def test_what_is_absent_is_as_megatron_has_it(self) -> None:
+        expected = Training(8, weight_bytes=4, optimizer_bytes=8, splits_backward=False)
+        assert training_from_arguments({"seq_length": 8}) == expected
+        assert training_from_arguments({"seq_length": 8, "transformer_impl": "local"}).splits_backward
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -23,6 +23,7 @@ from megatron_resihp.plan import even_chunks
 MODEL = {
     "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "max_position_embeddings": 64,
     "padded_vocab_size": 256, "micro_batch_size": 2, "attention_backend": "unfused",
+    "transformer_impl": "local",
 }  # fmt: skip
 JOB: dict[str, Any] = {"arguments": MODEL, "micro_batches": 8, "tensor_parallel": 2, "emulated": None}
 OWN = even_chunks(4, 2)
