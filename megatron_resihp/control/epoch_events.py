@@ -19,10 +19,9 @@ def epoch_started(epoch: int, plan: ParallelPlan) -> Event:
 
 def agreed(epoch: int, commit: Commit, outcome: Outcome) -> Event:
     """What counts as applied when an epoch was left."""
-    losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in outcome.losses.items()}
     return {
         "event": "agreed", "epoch": epoch, "iteration": commit.iteration, "agreed_epoch": outcome.epoch,
-        "loss": losses, "grad_norm": outcome.grad_norm, "skipped": False,
+        "loss": outcome.means, "grad_norm": outcome.grad_norm, "skipped": False,
     }  # fmt: skip
 
 

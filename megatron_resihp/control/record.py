@@ -5,7 +5,7 @@ within it; it is done with it when its record names iteration n + 1. Imports the
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -32,22 +32,30 @@ class Outcome:
     Attributes:
         epoch: the epoch in which it was agreed.
         grad_norm: global gradient norm before clipping; None where Megatron would not compute it.
-        losses: per loss name the sum over the global batch and the number of tokens it was taken over.
+        losses: of each loss the sum over the global batch and the number of tokens it was taken over.
+        loss_names: their names; empty on a worker that computes no losses, which agrees on their numbers only.
         stop: somebody asked for an orderly end after this iteration.
     """
 
     epoch: int
     grad_norm: float | None
-    losses: dict[str, tuple[float, float]] = field(default_factory=dict)
+    losses: tuple[tuple[float, float], ...] = ()
+    loss_names: tuple[str, ...] = ()
     stop: bool = False
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Each loss per token, by name."""
+        pairs = zip(self.loss_names, self.losses, strict=False)
+        return {name: total / max(tokens, 1.0) for name, (total, tokens) in pairs}
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Outcome":
-        losses = {name: (float(total), float(tokens)) for name, (total, tokens) in data["losses"].items()}
-        return cls(epoch=data["epoch"], grad_norm=data["grad_norm"], losses=losses, stop=bool(data["stop"]))
+        losses = tuple((float(total), float(tokens)) for total, tokens in data["losses"])
+        return cls(data["epoch"], data["grad_norm"], losses, tuple(data["loss_names"]), bool(data["stop"]))
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class Record:
         stage: how far it got there.
         works: it runs Megatron's loop (False: a standby, which has nothing to do between steps).
         position: which of the calls it is in that all workers make together: 0 is train(), the others follow it.
+        loss_names: what losses are called, if it knows.
         outcomes: agreed outcomes that it knows, of this iteration and the one before.
         counters: Megatron's counters as they were at the start of this iteration and of the one before.
     """
@@ -69,6 +78,7 @@ class Record:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     counters: dict[int, dict[str, Any]] = field(default_factory=dict)
     position: int = 0
+    loss_names: tuple[str, ...] = ()
 
     @property
     def applied(self) -> int:
@@ -83,6 +93,7 @@ class Record:
             "outcomes": {str(n): outcome.to_dict() for n, outcome in self.outcomes.items()},
             "counters": {str(n): counters for n, counters in self.counters.items()},
             "position": self.position,
+            "loss_names": list(self.loss_names),
         }
 
     @classmethod
@@ -94,6 +105,7 @@ class Record:
             outcomes={int(n): Outcome.from_dict(outcome) for n, outcome in data["outcomes"].items()},
             counters={int(n): counters for n, counters in data["counters"].items()},
             position=data["position"],
+            loss_names=tuple(data["loss_names"]),
         )
 
 
@@ -168,8 +180,12 @@ def _counters_of(entry: int, survivors: list[Record]) -> dict[str, Any] | None:
 
 
 def _outcome_of(iteration: int, survivors: list[Record], bound: Commit | None) -> Outcome | None:
-    """What was agreed for the iteration, by somebody who knows the losses by name if there is one."""
+    """What was agreed for the iteration; who knows the losses by name may not have heard that all agreed."""
     known = [record.outcomes[iteration] for record in survivors if iteration in record.outcomes]
     if bound is not None and bound.iteration == iteration and bound.outcome is not None:
         known.append(bound.outcome)
-    return max(known, key=lambda outcome: len(outcome.losses), default=None)
+    if not known:
+        return None
+    outcome = max(known, key=lambda outcome: len(outcome.loss_names))
+    names = max((record.loss_names for record in survivors), key=len, default=())
+    return outcome if outcome.loss_names else replace(outcome, loss_names=names)

@@ -174,10 +174,7 @@ def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
 def _agreed_losses(runtime: Runtime, outcome: Outcome) -> dict[str, torch.Tensor]:
     if not runtime.is_last_stage:
         return {}
-    return {
-        name: torch.tensor(total / max(tokens, 1.0), dtype=torch.float, device="cuda")
-        for name, (total, tokens) in outcome.losses.items()
-    }
+    return {name: torch.tensor(mean, dtype=torch.float, device="cuda") for name, mean in outcome.means.items()}
 
 
 def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:

@@ -148,7 +148,7 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
         tear_down(runtime)
     with phases.phase("agree"):
         runtime.reach("recovery-muster")
-        record = runtime.progress.record(runtime.in_loop, runtime.position)
+        record = runtime.progress.record(runtime.in_loop, runtime.position, runtime.loss_names)
         order = runtime.control.muster(record, runtime.held)
         if order.commit is not None:
             begun = _apply(runtime, order.commit)

@@ -55,10 +55,10 @@ class Progress:
         self.outcomes[self.iteration] = outcome
         self.stage = Stage.AGREED
 
-    def record(self, in_loop: bool, position: int) -> Record:
+    def record(self, in_loop: bool, position: int, loss_names: tuple[str, ...]) -> Record:
         """What the coordinator gets; loss totals become numbers, which waits for the device once."""
         counters = {n: _plain(counters) for n, counters in self.counters.items()}
-        return Record(self.iteration, self.stage, in_loop, dict(self.outcomes), counters, position)
+        return Record(self.iteration, self.stage, in_loop, dict(self.outcomes), counters, position, loss_names)
 
 
 def _plain(counters: dict[str, Any]) -> dict[str, Any]:

@@ -128,11 +128,9 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         args = runtime.args
         micro_batches = args.global_batch_size // args.micro_batch_size
         expert_metrics.tell_sums(values[EXPERTS_FROM:DOCUMENTS_FROM].tolist(), micro_batches, args.num_layers)
-    pairs = values[LOSSES_FROM:EXPERTS_FROM].view(LOSS_SLOTS, 2).tolist()
-    losses = {name: (total, tokens) for name, (total, tokens) in zip(runtime.loss_names, pairs, strict=False)}
-    return Outcome(
-        epoch=runtime.epoch, grad_norm=math.sqrt(float(values[0])), losses=losses, stop=bool(values[1] > 0)
-    )
+    losses = tuple((total, tokens) for total, tokens in values[LOSSES_FROM:EXPERTS_FROM].view(LOSS_SLOTS, 2).tolist())
+    norm, stop = math.sqrt(float(values[0])), bool(values[1] > 0)
+    return Outcome(runtime.epoch, norm, losses, runtime.loss_names, stop)
 
 
 def _brought(

@@ -15,9 +15,8 @@ def report_iteration(runtime: Runtime) -> None:
     iteration, now = runtime.progress.iteration, time.time()
     outcome = runtime.progress.outcomes[iteration]
     if runtime.reports:
-        losses = {name: total / max(tokens, 1.0) for name, (total, tokens) in outcome.losses.items()}
         runtime.control.event(
-            "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=losses, grad_norm=outcome.grad_norm,
+            "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=outcome.means, grad_norm=outcome.grad_norm,
             skipped=False, samples=runtime.args.global_batch_size,
             duration_s=None if runtime.last_step_at is None else now - runtime.last_step_at,
         )  # fmt: skip

@@ -118,7 +118,7 @@ class Job:
         plan = self.membership.plan
         return Record(
             iteration, stage, plan is None or plan.replica_of(worker) is not None,
-            {n: Outcome(0, 1.5, {"lm loss": (8.0, 4.0)}) for n in known},
+            {n: Outcome(0, 1.5, ((8.0, 4.0),), ("lm loss",)) for n in known},
             {n: {"iteration": n - 1} for n in (iteration - 1, iteration)},
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ def counters(iteration: int) -> dict[str, int]:
 
 
 def outcome(iteration: int, named: bool = True) -> Outcome:
-    return Outcome(0, 1.5 + iteration, {"lm loss": (64.0, 32.0)} if named else {})
+    return Outcome(0, 1.5 + iteration, ((64.0, 32.0),), ("lm loss",) if named else ())
 
 
 def record(iteration: int, stage: Stage, works: bool = True) -> Record:
@@ -108,6 +108,14 @@ class TestWhereToGoOn:
         assert commit.outcome == outcome(5, named=True)
         commit = resolve([record(5, Stage.STEPPED), record(5, Stage.AGREED, works=False)])
         assert commit.outcome == outcome(5, named=True)
+
+    def test_who_agreed_and_who_knows_the_names_may_be_different_workers(self) -> None:
+        """A first stage has heard that all agreed, the last one has not: the log still gets the loss by name."""
+        first, last = record(5, Stage.AGREED, works=False), replace(record(5, Stage.REDUCED), loss_names=("lm loss",))
+        last = replace(last, outcomes={})
+        for records in ([first, last], [last, first]):
+            commit = resolve(Record.from_dict(json.loads(json.dumps(each.to_dict()))) for each in records)
+            assert commit.outcome is not None and commit.outcome.means == {"lm loss": 2.0}
 
     def test_counters_with_loss_totals_are_preferred(self) -> None:
         """First stages total no losses, standbys nothing at all; the log's averages need both sum and count."""
