@@ -16,8 +16,8 @@ def report_iteration(runtime: Runtime) -> None:
     outcome = runtime.progress.outcomes[iteration]
     if runtime.reports:
         runtime.control.event(
-            "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=outcome.means, grad_norm=outcome.grad_norm,
-            skipped=False, samples=runtime.args.global_batch_size,
+            "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=outcome.means,
+            grad_norm=outcome.grad_norm, skipped=False, samples=runtime.args.global_batch_size,
             duration_s=None if runtime.last_step_at is None else now - runtime.last_step_at,
         )  # fmt: skip
     runtime.last_step_at = now
