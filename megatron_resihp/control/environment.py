@@ -27,6 +27,19 @@ MAX_RESTARTS: Final = "RESIHP_MAX_RESTARTS"
 """How often each worker that died is started anew."""
 STAND_IN: Final = "RESIHP_CPU"
 """1: use the CPU stand-in for CUDA."""
+NCCL: Final[Mapping[str, str]] = {
+    # torch 2.15's newer backend connects all groups when they are made, by splitting the world, in which then all of
+    # its members must take part; some of ours are made by their own members only.
+    "TORCH_DIST_USE_NCCL2": "0",
+    # torch ends the process where it finds NCCL in error, as it is when a peer has died. We ask it instead
+    # (`integration.nccl_watch`). Nor may it abort a communicator by itself: only then is every abort known to be one,
+    # and what an aborted collective leaves never taken for a gradient.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # It would also hold the group's lock for four times the second, and end the process a while after that.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""What recovery needs of torch's NCCL, whatever the user's environment says."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,7 @@ class JobEnvironment:
             "PYTHONUNBUFFERED": "1",
             # Connections between pairs that never talk would only be more to lose.
             "TORCH_GLOO_LAZY_INIT": "1",
+            **NCCL,
             "RANK": str(place),
             "LOCAL_RANK": str(place % self.workers_per_node),
             "WORLD_SIZE": str(self.world_size),

@@ -4,6 +4,7 @@ May import torch and `plan`. Worker ids become torch ranks here and nowhere else
 """
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -150,13 +151,30 @@ class Communicators:
     def abort(self) -> None:
         """Make every blocked or later operation of the epoch fail. Called from any thread, any number of times."""
         with self._lock:
-            # One fixed order: aborting NCCL communicators in unlike orders on different ranks can hang.
-            for group in sorted(dist.distributed_c10d._world.pg_map, key=lambda g: g.group_name):
-                if torch.cuda.is_available() and dist.get_backend(group) == "nccl":
-                    group._get_backend(torch.device("cuda")).abort()
-            self._kept_open |= gloo_sockets.end_receiving(self._foreign | self._kept_open.keys(), self._peer_ports)
-            if self._epoch_store is not None:
-                gloo_sockets.stand_in(self._epoch_store.take_sought(), self._foreign)
+            self._abort()
+
+    def abort_if_interrupted(self) -> None:
+        """The same for a thread beside the one that builds epochs, which may have begun another one meanwhile: what an
+        aborted collective of NCCL's leaves is found out only where the epoch is marked as broken."""
+        with self._lock:
+            if self._interrupted():
+                self._abort()
+
+    def _abort(self) -> None:
+        for name, backend in _nccl_groups():
+            try:
+                backend.abort()
+            except RuntimeError as error:  # the others' peers must not wait for that
+                print(f"resihp: worker {self._me} could not abort group {name}: {error}", file=sys.stderr, flush=True)
+        self._kept_open |= gloo_sockets.end_receiving(self._foreign | self._kept_open.keys(), self._peer_ports)
+        if self._epoch_store is not None:
+            gloo_sockets.stand_in(self._epoch_store.take_sought(), self._foreign)
+
+    def failure(self) -> str | None:
+        """What torch's watchdog has found wrong with a group of NCCL's, an error of the network or a time-out; None:
+        nothing. It ends nothing by itself (`control.environment.NCCL`). Called from any thread."""
+        errors = ((name, backend.get_error().name) for name, backend in _nccl_groups())
+        return next((f"NCCL group {name}: {error}" for name, error in errors if error != "SUCCESS"), None)
 
     def destroy(self) -> None:
         """Forget all groups of the epoch; the world of a dead rank can't be used for anything. `release` frees them."""
@@ -190,6 +208,14 @@ class Communicators:
         self._freeing = [*_still_alive(self._freeing, 0.0), *_still_alive(late, LOST_S)]
         if not self._freeing:
             self._retired_listeners.clear()
+
+
+def _nccl_groups() -> list[tuple[str, Any]]:
+    """Names and backends of NCCL's groups, in one order on all workers: aborting in unlike orders can hang."""
+    # A list at once: this is called beside the thread that makes groups.
+    groups = [group for group, (backend, _) in list(dist.distributed_c10d._world.pg_map.items()) if backend == "nccl"]
+    return [(group.group_name, group._get_backend(torch.device("cuda")))
+            for group in sorted(groups, key=lambda group: group.group_name)]  # fmt: skip
 
 
 def _still_alive(threads: Sequence[threading.Thread], seconds: float) -> list[threading.Thread]:

@@ -23,7 +23,7 @@ class InterruptibleStore(dist.Store):
 
     Args:
         inner: a raw c10d store.
-        interrupted: asked while waiting; True ends the wait with RendezvousBroken.
+        interrupted: asked while waiting; True ends the wait with RendezvousBroken, and nothing is told then.
     """
 
     def __init__(self, inner: dist.Store, interrupted: Callable[[], bool]) -> None:
@@ -54,6 +54,8 @@ class InterruptibleStore(dist.Store):
         return found
 
     def set(self, key: str, value: bytes | str) -> None:
+        # Who tells NCCL's peers where to meet goes on to wait for them in a call that nothing ends.
+        self._mind_epoch()
         if isinstance(value, bytes):
             self._published[key.rpartition("/")[0]] = value
         self._inner.set(key, value)
@@ -68,14 +70,17 @@ class InterruptibleStore(dist.Store):
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause = FIRST_PAUSE_S
         while True:
-            if self._interrupted():
-                raise RendezvousBroken("the epoch is broken")
+            self._mind_epoch()
             if self._inner.check(keys):
                 return
             if time.monotonic() > deadline:
                 raise RuntimeError(f"rendezvous: no peer wrote {keys} in time")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _mind_epoch(self) -> None:
+        if self._interrupted():
+            raise RendezvousBroken("the epoch is broken")
 
     def add(self, key: str, amount: int) -> int:
         return self._inner.add(key, amount)

@@ -30,6 +30,7 @@ from megatron_resihp.control.worker import NO_EPOCH, WorkerControl
 from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.integration import nccl_watch
 from megatron_resihp.integration.emulation import padding_of
 from megatron_resihp.integration.general_world import MegatronGroups, Sizes, StageGroup, as_stage
 from megatron_resihp.integration.newcomer import build_lonely_world, is_newcomer, lonely_groups
@@ -56,11 +57,12 @@ def create_runtime(config: ResihpConfig) -> Runtime:
 
     def abort() -> None:
         for each in communicators:
-            each.abort()
+            each.abort_if_interrupted()
 
     newcomer = is_newcomer()
     control = WorkerControl(store, worker, abort, NO_EPOCH if newcomer else 0)
     communicators.append(Communicators(store.clone().torch_store, worker, control.broken))
+    nccl_watch.begin(communicators[0], control)
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), _pack)
     atexit.register(outbox.close, LAST_RECORDS_S)
     runtime = Runtime(config, control, communicators[0], get_args(), outbox.offer)

@@ -1,9 +1,11 @@
-"""Aborting gloo, on real groups whose members are all in this process."""
+"""Aborting gloo, on real groups whose members are all in this process, and NCCL, on what stands for its groups."""
 
 from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,72 @@ def test_a_message_that_nobody_takes(members: list[Member]) -> None:
         member.broken.set()
         member.communicators.abort()
     assert [member.leave() for member in members] == [0, 0]
+
+
+class NcclGroup:
+    """What the plugin asks of torch's group of NCCL's."""
+
+    def __init__(self, name: str, aborted: list[str], error: str = "SUCCESS", stuck: bool = False) -> None:
+        self.group_name = name
+        self._aborted, self._error, self._stuck = aborted, error, stuck
+
+    def _get_backend(self, device: torch.device) -> NcclGroup:
+        assert device.type == "cuda"
+        return self
+
+    def get_error(self) -> Any:
+        return SimpleNamespace(name=self._error)
+
+    def abort(self) -> None:
+        if self._stuck:
+            raise dist.DistBackendError("ProcessGroup abort timed out")
+        self._aborted.append(self.group_name)
+
+
+def register(monkeypatch: pytest.MonkeyPatch, *groups: NcclGroup) -> None:
+    for group in groups:
+        monkeypatch.setitem(dist.distributed_c10d._world.pg_map, group, ("nccl", None))
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_map, GlooGroup(), ("gloo", None))
+
+
+class GlooGroup:
+    """Of gloo: has nothing that could be asked for."""
+
+
+def test_one_group_that_can_not_be_aborted_keeps_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one order, whatever they were made in."""
+    aborted: list[str] = []
+    register(monkeypatch, NcclGroup("c", aborted), NcclGroup("b", aborted, stuck=True), NcclGroup("a", aborted))
+    Communicators(dist.HashStore(), 3, lambda: True).abort()
+    assert aborted == ["a", "c"]
+    assert "worker 3 could not abort group b" in capsys.readouterr().err
+
+
+def test_groups_of_an_epoch_that_holds_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notice of an earlier one may be late; who builds epochs leaves them by choice too."""
+    aborted: list[str] = []
+    register(monkeypatch, NcclGroup("a", aborted))
+    broken = threading.Event()
+    communicators = Communicators(dist.HashStore(), 0, broken.is_set)
+    communicators.abort_if_interrupted()
+    assert aborted == []
+    broken.set()
+    communicators.abort_if_interrupted()
+    assert aborted == ["a"]
+    broken.clear()
+    communicators.abort()
+    assert aborted == ["a", "a"]
+
+
+def test_what_nccl_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    communicators = Communicators(dist.HashStore(), 0, lambda: False)
+    assert communicators.failure() is None
+    register(monkeypatch, NcclGroup("a", []))
+    assert communicators.failure() is None
+    register(monkeypatch, NcclGroup("c", [], error="REMOTE_ERROR"), NcclGroup("b", [], error="TIMEOUT"))
+    assert communicators.failure() == "NCCL group b: TIMEOUT"
 
 
 def sum_together(members: list[Member]) -> None:

@@ -20,10 +20,21 @@ def test_a_wait_ends_when_the_epoch_breaks() -> None:
 
 def test_nobody_is_found_in_a_broken_epoch() -> None:
     """Who connects to a peer after the others have left waits for ever."""
-    store = InterruptibleStore(dist.HashStore(), lambda: True)
-    store.set("group/1", b"here")
+    everything = dist.HashStore()
+    everything.set("group/1", "here")
+    store = InterruptibleStore(everything, lambda: True)
     with pytest.raises(RendezvousBroken):
         store.get("group/1")
+
+
+def test_nobody_is_invited_in_a_broken_epoch() -> None:
+    """The root of a communicator of NCCL's would wait for its peers in a call that nothing ends."""
+    everything = dist.HashStore()
+    interruptible = InterruptibleStore(everything, lambda: True)
+    store = dist.PrefixStore("default", interruptible)  # as torch's C++ sees it
+    with pytest.raises(RendezvousBroken):
+        store.set("0", "unique id")
+    assert everything.num_keys() == 0
 
 
 def test_peers_that_were_sought_are_told_once() -> None:

@@ -1,0 +1,39 @@
+"""Asks torch whether NCCL is in error, and the coordinator for a recovery where it is.
+
+Where a peer dies its agent tells. But a link may fail between two that live, and a collective may never end; the thread
+that waits for the device hears of neither. May import `control` and `executor`.
+"""
+
+import threading
+import time
+from typing import Final
+
+from megatron_resihp.control.store import StoreError
+from megatron_resihp.control.worker import WorkerControl
+from megatron_resihp.executor.communicators import Communicators
+
+LOOK_S: Final = 1.0
+
+
+def begin(communicators: Communicators, control: WorkerControl) -> None:
+    """Look again and again, in a thread."""
+    threading.Thread(target=_watch, args=(communicators, control), name="resihp-nccl", daemon=True).start()
+
+
+def _watch(communicators: Communicators, control: WorkerControl) -> None:
+    while True:
+        time.sleep(LOOK_S)
+        try:
+            look(communicators, control)
+        except StoreError:
+            return  # who listens to notices ends this worker
+
+
+def look(communicators: Communicators, control: WorkerControl) -> None:
+    """Ask once. What has failed in an epoch that is broken anyway is no news."""
+    epoch = control.epoch  # before the groups, which are gone before another epoch begins
+    if control.broken():
+        return
+    failure = communicators.failure()
+    if failure is not None:
+        control.tell("suspect", epoch=epoch, error=failure)

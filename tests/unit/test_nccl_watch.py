@@ -1,0 +1,27 @@
+"""NCCL in error, where nobody has died: the coordinator is asked for a recovery."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_resihp.integration.nccl_watch import look
+
+ERROR = "NCCL group 7: COMM_ERROR"
+
+
+@pytest.mark.parametrize(
+    ("failure", "broken", "told"),
+    ((None, False, []), (ERROR, False, [("suspect", {"epoch": 4, "error": ERROR})]), (ERROR, True, [])),
+    ids=("healthy", "failed", "known"),
+)
+def test_the_coordinator_is_told(failure: str | None, broken: bool, told: list[Any]) -> None:
+    said: list[Any] = []
+    control: Any = SimpleNamespace(
+        epoch=4, broken=lambda: broken, tell=lambda kind, **fields: said.append((kind, fields))
+    )
+    communicators: Any = SimpleNamespace(failure=lambda: failure)
+    look(communicators, control)
+    assert said == told
