@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import threading
@@ -27,6 +28,9 @@ from megatron_resihp.control.worker import JobEnded
 REPORT_TIMEOUT_S: Final = 60.0
 """A script may fail before the agent, which imports torch meanwhile, serves the store."""
 LONGEST_ERROR: Final = 300
+DEVICE_FAILURES: Final = frozenset({46, 214, 220, 226, 999})
+"""Codes of CUDA errors that come from a device which fails, not from the program: unavailable, uncorrectable ECC or
+NVLink error, contained hardware error, and unknown, as where a device has fallen off the bus."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ def main(command: Sequence[str]) -> NoReturn:
         end = _read_exit(problem)
     except BaseException as problem:
         end = _read_problem(problem)
+        if getattr(problem, "error_code", None) in DEVICE_FAILURES:
+            _die()
     if end.error is not None:
         # No exit hooks: some wait for peers, which wait for this process.
         lifeline.last_word(FAILED)
@@ -60,6 +66,14 @@ def main(command: Sequence[str]) -> NoReturn:
     # Threads that sit in C++ code, as those that listen to the store do, abort the process when the interpreter is
     # taken down under them.
     os._exit(end.code)
+
+
+def _die() -> NoReturn:
+    """Die with the device: the others recover from that, where an error of the script's own ends the job."""
+    print("resihp: the device has failed; this worker dies with it", file=sys.stderr)
+    _flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
 
 
 def _tie_to_agent() -> Lifeline:
