@@ -55,6 +55,8 @@ class PartCopy:
         self._counted = counted
         self._stepping: threading.Thread | None = None
         self._error: Exception | None = None
+        # One for all steps: torch keeps memory for each stream apart, and gives them out in turns of many.
+        self._stream: Any = None
 
     @property
     def part(self) -> Part:
@@ -88,7 +90,7 @@ class PartCopy:
         def step() -> None:
             start = time.monotonic()
             try:
-                with torch.no_grad(), _stream_of_its_own(device):
+                with torch.no_grad(), self._beside_training(device):
                     self._step(owners, gradient, grad_norm, device)
             except Exception as error:
                 self._error = error
@@ -97,6 +99,18 @@ class PartCopy:
 
         self._stepping = threading.Thread(target=step, name="resihp-copy", daemon=True)
         self._stepping.start()
+
+    @contextmanager
+    def _beside_training(self, device: torch.device) -> Iterator[None]:
+        """On a stream of its own, in this thread."""
+        if device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_device(device)
+        self._stream = self._stream or torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
     def _settle(self) -> None:
         """Wait for the step that is being taken.
@@ -129,19 +143,6 @@ class PartCopy:
                     masters[where].grad = None
                 counted = _counted(twin)
         self._counted = counted
-
-
-@contextmanager
-def _stream_of_its_own(device: torch.device) -> Iterator[None]:
-    """Of this thread, beside the training's."""
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.set_device(device)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
 
 
 def _loads(part: Part) -> Iterator[Part]:

@@ -334,6 +334,8 @@ def _take_apart(model: list[torch.nn.Module]) -> None:
     later garbage collection."""
     for module in [module for chunk in model for module in chunk.modules()]:
         module.__dict__.clear()
+    # NCCL takes its buffers from the device, not from what torch keeps for later.
+    torch.cuda.empty_cache()
 
 
 def _become(old: Any, new: Any) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_resihp.integration.optimizer_copy import PartCopy
@@ -80,3 +83,26 @@ def test_steps_that_are_counted_for_groups() -> None:
     assert copy.counted == 7 and seen == [(7, 1)]
     assert keeper.optimizer.param_groups[0]["step"] == 1
     assert torch.equal(copy.part[Range("p", 0, 2)].tensors[MASTER], torch.zeros(2))
+
+
+def test_all_steps_are_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps memory for each stream apart: with one for each step, device memory would fill up."""
+    made, used, waited = [], [], []
+
+    def make() -> Any:
+        made.append(SimpleNamespace(synchronize=lambda: waited.append(len(made))))
+        return made[-1]
+
+    @contextmanager
+    def use(stream: Any) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    copy = PartCopy(0, {})
+    for _ in range(3):
+        with copy._beside_training(torch.device("cuda", 1)):
+            pass
+    assert len(made) == 1 and used == 3 * made and waited == [1, 1, 1]
