@@ -3,6 +3,7 @@
 May import torch and `plan`. Worker ids become torch ranks here and nowhere else.
 """
 
+import functools
 import socket
 import sys
 import threading
@@ -102,6 +103,7 @@ class Communicators:
         self._freeing: list[threading.Thread] = []
         self._waiter = Waiter(interrupted)
         self._waits_installed = False
+        self._barriers_installed = False
         self._lock = threading.Lock()
         self._epoch_store: InterruptibleStore | None = None
 
@@ -119,6 +121,9 @@ class Communicators:
         if backend == "gloo" and not self._waits_installed:
             self._waiter.install()
             self._waits_installed = True
+        if backend == "nccl" and not self._barriers_installed:
+            dist.barrier = _with_own_device(dist.barrier)
+            self._barriers_installed = True
         dist.init_process_group(
             backend, store=self._epoch_store, rank=list(order).index(self._me), world_size=len(order), timeout=timeout
         )
@@ -208,6 +213,19 @@ class Communicators:
         self._freeing = [*_still_alive(self._freeing, 0.0), *_still_alive(late, LOST_S)]
         if not self._freeing:
             self._retired_listeners.clear()
+
+
+def _with_own_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """dist.barrier, which takes torch's rank for the device where it is a group's first operation. That is true where a
+    job begins, but not of workers who were started anew: two of them would be on one device."""
+
+    @functools.wraps(original)
+    def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | None = None, **options: Any) -> Any:
+        if device_ids is None and dist.get_backend(group) == "nccl":
+            device_ids = [torch.cuda.current_device()]
+        return original(group, async_op, device_ids, **options)
+
+    return barrier
 
 
 def _nccl_groups() -> list[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_resihp.executor.communicators import Communicators, SideGroup
+from megatron_resihp.executor.rendezvous import RendezvousBroken
 
 LIMIT_S = 10.0
 
@@ -71,6 +73,28 @@ def test_who_begins_after_the_end(members: list[Member]) -> None:
     late.sum()
     assert late.error is not None
     assert late.leave() == 0
+
+
+def test_no_group_is_made_in_a_broken_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of what was begun is left, and the next epoch's groups are made as ever."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    broken = threading.Event()
+    broken.set()
+    communicators = Communicators(dist.HashStore(), 0, broken.is_set)
+    communicators.begin(1, "plan")
+    with pytest.raises(RendezvousBroken):
+        communicators.side_group("alone", (0,))
+    with pytest.raises(RendezvousBroken):
+        communicators.join_world("cuda:gloo", (0,), timedelta(seconds=LIMIT_S))
+    communicators.abort()
+    communicators.destroy()
+    broken.clear()
+    communicators.begin(2, "plan")
+    communicators.side_group("alone", (0,)).sum(torch.ones(1))
+    communicators.join_world("cuda:gloo", (0,), timedelta(seconds=LIMIT_S))
+    communicators.destroy()
+    communicators.release()
+    assert communicators.left_behind == 0
 
 
 def test_groups_that_have_worked_are_freed(members: list[Member]) -> None:
@@ -158,6 +182,28 @@ def test_what_nccl_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert communicators.failure() is None
     register(monkeypatch, NcclGroup("c", [], error="REMOTE_ERROR"), NcclGroup("b", [], error="TIMEOUT"))
     assert communicators.failure() == "NCCL group b: TIMEOUT"
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "device_ids"),
+    (("nccl", None, [3]), ("nccl", [5], [5]), ("gloo", None, None)),
+    ids=("its own", "said", "no device"),
+)
+def test_the_device_of_a_barrier(
+    monkeypatch: pytest.MonkeyPatch, backend: str, given: list[int] | None, device_ids: list[int] | None
+) -> None:
+    """Whatever this worker's rank is by now."""
+    seen: list[Any] = []
+    monkeypatch.setattr(dist, "barrier", lambda group, async_op, device_ids: seen.append((group, async_op, device_ids)))
+    monkeypatch.setattr(dist, "init_process_group", lambda *positional, **options: None)
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    communicators = Communicators(dist.HashStore(), 0, lambda: False)
+    for epoch in (1, 2):
+        communicators.begin(epoch, "plan")
+        communicators.join_world("nccl", (1, 0), timedelta(seconds=1))
+    dist.barrier(device_ids=given)
+    assert seen == [(None, False, device_ids)]
 
 
 def sum_together(members: list[Member]) -> None:
