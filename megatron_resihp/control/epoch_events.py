@@ -21,7 +21,7 @@ def agreed(epoch: int, commit: Commit, outcome: Outcome) -> Event:
     """What counts as applied when an epoch was left."""
     return {
         "event": "agreed", "epoch": epoch, "iteration": commit.iteration, "agreed_epoch": outcome.epoch,
-        "loss": outcome.means, "grad_norm": outcome.grad_norm, "skipped": False,
+        "loss": outcome.means, "grad_norm": outcome.grad_norm, "skipped": outcome.skipped,
     }  # fmt: skip
 
 

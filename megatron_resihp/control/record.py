@@ -31,10 +31,11 @@ class Outcome:
 
     Attributes:
         epoch: the epoch in which it was agreed.
-        grad_norm: global gradient norm before clipping; None where Megatron would not compute it.
+        grad_norm: global gradient norm before clipping; None where Megatron would not compute it: the step is skipped.
         losses: of each loss the sum over the global batch and the number of tokens it was taken over.
         loss_names: their names; empty on a worker that computes no losses, which agrees on their numbers only.
         stop: somebody asked for an orderly end after this iteration.
+        skipped: a gradient has overflowed; the step only moves the loss scale.
     """
 
     epoch: int
@@ -42,6 +43,7 @@ class Outcome:
     losses: tuple[tuple[float, float], ...] = ()
     loss_names: tuple[str, ...] = ()
     stop: bool = False
+    skipped: bool = False
 
     @property
     def means(self) -> dict[str, float]:
@@ -55,7 +57,8 @@ class Outcome:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Outcome":
         losses = tuple((float(total), float(tokens)) for total, tokens in data["losses"])
-        return cls(data["epoch"], data["grad_norm"], losses, tuple(data["loss_names"]), bool(data["stop"]))
+        names, flags = tuple(data["loss_names"]), (bool(data["stop"]), bool(data["skipped"]))
+        return cls(data["epoch"], data["grad_norm"], losses, names, *flags)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from megatron.core.num_microbatches_calculator import reconfigure_num_microbatch
 from megatron.training import training
 from megatron.training.utils import append_to_progress_log
 
+from megatron_resihp.control.record import Outcome
+from megatron_resihp.integration.loss_scale import move_scale, restore_scale, scale_of
 from megatron_resihp.integration.runtime import Runtime, Trained, parts_of
 
 GROUP_SETTINGS = ("betas", "eps")
@@ -46,7 +48,7 @@ def count_as_one_replica(runtime: Runtime) -> None:
 
 
 def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
-    """Everything that the loop advances besides the shard's state. Cheap: no device sync.
+    """Everything that the loop advances besides the shard's state. Cheap: no device sync, unless the loss scale moves.
 
     The same on all workers, but that losses are totalled in the last stage only.
     """
@@ -70,11 +72,12 @@ def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
 
 
 def settings_of(trained: Trained) -> dict[str, dict[str, Any]]:
-    """What of scheduler and optimizer may come from the checkpoint that the job was resumed from, and so isn't what
-    they are built with."""
+    """What of scheduler and optimizer isn't what they are built with: it has moved since, or may come from the
+    checkpoint that the job was resumed from."""
     scheduler = {name: value for name, value in trained.scheduler.state_dict().items() if name != "num_steps"}
     group = next(_groups(trained), {})
-    return {"scheduler": scheduler, "groups": {name: group[name] for name in GROUP_SETTINGS if name in group}}
+    groups = {name: group[name] for name in GROUP_SETTINGS if name in group}
+    return {"scheduler": scheduler, "groups": groups, "scale": scale_of(trained.optimizer)}
 
 
 def _restore_settings(trained: Trained, settings: dict[str, dict[str, Any]]) -> None:
@@ -83,6 +86,7 @@ def _restore_settings(trained: Trained, settings: dict[str, dict[str, Any]]) -> 
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in settings["groups"].items()}
     for group in _groups(trained):
         group.update(values)
+    restore_scale(trained.optimizer, settings["scale"])
 
 
 def _groups(trained: Trained) -> Iterator[dict[str, Any]]:
@@ -104,6 +108,20 @@ def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
     runtime.trained.scheduler.num_steps = counters["scheduler_steps"]
     runtime.trained.scheduler.step(increment=0)
     runtime.carried_totals = counters["totals"]
+
+
+def advance_schedule(runtime: Runtime, outcome: Outcome) -> None:
+    """What Megatron's train_step does after the optimizer's step."""
+    assert runtime.trained is not None
+    if not outcome.skipped:
+        runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
+
+
+def count_again(runtime: Runtime, outcome: Outcome) -> None:
+    """What a step that is in the shard's state already does to what `restore_counters` has put back to before it."""
+    assert runtime.trained is not None
+    move_scale(runtime.trained.optimizer, outcome.skipped)
+    advance_schedule(runtime, outcome)
 
 
 def note_in_progress_log(args: Any) -> None:

@@ -17,7 +17,7 @@ from megatron.training import training
 from megatron_resihp.control.record import Outcome, Stage
 from megatron_resihp.detector.records import SpanKind
 from megatron_resihp.integration.checkpoints import format_that_fits
-from megatron_resihp.integration.counting import count_as_one_replica, snapshot_counters
+from megatron_resihp.integration.counting import count_again, count_as_one_replica, snapshot_counters
 from megatron_resihp.integration.course import follow
 from megatron_resihp.integration.digests import record_digests, state_digests
 from megatron_resihp.integration.optimizer_ring import move_parts, tell_cost
@@ -164,11 +164,10 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
 
 def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
     """What train_step returned, or would have, for a step that this shard has already taken."""
-    assert runtime.trained is not None
     runtime.progress.agreed(outcome)
     runtime.progress.stage = Stage.STEPPED
-    runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
-    return _agreed_losses(runtime, outcome), 0, False, False, 0, outcome.grad_norm, None, 0
+    count_again(runtime, outcome)
+    return _agreed_losses(runtime, outcome), int(outcome.skipped), False, False, 0, outcome.grad_norm, None, 0
 
 
 def _agreed_losses(runtime: Runtime, outcome: Outcome) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from megatron_resihp.integration.loss_scale import unscale
 from megatron_resihp.integration.optimizer_shards import MASTER, Entry, Part
 from megatron_resihp.integration.runtime import parts_of
 from megatron_resihp.plan.ranges import Range
@@ -73,12 +74,15 @@ class PartCopy:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for entry in self.part.values() for tensor in entry.tensors.values())
 
-    def begin_step(self, optimizer: Any, grad_norm: float, device: torch.device) -> None:
+    def begin_step(
+        self, optimizer: Any, grad_norm: float, inverse: float | None, device: torch.device
+    ) -> None:
         """Take the owner's step in the background.
 
         Args:
             optimizer: this worker's own, whose groups have the owner's learning rates, before its own step.
             grad_norm: that was agreed.
+            inverse: what the gradient is to be multiplied by first; None: by nothing.
             device: where to compute, as the owner does, so that not a bit differs.
         """
         self._settle()
@@ -91,7 +95,7 @@ class PartCopy:
             start = time.monotonic()
             try:
                 with torch.no_grad(), self._beside_training(device):
-                    self._step(owners, gradient, grad_norm, device)
+                    self._step(owners, gradient, grad_norm, inverse, device)
             except Exception as error:
                 self._error = error
             self.cost.steps += 1
@@ -125,8 +129,9 @@ class PartCopy:
             raise self._error
 
     def _step(
-        self, owners: Sequence[tuple[Any, float]], gradient: torch.Tensor, grad_norm: float, device: torch.device
-    ) -> None:
+        self, owners: Sequence[tuple[Any, float]], gradient: torch.Tensor, grad_norm: float,
+        inverse: float | None, device: torch.device,
+    ) -> None:  # fmt: skip
         sizes = [where.end - where.start for where in self._part]
         gradients = dict(zip(self._part, gradient.split(sizes), strict=True))
         counted = self._counted
@@ -135,6 +140,9 @@ class PartCopy:
             for load in _loads(mine):
                 twin = _without_state(inner, self._counted)
                 masters = _put_in(twin, load, gradients, device)
+                if inverse is not None:
+                    scaled = [master.grad for master in masters.values() if master.grad is not None]
+                    unscale(scaled, torch.tensor([inverse], dtype=torch.float, device=device))
                 if clip > 0.0:
                     clip_grad_by_total_norm_fp32(list(masters.values()), clip, grad_norm)
                 twin.step()

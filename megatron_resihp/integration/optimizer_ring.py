@@ -13,6 +13,7 @@ import torch
 
 from megatron_resihp.executor.communicators import Communicators, SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors, tell_all
+from megatron_resihp.integration.loss_scale import ready_gradients
 from megatron_resihp.integration.optimizer_copy import PartCopy
 from megatron_resihp.integration.optimizer_shards import (
     Entry,
@@ -75,7 +76,7 @@ def share_part_gradients(runtime: Runtime) -> None:
     assert runtime.trained is not None
     start, own = time.monotonic(), torch.empty(0)
     if kept.owns:
-        runtime.trained.optimizer.prepare_grads()
+        ready_gradients(runtime.trained.optimizer)
         own = own_gradient(runtime.trained)
     for owner, keeper in ring.edges:
         if owner == runtime.worker:

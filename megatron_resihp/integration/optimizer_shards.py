@@ -59,7 +59,7 @@ def own_places(trained: Trained) -> dict[Range, Place]:
 
 
 def own_gradient(trained: Trained) -> torch.Tensor:
-    """The summed gradient of the own part, range by range in order, on the host; after `prepare_grads`."""
+    """The summed gradient of the own part, range by range in order, on the host; after `ready_gradients`."""
     gradients = []
     for _, part, parameter, where in sorted(_owned(trained), key=lambda owned: owned[3]):
         group, order = part.model_param_group_index_map[parameter]

@@ -37,12 +37,14 @@ class OwnLayout:
     Attributes:
         chunks: the layers of each stage.
         tensor_parallel: its degree.
+        data_parallel: number of replicas at the start.
         sequence_parallel: whether members of a group share the tokens between layers.
         tied_head: number of the head's layer if it shares the word embeddings.
     """
 
     chunks: tuple[Chunk, ...]
     tensor_parallel: int
+    data_parallel: int
     sequence_parallel: bool
     tied_head: int | None
 
@@ -59,4 +61,6 @@ def own_layout(args: Any) -> OwnLayout:
     """Of Megatron's validated arguments."""
     chunks = own_chunks(args)
     tied_head = None if args.untie_embeddings_and_output_weights else chunks[-1].end - 1
-    return OwnLayout(chunks, args.tensor_model_parallel_size, args.sequence_parallel, tied_head)
+    return OwnLayout(
+        chunks, args.tensor_model_parallel_size, args.data_parallel_size, args.sequence_parallel, tied_head
+    )

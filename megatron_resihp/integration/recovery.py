@@ -18,7 +18,7 @@ from megatron_resihp.control.record import Commit, Stage
 from megatron_resihp.control.worker import EpochBroken, EpochPlan, JobEnded, SalvageOrder
 from megatron_resihp.executor.communicators import is_communicator_error
 from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
-from megatron_resihp.integration.counting import note_in_progress_log, restore_counters
+from megatron_resihp.integration.counting import count_again, note_in_progress_log, restore_counters
 from megatron_resihp.integration.digests import state_digests
 from megatron_resihp.integration.drills import StagedError
 from megatron_resihp.integration.general_state import HostFiller, WholeState, move_state, slice_digests
@@ -323,10 +323,10 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
 
 def _stand_by(runtime: Runtime, commit: Commit) -> None:
     """A standby goes on right after the committed step."""
-    assert runtime.trained is not None
     runtime.progress.iteration, runtime.progress.stage = commit.iteration, Stage.STEPPED
     if commit.replay:
-        runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
+        assert commit.outcome is not None
+        count_again(runtime, commit.outcome)
 
 
 def _take_apart(model: list[torch.nn.Module]) -> None:

@@ -19,8 +19,9 @@ from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing import generate_state_dict, get_checkpoint_name, get_checkpoint_tracker_filename
 
 from megatron_resihp.control.worker import SalvageOrder
-from megatron_resihp.integration.counting import restore_counters
+from megatron_resihp.integration.counting import count_again, restore_counters
 from megatron_resihp.integration.general_state import slice_states
+from megatron_resihp.integration.loss_scale import scale_of
 from megatron_resihp.integration.optimizer_ring import Kept
 from megatron_resihp.integration.optimizer_shards import own_part
 from megatron_resihp.integration.runtime import Runtime
@@ -109,8 +110,9 @@ def _save_tensors(
     iteration = order.commit.iteration
     path = directory / f"iter_{iteration:07d}" / f"worker_{runtime.worker}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    scheduler = runtime.trained.scheduler.state_dict()
-    torch.save({kind: tensors, "args": runtime.args, "opt_param_scheduler": scheduler}, path)
+    trained = runtime.trained
+    counted = {"opt_param_scheduler": trained.scheduler.state_dict(), "grad_scaler": scale_of(trained.optimizer)}
+    torch.save({kind: tensors, "args": runtime.args, **counted}, path)
     contents = {
         "iteration": iteration,
         "consumed_train_samples": runtime.args.consumed_train_samples,
@@ -138,9 +140,10 @@ def _random_states() -> dict[str, Any]:
 
 def _count_after_step(runtime: Runtime, order: SalvageOrder) -> None:
     """Counters as they are once the committed iteration is over."""
-    assert order.commit is not None and runtime.trained is not None
+    assert order.commit is not None
     restore_counters(runtime, order.commit.counters)
     if order.commit.replay:
+        assert order.commit.outcome is not None
         runtime.args.iteration = order.commit.iteration
         runtime.args.consumed_train_samples += runtime.args.global_batch_size
-        runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
+        count_again(runtime, order.commit.outcome)

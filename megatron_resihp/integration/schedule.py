@@ -6,12 +6,13 @@ averages over replicas; with unlike counts that would weigh samples by their rep
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.utils import get_model_config
 
 from megatron_resihp.integration.general import General
+from megatron_resihp.integration.loss_scale import factor_of_losses
 from megatron_resihp.integration.program_schedule import run_evaluation, run_training
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import deal, even_counts
@@ -33,16 +34,13 @@ def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, 
     total = kwargs["num_microbatches"]
     if runtime.general is not None:
         return _run_general(runtime, runtime.general, kwargs)
-    replicas = len(runtime.current_plan.replicas)
     if kwargs.get("forward_only"):
-        share = deal(even_counts(total, replicas))[runtime.replica]
+        share = deal(even_counts(total, len(runtime.current_plan.replicas)))[runtime.replica]
         runtime.reach("evaluate")
         return schedule(**{**kwargs, "num_microbatches": len(share)})
     runtime.probes.begin_schedule()
     share = runtime.micro_batches
-    factor = len(share) * replicas / total
-    scaled = factor != 1.0 and not runtime.args.calculate_per_token_loss
-    with _scaled_losses(get_model_config(_first(kwargs["model"])), factor) if scaled else nullcontext():
+    with _scaled_losses(runtime, kwargs["model"], len(share)):
         runtime.losses = schedule(**{**kwargs, "num_microbatches": len(share)})
     return runtime.losses
 
@@ -53,7 +51,8 @@ def _run_general(runtime: Runtime, general: General, kwargs: dict[str, Any]) -> 
         runtime.reach("evaluate")
         return run_evaluation(runtime, general, *call)
     runtime.probes.begin_schedule()
-    runtime.losses = run_training(runtime, general, *call)
+    with _scaled_losses(runtime, kwargs["model"], kwargs["num_microbatches"]):
+        runtime.losses = run_training(runtime, general, *call)
     return runtime.losses
 
 
@@ -62,8 +61,13 @@ def _first(model: Any) -> Any:
 
 
 @contextmanager
-def _scaled_losses(config: Any, factor: float) -> Iterator[None]:
-    """Multiply what gradients are taken of by `factor`, auxiliary losses of experts included, and nothing reported."""
+def _scaled_losses(runtime: Runtime, model: Any, micro_batches: int) -> Iterator[None]:
+    """Multiply what gradients are taken of, auxiliary losses of experts included, and nothing reported."""
+    factor = factor_of_losses(runtime, micro_batches)
+    if factor == 1.0:
+        yield
+        return
+    config = get_model_config(_first(model))
     original = config.grad_scale_func
     config.grad_scale_func = lambda loss: original(loss) * factor
     try:

@@ -4,6 +4,7 @@ May import this room's other modules.
 """
 
 from megatron_resihp.control.record import Stage
+from megatron_resihp.integration.counting import advance_schedule
 from megatron_resihp.integration.digests import record_digests
 from megatron_resihp.integration.keepers import share_gradients
 from megatron_resihp.integration.recovery import leave_if_agreed
@@ -28,7 +29,7 @@ def keep_current(runtime: Runtime) -> None:
         take_step(runtime, outcome)
         if runtime.to_validate is not None:
             validate(runtime)
-        runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
+        advance_schedule(runtime, outcome)
         # Nobody can tell a standby which step is the last one in time for it to say what it holds then.
         record_digests(runtime)
         report_recovered(runtime)

@@ -16,6 +16,13 @@ from megatron_resihp.integration import expert_metrics
 from megatron_resihp.integration.counting import settings_of
 from megatron_resihp.integration.general_state import counted_norm_squared
 from megatron_resihp.integration.keepers import share_gradients
+from megatron_resihp.integration.loss_scale import (
+    divide_gradients,
+    inverse_scale,
+    move_scale,
+    ready_gradients,
+    scales_losses,
+)
 from megatron_resihp.integration.optimizer_shards import gather_parameters, step_part
 from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime, parts_of
 
@@ -56,13 +63,13 @@ def agreed_step(runtime: Runtime) -> StepResult:
     runtime.reach("step")
     with runtime.probes.marked_span(SpanKind.OPTIMIZER):
         take_step(runtime, outcome)
-        if runtime.optimizer_is_shared_out:
+        if runtime.optimizer_is_shared_out and not outcome.skipped:
             # The step is taken: a failure in here leads to the next epoch, where parameters are gathered anew.
             runtime.reach("gather")
             gather_parameters(runtime.trained)
     # The device has work now, and nobody waits for this worker.
     runtime.probes.flush()
-    return True, outcome.grad_norm, None
+    return not outcome.skipped, outcome.grad_norm, None
 
 
 def _record_samples(runtime: Runtime) -> None:
@@ -89,9 +96,11 @@ def local_norm_squared(runtime: Runtime) -> float:
     """Sum of squares over the gradients that this worker owns (shared and TP-duplicate ones once)."""
     assert runtime.trained is not None
     optimizer = runtime.trained.optimizer
-    optimizer.prepare_grads()
+    ready_gradients(optimizer)
+    inverse = inverse_scale(runtime)
+    share = 1.0 if inverse is None else float(inverse)
     if runtime.general is not None:
-        return counted_norm_squared(runtime.trained.model, runtime.general)
+        return counted_norm_squared(runtime.trained.model, runtime.general) * share * share
     if not runtime.counts_norm:
         return 0.0
     total = 0.0
@@ -100,7 +109,7 @@ def local_norm_squared(runtime: Runtime) -> float:
         if grads:
             norms = torch.stack(torch._foreach_norm([grad.float() for grad in grads])).double()
             total += float((norms * norms).sum())
-    return total
+    return total * share * share
 
 
 def agree(runtime: Runtime, norm_squared: float) -> Outcome:
@@ -114,7 +123,11 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
     validation, change = runtime.control.validation, runtime.control.change
     values = _brought(runtime, norm_squared, validation, change)
     runtime.everybody.sum(values)
-    _check_norm(runtime, float(values[0]))
+    assert runtime.trained is not None
+    # Sums are 32 bits wide, and what is summed has 16: only what has overflowed before makes them not finite.
+    skipped = scales_losses(runtime.trained.optimizer) and not math.isfinite(values[0])
+    if not skipped:
+        _check_norm(runtime, float(values[0]))
     if _heard_by_all(runtime, validation, values[VALIDATION]):
         runtime.to_validate = validation
         runtime.control.drop_validation(validation)
@@ -129,8 +142,8 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         micro_batches = args.global_batch_size // args.micro_batch_size
         expert_metrics.tell_sums(values[EXPERTS_FROM:DOCUMENTS_FROM].tolist(), micro_batches, args.num_layers)
     losses = tuple((total, tokens) for total, tokens in values[LOSSES_FROM:EXPERTS_FROM].view(LOSS_SLOTS, 2).tolist())
-    norm, stop = math.sqrt(float(values[0])), bool(values[1] > 0)
-    return Outcome(runtime.epoch, norm, losses, runtime.loss_names, stop)
+    norm, stop = None if skipped else math.sqrt(float(values[0])), bool(values[1] > 0)
+    return Outcome(runtime.epoch, norm, losses, runtime.loss_names, stop, skipped)
 
 
 def _brought(
@@ -197,21 +210,28 @@ def note_counters(runtime: Runtime, values: torch.Tensor) -> None:
 
 
 def take_step(runtime: Runtime, outcome: Outcome) -> None:
-    """AGREED to STEPPED: clip with the agreed norm and step. Communicates nothing."""
+    """AGREED to STEPPED: clip with the agreed norm and step, if the step isn't skipped. Communicates nothing."""
     assert runtime.trained is not None
     optimizer, kept = runtime.trained.optimizer, runtime.kept
-    if kept is not None and kept.copy is not None:
-        assert outcome.grad_norm is not None
-        kept.copy.begin_step(optimizer, outcome.grad_norm, torch.device("cuda", torch.cuda.current_device()))
-    # Who holds nothing may still have the objects of an earlier epoch.
-    if bool(runtime.held) if kept is None else kept.owns:
-        _step_own(runtime, optimizer, outcome)
+    if not outcome.skipped:
+        inverse = inverse_scale(runtime)
+        if kept is not None and kept.copy is not None:
+            assert outcome.grad_norm is not None
+            device = torch.device("cuda", torch.cuda.current_device())
+            # A number: the copy's own stream does not wait for what this one computes.
+            share = None if inverse is None else float(inverse)
+            kept.copy.begin_step(optimizer, outcome.grad_norm, share, device)
+        # Who holds nothing may still have the objects of an earlier epoch.
+        if bool(runtime.held) if kept is None else kept.owns:
+            _step_own(runtime, optimizer, outcome, inverse)
+    move_scale(optimizer, outcome.skipped)
     runtime.progress.stage = Stage.STEPPED
 
 
-def _step_own(runtime: Runtime, optimizer: Any, outcome: Outcome) -> None:
-    optimizer.prepare_grads()
+def _step_own(runtime: Runtime, optimizer: Any, outcome: Outcome, inverse: torch.Tensor | None) -> None:
+    ready_gradients(optimizer)
     for part in parts_of(optimizer):
+        divide_gradients(part, inverse)
         parameters = part.get_parameters()
         if part.config.clip_grad > 0.0 and parameters:
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, outcome.grad_norm)

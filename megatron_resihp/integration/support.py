@@ -47,6 +47,8 @@ ALLOWED: frozenset[str] = frozenset(
 
     grad_reduce_in_bf16 attention_softmax_in_fp32 accumulate_allreduce_grads_in_fp32
 
+    fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
+
     distributed_backend distributed_timeout_minutes local_rank use_tp_pp_dp_mapping use_gloo_process_groups
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
     overlap_p2p_comm overlap_grad_reduce align_grad_reduce ddp_num_buckets ddp_bucket_size disable_jit_fuser
@@ -87,6 +89,14 @@ CONSTRAINTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Allowed only with some values: a test, and what to do instead."""
 
+NEEDS: Mapping[str, tuple[str, str]] = {
+    "fp16": (
+        "accumulate_allreduce_grads_in_fp32",
+        "sums in half precision overflow in other iterations when another plan makes other sums",
+    ),
+}
+"""Allowed only together with another flag: which, and why."""
+
 
 def refusals(values: Mapping[str, Any], defaults: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:
     """One line for each argument that is not known to work.
@@ -105,4 +115,8 @@ def refusals(values: Mapping[str, Any], defaults: Mapping[str, Any], flags: Mapp
                 lines.append(f"{flags[name]} {value} is not supported with --resihp: {mend}")
         if value != default and name not in ALLOWED:
             lines.append(f"{flags[name]} is not known to work with --resihp; leave one of the two out")
+        if value != default and name in NEEDS:
+            needed, why = NEEDS[name]
+            if not values[needed]:
+                lines.append(f"{flags[name]} is only supported with {flags[needed]} with --resihp: {why}")
     return lines

@@ -17,7 +17,8 @@ def report_iteration(runtime: Runtime) -> None:
     if runtime.reports:
         runtime.control.event(
             "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=outcome.means,
-            grad_norm=outcome.grad_norm, skipped=False, samples=runtime.args.global_batch_size,
+            grad_norm=outcome.grad_norm, skipped=outcome.skipped, loss_scale=_scale(runtime),
+            samples=runtime.args.global_batch_size,
             duration_s=None if runtime.last_step_at is None else now - runtime.last_step_at,
         )  # fmt: skip
     runtime.last_step_at = now
@@ -27,6 +28,12 @@ def report_iteration(runtime: Runtime) -> None:
             seconds_since_death=now - runtime.recovered_from, redone_compute_s=None,
         )  # fmt: skip
     report_recovered(runtime)
+
+
+def _scale(runtime: Runtime) -> float | None:
+    """What losses were multiplied by in this iteration; None where that never changes."""
+    scale: float | None = runtime.progress.counters[runtime.progress.iteration]["settings"]["scale"].get("scale")
+    return scale
 
 
 def report_recovered(runtime: Runtime) -> None:

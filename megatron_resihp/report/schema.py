@@ -86,7 +86,7 @@ _ITERATION_FIELDS: Final = (
     Field("iteration", INTEGER, "number of the completed step, from 1"),
     Field("loss", NAMED_NUMBERS, "loss by name, averaged over the global batch", required=False),
     Field("grad_norm", NUMBER, "norm of the whole gradient", required=False),
-    Field("skipped", FLAG, "the step was skipped for an overflow", required=False),
+    Field("skipped", FLAG, "the step was skipped: a gradient had overflowed in half precision", required=False),
     Field("agreed_epoch", INTEGER, "the epoch whose attempt was agreed; without it, `epoch` is", required=False),
 )
 
@@ -156,6 +156,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
         "All workers have agreed on a step and it is done; `epoch` is the epoch in which it was agreed.",
         (
             *_ITERATION_FIELDS,
+            Field("loss_scale", NUMBER, "what losses were multiplied by; null: it never changes", required=False),
             Field("samples", INTEGER, "samples of the iteration: the global batch size", required=False),
             Field(
                 "duration_s",

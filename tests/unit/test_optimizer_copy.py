@@ -31,8 +31,10 @@ def optimizer(masters: list[torch.Tensor]) -> Any:
     return SimpleNamespace(optimizer=inner, config=SimpleNamespace(clip_grad=0.0))
 
 
-def test_it_is_what_the_owner_has_after_every_step() -> None:
-    """Also if its keeper has no parameter of a group, and where the learning rate changes."""
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_it_is_what_the_owner_has_after_every_step(scale: float | None) -> None:
+    """Also if its keeper has no parameter of a group, where the learning rate changes, and with a loss scale."""
+    inverse = None if scale is None else 1 / scale
     torch.manual_seed(0)
     masters = [torch.randn(size) for size in SIZES]
     owner, keeper = optimizer(masters), optimizer([torch.randn(4)])
@@ -48,8 +50,8 @@ def test_it_is_what_the_owner_has_after_every_step() -> None:
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
         owner.optimizer.step()
-        copy.gradient = torch.cat(gradients)
-        copy.begin_step(keeper, 1.0, HOST)
+        copy.gradient = torch.cat(gradients) * (scale or 1.0)
+        copy.begin_step(keeper, 1.0, inverse, HOST)
         for master, entry in zip(masters, copy.part.values(), strict=True):
             expected = {MASTER: master, **owner.optimizer.state[master]}
             assert expected.keys() == entry.tensors.keys()
@@ -79,7 +81,7 @@ def test_steps_that_are_counted_for_groups() -> None:
     keeper = SimpleNamespace(optimizer=Counting(), config=SimpleNamespace(clip_grad=0.0))
     copy = PartCopy(2, {Range("p", 0, 2): Entry((0, 0), {MASTER: torch.ones(2)})}, counted=6)
     copy.gradient = torch.ones(2)
-    copy.begin_step(keeper, 1.0, HOST)
+    copy.begin_step(keeper, 1.0, None, HOST)
     assert copy.counted == 7 and seen == [(7, 1)]
     assert keeper.optimizer.param_groups[0]["step"] == 1
     assert torch.equal(copy.part[Range("p", 0, 2)].tensors[MASTER], torch.zeros(2))

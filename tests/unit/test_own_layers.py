@@ -19,7 +19,7 @@ def arguments(**changed: Any) -> Namespace:
         "pipeline_model_parallel_layout": None, "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False, "sequence_parallel": False,
-        "untie_embeddings_and_output_weights": False,
+        "untie_embeddings_and_output_weights": False, "data_parallel_size": 1,
     }  # fmt: skip
     return Namespace(**(defaults | changed))
 

@@ -16,8 +16,9 @@ from megatron_resihp.integration.program_schedule import check_gradients
 from megatron_resihp.integration.step import agree
 
 
-def worker(checks: bool, others: float) -> Any:
+def worker(checks: bool, others: float, *scalers: Any) -> Any:
     """A standby, and what the others bring of the squared norm."""
+    parts = [SimpleNamespace(grad_scaler=scaler) for scaler in scalers or (None,)]
 
     def add_those_of_others(values: torch.Tensor) -> None:
         values[0] += others
@@ -28,6 +29,7 @@ def worker(checks: bool, others: float) -> Any:
         control=SimpleNamespace(stop_signal=None, validation=None, change=None),
         everybody=SimpleNamespace(sum=add_those_of_others, workers=(0, 3)),
         progress=SimpleNamespace(iteration=5, counters={}),
+        trained=SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=parts)),
     )  # fmt: skip
 
 
@@ -45,6 +47,15 @@ def test_nobody_steps_with_a_norm_that_is_no_number(others: float) -> None:
 def test_it_is_for_megatrons_flag_to_say() -> None:
     assert math.isnan(agree(worker(checks=False, others=math.nan), 0.0).grad_norm or 0.0)
     assert agree(worker(checks=True, others=9.0), 16.0).grad_norm == 5.0
+
+
+@pytest.mark.parametrize("others", [math.nan, math.inf])
+def test_with_a_loss_scale_such_a_step_is_skipped(others: float) -> None:
+    """Also with Megatron's own check, which is of what has not been summed yet."""
+    outcome = agree(worker(True, others, object(), None), 0.0)
+    assert outcome.skipped and outcome.grad_norm is None
+    taken = agree(worker(True, 9.0, object()), 16.0)
+    assert not taken.skipped and taken.grad_norm == 5.0
 
 
 def chunk(*norms: float, checks: bool = True) -> Any:

@@ -91,6 +91,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--use-torch-fsdp2", "--mtp-num-layers 1", "--fp8-format hybrid", "--enable-cuda-graph",
         "--cuda-graph-impl local", "--rampup-batch-size 4 4 100", "--async-save", "--overlap-param-gather",
         "--dataloader-type cyclic", "--dataloader-type external", "--fp16", "--inprocess-restart",
+        "--fp16-lm-cross-entropy",
         "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--num-layers-per-virtual-pipeline-stage 1", "--multi-latent-attention",
         "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
@@ -111,8 +112,13 @@ def test_what_is_not_known_to_work_is_refused_by_name(
 
 
 def test_all_refusals_at_once(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(check, capsys, "--fp16", "--async-save")
-    assert "--fp16" in line and "--async-save" in line
+    line = refused(check, capsys, "--inprocess-restart", "--async-save")
+    assert "--inprocess-restart" in line and "--async-save" in line
+
+
+def test_half_precision_needs_sums_in_single(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--fp16 is only supported with --accumulate-allreduce-grads-in-fp32" in refused(check, capsys, "--fp16")
+    assert check(*COMMON, "--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale", "65536").switched_on
 
 
 def test_without_the_plugin_everything_is_megatrons_business(check: Check) -> None:
@@ -157,14 +163,14 @@ def test_interleaving_that_megatron_derives(check: Check, capsys: pytest.Capture
 
 
 def test_refusals_speak_of_what_was_given() -> None:
-    values = SimpleNamespace(fp16=True, seed=3, optimizer="sgd", new_in_megatron=0)
+    values = SimpleNamespace(async_save=True, seed=3, optimizer="sgd", new_in_megatron=0)
     lines = refusals(
         vars(values),
-        {"fp16": False, "seed": 1, "optimizer": "adam", "new_in_megatron": None, "lr": None},
-        {name: f"--{name.replace('_', '-')}" for name in ("fp16", "seed", "optimizer", "new_in_megatron", "lr")},
+        {"async_save": False, "seed": 1, "optimizer": "adam", "new_in_megatron": None, "lr": None},
+        {name: f"--{name.replace('_', '-')}" for name in ("async_save", "seed", "optimizer", "new_in_megatron", "lr")},
     )
     assert lines == [
-        "--fp16 is not known to work with --resihp; leave one of the two out",
+        "--async-save is not known to work with --resihp; leave one of the two out",
         "--new-in-megatron is not known to work with --resihp; leave one of the two out",
         "--optimizer sgd is not supported with --resihp: only adam's state is known to move",
     ]

@@ -1,0 +1,109 @@
+"""The loss scale of training in half precision: losses are multiplied by it, and the gradients divided by it again.
+
+Megatron divides and looks for overflows on each worker, reduces what it has found over a group of the rectangle, and
+moves the scale, all before the step. Here the agreement tells whether a gradient has overflowed, and whoever steps
+divides once, after it; whoever doesn't step moves the scale too, so that all have the same (DESIGN contract 3).
+
+A micro-batch's loss is multiplied by what Megatron multiplies it by under the job's own layout, whatever the plan: or
+other iterations would overflow after a change of plan than without it. What a plan's sums then lack is made up for in
+the division. May import megatron and this room.
+"""
+
+from typing import Any
+
+import torch
+
+from megatron_resihp.integration.runtime import Runtime, parts_of
+
+
+def scales_losses(optimizer: Any) -> bool:
+    """Whether gradients are those of scaled losses: with --fp16, or with a constant --loss-scale."""
+    return bool(_scalers(optimizer))
+
+
+def scale_of(optimizer: Any) -> dict[str, Any]:
+    """The scale and what tells when it moves next, as numbers; nothing if it never does."""
+    state: dict[str, Any] = next((scaler.state_dict() for scaler in _scalers(optimizer)), {})
+    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def restore_scale(optimizer: Any, state: dict[str, Any]) -> None:
+    """Put back what `scale_of` gave."""
+    if state:
+        for scaler in _scalers(optimizer):
+            scaler.load_state_dict({**state, "scale": torch.tensor([state["scale"]], dtype=torch.float)})
+
+
+def move_scale(optimizer: Any, overflow: bool) -> None:
+    """What a step, taken or skipped, does to the scale."""
+    for scaler in _scalers(optimizer):
+        scaler.update(overflow)
+
+
+def _scalers(optimizer: Any) -> list[Any]:
+    """Megatron's, one for each part of a chained optimizer; all are moved alike."""
+    scalers = (getattr(part, "grad_scaler", None) for part in parts_of(optimizer))
+    return [scaler for scaler in scalers if scaler is not None]
+
+
+def factor_of_losses(runtime: Runtime, micro_batches: int) -> float:
+    """What this plan multiplies losses by, beside Megatron's own scaling.
+
+    Args:
+        micro_batches: by whose number Megatron divides this replica's losses.
+    """
+    args = runtime.args
+    if args.calculate_per_token_loss:
+        return 1.0
+    assert runtime.trained is not None
+    whole = args.global_batch_size // args.micro_batch_size
+    if scales_losses(runtime.trained.optimizer):
+        return micro_batches * runtime.own.data_parallel / whole
+    return micro_batches * _averaged_over(runtime) / whole
+
+
+def inverse_scale(runtime: Runtime) -> torch.Tensor | None:
+    """What summed gradients are to be multiplied by, of one element; None: by nothing."""
+    assert runtime.trained is not None
+    scaler = next(iter(_scalers(runtime.trained.optimizer)), None)
+    if scaler is None:
+        return None
+    inverse: torch.Tensor = scaler.inv_scale
+    if runtime.args.calculate_per_token_loss:
+        return inverse
+    return inverse * (_averaged_over(runtime) / runtime.own.data_parallel)
+
+
+def _averaged_over(runtime: Runtime) -> int:
+    """Megatron's own gradient sums are divided by the replicas, those by slices are not."""
+    return len(runtime.current_plan.replicas) if runtime.general is None else 1
+
+
+def ready_gradients(optimizer: Any) -> None:
+    """Put gradients where the step takes them from, not yet divided by the scale, however often it is called.
+
+    Megatron's `prepare_grads` would divide them in place, each time anew.
+    """
+    for part in parts_of(optimizer):
+        if getattr(part, "grad_scaler", None) is None:
+            part.prepare_grads()
+        elif not part.is_stub_optimizer:
+            part._copy_model_grads_to_main_grads()
+
+
+def divide_gradients(part: Any, inverse: torch.Tensor | None) -> None:
+    """Divide those of one part by the scale, in place: once, right before the step."""
+    if inverse is not None and not part.is_stub_optimizer:
+        unscale(part._collect_main_grad_data_for_unscaling(), inverse)
+
+
+def unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> None:
+    """Multiply gradients in place.
+
+    Raises:
+        RuntimeError: one is not finite, though all agreed that none is; a step would spoil the model.
+    """
+    found = torch.zeros(1, dtype=torch.float, device=inverse.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+    if float(found) > 0:
+        raise RuntimeError("a gradient is not finite here, though the agreed norm of all gradients is")

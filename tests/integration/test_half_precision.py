@@ -1,0 +1,146 @@
+"""Training in half precision: on an overflow all skip the step alike, and whatever happens the scale of losses is what
+it would have been."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import BF16, EXPERTS, MOCK_DATA_SIZE, PRETRAIN, Job, Jobs, check_training, tiny
+from test_pipeline_order import WITHOUT_PLUGIN
+from test_plans import FOUR, PER_TOKEN, RECTANGLE, migrating, own_plan
+
+from megatron_resihp.plan import ParallelPlan
+
+NIGHTLY = pytest.mark.nightly
+HALF: dict[str, Any] = {
+    "fp16": True, "accumulate_allreduce_grads_in_fp32": True, "num_layers": 4, "global_batch_size": 8,
+    "initial_loss_scale": 2**21, "hysteresis": 1, "loss_scale_window": 2, "train_iters": 9,
+}  # fmt: skip
+"""The first steps are skipped, and some later ones: the scale grows again after every second step that is taken."""
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
+SUMMED: dict[str, Any] = PER_TOKEN | {"initial_loss_scale": 2**14}
+"""Losses are sums over the 32 tokens of a sample, and scaled so."""
+BALANCED: dict[str, Any] = EXPERTS | {"sequence_parallel": True}
+
+
+def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], plans: Sequence[str] = (), workers: int = 4) -> Job:
+    """Run a job through drills or plans and compare it with the undisturbed one."""
+    model = HALF | layout
+    reference = jobs.reference(tiny(**model), workers=workers)
+    job = jobs.run(tiny(**model, resihp_drill=drills or None, resihp_plan=plans or None), workers=workers)
+    check_training(job, reference, BF16)
+    assert len(job.summary.deaths) == len(drills)
+    skipped = reference.summary.skipped_iterations
+    assert 1 in skipped and len(skipped) > 1 and skipped[-1] > 3, "some of the first steps, and a later one"
+    assert job.summary.skipped_iterations == skipped
+    found, expected = scales(job), scales(reference)
+    # Who reports an iteration may die with it.
+    assert found.items() <= expected.items() and len(found) >= len(expected) - len(drills)
+    assert list(found)[-1] == HALF["train_iters"]
+    return job
+
+
+def scales(job: Job) -> dict[int, float]:
+    """What losses were multiplied by in each iteration."""
+    return {event["iteration"]: event["loss_scale"] for event in job.events("iteration")}
+
+
+def ask_for(path: Path, *plans: ParallelPlan) -> list[str]:
+    """One after the other, from iteration 2 on."""
+    files = []
+    for number, plan in enumerate(plans):
+        file = path / f"plan{number}.json"
+        file.write_text(json.dumps(plan.to_dict()))
+        files.append(f"{file}@{2 + 2 * number}")
+    return files
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (RECTANGLE, ["unlike replicas"]),
+        pytest.param(RECTANGLE, ["V shape, W apart", "a standby keeps its shard", "unlike replicas"], marks=NIGHTLY),
+        pytest.param(RECTANGLE | SUMMED, ["unlike replicas", "zero bubble"], marks=NIGHTLY),
+        pytest.param(RECTANGLE | BALANCED, ["TP 2 and 1"], marks=NIGHTLY),
+        pytest.param(RECTANGLE | SHARED, ["unlike replicas"], marks=NIGHTLY),
+    ],
+    ids=["unlike replicas", "orders", "per token", "experts", "distributed optimizer"],
+)
+def test_any_plan_skips_the_same_steps(jobs: Jobs, tmp_path: Path, layout: dict[str, Any], names: list[str]) -> None:
+    plans = [*(FOUR[name] for name in names), own_plan(4)]
+    job = survive(jobs, layout=layout, plans=ask_for(tmp_path, *plans))
+    assert len(job.events("epoch_started")) == 1 + len(plans), job.tails()
+
+
+@NIGHTLY
+def test_replicas_that_share_work_skip_the_same_steps(jobs: Jobs, tmp_path: Path) -> None:
+    """The job begins with two replicas, so losses are multiplied by more than in a plan that has one."""
+    plans = [migrating(), ParallelPlan(own_plan(4).replicas, dict.fromkeys(range(4, 8))), own_plan(8)]
+    survive(jobs, layout=RECTANGLE, plans=ask_for(tmp_path, *plans), workers=8)
+
+
+@pytest.mark.parametrize(
+    ("drills", "layout"),
+    [
+        (["kill:3@2:step", "kill:0@6:norm"], TENSOR),
+        pytest.param(["kill:1@2:norm", "kill:2@4:step"], TENSOR, marks=NIGHTLY),
+        pytest.param(["kill:2@2:step"], PIPELINE, marks=NIGHTLY),
+        pytest.param(["kill:1@1:norm"], PIPELINE, marks=NIGHTLY),
+        pytest.param(["kill:1@2:between"], PIPELINE | SUMMED, marks=NIGHTLY),
+        pytest.param(["kill:3@2:step", "kill:0@6:norm"], TENSOR | SHARED, marks=NIGHTLY),
+        pytest.param(["kill:1@2:norm", "kill:3@5:gather"], SHARED, marks=NIGHTLY),
+    ],
+)
+def test_a_death_beside_a_step_that_is_skipped(jobs: Jobs, drills: list[str], layout: dict[str, Any]) -> None:
+    """It is skipped once by all, standbys too, and those who are fewer afterwards skip no others."""
+    survive(jobs, *drills, layout=layout)
+
+
+@NIGHTLY
+def test_a_scale_that_never_moves(jobs: Jobs) -> None:
+    """With Megatron's own checks of gradients off an overflow is skipped, again and again."""
+    model = HALF | TENSOR | {"loss_scale": 2**14}
+    reference = jobs.reference(tiny(**model), workers=4)
+    job = jobs.run(tiny(**model, resihp_drill=["kill:3@3:norm"]), workers=4)
+    check_training(job, reference, BF16)
+    stuck = jobs.run(
+        tiny(**model | {"loss_scale": 2**24, "no_check_for_nan_in_loss_and_grad": True, "train_iters": 3}), workers=4
+    )
+    assert stuck.code == 0 and stuck.summary.skipped_iterations == (1, 2, 3)
+
+
+@NIGHTLY
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE, SHARED, PIPELINE | SUMMED, TENSOR | BALANCED])
+def test_without_the_plugin_megatron_trains_the_same(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
+    model, script = HALF | layout, tmp_path / "pretrain.py"
+    script.write_text(
+        "import runpy\n"
+        "from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset\n"
+        f"MockGPTLowLevelDataset.size = {MOCK_DATA_SIZE}\n"
+        f"runpy.run_path({str(PRETRAIN)!r}, run_name='__main__')\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    finished = subprocess.run(
+        [*launcher, "-m", "megatron_resihp.cpu", str(script), *tiny(**model | WITHOUT_PLUGIN)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    job = jobs.reference(tiny(**model), workers=4)
+    expected = told(finished.stdout)
+    assert len(expected) == HALF["train_iters"] and told(job.log(3)) == expected
+
+
+def told(log: str) -> list[list[str]]:
+    """What Megatron's log says of each iteration, but for times."""
+    lines = [line.split("] ", 1)[1].split(" | ") for line in log.splitlines() if "loss scale:" in line]
+    return [[" ".join(part.split()) for part in line if "elapsed time" not in part] for line in lines]
