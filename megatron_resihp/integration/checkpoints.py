@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.general_world import as_stage
+from megatron_resihp.integration.reshardable import TYPE, add_reshardable
 from megatron_resihp.integration.runtime import Runtime
 
 FORMAT = "torch_dist"
@@ -78,6 +79,8 @@ def wrap_generate_state_dict(runtime: Runtime, original: Callable[..., dict[str,
         if not args.no_save_optim:
             if not optimizer.is_stub_optimizer:
                 state["optimizer"] = optimizer.sharded_state_dict(chunks, **optim_sd_kwargs)
+                if TYPE in optim_sd_kwargs["metadata"]:
+                    state["masters"] = add_reshardable(state["optimizer"], optimizer, model, chunks)
             state["opt_param_scheduler"] = scheduler.state_dict()
         apply_factories(state)
         sharded, common = extract_sharded_base(state)

@@ -13,6 +13,7 @@ from megatron_resihp.integration import (
     documents,
     expert_metrics,
     loop,
+    reshardable,
     schedule,
     startup,
 )
@@ -101,6 +102,12 @@ def training_patches(runtime: Runtime) -> list[Patch]:
                 "model_sd_kwargs", "rerun_state",
             ),
             "writes any plan's state so that any other can load it",
+        ),
+        Patch(
+            "megatron.training.checkpointing:_build_sharded_state_dict_metadata",
+            partial(reshardable.wrap_metadata, runtime),
+            ("args", "dp_cp_group"),
+            "says that the distributed optimizer can load it",
         ),
         Patch(
             f"{TRAINING}:print_datetime",

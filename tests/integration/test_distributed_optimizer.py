@@ -144,19 +144,6 @@ def test_unlike_replicas(
 
 
 @NIGHTLY
-def test_a_checkpoint_of_unlike_replicas_can_be_gone_on_from(jobs: Jobs, tmp_path: Path) -> None:
-    """It has the state as without this optimizer; Megatron loads that of this one only where it has fused kernels."""
-    directory = tmp_path / "saved"
-    saving = {"save": directory, "save_interval": 4, "exit_interval": 4}
-    first = jobs.run(tiny(**SHARED, **saving, resihp_plan=ask_for(tmp_path, UNLIKE)), workers=4)
-    assert first.code == 0, first.tails()
-    job = jobs.run(tiny(load=directory), workers=4)
-    assert job.code == 0, job.tails()
-    whole = jobs.reference(tiny(**SHARED), workers=4).summary.loss
-    assert job.summary.loss == pytest.approx({n: loss for n, loss in whole.items() if n > 4}, rel=1e-5)
-
-
-@NIGHTLY
 @pytest.mark.parametrize("drills", [["kill:1@4:step"], ["kill:1@4:backward", "kill:2@5:gather"]], ids=len)
 def test_a_death_among_unlike_replicas(jobs: Jobs, tmp_path: Path, drills: list[str]) -> None:
     """Those that are left are equal replicas again, each with a part."""
