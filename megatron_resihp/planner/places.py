@@ -9,7 +9,7 @@ In jobs of few workers each group is then tried in every node.
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import permutations, product
+from itertools import permutations
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -194,26 +194,40 @@ def _settled(situation: _Situation, at: list[int]) -> list[int]:
 
 
 def _tried_everywhere(situation: _Situation, at: list[int]) -> list[int]:
-    """The best of all ways to have groups in nodes, each worker where it lacks least."""
+    """The best of all ways to have groups in nodes, each worker where it lacks least.
+
+    Groups are put into nodes one after the other, and no further where that lacks as much as the best way known: more
+    places in a node never lack less. Of nodes that are alike so far one is tried.
+    """
     best, least = None, _total(situation, at)
     known: dict[tuple[int, tuple[int, ...]], float] = {}
-    for nodes in product(range(len(situation.nodes)), repeat=len(situation.groups)):
-        places_of = _places_of(situation, nodes)
-        total = sum(_least_in(situation, node, places, known) for node, places in enumerate(places_of))
-        if total < least:
-            best, least = places_of, total
+    places_of: list[list[int]] = [[] for _ in situation.nodes]
+    lacked = [0.0] * len(situation.nodes)
+    alike = _numbered(tuple(sorted(situation.kind[worker] for worker in each)) for each in situation.nodes)[0]
+
+    def put(group: int) -> None:
+        nonlocal best, least
+        if group == len(situation.groups):
+            best, least = [list(places) for places in places_of], sum(lacked)
+            return
+        tried = set()
+        for node, there in enumerate(places_of):
+            state = alike[node], tuple(there)
+            if state in tried:
+                continue
+            tried.add(state)
+            kept, lacked_there = list(there), lacked[node]
+            there += situation.groups[group]
+            lacked[node] = _least_in(situation, node, there, known)
+            if sum(lacked) < least:
+                put(group + 1)
+            places_of[node][:], lacked[node] = kept, lacked_there
+
+    put(0)
     moved = list(at)
     for node, places in enumerate(best or ()):
         _seat(situation, situation.nodes[node], places, moved)
     return moved
-
-
-def _places_of(situation: _Situation, nodes: Sequence[int]) -> list[list[int]]:
-    """The places in each node, if groups are in these."""
-    places_of: list[list[int]] = [[] for _ in situation.nodes]
-    for places, node in zip(situation.groups, nodes, strict=True):
-        places_of[node] += places
-    return places_of
 
 
 def _least_in(

@@ -48,15 +48,25 @@ def test_no_exchange_of_workers_moves_less(shape: tuple[int, int, int], speeds: 
     assert evaluate(kept, health, COST).iteration_s <= evaluate(after, health, COST).iteration_s
 
 
-def least_by_trying(before: ParallelPlan, after: ParallelPlan, health: Health) -> float:
+def test_as_many_nodes_as_workers_do_not_hold_up_planning() -> None:
+    """Trying each worker in each node, one by one, would take the better part of an hour."""
+    cost = replace(COST, workers_per_node=1)
+    before = first_plan(cost, 1, 4, 2)
+    health = Health(dict(enumerate([0.5, 1.0, 1.0, 0.7, 1.0, 0.9, 0.7, 0.9])))
+    after = searched(before, health, cost)
+    kept = keep_places(before, after, health, cost)
+    assert moved(before, kept, cost) == pytest.approx(least_by_trying(before, after, health, cost))
+
+
+def least_by_trying(before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost = COST) -> float:
     """Bytes to move with the best of all exchanges that make no stage slower and keep groups inside nodes."""
     groups = [members for replica in after.replicas for members in replica.stages]
-    held, wanted = shards_held(before, COST), shards_held(replace(after, standbys={}), COST)
+    held, wanted = shards_held(before, cost), shards_held(replace(after, standbys={}), cost)
     places = [(min(health.speed[mate] for mate in group), group, worker) for group in groups for worker in group]
     lacking = lacking_bytes(
         [held.get(worker, ()) for worker in health.live],
         [wanted[worker] for _, _, worker in places],
-        prefix_bytes(COST, len(after.replicas)),
+        prefix_bytes(cost, len(after.replicas)),
     )
     least = float("inf")
 
@@ -70,7 +80,7 @@ def least_by_trying(before: ParallelPlan, after: ParallelPlan, health: Health) -
         speed, group, _ = places[place]
         for row, worker in enumerate(health.live):
             mate = taken[-1] if place and places[place - 1][1] == group else worker
-            near = worker // COST.workers_per_node == mate // COST.workers_per_node
+            near = worker // cost.workers_per_node == mate // cost.workers_per_node
             if worker not in taken and near and health.speed[worker] >= speed:
                 extend(place + 1, (*taken, worker), total + float(lacking[row, place]))
 
