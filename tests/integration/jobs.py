@@ -313,6 +313,16 @@ EXPERTS: dict[str, Any] = {
 """Its layers are mixtures of experts. The losses that balance them are so large that a wrong share of one is seen."""
 
 
+def ask_for(path: Path, *plans: ParallelPlan) -> list[str]:
+    """What --resihp-plan takes, for one plan after the other, from iteration 2 on. `path`: for their files."""
+    files = []
+    for number, plan in enumerate(plans):
+        file = path / f"plan{number}.json"
+        file.write_text(json.dumps(plan.to_dict()))
+        files.append(f"{file}@{2 + 2 * number}")
+    return files
+
+
 def tiny(**changes: Any) -> list[str]:
     """The command line of a tiny job with some flags changed."""
     return flags(**TINY | changes)

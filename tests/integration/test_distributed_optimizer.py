@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import BF16, EXPERTS, FP32, WISHING, Job, Jobs, Tolerance, check_training, tiny
+from jobs import BF16, EXPERTS, FP32, WISHING, Job, Jobs, Tolerance, ask_for, check_training, tiny
 
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica
 
@@ -103,16 +102,6 @@ def test_fewer_replicas_by_choice_and_back(jobs: Jobs, tmp_path: Path) -> None:
     """Workers that stand by meanwhile keep copies, and get their parts again."""
     job = survive(jobs, layout=SHARED, resihp_plan=ask_for(tmp_path, FEWER, FOUR))
     assert [len(event["plan"]["replicas"]) for event in job.events("epoch_started")] == [4, 2, 4]
-
-
-def ask_for(path: Path, *plans: ParallelPlan) -> list[str]:
-    """One after the other, from iteration 2 on."""
-    files = []
-    for number, plan in enumerate(plans):
-        file = path / f"plan{number}.json"
-        file.write_text(json.dumps(plan.to_dict()))
-        files.append(f"{file}@{2 + 2 * number}")
-    return files
 
 
 FOUR = ParallelPlan(tuple(Replica(((worker,),), (worker,)) for worker in range(4)), {})

@@ -3,7 +3,6 @@ it would have been."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import BF16, EXPERTS, MOCK_DATA_SIZE, PRETRAIN, Job, Jobs, check_training, tiny
+from jobs import BF16, EXPERTS, MOCK_DATA_SIZE, PRETRAIN, Job, Jobs, ask_for, check_training, tiny
 from test_pipeline_order import WITHOUT_PLUGIN
 from test_plans import FOUR, PER_TOKEN, RECTANGLE, migrating, own_plan
 
@@ -52,16 +51,6 @@ def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], plans: Sequence[st
 def scales(job: Job) -> dict[int, float]:
     """What losses were multiplied by in each iteration."""
     return {event["iteration"]: event["loss_scale"] for event in job.events("iteration")}
-
-
-def ask_for(path: Path, *plans: ParallelPlan) -> list[str]:
-    """One after the other, from iteration 2 on."""
-    files = []
-    for number, plan in enumerate(plans):
-        file = path / f"plan{number}.json"
-        file.write_text(json.dumps(plan.to_dict()))
-        files.append(f"{file}@{2 + 2 * number}")
-    return files
 
 
 @pytest.mark.parametrize(
