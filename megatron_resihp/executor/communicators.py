@@ -189,6 +189,9 @@ class Communicators:
         self._side_groups.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # torch names groups by this count, in which a world that was interrupted in the making stays: its other members
+        # may have come less far, and who has another name for a group waits in it alone.
+        dist.distributed_c10d._world.group_count = 0
         self._epoch_store = None
 
     @property

@@ -92,6 +92,8 @@ def test_no_group_is_made_in_a_broken_epoch(monkeypatch: pytest.MonkeyPatch) -> 
     communicators.begin(2, "plan")
     communicators.side_group("alone", (0,)).sum(torch.ones(1))
     communicators.join_world("cuda:gloo", (0,), timedelta(seconds=LIMIT_S))
+    # Others may have come less far in the broken epoch, and meet under the name that torch gives the first group.
+    assert dist.group.WORLD.group_name == "0"
     communicators.destroy()
     communicators.release()
     assert communicators.left_behind == 0
