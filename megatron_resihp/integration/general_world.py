@@ -48,8 +48,10 @@ class MegatronGroups:
         order = general.rank_order
         own = order.index(general.worker)
         peers = [order.index(worker) for worker in general.peers]
+        # Two, also where nobody else is in the stage: torch names a group by how many its member has made before, and
+        # all members of those that follow must have made as many.
         alone = dist.new_group([own], use_local_synchronization=True)
-        together = dist.new_group(peers, use_local_synchronization=True) if len(peers) > 1 else alone
+        together = dist.new_group(peers, use_local_synchronization=True)
         for name in self._groups:
             spans = "TENSOR" in name or name == "_MODEL_PARALLEL_GROUP"
             setattr(parallel_state, name, together if spans else alone)

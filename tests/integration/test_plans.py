@@ -204,6 +204,12 @@ def test_sixteen_bits(jobs: Jobs, tmp_path: Path) -> None:
     survive(jobs, tmp_path, [FOUR["TP 2 and 1"]], workers=4, tolerance=BF16, train_iters=6, bf16=True, **RECTANGLE)
 
 
+def test_groups_for_host_tensors_beside_those_of_devices(jobs: Jobs, tmp_path: Path) -> None:
+    """As with NCCL, whose own groups carry none: workers with and without tensor-parallel peers meet in others."""
+    model = RECTANGLE | {"distributed_backend": "nccl", "train_iters": 6}
+    survive(jobs, tmp_path, [FOUR["TP 2 and 1"]], workers=4, **model)
+
+
 @NIGHTLY
 def test_packed_samples_of_a_micro_batch_cross_as_one(jobs: Jobs, documents: Path, tmp_path: Path) -> None:
     """To the layers they are one long sample; the job begins without a pipeline."""
