@@ -98,7 +98,7 @@ class Limits:
         muster_s: living workers that do not report this long after an epoch broke are given up for dead.
         leave_s: workers that leave an epoch by choice wait this long for the others, which may still evaluate and save
             after the same step; then the epoch is broken after all.
-        build_s: members of a new epoch that are not ready this long after its plan was published are given up.
+        build_s: a new epoch whose members are not all ready this long after its plan was published is broken.
         salvage_s: how long survivors may write what they hold when no plan exists.
         recoveries_per_iteration: more recoveries than this without a step between them end the job.
     """

@@ -43,8 +43,9 @@ class Membership(Epochs):
             late = self.living - set(self._records)
             return self._die({w: f"did not report within {self.limits.muster_s:g} s" for w in late}, now, now)
         if self.phase is Phase.BUILDING:
-            late = self.living - set(self._ready)
-            return self._die({w: f"was not ready within {self.limits.build_s:g} s" for w in late}, now, now)
+            # Most of them wait for one that hangs. That one will not report either, and is given up then.
+            names = ", ".join(str(worker) for worker in sorted(self.living - set(self._ready)))
+            return self._break(f"not ready within {self.limits.build_s:g} s: {names}", now)
         if self.phase is Phase.SALVAGING:
             return self._end(1, self._salvage_reason)
         return []

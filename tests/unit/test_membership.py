@@ -393,16 +393,20 @@ class TestGivenUp:
         assert events(actions, "worker_dead")[0]["cause"] == "did not report within 10 s"
         assert only(PublishPlan, actions).plan.members == (1, 2)
 
-    def test_who_does_not_become_ready(self) -> None:
+    def test_who_keeps_others_from_becoming_ready(self) -> None:
+        """Worker 2 waits for worker 3, which hangs: of both only the one that does not report either is given up."""
         job = Job().start()
         job.kill(0)
         job.muster(1, 2, 3)
-        job.ready(1, 2)
+        job.ready(1)
         assert not job.wait(99.0)
         actions = job.wait(2.0)
-        assert events(actions, "worker_dead")[0]["cause"] == "was not ready within 100 s"
-        assert notices(actions) == ["broken"]
-        assert only(PublishPlan, job.muster(1, 2)).plan.members == (1, 2)
+        assert events(actions, "epoch_broken")[0]["cause"] == "not ready within 100 s: 2, 3"
+        assert notices(actions) == ["broken"] and not events(actions, "worker_dead")
+        job.muster(1, 2)
+        actions = job.wait(10.1)
+        assert [event["dead"] for event in events(actions, "worker_dead")] == [3]
+        assert only(PublishPlan, actions).plan.members == (1, 2)
 
     def test_nothing_is_late_while_training(self) -> None:
         assert not Job().start().recover([0]).wait(1e9)
