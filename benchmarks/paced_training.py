@@ -1,10 +1,12 @@
 """scripts/pretrain_gpt.py, made to stop after so many iterations until it is told to go on. Run by healthy.py.
 
-    PACE=SOCKET … paced_training.py MEGATRON'S FLAGS
+    PACE=SOCKET DEVICE_S=SECONDS … paced_training.py MEGATRON'S FLAGS
 
 Each worker connects to SOCKET. After its first iteration, and whenever it has done as many as it was told, it sends the
 time as a line and waits for a line with the next number. That is done at the end of an iteration, inside of the plugin
 if there is one: it has finished its record of this iteration by then and not begun the next.
+
+In each micro-batch the host waits for DEVICE_S seconds, as for a device that computes meanwhile.
 """
 
 import functools
@@ -41,7 +43,17 @@ class Pace:
 
 def main() -> None:
     megatron_resihp.enable()  # before megatron is imported, as the script does
+    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.training import training
+
+    device_s, compute = float(os.environ["DEVICE_S"]), GPTModel.forward
+
+    @functools.wraps(compute)
+    def forward(*positional: Any, **options: Any) -> Any:
+        time.sleep(device_s)
+        return compute(*positional, **options)
+
+    GPTModel.forward = forward
 
     pace, original = Pace(os.environ["PACE"]), training.checkpoint_and_decide_exit
 
