@@ -5,8 +5,8 @@
 
 Three jobs train the same small GPT with two CPU workers each (TP 2): one under `resihp launch` with --resihp, and two
 without the plugin under torchrun. In each micro-batch the hosts wait for DEVICE_S seconds, as for devices that compute
-meanwhile. Computing on these cores instead can't be compared: two processes of the same job differ by 8 % all their
-lives, however long they are looked at, and the plugin's own threads have no core left that a node with devices has.
+meanwhile. Computing on few cores instead can't be compared: turns of seconds spread by 8 %, the same job started five
+times differs by 10 % in its median, and the plugin's own threads have no core left that a node with devices has.
 
 The jobs are there at the same time, but only one of them runs: it does a turn of a few iterations while all processes
 of the others are stopped, between two iterations. Each job has one turn in a round, in all orders one after another, so

@@ -313,13 +313,18 @@ EXPERTS: dict[str, Any] = {
 """Its layers are mixtures of experts. The losses that balance them are so large that a wrong share of one is seen."""
 
 
-def ask_for(path: Path, *plans: ParallelPlan) -> list[str]:
-    """What --resihp-plan takes, for one plan after the other, from iteration 2 on. `path`: for their files."""
+def ask_for(path: Path, *plans: ParallelPlan, every: int = 2) -> list[str]:
+    """What --resihp-plan takes, for one plan after the other, from iteration 2 on.
+
+    Args:
+        path: for their files.
+        every: so many iterations.
+    """
     files = []
     for number, plan in enumerate(plans):
         file = path / f"plan{number}.json"
         file.write_text(json.dumps(plan.to_dict()))
-        files.append(f"{file}@{2 + 2 * number}")
+        files.append(f"{file}@{2 + every * number}")
     return files
 
 

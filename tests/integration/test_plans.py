@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import BF16, EXPERTS, FP32, Job, Jobs, Tolerance, check_training, tiny
+from jobs import BF16, EXPERTS, FP32, Job, Jobs, Tolerance, ask_for, check_training, tiny
 
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule, Shard
 from megatron_resihp.plan.schedule import EXPLICIT
@@ -115,11 +114,7 @@ def survive(
     jobs: Jobs, path: Path, plans: Sequence[ParallelPlan], *, workers: int, tolerance: Tolerance = FP32, **model: Any
 ) -> Job:
     """Change from one plan to the next, every third iteration, and end with the job's own."""
-    files = []
-    for number, plan in enumerate(plans):
-        file = path / f"plan{number}.json"
-        file.write_text(json.dumps(plan.to_dict()))
-        files.append(f"{file}@{2 + 3 * number}")
+    files = ask_for(path, *plans, every=3)
     reference = jobs.reference(tiny(**MODEL | model), workers=workers)
     job = jobs.run(tiny(**MODEL | model, resihp_plan=files), workers=workers)
     check_training(job, reference, tolerance)
