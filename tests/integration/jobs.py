@@ -313,19 +313,19 @@ EXPERTS: dict[str, Any] = {
 """Its layers are mixtures of experts. The losses that balance them are so large that a wrong share of one is seen."""
 
 
-def ask_for(path: Path, *plans: ParallelPlan, every: int = 2) -> list[str]:
-    """What --resihp-plan takes, for one plan after the other, from iteration 2 on.
-
-    Args:
-        path: for their files.
-        every: so many iterations.
-    """
-    files = []
-    for number, plan in enumerate(plans):
+def ask_at(path: Path, *plans: tuple[ParallelPlan, int]) -> list[str]:
+    """What --resihp-plan takes: plans, and the iterations at which they are asked for. `path`: for their files."""
+    words = []
+    for number, (plan, iteration) in enumerate(plans):
         file = path / f"plan{number}.json"
         file.write_text(json.dumps(plan.to_dict()))
-        files.append(f"{file}@{2 + every * number}")
-    return files
+        words.append(f"{file}@{iteration}")
+    return words
+
+
+def ask_for(path: Path, *plans: ParallelPlan, every: int = 2) -> list[str]:
+    """The same for one plan after the other, every so many iterations from the second on."""
+    return ask_at(path, *((plan, 2 + every * number) for number, plan in enumerate(plans)))
 
 
 def tiny(**changes: Any) -> list[str]:

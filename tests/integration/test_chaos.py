@@ -6,7 +6,6 @@ RESIHP_CHAOS=200 runs that many sequences in place of the sample; RESIHP_CHAOS=1
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from chaos_checks import check_contract
 from chaos_driver import Driver
 from chaos_sequences import HEARTBEAT_S, Sequence, random_sequence
-from jobs import WISHING, Job, Jobs, tiny
+from jobs import WISHING, Job, Jobs, ask_at, tiny
 
 SAMPLE = 1
 BOUND_S = 280.0
@@ -41,11 +40,8 @@ def test_whatever_happens(jobs: Jobs, tmp_path: Path, seed: int) -> None:
 
 def play(jobs: Jobs, path: Path, sequence: Sequence) -> Job:
     """Run a job through a sequence to its end."""
-    cast, plans = sequence.cast, []
-    for number, (iteration, plan) in enumerate(sequence.plans):
-        file = path / f"plan{number}.json"
-        file.write_text(json.dumps(plan.to_dict()))
-        plans.append(f"{file}@{iteration}")
+    cast = sequence.cast
+    plans = ask_at(path, *((plan, iteration) for iteration, plan in sequence.plans))
     arguments = cast.arguments() | {
         "use_distributed_optimizer": sequence.distributed_optimizer, "resihp_plan": plans or None,
         "resihp_drill": list(sequence.drills) or None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import WISHING, Job, Jobs, check_training, tiny
+from jobs import WISHING, Job, Jobs, ask_at, check_training, tiny
 from test_plans import V_SHAPE, chunks, explicit, stages
 from test_recovery_points import EVALUATION, RECOVERY_POINTS, evaluations
 
@@ -69,23 +68,13 @@ HELPED = ParallelPlan(
 """No replica has members in both stages: each does a stage's work for the other one."""
 
 
-def ask_for(path: Path, *plans: tuple[ParallelPlan, int]) -> list[str]:
-    """Values of --resihp-plan."""
-    words = []
-    for number, (plan, iteration) in enumerate(plans):
-        file = path / f"plan{number}.json"
-        file.write_text(json.dumps(plan.to_dict()))
-        words.append(f"{file}@{iteration}")
-    return words
-
-
 def survive(
     jobs: Jobs, path: Path, plans: Sequence[tuple[ParallelPlan, int]], drills: Sequence[str], **extra: Any
 ) -> Job:
     """Run a job of four workers through plans and drills and compare it with the undisturbed one."""
     reference = jobs.reference(tiny(**PIPELINE), workers=4)
     job = jobs.run(
-        tiny(**PIPELINE, **extra, resihp_plan=ask_for(path, *plans), resihp_drill=list(drills) or None), workers=4
+        tiny(**PIPELINE, **extra, resihp_plan=ask_at(path, *plans), resihp_drill=list(drills) or None), workers=4
     )
     check_training(job, reference)
     struck = {(drill.target, drill.point) for drill in job.summary.drills}
@@ -172,7 +161,7 @@ def test_a_worker_without_work_sees_no_documents(jobs: Jobs, documents: Path, tm
     }  # fmt: skip
     plain, planned = tmp_path / "plain", tmp_path / "planned"
     reference = jobs.reference(tiny(**model, save=plain), workers=4)
-    job = jobs.run(tiny(**model, save=planned, resihp_plan=ask_for(tmp_path, (IDLE_HEAD, 1), (VEE, 4))), workers=4)
+    job = jobs.run(tiny(**model, save=planned, resihp_plan=ask_at(tmp_path, (IDLE_HEAD, 1), (VEE, 4))), workers=4)
     check_training(job, reference)
     operations = [re.findall("operations: (.*?)\t", (path / "progress.txt").read_text()) for path in (plain, planned)]
     assert operations[0] and operations[0] == operations[1]
@@ -181,7 +170,7 @@ def test_a_worker_without_work_sees_no_documents(jobs: Jobs, documents: Path, tm
 def test_a_gradient_that_is_no_number_is_not_stepped_with(jobs: Jobs, tmp_path: Path) -> None:
     """The loss of that iteration is one: Megatron's own check of gradients finds it, and ends the job as it does."""
     save = {"save": str(jobs.directory / "spoiled"), "save_interval": 100}
-    plans = ask_for(tmp_path, (KEEPING, 1))
+    plans = ask_at(tmp_path, (KEEPING, 1))
     job = jobs.run(tiny(**PIPELINE, **save, resihp_plan=plans), workers=4, script=WISHING, wishes=["spoil-2-4"])
     assert job.code != 0 and in_general_mode(job) == [False, True], job.tails()
     assert job.summary.iterations == 3, "a step with a gradient that is no number was taken"
@@ -204,7 +193,7 @@ def test_evaluation_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
     """Within training and after it, of one replica for all."""
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
-    job = jobs.run(tiny(**model, resihp_plan=ask_for(tmp_path, (UNLIKE, 1), (VEE, 3), (LONE, 5))), workers=4)
+    job = jobs.run(tiny(**model, resihp_plan=ask_at(tmp_path, (UNLIKE, 1), (VEE, 3), (LONE, 5))), workers=4)
     check_training(job, reference)
     assert in_general_mode(job) == [False, True, True, True]
     assert evaluations(job) == evaluations(reference)
@@ -215,7 +204,7 @@ def test_evaluation_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
 def test_evaluation_of_other_micro_batches_and_with_helpers(jobs: Jobs, tmp_path: Path) -> None:
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2, "eval_micro_batch_size": 2}
     reference = jobs.reference(tiny(**model), workers=4)
-    job = jobs.run(tiny(**model, resihp_plan=ask_for(tmp_path, (HELPED, 1), (VEE, 3))), workers=4)
+    job = jobs.run(tiny(**model, resihp_plan=ask_at(tmp_path, (HELPED, 1), (VEE, 3))), workers=4)
     check_training(job, reference)
     assert in_general_mode(job) == [False, True, True]
     assert evaluations(job) == evaluations(reference)
@@ -226,7 +215,7 @@ def test_evaluation_of_other_micro_batches_and_with_helpers(jobs: Jobs, tmp_path
 def test_a_death_while_evaluating_in_general_mode(jobs: Jobs, tmp_path: Path, victim: int) -> None:
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
-    plans, drill = ask_for(tmp_path, (UNLIKE, 1)), f"kill:{victim}@4:evaluate"
+    plans, drill = ask_at(tmp_path, (UNLIKE, 1)), f"kill:{victim}@4:evaluate"
     job = jobs.run(tiny(**model, resihp_plan=plans, resihp_drill=drill), workers=4)
     check_training(job, reference)
     assert evaluations(job) == evaluations(reference)
@@ -236,14 +225,14 @@ def test_a_death_while_evaluating_in_general_mode(jobs: Jobs, tmp_path: Path, vi
 def test_a_death_after_the_last_iteration_in_general_mode(jobs: Jobs, tmp_path: Path, victim: int) -> None:
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
-    plans, drill = ask_for(tmp_path, (UNLIKE, 4)), f"kill:{victim}@7:evaluate"
+    plans, drill = ask_at(tmp_path, (UNLIKE, 4)), f"kill:{victim}@7:evaluate"
     job = jobs.run(tiny(**model, resihp_plan=plans, resihp_drill=drill), workers=4)
     check_training(job, reference)
     assert final_losses(job) == final_losses(reference)
 
 
 def test_a_stop_during_a_change(jobs: Jobs, tmp_path: Path) -> None:
-    plans = ask_for(tmp_path, (UNLIKE, 2), (KEEPING, 4), (UNLIKE, 6))
+    plans = ask_at(tmp_path, (UNLIKE, 2), (KEEPING, 4), (UNLIKE, 6))
     job = jobs.start(tiny(**PIPELINE | {"train_iters": 1000}, resihp_plan=plans), workers=4)
     job.await_event("plan_change", number=2)
     job.signal(signal.SIGTERM)
@@ -256,7 +245,7 @@ def test_survivors_are_too_few_for_a_replica(jobs: Jobs, tmp_path: Path) -> None
     """First two of four, who are a replica of the plan, and keep the other's first layers beside them; then no replica
     is whole, and who is left makes a pipeline."""
     model = {**PIPELINE, "tensor_model_parallel_size": 2}
-    plans = ask_for(tmp_path, (PIPELINES, 1))
+    plans = ask_at(tmp_path, (PIPELINES, 1))
     drills = ["kill:1@3:backward", "kill:2@5:grad-sync"]
     job = jobs.run(tiny(**model, resihp_plan=plans, resihp_drill=drills), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4))
@@ -266,7 +255,7 @@ def test_survivors_are_too_few_for_a_replica(jobs: Jobs, tmp_path: Path) -> None
 
 
 def test_the_only_holder_of_a_layer_dies(jobs: Jobs, tmp_path: Path) -> None:
-    plans = ask_for(tmp_path, (LONE, 1))
+    plans = ask_at(tmp_path, (LONE, 1))
     job = jobs.run(tiny(**PIPELINE, resihp_plan=plans, resihp_drill="kill:0@3:backward"), workers=4)
     assert job.code == 1, job.tails()
     assert "no plan fits the survivors" in job.events("run_finished")[0]["reason"]
@@ -277,7 +266,7 @@ def test_suspects_are_tested_in_general_mode(jobs: Jobs, tmp_path: Path) -> None
     """Matrix products on the suspects and P2P on their links, while training goes on as if nothing were."""
     # A first test is ordered before the plan is in force, and the next one is long after it.
     model = PIPELINE | {"train_iters": PAUSE + 6}
-    job = jobs.run(tiny(**model, resihp_plan=ask_for(tmp_path, (UNLIKE, 1))), workers=4, judge="suspects")
+    job = jobs.run(tiny(**model, resihp_plan=ask_at(tmp_path, (UNLIKE, 1))), workers=4, judge="suspects")
     check_training(job, jobs.reference(tiny(**model), workers=4))
     tests = {event["worker"]: event for event in job.events("validation")}
     assert {peer: [each["peer"] for each in event["transfers"]] for peer, event in tests.items()} == {
