@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Jobs, check_training, tiny
-from test_plan_failures import ask_for
+from jobs import Job, Jobs, ask_at, check_training, tiny
 from test_plans import chunks, stages
 
 from megatron_resihp.plan import ParallelPlan, Replica
@@ -58,7 +57,7 @@ UNLIKE = ParallelPlan((Replica(stages([0, 1], [2]), (0, 1), chunks(3, 6)), Repli
 def test_fifty_changes_there_and_back_leave_nothing_behind(jobs: Jobs, tmp_path: Path, shared_out: bool) -> None:
     """By choice, to replicas that are unlike each other and to the job's own again."""
     model = PIPELINE | {"use_distributed_optimizer": shared_out}
-    plans = ask_for(tmp_path, *(((UNLIKE, OWN)[number % 2], 2 + 2 * number) for number in range(CHANGES)))
+    plans = ask_at(tmp_path, *(((UNLIKE, OWN)[number % 2], 2 + 2 * number) for number in range(CHANGES)))
     job = jobs.start(tiny(**model, resihp_plan=plans), workers=4).wait(240.0)
 
     assert len(job.events("reconfiguration")) == CHANGES, job.tails()

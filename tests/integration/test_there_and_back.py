@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import test_plan_failures
 import torch
-from jobs import EXPERTS, Job, Jobs, check_training, tiny
-from test_plan_failures import PIPELINE, ask_for, in_general_mode
+from jobs import EXPERTS, Job, Jobs, ask_at, check_training, tiny
+from test_plan_failures import PIPELINE, in_general_mode
 from test_plans import FOUR, LLAMA, MODEL, RECTANGLE, chunks, stages
 
 from megatron_resihp.plan import ParallelPlan, Replica
@@ -25,7 +25,7 @@ UNLIKE = ParallelPlan((Replica(stages([2], [1], [0]), tuple(range(8)), chunks(2,
 
 
 def start(jobs: Jobs, path: Path, model: dict[str, Any], plan: ParallelPlan, *wishes: str) -> Job:
-    words = ask_for(path, (plan, CHANGE))
+    words = ask_at(path, (plan, CHANGE))
     return jobs.start(tiny(**model, resihp_plan=words), workers=4, script=WATCHING, wishes=wishes)
 
 
