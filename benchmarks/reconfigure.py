@@ -15,10 +15,12 @@ layers, unlike replicas. Nothing fails.
   is above 1 are the optimizer's counts of steps.
 
 Fail-stop: in other jobs, run with `--resihp-strategy joint`, a worker is killed with SIGKILL once the planner has
-rehearsed; its tensor-parallel peers keep working in a plan whose replicas or stages differ.
+rehearsed and has made its plans for likely losses; the victim's tensor-parallel peers keep working in a plan whose
+replicas or stages differ.
 
 - `fail_stop_s`: median over the kills of what kills.py calls `in_place_s`: without the redone iteration's own compute.
-- `fail_stop_phases`: medians; `agree` holds `planning_s`, what the strategy itself took.
+- `fail_stop_phases`: medians; `agree` holds `planning_s`, what the strategy itself took, unless that was before.
+- `made_ahead`: of how many kills the plan was there before.
 - `fail_stop_asymmetric`: of how many kills the plan was one that Megatron's own groups can't run.
 
 The last line of standard output is one JSON object.
@@ -64,8 +66,8 @@ MOMENT: Final = 0.5
 """Of an iteration, at which a worker is killed."""
 PLANNER: Final = b"megatron_resihp.control.planning"
 ASLEEP_S: Final = 0.5
-REHEARSAL_S: Final = 240.0
-"""More than the search needs to be compiled, once per installation."""
+PLANNERS_S: Final = 240.0
+"""More than the search needs to be compiled, once per installation, and to look for the plans."""
 JOB: Final = SmallJob()
 VOCABULARY: Final = 256
 """As Megatron pads it for two members."""
@@ -174,15 +176,16 @@ def summarize(events: Sequence[Event]) -> dict[str, Any]:
 
 def kill(victim: int, directory: Path) -> tuple[Kill, list[Event]]:
     directory.mkdir()
-    found, events = kill_in_place(JOB, victim, MOMENT, directory, STRATEGY, LAUNCH, until_rehearsed)
+    found, events = kill_in_place(JOB, victim, MOMENT, directory, STRATEGY, LAUNCH, until_planners_sleep)
     say(f"worker {victim} killed: {found.in_place_s:.3f} s")
     return found, events
 
 
-def until_rehearsed(launcher: subprocess.Popen[bytes]) -> None:
-    """Wait until the job's planner sleeps: it rehearses a plan when the job begins, at the lowest priority.
+def until_planners_sleep(launcher: subprocess.Popen[bytes]) -> None:
+    """Wait until the job's planners sleep: they rehearse a plan when the job begins, and from its first iteration on
+    make one for the loss of each worker, at the lowest priority.
 
-    Eight workers leave it next to no time on few cores, so they are stopped meanwhile.
+    Eight workers leave them next to no time on few cores, so they are stopped meanwhile.
     """
     asleep = 0
 
@@ -195,7 +198,7 @@ def until_rehearsed(launcher: subprocess.Popen[bytes]) -> None:
     workers = worker_processes(launcher.pid).values()
     signal_all(workers, signal.SIGSTOP)
     try:
-        wait_for("the planner's rehearsal", look, launcher, REHEARSAL_S)
+        wait_for("the planners", look, launcher, PLANNERS_S)
     finally:
         signal_all(workers, signal.SIGCONT)
 
@@ -216,6 +219,7 @@ def summarize_kills(kills: Sequence[tuple[Kill, Sequence[Event]]]) -> dict[str, 
         "fail_stop_each_s": [kill.in_place_s for kill in measured],
         "fail_stop_phases": {name: statistics.median(kill.phases[name] for kill in measured) for name in PHASES},
         "planning_s": [event.get("planning_s") for event in planned],
+        "made_ahead": sum(event.get("made_ahead", False) for event in planned),
         "fail_stop_asymmetric": sum(
             ParallelPlan.from_dict(event["plan"]).not_rectangular is not None for event in last
         ),

@@ -94,7 +94,8 @@ class StrategicPlan:
     """The plan of the strategy that the job was started with, or rectangles where it has none that can be run.
 
     Args:
-        ask: a strategy by name, survivors and the plan that they come from → what `planning.answer` gives.
+        ask: a strategy by name, survivors and the plan that they come from → what `planning.answer` gives, and
+            `made_ahead`: whether that was there before it was asked for.
     """
 
     def __init__(self, ask: Callable[[str, Survivors, ParallelPlan], Mapping[str, Any]]) -> None:
@@ -110,7 +111,7 @@ class StrategicPlan:
             plan, told = rectangles_or_less(survivors)
             refused = {"event": "planned", "strategy": RECTANGULAR, "instead_of": strategy, "reason": str(error)}
             return plan, [refused, *told]
-        numbers = {name: answer[name] for name in ("planning_s", "iteration_s", "bound_s", "moving_s")}
+        numbers = {name: answer[name] for name in ("planning_s", "made_ahead", "iteration_s", "bound_s", "moving_s")}
         return plan, [{"event": "planned", "strategy": strategy, **numbers}]
 
     def _strategic(self, strategy: str, survivors: Survivors) -> tuple[ParallelPlan, Mapping[str, Any]]:

@@ -17,6 +17,8 @@ from typing import IO, Any, Final
 
 REHEARSAL: Final = "rehearsal"
 """In a request: nobody waits for the answer."""
+UNANSWERED: Final = "unanswered"
+"""In an answer: it is not of the process, which has ended or taken too long."""
 
 
 class PlannerProcess:
@@ -28,10 +30,10 @@ class PlannerProcess:
         self._closed = False
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """A request of `planning.request_of` → its answer; {"no_plan": reason} also if none came."""
+        """A request of `planning.request_of` → its answer; {"no_plan": reason, UNANSWERED: True} if none came."""
         with self._lock:
             if self._closed:
-                return {"no_plan": "the job is ending"}
+                return {"no_plan": "the job is ending", UNANSWERED: True}
             try:
                 process = self._running()
                 assert process.stdout is not None
@@ -43,7 +45,7 @@ class PlannerProcess:
                 reason = f"no plan within {timeout_s:g} s"
             if not line:
                 self._end()
-                return {"no_plan": reason}
+                return {"no_plan": reason, UNANSWERED: True}
             answer: dict[str, Any] = json.loads(line)
             return answer
 

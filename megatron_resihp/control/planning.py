@@ -21,6 +21,9 @@ from megatron_resihp.plan import Chunk, ParallelPlan
 NICE: Final = 19
 """Training's own processes on node 0 go first; while a recovery waits for a plan, they are idle."""
 
+ENVELOPE: Final = ("type", "event", "time", "epoch", "worker")
+"""What the message, or the event, that told of a job has beside what it told."""
+
 
 def request_of(
     strategy: str,
@@ -36,7 +39,7 @@ def request_of(
 
     Args:
         strategy: by name.
-        job: what workers told at the start.
+        job: what workers told at the start, as a message or as an event.
         workers, workers_per_node: of the job at the start.
         plan: in force.
         speeds: of all live workers.
@@ -44,7 +47,8 @@ def request_of(
         cost_model: where the detector keeps what it learns; need not be there yet.
     """
     return {
-        "strategy": strategy, "job": dict(job), "workers": workers, "workers_per_node": workers_per_node,
+        "strategy": strategy, "job": {name: told for name, told in job.items() if name not in ENVELOPE},
+        "workers": workers, "workers_per_node": workers_per_node,
         "plan": plan.to_dict(), "speeds": {str(worker): speed for worker, speed in speeds.items()},
         "links": [[*pair, speed] for pair, speed in links.items()],
         "cost_model": None if cost_model is None else str(cost_model),

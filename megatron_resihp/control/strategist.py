@@ -1,7 +1,8 @@
 """Beside the coordinator on node 0: has plans made, when workers died and when others would be faster.
 
-A thread follows the run's events for the policy and may take its time; the coordinator asks in its own thread and waits
-no longer than a bound. Each has a planner's process of its own. May import the standard library, `plan` and this room's
+A thread follows the run's events for the policy and may take its time; when it has nothing else to do, it has plans
+made for losses that are likely. The coordinator asks in its own thread, if nobody has asked ahead, and waits no longer
+than a bound. Each has a planner's process of its own. May import the standard library, `plan` and this room's
 modules.
 """
 
@@ -12,15 +13,16 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 from megatron_resihp.config import RECTANGULAR
+from megatron_resihp.control.foresight import Foresight
 from megatron_resihp.control.health import Speeds
 from megatron_resihp.control.next_plan import StrategicPlan, Survivors
-from megatron_resihp.control.planner_process import PlannerProcess
+from megatron_resihp.control.planner_process import UNANSWERED, PlannerProcess
 from megatron_resihp.control.planning import request_of
 from megatron_resihp.control.policy import ACT, ASK, OBSERVE, Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.trial import Outcome
@@ -30,8 +32,8 @@ from megatron_resihp.plan.places import names_of_places, place_of, renamed
 Event = dict[str, Any]
 
 FOLLOWED: Final = (
-    "job", "model", "epoch_started", "recovery", "plan_change", "reconfiguration", "change_refused", "verdict",
-    "iteration", "worker_waiting", "worker_dead",
+    "job", "model", "epoch_started", "recovery", "epoch_broken", "plan_change", "reconfiguration", "change_refused",
+    "verdict", "iteration", "worker_waiting", "worker_dead",
 )  # fmt: skip
 """Events that planning needs."""
 IN_A_RECOVERY_S: Final = 30.0
@@ -71,6 +73,7 @@ class Strategist:
         self._write = write
         self._order = order
         self._speeds = Speeds()
+        self._foresight = Foresight(workers, workers_per_node)
         self._job: Event = {}
         self._plan: ParallelPlan | None = None
         self._newcomers: set[int] = set()
@@ -99,35 +102,46 @@ class Strategist:
         self._thread.join(timeout_s)
 
     def _plan_for_survivors(self, strategy: str, survivors: Survivors, running: ParallelPlan) -> Mapping[str, Any]:
-        speeds, links = self._speeds.of(survivors.held), self._speeds.links(survivors.held)
-        return self._ask(self._in_recoveries, strategy, survivors.job, running, speeds, links, IN_A_RECOVERY_S)
+        alive = survivors.held.keys()
+        request = self._request(strategy, survivors.job, running, self._speeds.of(alive), self._speeds.links(alive))
+        known = self._foresight.answer(request)
+        answer = self._in_recoveries.ask(request, IN_A_RECOVERY_S) if known is None else known
+        return {**self._named(answer, alive), "made_ahead": known is not None}
 
-    def _ask(
-        self, planner: PlannerProcess, strategy: str, job: Mapping[str, Any], plan: ParallelPlan,
-        speeds: Mapping[int, float], links: Mapping[tuple[int, int], float], timeout_s: float,
+    def _plan_by_choice(
+        self, strategy: str, plan: ParallelPlan, speeds: Mapping[int, float], links: Mapping[tuple[int, int], float]
+    ) -> dict[str, Any]:
+        request = self._request(strategy, self._job, plan, speeds, links)
+        return self._named(self._by_choice.ask(request, BY_CHOICE_S), speeds)
+
+    def _request(
+        self, strategy: str, job: Mapping[str, Any], plan: ParallelPlan, speeds: Mapping[int, float],
+        links: Mapping[tuple[int, int], float],
     ) -> dict[str, Any]:  # fmt: skip
-        """Have a plan made. Planners know places: that a worker was started anew is nothing to them.
+        """What to ask a planner. Those know places: that a worker was started anew is nothing to them.
 
         Args:
             speeds: of all live workers.
         """
         places = self._sizes[0]
-        names = names_of_places(speeds, places)
-        request = request_of(
+        return request_of(
             strategy, job, *self._sizes, renamed(plan, lambda worker: place_of(worker, places)),
-            {place: speeds[worker] for place, worker in names.items()},
+            {place_of(worker, places): speed for worker, speed in speeds.items()},
             {(place_of(one, places), place_of(other, places)): speed for (one, other), speed in links.items()},
             self._run_dir / COST_MODEL,
         )  # fmt: skip
-        answer = planner.ask(request, timeout_s)
-        if "plan" in answer:
-            found = renamed(ParallelPlan.from_dict(answer["plan"]), lambda place: names.get(place, place))
-            answer["plan"] = found.to_dict()
-        return answer
+
+    def _named(self, answer: dict[str, Any], alive: Iterable[int]) -> dict[str, Any]:
+        """The same answer about these workers instead of their places."""
+        if "plan" not in answer:
+            return answer
+        names = names_of_places(alive, self._sizes[0])
+        plan = renamed(ParallelPlan.from_dict(answer["plan"]), lambda place: names.get(place, place))
+        return {**answer, "plan": plan.to_dict()}
 
     def _run(self) -> None:
         try:
-            while (event := self._news.get()) is not None:
+            while (event := self._next_news()) is not None:
                 self._follow(event)
                 while self._to_plan is not None and self._news.empty():
                     self._have_planned(self._to_plan)
@@ -136,7 +150,30 @@ class Strategist:
             traceback.print_exc()
             self._write({"event": "policy_failed", "error": f"{type(error).__name__}: {error}"})
 
+    def _next_news(self) -> Event | None:
+        """Waits for it; meanwhile losses are planned for, one by one, so that news waits for one search at most."""
+        while self._news.empty() and self._plan_ahead():
+            pass
+        return self._news.get()
+
+    def _plan_ahead(self) -> bool:
+        """Have a plan made for the next loss; False: there is none to ask about."""
+        lost = self._foresight.next_loss()
+        if lost is None or self._plan is None:
+            return False
+        alive = [worker for worker in self._plan.members if worker not in lost]
+        speeds, links = self._speeds.of(alive), self._speeds.links(alive)
+        # The same question as in a recovery; its answer is about places, too.
+        request = self._request(self._job["strategy"], self._job, self._plan, speeds, links)
+        answer = self._by_choice.ask(request, BY_CHOICE_S)
+        if UNANSWERED in answer:
+            self._foresight.give_up()
+        else:
+            self._foresight.keep(request, answer)
+        return True
+
     def _follow(self, event: Event) -> None:
+        self._foresight.note(event, _written_at(self._run_dir / COST_MODEL))
         match event["event"]:
             case "job":
                 self._job = dict(event)
@@ -163,7 +200,7 @@ class Strategist:
 
     def _rehearse(self, plan: ParallelPlan) -> None:
         """The first plan takes longer: libraries are loaded and, once per installation, machine code is made for most
-        of a minute. No recovery shall wait for that, and no change that pays."""
+        of a minute. No recovery shall wait for that, and no change that pays; plans that are made ahead may."""
         strategy = self._job.get("strategy", RECTANGULAR)
         if strategy != RECTANGULAR:
             speeds = {worker: REHEARSED_SPEED if worker == 0 else 1.0 for worker in plan.members}
@@ -185,7 +222,7 @@ class Strategist:
         self._to_plan = None
         strategy = self._job.get("strategy", RECTANGULAR)
         strategy = FOR_LOOKING_ON if strategy == RECTANGULAR else strategy
-        answer = self._ask(self._by_choice, strategy, self._job, asked.plan, asked.speeds, asked.links, BY_CHOICE_S)
+        answer = self._plan_by_choice(strategy, asked.plan, asked.speeds, asked.links)
         if "no_plan" in answer:
             self._tell({"event": "no_plan", "reason": answer["no_plan"]})
         # Verdicts come in groups: one that has come meanwhile makes this answer worthless.
@@ -208,7 +245,7 @@ class Strategist:
         standbys = {**self._plan.standbys, **dict.fromkeys(self._newcomers)}
         plan = replace(self._plan, standbys=standbys)
         speeds, links = self._speeds.of(plan.members), self._speeds.links(plan.members)
-        answer = self._ask(self._by_choice, strategy, self._job, plan, speeds, links, BY_CHOICE_S)
+        answer = self._plan_by_choice(strategy, plan, speeds, links)
         found = answer.get("plan")
         if found is not None and self._newcomers.intersection(ParallelPlan.from_dict(found).working):
             names = ", ".join(map(str, sorted(self._newcomers)))
@@ -238,3 +275,11 @@ class Strategist:
 
     def _tell(self, event: Event) -> None:
         self._write({"time": time.time(), "worker": None, **event})
+
+
+def _written_at(path: Path) -> float | None:
+    """When the file was changed last; None: there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None

@@ -277,8 +277,8 @@ def _notice(event: Event) -> list[str]:
 def _planned(event: Event) -> list[str]:
     if event.get("instead_of"):
         return [f"planned by {event['strategy']} instead of {event['instead_of']}: {event.get('reason')}"]
-    seconds = event.get("planning_s")
-    return [f"planned by {event['strategy']}{f' in {duration(number(seconds))}' if seconds is not None else ''}"]
+    seconds, when = event.get("planning_s"), " ahead" if event.get("made_ahead") else ""
+    return [f"planned{when} by {event['strategy']}{f' in {duration(number(seconds))}' if seconds is not None else ''}"]
 
 
 def _reconfiguration(event: Event) -> list[str]:

@@ -307,6 +307,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("instead_of", TEXT, "whose plan was wanted", required=False),
             Field("reason", TEXT, "why that was not taken", required=False),
             Field("planning_s", NUMBER, "how long it thought", required=False),
+            Field("made_ahead", FLAG, "whether it had thought before the loss, and nobody waited", required=False),
             Field("iteration_s", NUMBER, "seconds of an iteration's pipelines, by simulation", required=False),
             Field("bound_s", NUMBER, "what no plan can beat", required=False),
             Field("moving_s", NUMBER, "how long getting there was thought to take", required=False),

@@ -25,7 +25,7 @@ JOB = {
     "seq_length": 64, "sequence_parallel": False,
     "arguments": ARGUMENTS,
 }  # fmt: skip
-NUMBERS = {"planning_s": 0.1, "iteration_s": 1.0, "bound_s": 0.9, "moving_s": 2.0}
+NUMBERS = {"planning_s": 0.1, "made_ahead": False, "iteration_s": 1.0, "bound_s": 0.9, "moving_s": 2.0}
 
 
 def survivors(*workers: int, running: ParallelPlan | None = START, **job: Any) -> Survivors:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.planner_process import PlannerProcess
+from megatron_resihp.control.planner_process import UNANSWERED, PlannerProcess
 from megatron_resihp.control.planning import request_of
 from megatron_resihp.plan import ParallelPlan, Replica
 
@@ -37,4 +37,9 @@ def test_nobody_gets_the_answer_to_a_rehearsal(planner: PlannerProcess) -> None:
 def test_one_that_is_closed_is_not_started_again(planner: PlannerProcess) -> None:
     planner.close()
     planner.rehearse(request())
-    assert planner.ask(request(), WAIT_S) == {"no_plan": "the job is ending"}
+    assert planner.ask(request(), WAIT_S) == {"no_plan": "the job is ending", UNANSWERED: True}
+
+
+def test_an_answer_that_takes_too_long_is_not_the_planners(planner: PlannerProcess) -> None:
+    assert planner.ask(request(), 0.0) == {"no_plan": "no plan within 0 s", UNANSWERED: True}
+    assert UNANSWERED not in planner.ask(request(), WAIT_S), "it has been started again"

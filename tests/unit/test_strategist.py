@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import queue
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_resihp.control import strategist
+from megatron_resihp.control.actions import Log
+from megatron_resihp.control.membership import Membership
+from megatron_resihp.control.next_plan import Survivors
+from megatron_resihp.control.planner_process import UNANSWERED
+from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.control.strategist import Strategist
-from megatron_resihp.plan import Chunk, ParallelPlan, Replica
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, spelled_out
+from megatron_resihp.planner import JobShape
 
 PLAN = ParallelPlan((Replica(((0,),), (0, 1)), Replica(((1,),), (2, 3))))
 NEXT = ParallelPlan((Replica(((0,), (1,)), (0, 1, 2, 3), (Chunk(0, 0, 1), Chunk(1, 1, 4))),))
+WAIT_S = 30.0
+OWN = (Chunk(0, 0, 4),)
+SHAPE = JobShape(tensor_parallel=1, pipeline_parallel=1, micro_batches=4, workers_per_node=4)
+SIZES = {
+    "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batches": 4, "chunks": [[0, 0, 4]], "pipeline_last": True,
+    "strategy": "joint", "train_iters": 100, "seq_length": 8, "sequence_parallel": False,
+}  # fmt: skip
+Answer = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def verdict(worker: int) -> dict[str, Any]:
@@ -44,7 +60,7 @@ def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(strategist, "PlannerProcess", Planner)
     desk = Strategist(tmp_path, 2, 2, lambda event: None, orders.put)
-    desk.note({"event": "job", "train_iters": 100, "act": "act", "strategy": "joint", "seconds_between_changes": 0.0})
+    desk.note({"event": "job", **SIZES, "act": "act", "seconds_between_changes": 0.0})
     desk.note({"event": "epoch_started", "epoch": 0, "plan": PLAN.to_dict()})
     desk.note({"event": "iteration", "iteration": 3, "duration_s": 1.0})
     desk.note(verdict(0))
@@ -53,3 +69,187 @@ def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypa
     assert asked == [{"0": 0.5, "1": 1.0}, {"0": 0.5, "1": 0.5}]
     assert order["plan"] == NEXT.to_dict() and "worker 1 at 0.50" in order["why"]
     assert orders.empty()
+
+
+def replicas(*workers: int) -> ParallelPlan:
+    """One of each, of a job of four micro-batches."""
+    return ParallelPlan(tuple(Replica(((w,),), share) for w, share in zip(workers, deal_even(workers), strict=True)))
+
+
+def deal_even(workers: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(range(number, 4, len(workers))) for number in range(len(workers))]
+
+
+def replicas_of_the_living(request: Mapping[str, Any]) -> dict[str, Any]:
+    plan = replicas(*map(int, request["speeds"])).to_dict()
+    return {"plan": plan, "planning_s": 0.1, "iteration_s": 1.0, "current_s": 1.0, "bound_s": 1.0, "moving_s": 0.0}
+
+
+class Desk:
+    """A strategist of a job of four workers on a node, whose planners are made up.
+
+    Attributes:
+        asked: what the planner for recoveries was asked.
+        asked_ahead: the same of the other one.
+        answer, answer_ahead: what they say.
+    """
+
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: queue.Queue[Mapping[str, Any]] = queue.Queue()
+        self.asked_ahead: queue.Queue[Mapping[str, Any]] = queue.Queue()
+        self.answer: Answer = replicas_of_the_living
+        self.answer_ahead: Answer = replicas_of_the_living
+        desk, made = self, []
+
+        class Planner:
+            def __init__(self) -> None:
+                made.append(self)
+
+            def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+                ahead = self is made[1]
+                (desk.asked_ahead if ahead else desk.asked).put(request)
+                return (desk.answer_ahead if ahead else desk.answer)(request)
+
+            def rehearse(self, request: Mapping[str, Any]) -> None:
+                pass
+
+            def close(self) -> None:
+                pass
+
+        monkeypatch.setattr(strategist, "PlannerProcess", Planner)
+        self.events: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.strategist = Strategist(run_dir, 4, 4, self.events.put, lambda order: None)
+
+    def note(self, event: str, **fields: Any) -> None:
+        self.strategist.note({"time": 0.0, "epoch": 0, "worker": None, "event": event, **fields})
+
+    def train(self, plan: ParallelPlan, **job: Any) -> None:
+        """Tell of a job that has made a step."""
+        self.note("job", **{**SIZES, **job})
+        self.note("epoch_started", plan=plan.to_dict())
+        self.note("iteration", iteration=1, duration_s=1.0)
+
+    def speeds_ahead(self, number: int) -> list[dict[str, float]]:
+        """Of whom plans were asked by choice or ahead, once there are so many questions."""
+        return [self.asked_ahead.get(timeout=WAIT_S)["speeds"] for _ in range(number)]
+
+    def recover(self, running: ParallelPlan, *living: int, **job: Any) -> tuple[ParallelPlan, dict[str, Any]]:
+        """The next plan of these workers, and what the event log gets of it."""
+        full = spelled_out(running, OWN)
+        held = {worker: full.shards_of(worker) for worker in living}
+        told = {"type": "job", "worker": 0, "epoch": 0, **SIZES, **job}
+        plan, [planned] = self.strategist.next_plan(Survivors(SHAPE, OWN, held, running, running, told, 4))
+        return plan, planned
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    found = Desk(tmp_path, monkeypatch)
+    yield found
+    found.strategist.close(WAIT_S)
+    assert found.events.empty(), "it has given up"
+
+
+def without(*lost: int) -> dict[str, float]:
+    return {str(worker): 1.0 for worker in range(4) if worker not in lost}
+
+
+def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
+    """From the job's first message to the death of one of its workers."""
+    membership = Membership(4, 4, next_plan=desk.strategist.next_plan)
+    told: list[dict[str, Any]] = []
+
+    def tell(kind: str, worker: int, **fields: Any) -> None:
+        message = json.loads(json.dumps({"type": kind, "worker": worker, "epoch": membership.epoch, **fields}))
+        for action in membership.handle(message, 0.0):
+            if isinstance(action, Log):
+                told.append({"time": 0.0, "epoch": membership.epoch, "worker": None, **action.event})
+                desk.strategist.note(told[-1])
+
+    tell("job", 0, **SIZES)
+    tell("model", 0, arguments={"num_layers": 2})
+    for worker in range(4):
+        tell("ready", worker, digests={"0/0": "same"}, ports=[], bytes_received=0, steps_redone=0)
+    desk.note("iteration", iteration=1, duration_s=1.0)
+    assert desk.speeds_ahead(4) == [without(0), without(1), without(2), without(3)]
+    tell("exited", 1, code=-9, time=0.0)
+    outcomes, counters = {0: Outcome(0, 1.5, ((8.0, 4.0),), ("lm loss",))}, {0: {"iteration": 0}, 1: {"iteration": 1}}
+    for worker in (3, 2, 0):
+        record = Record(1, Stage.COMPUTE, True, outcomes, counters)
+        tell("muster", worker, record=record.to_dict(), held=[[0, 4, 0, 1]])
+    [planned] = [event for event in told if event["event"] == "planned"]
+    assert planned["made_ahead"] and planned["planning_s"] == 0.1
+    assert desk.asked.empty()
+    assert membership.plan is not None and membership.plan.working == (0, 2, 3)
+
+
+def test_who_has_come_back_is_known_by_its_place(desk: Desk) -> None:
+    plan = replicas(0, 5, 2, 3)
+    desk.train(plan)
+    assert sorted(map(sorted, desk.speeds_ahead(4))) == [sorted(without(lost)) for lost in (3, 2, 1, 0)]
+    found, planned = desk.recover(plan, 2, 3, 5)
+    assert planned["made_ahead"] and sorted(found.working) == [2, 3, 5]
+
+
+def test_who_is_slow_by_now_is_asked_about_anew(desk: Desk) -> None:
+    plan, said = replicas(0, 1, 2, 3), threading.Event()
+
+    def answer_ahead(request: Mapping[str, Any]) -> dict[str, Any]:
+        if 0.5 in request["speeds"].values():
+            assert said.wait(WAIT_S)
+        return replicas_of_the_living(request)
+
+    desk.answer_ahead = answer_ahead
+    desk.train(plan)
+    desk.speeds_ahead(4)
+    desk.strategist.note(verdict(2))
+    found, planned = desk.recover(plan, 1, 2, 3)
+    said.set()
+    assert not planned["made_ahead"] and found.working == (1, 2, 3)
+    assert desk.asked.get_nowait()["speeds"] == {"1": 1.0, "2": 0.5, "3": 1.0}
+
+
+def test_where_there_was_no_plan_another_one_is_asked_for(desk: Desk) -> None:
+    plan = replicas(0, 1, 2, 3)
+    desk.answer_ahead = lambda request: {"no_plan": "too little memory"}
+    desk.train(plan)
+    desk.speeds_ahead(4)
+    _, planned = desk.recover(plan, 1, 2, 3)
+    assert planned["strategy"] == "joint" and not planned["made_ahead"]
+    assert desk.asked.get_nowait()["speeds"] == without(0)
+
+
+def test_news_is_followed_before_the_next_loss(desk: Desk) -> None:
+    """A verdict comes during the first search; the policy's question comes next, then all losses with the new speed."""
+    noted = iter([verdict(3)])
+
+    def answer_ahead(request: Mapping[str, Any]) -> dict[str, Any]:
+        for event in noted:
+            desk.strategist.note(event)
+        return replicas_of_the_living(request)
+
+    desk.answer_ahead = answer_ahead
+    desk.train(replicas(0, 1, 2, 3))
+    slow = {"3": 0.5}
+    first, *others = desk.speeds_ahead(6)
+    assert first == without(0)
+    assert others == [without() | slow, without(0) | slow, without(1) | slow, without(2) | slow, without(3)]
+
+
+def test_a_planner_that_has_ended_is_left_alone(desk: Desk) -> None:
+    desk.answer_ahead = lambda request: {"no_plan": "no plan within 600 s", UNANSWERED: True}
+    desk.train(replicas(0, 1, 2, 3))
+    assert desk.speeds_ahead(1) == [without(0)]
+    desk.strategist.note(verdict(3))
+    assert desk.speeds_ahead(1) == [without() | {"3": 0.5}], "the policy asks"
+    desk.events.get(timeout=WAIT_S)  # it has no plan
+    desk.strategist.close(WAIT_S)
+    assert desk.asked_ahead.empty()
+
+
+def test_nothing_is_made_ahead_for_rectangles(desk: Desk) -> None:
+    desk.train(replicas(0, 1, 2, 3), strategy="rectangular")
+    desk.strategist.note(verdict(3))
+    assert desk.speeds_ahead(1) == [without() | {"3": 0.5}], "what a strategy would make of it"
+    desk.strategist.close(WAIT_S)
+    assert desk.asked_ahead.empty()

@@ -1,0 +1,158 @@
+"""Which losses are planned for before they happen, and when what was answered is still an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_resihp.control import foresight
+from megatron_resihp.control.foresight import Foresight, likely_losses
+from megatron_resihp.control.planning import request_of
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica
+
+OWN = (Chunk(0, 0, 4),)
+STAGES = (Chunk(0, 0, 2), Chunk(1, 2, 4))
+PLAN = ParallelPlan(tuple(Replica(((worker,),), (worker,)) for worker in range(4)))
+JOB = {"event": "job", "strategy": "joint", "chunks": [[0, 0, 4]]}
+STARTED = {"event": "epoch_started", "epoch": 3, "plan": PLAN.to_dict()}
+ITERATION = {"event": "iteration", "epoch": 3}
+VERDICT = {"event": "verdict"}
+ALONE = [{0}, {1}, {2}, {3}]
+
+
+def request(worker: int = 0, **changed: Any) -> dict[str, Any]:
+    alive = {each: 1.0 for each in range(4) if each != worker}
+    return {**request_of("joint", JOB, 4, 2, PLAN, alive, {}, None), **changed}
+
+
+def told(*events: dict[str, Any], learned: float | None = None) -> Foresight:
+    found = Foresight(4, 2)
+    for event in events:
+        found.note(event, learned)
+    return found
+
+
+def asked(found: Foresight) -> list[set[int]]:
+    return [set(lost) for lost in iter(found.next_loss, None)]
+
+
+class TestLosses:
+    def test_each_worker_and_then_each_node(self) -> None:
+        assert list(likely_losses(PLAN, OWN, 4, 2)) == [*ALONE, {0, 1}, {2, 3}]
+
+    def test_a_node_that_is_all_there_is_leaves_nobody(self) -> None:
+        assert list(likely_losses(PLAN, OWN, 4, 4)) == ALONE
+
+    def test_a_node_of_one_is_asked_about_once(self) -> None:
+        assert list(likely_losses(PLAN, OWN, 4, 1)) == ALONE
+
+    def test_who_came_back_is_on_its_places_node(self) -> None:
+        plan = ParallelPlan(tuple(Replica(((worker,),), (n,)) for n, worker in enumerate((0, 5, 2, 3))))
+        assert list(likely_losses(plan, OWN, 4, 2))[4:] == [{0, 5}, {2, 3}]
+
+    def test_a_standby_works_for_nobody_and_dies_with_its_node(self) -> None:
+        replicas = tuple(Replica(((worker,),), (worker,)) for worker in range(3))
+        plan = ParallelPlan(replicas, {3: Coordinate(0, 0)})
+        assert list(likely_losses(plan, OWN, 4, 2)) == [*ALONE[:3], {0, 1}, {2, 3}]
+
+    def test_a_loss_of_state_is_not_planned_for(self) -> None:
+        """Each node has one stage of both replicas."""
+        plan = ParallelPlan((Replica(((0,), (2,)), (0,)), Replica(((1,), (3,)), (1,))))
+        assert sorted(map(sorted, likely_losses(plan, STAGES, 4, 2))) == [[0], [1], [2], [3]]
+
+
+class TestWhen:
+    def test_the_job_trains(self) -> None:
+        found = told(JOB, STARTED)
+        assert not asked(found)
+        found.note({**ITERATION, "epoch": 2}, None)
+        assert not asked(found), "an iteration of the plan before"
+        found.note(ITERATION, None)
+        assert asked(found)[:4] == ALONE
+        found.note(ITERATION, None)
+        assert not asked(found), "all is said"
+
+    @pytest.mark.parametrize("changed", [{"strategy": "rectangular"}, {"strategy": None}])
+    def test_not_for_rectangles(self, changed: dict[str, Any]) -> None:
+        job = {name: value for name, value in {**JOB, **changed}.items() if value is not None}
+        assert not asked(told(job, STARTED, ITERATION, VERDICT))
+
+    @pytest.mark.parametrize("kind", ["epoch_broken", "plan_change"])
+    def test_not_while_another_plan_is_on_its_way(self, kind: str) -> None:
+        found = told(JOB, STARTED, ITERATION, {"event": kind})
+        assert not asked(found)
+        found.note(VERDICT, None)
+        found.note(ITERATION, 1.0)
+        assert not asked(found), "iterations may be told late"
+        found.note({**STARTED, "epoch": 4}, None)
+        found.note({**ITERATION, "epoch": 4}, None)
+        assert asked(found)
+
+    def test_again_when_somebody_is_slow(self) -> None:
+        found = told(JOB, STARTED, ITERATION)
+        assert asked(found)
+        found.note(VERDICT, None)
+        assert asked(found)
+
+    def test_again_when_costs_are_learned(self) -> None:
+        """What was answered before is still a plan."""
+        found = told(JOB, STARTED, ITERATION)
+        assert asked(found)
+        found.keep(request(), {"plan": {}})
+        found.note(ITERATION, 1.0)
+        assert asked(found) and found.answer(request()) == {"plan": {}}
+        found.note(ITERATION, 1.0)
+        assert not asked(found)
+
+    def test_no_more_once_given_up(self) -> None:
+        found = told(JOB, STARTED, ITERATION)
+        found.give_up()
+        for event in (VERDICT, STARTED, ITERATION):
+            found.note(event, 1.0)
+            assert not asked(found)
+
+    def test_no_more_than_so_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(foresight, "MOST_SEARCHES", 3)
+        assert asked(told(JOB, STARTED, ITERATION)) == ALONE[:3]
+
+
+class TestAnswers:
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"strategy": "malleus"}, {"job": {}}, {"workers": 8}, {"workers_per_node": 4}, {"plan": {}},
+            {"speeds": {"1": 1.0, "2": 1.0, "3": 0.9}}, {"speeds": {"1": 1.0, "2": 1.0}}, {"links": [[1, 2, 0.5]]},
+        ],
+    )  # fmt: skip
+    def test_to_the_very_same_question(self, changed: dict[str, Any]) -> None:
+        found = told(JOB, STARTED, ITERATION)
+        found.keep(request(), {"plan": {"of": 0}})
+        found.keep(request(1), {"plan": {"of": 1}})
+        assert found.answer(request()) == {"plan": {"of": 0}}
+        assert found.answer(request(**changed)) is None
+
+    def test_whatever_told_of_the_job_and_wherever_costs_are(self) -> None:
+        found = told(JOB, STARTED, ITERATION)
+        found.keep(request(), {"plan": {}})
+        job = {"type": "job", **{name: value for name, value in JOB.items() if name != "event"}}
+        same = request_of("joint", job, 4, 2, PLAN, {3: 1.0, 2: 1.0, 1: 1.0}, {}, None)
+        assert found.answer({**same, "cost_model": "elsewhere"}) == {"plan": {}}
+
+    def test_having_no_plan_is_none(self) -> None:
+        found = told(JOB, STARTED, ITERATION)
+        found.keep(request(), {"no_plan": "too little memory"})
+        assert found.answer(request()) is None
+
+    def test_a_recovery_finds_what_was_answered_before(self) -> None:
+        found = told(JOB, STARTED, ITERATION)
+        found.keep(request(), {"plan": {}})
+        found.note({"event": "epoch_broken"}, None)
+        assert found.answer(request()) == {"plan": {}}
+
+    @pytest.mark.parametrize("event", [VERDICT, STARTED])
+    def test_what_was_said_of_another_situation_is_forgotten(self, event: dict[str, Any]) -> None:
+        found = told(JOB, STARTED, ITERATION)
+        found.keep(request(), {"plan": {}})
+        found.note(event, None)
+        assert found.answer(request()) is None
