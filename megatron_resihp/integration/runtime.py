@@ -75,6 +75,19 @@ class Trained:
     scheduler: Any
 
 
+@dataclass(frozen=True)
+class ParameterKinds:
+    """Which kinds of parameters the whole model has (`integration.parameter_kinds`).
+
+    Attributes:
+        keys: of Megatron's parameter groups.
+        workers: who knows them: those that the job began with.
+    """
+
+    keys: tuple[Any, ...]
+    workers: frozenset[int]
+
+
 def parts_of(optimizer: Any) -> list[Any]:
     """The optimizers that a chained optimizer is made of; a plain one is its own part."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
@@ -99,6 +112,7 @@ class Runtime:
         ring, kept: with the distributed optimizer where gradients go for the copies of its parts, and what of its state
             is current here.
         trained: the live training objects; pretrain's own references stay valid, recovery fills them anew.
+        parameter_kinds: of the whole model, once the job's first workers have told each other.
         totals: Megatron's running loss totals as of the last log call.
         flops: floating-point operations so far, as train() counts them.
         losses: what the schedule returned in this iteration (only the last stage has any).
@@ -153,6 +167,7 @@ class Runtime:
         self.sizes: Sizes | None = None
         self.build_groups: Callable[[], None] | None = None
         self.build_trained: Callable[[], Trained] | None = None
+        self.parameter_kinds: ParameterKinds | None = None
         self.feeds: list[Any] = []
         self.totals: dict[str, Any] = {}
         self.carried_totals: dict[str, Any] | None = None

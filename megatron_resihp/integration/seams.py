@@ -13,6 +13,7 @@ from megatron_resihp.integration import (
     documents,
     expert_metrics,
     loop,
+    parameter_kinds,
     reshardable,
     schedule,
     startup,
@@ -41,6 +42,12 @@ def training_patches(runtime: Runtime) -> list[Patch]:
             partial(startup.wrap_setup_model_and_optimizer, runtime),
             ("model_type", "model_provider_func", "checkpointing_context"),
             "remembers how model and optimizer are made",
+        ),
+        Patch(
+            "megatron.core.optimizer:_get_param_groups",
+            partial(parameter_kinds.wrap_get_param_groups, runtime),
+            ("model_chunks", "config", "config_overrides"),
+            "asks all workers once",
         ),
         *(
             Patch(target, partial(startup.wrap_build_model, runtime), parameters, "builds any plan's chunks")
