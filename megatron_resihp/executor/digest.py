@@ -7,7 +7,8 @@ import torch
 
 CHUNK = 1 << 22
 """Words hashed at a time; bounds the extra memory."""
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORD_BYTES = 8
+WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size in bytes."""
 
 _MODULUS = 1 << 64
@@ -27,23 +28,29 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Their words one after the other, small tensors together: hashing many of them one by one takes long."""
+    """Their bits as words one after the other, small tensors together: hashing many of them one by one takes long."""
     waiting: list[torch.Tensor] = []
     count = 0
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1)
-        words = flat.view(WORDS[flat.element_size()])
-        alike = not waiting or (words.dtype, words.device) == (waiting[0].dtype, waiting[0].device)
-        if not alike or count + words.numel() > CHUNK:
-            yield from _joined(waiting)
+        numbers = flat.view(WHOLE_NUMBERS[flat.element_size()])
+        alike = not waiting or (numbers.dtype, numbers.device) == (waiting[0].dtype, waiting[0].device)
+        if waiting and (not alike or count + numbers.numel() > CHUNK):
+            yield _words(waiting)
             waiting, count = [], 0
-        waiting.append(words)
-        count += words.numel()
-    yield from _joined(waiting)
+        waiting.append(numbers)
+        count += numbers.numel()
+    if waiting:
+        yield _words(waiting)
 
 
-def _joined(words: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [words[0] if len(words) == 1 else torch.cat(list(words))] if words else []
+def _words(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors of whole numbers, one after the other and filled up with zeros, as words; a view where that is one."""
+    in_word = WORD_BYTES // numbers[0].element_size()
+    lacking = -sum(each.numel() for each in numbers) % in_word
+    if len(numbers) == 1 and not lacking and numbers[0].storage_offset() % in_word == 0:
+        return numbers[0].view(torch.int64)
+    return torch.cat([*numbers, numbers[0].new_zeros(lacking)]).view(torch.int64)
 
 
 def _hash(words: torch.Tensor) -> int:
@@ -53,7 +60,7 @@ def _hash(words: torch.Tensor) -> int:
     """
     value = 0
     for start in range(0, words.numel(), CHUNK):
-        chunk = words[start : start + CHUNK].to(torch.int64, copy=True)
+        chunk = words[start : start + CHUNK].clone()
         # Each step is one-to-one and wraps around: no single changed bit can vanish, and swapped words show.
         chunk ^= torch.arange(chunk.numel(), device=chunk.device) * _POSITION
         chunk *= _FIRST

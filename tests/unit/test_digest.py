@@ -87,3 +87,16 @@ def test_the_state_is_left_alone() -> None:
     state = torch.arange(8)
     digest_tensors({"a": state})
     assert torch.equal(state, torch.arange(8))
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+def test_parts_that_begin_and_end_anywhere(kind: torch.dtype) -> None:
+    """Eight bytes are hashed at a time, of which a part of a buffer may begin and end in the middle."""
+    buffer = torch.arange(40).to(kind)
+    digests = set()
+    for start in range(4):
+        for end in range(24, 28):
+            part = buffer[start:end]
+            digests.add(digest_tensors({"a": part}))
+            assert digest_tensors({"a": part}) == digest_tensors({"a": part.clone()})
+    assert len(digests) == 16
