@@ -69,16 +69,12 @@ class SmallJob:
         return [*launch, *seats, str(script), *self.flags(iterations)]
 
 
-def end_when_told() -> None:
-    """Let SIGTERM end this process as an error does: its jobs, which may be stopped, must not outlive it."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-
-
 @contextmanager
 def running(
     command: Sequence[str], output: Path, variables: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A job in a session of its own with its output in a file; whatever is left of it at the end is ended.
+    """A job in a session of its own with its output in a file; whatever is left of it at the end is ended, also where
+    this process is told to end.
 
     Args:
         variables: of its environment, beside this process's own.
@@ -89,6 +85,7 @@ def running(
         # attempt ("connectFullMesh failed: Connection refused"): without a new store no restart ever works.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(variables or {}),
     }  # fmt: skip
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with output.open("wb") as file:
         job = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

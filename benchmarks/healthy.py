@@ -40,7 +40,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from common import SmallJob, end_when_told, load_average, print_result, process_tree, running, signal_all, wait_for
+from common import SmallJob, load_average, print_result, process_tree, running, signal_all, wait_for
 
 GOAL_PERCENT: Final = 0.5
 JOB: Final = SmallJob(tensor_parallel=2, pipeline_parallel=1, replicas=1, layers=4, hidden=64, sequence=128, batch=4)
@@ -211,7 +211,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60, help=f"of {TURN} iterations of each job (default 60)")
     options = parser.parse_args()
-    end_when_told()
     with tempfile.TemporaryDirectory(prefix="healthy-") as scratch:
         result = measure(options.rounds, Path(scratch))
     if result["overhead_percent"] > GOAL_PERCENT:

@@ -41,7 +41,6 @@ from common import (
     POLL_S,
     SmallJob,
     all_events,
-    end_when_told,
     load_average,
     print_result,
     process_tree,
@@ -236,7 +235,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of all kinds of change, there and back (default 3)")
     parser.add_argument("--kills", type=int, default=3, help="in jobs of their own (default 3)")
     options = parser.parse_args()
-    end_when_told()
     with tempfile.TemporaryDirectory(prefix="reconfigure-") as scratch:
         result = summarize(train(options.rounds, Path(scratch)))
         say(f"by choice: {result['voluntary_stall_s']:.3f} s")

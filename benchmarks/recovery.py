@@ -29,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import SmallJob, end_when_told, print_result, running, wait_for, worker_processes
+from common import SmallJob, print_result, running, wait_for, worker_processes
 from kills import PHASES, Kill, kill_in_place
 
 GOAL_S = 0.6
@@ -143,7 +143,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of victims and moments (default 1)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result")
     options = parser.parse_args()
-    end_when_told()
     if options.quick:
         options.kills, options.incumbent_kills = 1, 0
     job, chance = SmallJob(), random.Random(options.seed)
