@@ -2,9 +2,8 @@
 
 Replaces core.optimizer._get_param_groups. An optimizer has a group for each kind that any rank has (another learning
 rate, no weight decay, an expert's), also where its own rank has no such parameter, so Megatron gathers them over the
-world whenever it builds one. The model, and so its kinds, stay the same in all layouts; on many workers the world's
-communicator would take a recovery long to make, and on eight CPU workers it was a sixth of what a change computed.
-May import megatron and this room.
+world whenever it builds one. The model, and so its kinds, stay the same in all layouts; on eight CPU workers asking
+again was a sixth of the processor time of a change. May import megatron and this room.
 """
 
 import functools
