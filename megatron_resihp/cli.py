@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_resihp.control import apply_command, drill_command, launcher
+from megatron_resihp.control import apply_command, drill_command, launch_options, launcher
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     launch = commands.add_parser("launch", help="start a training script on this node and keep the job running")
-    launcher.add_arguments(launch)
+    launch_options.add_arguments(launch)
     launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
     _add(commands, "drill", drill_command, "slow a worker or a link of a running job, or end that")
     _add(commands, "apply", apply_command, "ask a running job to take a given plan")

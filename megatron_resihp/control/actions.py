@@ -70,7 +70,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reopen:
-    """A node that was lost may come back, with workers of these ids."""
+    """A node that was lost may come back, or one that was never there may join, with workers of these ids."""
 
     node: int
     workers: tuple[int, ...]

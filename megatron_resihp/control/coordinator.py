@@ -24,6 +24,7 @@ from megatron_resihp.control.actions import (
     PublishPlan,
     Reopen,
 )
+from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.next_plan import NextPlan, rectangles_or_less
 from megatron_resihp.control.slowness import SlownessDesk
@@ -39,21 +40,20 @@ class Coordinator:
     Args:
         store: a connection of its own.
         write_event: takes finished events (dicts) for the run's log.
-        world_size, workers_per_node: how the job was started.
+        size: of the job.
         command: what was started, for the log.
         limits: bounds of waiting.
         grace_s: how long workers get to exit by themselves at the end.
         to_notify: notices that others want all workers to get, and messages (with a `type`) that are to be reacted to.
         next_plan: who plans when workers have died.
-        reopen: lets a node that was lost come back with workers of these ids.
+        reopen: lets a node that was lost, or has never been there, come with workers of these ids.
     """
 
     def __init__(
         self,
         store: Store,
         write_event: Callable[[dict[str, Any]], None],
-        world_size: int,
-        workers_per_node: int,
+        size: JobSize,
         command: list[str],
         limits: Limits | None = None,
         grace_s: float = 10.0,
@@ -63,21 +63,21 @@ class Coordinator:
     ) -> None:
         self._store = store
         self._write_event = write_event
-        self._membership = Membership(world_size, workers_per_node, limits or Limits(), next_plan)
+        self._membership = Membership(size, limits or Limits(), next_plan)
         self._command = command
         self._grace_s = grace_s
         self._reopen = reopen
         self._to_notify = to_notify or queue.SimpleQueue()
         self._notices = 0
         self._struck: dict[int, float] = {}
-        self._slowness = SlownessDesk(world_size)
+        self._slowness = SlownessDesk(size.workers)
 
     def run(self) -> int:
         """Serve until the job is over; returns the exit code of the job."""
+        size = self._membership.size
         self._log({
-            "event": "run_started", "world_size": self._membership.world_size,
-            "nproc_per_node": self._membership.workers_per_node,
-            "nnodes": self._membership.world_size // self._membership.workers_per_node, "command": self._command,
+            "event": "run_started", "world_size": size.workers, "nproc_per_node": size.workers_per_node,
+            "nnodes": size.nodes, "most_nodes": size.most_nodes, "command": self._command,
         })  # fmt: skip
         while True:
             text = self._store.pop(messages.INBOX, POLL_S)

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control.address import Address
+from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.plan.places import place_of
 
 WORKER: Final = "RESIHP_WORKER"
-"""This worker's id: its global rank at the start, or that and a multiple of the world size if it was started anew."""
+"""This worker's id: its global rank at the start, or another number if it was not there then; see `plan.places`."""
+PLACES: Final = "RESIHP_PLACES"
+"""How many places for workers the job has, with those on nodes that may join it."""
 NODE: Final = "RESIHP_NODE"
 STORE: Final = "RESIHP_STORE"
 """host:port of the store."""
@@ -47,25 +50,23 @@ class JobEnvironment:
     """What the environments of all workers of one node have in common."""
 
     node: int
-    nodes: int
-    workers_per_node: int
+    size: JobSize
     store: Address
     run_dir: Path
     heartbeat_s: float
     stand_in: bool
     max_restarts: int = 0
 
-    @property
-    def world_size(self) -> int:
-        """Workers at the start, which is the number of places."""
-        return self.nodes * self.workers_per_node
-
     def of(
         self, worker: int, lifeline: int, records: int, inherited: Mapping[str, str] = os.environ
     ) -> dict[str, str]:
         """The whole environment of one worker, whose ends of the lifeline and of the stream of records are these file
-        descriptors."""
-        place = place_of(worker, self.world_size)
+        descriptors.
+
+        RANK and WORLD_SIZE are of the world at the start, for who was not in it, too: with them Megatron starts.
+        """
+        size = self.size
+        place = place_of(worker, size.places)
         return {
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -74,14 +75,15 @@ class JobEnvironment:
             # Connections between pairs that never talk would only be more to lose.
             "TORCH_GLOO_LAZY_INIT": "1",
             **NCCL,
-            "RANK": str(place),
-            "LOCAL_RANK": str(place % self.workers_per_node),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.workers_per_node),
+            "RANK": str(place % size.workers),
+            "LOCAL_RANK": str(place % size.workers_per_node),
+            "WORLD_SIZE": str(size.workers),
+            "LOCAL_WORLD_SIZE": str(size.workers_per_node),
             "GROUP_RANK": str(self.node),
             "MASTER_ADDR": self.store.host,
             "MASTER_PORT": str(self.store.port),
             WORKER: str(worker),
+            PLACES: str(size.places),
             NODE: str(self.node),
             STORE: str(self.store),
             RUN_DIR: str(self.run_dir.resolve()),

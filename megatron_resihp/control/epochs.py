@@ -31,7 +31,8 @@ from megatron_resihp.control.change import (
 )
 from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfiguration, recovery
 from megatron_resihp.control.holdings import Held, require_all_parts, written_once
-from megatron_resihp.control.newcomers import Newcomers
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.newcomers import Newcomers, arrival
 from megatron_resihp.control.next_plan import NextPlan, Survivors, first_again, rectangles, rectangles_or_less
 from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, spelled_out
@@ -46,14 +47,14 @@ class Epochs:
     """The coordinator's state. What changes it returns the actions that follow.
 
     Attributes:
+        size: nodes and workers, at the start and at most.
         next_plan: who plans when workers have died.
-        shape, own: sizes of the job, and its own split into layers, once a worker has told them.
+        shape, own: sizes of its work, and its own split into layers, once a worker has told them.
         job: all that workers have told of it.
-        newcomers: workers that were started anew.
+        newcomers: workers that were not there at the start.
     """
 
-    world_size: int
-    workers_per_node: int
+    size: JobSize
     limits: Limits = field(default_factory=Limits)
     next_plan: NextPlan = rectangles_or_less
 
@@ -86,12 +87,12 @@ class Epochs:
     _salvage_reason: str = ""
 
     def __post_init__(self) -> None:
-        self.newcomers = Newcomers(self.world_size, self.workers_per_node)
+        self.newcomers = Newcomers(self.size)
 
     @property
     def living(self) -> set[int]:
         """Members of the current epoch that are neither known to be dead nor finished."""
-        members = set(self.plan.members) if self.plan else set(range(self.world_size))
+        members = set(self.plan.members) if self.plan else set(range(self.size.workers))
         return members - set(self.dead) - self.done
 
     @property
@@ -182,7 +183,7 @@ class Epochs:
         except (ChangeRefused, NoPlanError):
             return []
         taken = sorted(self.newcomers.waiting.intersection(plan.working))
-        why = f"worker{'s' if len(taken) > 1 else ''} {', '.join(map(str, taken))} came back"
+        why = arrival(taken, self.size.places)
         return self._begin(Change(self._changes + 1, plan, why), {"why": why}) if taken else []
 
     # Deaths, and what comes after an epoch
@@ -281,7 +282,7 @@ class Epochs:
 
     def _survivors(self, held: Held) -> Survivors:
         assert self.shape is not None and self.plan is not None
-        return Survivors(self.shape, self.own, held, self.plan, self._running, self.job, self.world_size)
+        return Survivors(self.shape, self.own, held, self.plan, self._running, self.job, self.size.places)
 
     def _next_plan(self, survivors: Survivors, now: float) -> tuple[ParallelPlan, list[dict[str, Any]]]:
         """What was asked for, if all that it was asked for are still there; and what to write to the log.

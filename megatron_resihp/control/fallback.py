@@ -26,7 +26,7 @@ def plan_for_few(
         held: of all survivors; nothing is lacking.
         running: the plan that was run last.
         job: what workers have told of it.
-        workers, workers_per_node: of the job at the start.
+        workers, workers_per_node: of the job, with all its places taken.
 
     Raises:
         NoPlanError: neither does, or too little is known of the job to tell.

@@ -25,19 +25,19 @@ Loss = frozenset[int]
 
 
 def likely_losses(
-    plan: ParallelPlan, own: tuple[Chunk, ...], workers: int, workers_per_node: int
+    plan: ParallelPlan, own: tuple[Chunk, ...], places: int, workers_per_node: int
 ) -> Iterator[Loss]:
     """Each working worker alone, then each node with all its workers; those only that leave all of the state.
 
     Args:
         plan: in force.
         own: the job's own split into layers.
-        workers, workers_per_node: of the job at the start.
+        places, workers_per_node: of the job.
     """
     full = spelled_out(plan, own)
     nodes: dict[int, set[int]] = {}
     for worker in full.members:
-        nodes.setdefault(node_of(worker, workers, workers_per_node), set()).add(worker)
+        nodes.setdefault(node_of(worker, places, workers_per_node), set()).add(worker)
     singles = [frozenset({worker}) for worker in full.working]
     together = [frozenset(nodes[node]) for node in sorted(nodes)]
     held = {worker: full.shards_of(worker) for worker in full.members}
@@ -51,11 +51,11 @@ class Foresight:
     """One per job. One thread tells what happens, asks and keeps answers; any thread may look for one.
 
     Args:
-        workers, workers_per_node: of the job at the start.
+        places, workers_per_node: of the job.
     """
 
-    def __init__(self, workers: int, workers_per_node: int) -> None:
-        self._sizes = workers, workers_per_node
+    def __init__(self, places: int, workers_per_node: int) -> None:
+        self._sizes = places, workers_per_node
         self._own: tuple[Chunk, ...] | None = None
         """None: there is nothing to plan ahead."""
         self._plan: ParallelPlan | None = None

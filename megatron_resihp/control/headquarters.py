@@ -22,6 +22,7 @@ from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.address import Address
 from megatron_resihp.control.coordinator import Coordinator
 from megatron_resihp.control.detection import Detection
+from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.mailbox import Ending
 from megatron_resihp.control.nodes import Meeting, publish
 from megatron_resihp.control.store import StoreError, TcpStore, serve
@@ -65,8 +66,7 @@ class Job:
         run_dir: shared by all nodes.
     """
 
-    nodes: int
-    workers_per_node: int
+    size: JobSize
     command: list[str]
     limits: Limits
     token: str
@@ -140,9 +140,8 @@ class Headquarters:
 
     def _coordinator(self, store: TcpStore) -> Coordinator:
         job = self._job
-        workers = job.nodes * job.workers_per_node
         return Coordinator(
-            store, self._write, workers, job.workers_per_node, job.command, job.limits,
+            store, self._write, job.size, job.command, job.limits,
             to_notify=self.detection.orders, next_plan=self._strategist.next_plan,
             reopen=partial(returning.offer, job.run_dir),
         )  # fmt: skip
@@ -150,7 +149,7 @@ class Headquarters:
     def _open(self) -> TcpStore:
         self._served = serve(self._address.host, self._address.port, self._listener)
         self._served.set(messages.RUN, self._job.token)
-        publish(self._served, self._job.nodes, self._job.workers_per_node, self._meeting)
+        publish(self._served, self._job.size, self._meeting)
         self._connection = self._served.clone()
         return self._connection
 

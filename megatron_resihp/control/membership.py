@@ -60,7 +60,7 @@ class Membership(Epochs):
             return []
         self.shape, self.own, self.job = shape, own, dict(message)
         try:
-            self.plan = self._first = initial_plan(shape, self.world_size, message["pipeline_last"])
+            self.plan = self._first = initial_plan(shape, self.size.workers, message["pipeline_last"])
         except NoPlanError as error:
             return self._end(2, str(error))
         return [
@@ -73,12 +73,12 @@ class Membership(Epochs):
             tensor_parallel=message["tensor_parallel"],
             pipeline_parallel=message["pipeline_parallel"],
             micro_batches=message["micro_batches"],
-            workers_per_node=self.workers_per_node,
+            workers_per_node=self.size.workers_per_node,
         )
         return shape, tuple(Chunk(*chunk) for chunk in message["chunks"])
 
     def _on_joining(self, message: Message, now: float) -> list[Action]:
-        """A worker that was started anew is ready for a place in a plan; it holds nothing."""
+        """A worker that was not there at the start is ready for a place in a plan; it holds nothing."""
         worker = message["worker"]
         if worker in self.dead:
             return []
@@ -119,7 +119,13 @@ class Membership(Epochs):
             degree = self.shape.tensor_parallel
             missing = tuple(shard for key in unlike for shard in shards_of_key(key, self.own, degree))
             return [*self._broken(cause), *self._salvage(cause, now, missing)]
-        return self._go(self.plan, now)
+        actions = self._go(self.plan, now)
+        return [*actions, *self._invitations()] if self.epoch == 0 else actions
+
+    def _invitations(self) -> list[Action]:
+        """Nodes that may join, once there is something to join."""
+        size = self.size
+        return [Reopen(node, tuple(size.places_on(node))) for node in range(size.nodes, size.most_nodes)]
 
     def _on_suspect(self, message: Message, now: float) -> list[Action]:
         if message["epoch"] != self.epoch or message["worker"] in self.dead:
@@ -208,7 +214,7 @@ class Membership(Epochs):
         return self._die({message["worker"]: "connection lost"}, message["time"], now)
 
     def _on_node_lost(self, message: Message, now: float) -> list[Action]:
-        node, known = message["node"], {*range(self.world_size), *self.living, *self.newcomers.waiting}
+        node, known = message["node"], {*range(self.size.workers), *self.living, *self.newcomers.waiting}
         workers = sorted(worker for worker in known if self.newcomers.node_of(worker) == node)
         actions = self._die({w: f"node lost: {message['cause']}" for w in workers}, message["time"], now)
         return actions if self.phase is Phase.ENDED else [*actions, Reopen(node, self.newcomers.ids_for(node))]

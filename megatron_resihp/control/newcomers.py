@@ -1,44 +1,44 @@
-"""Workers that are started anew, as the coordinator knows them: who waits for a plan, and which ids are used up.
+"""Workers that were not there at the start, as the coordinator knows them: who waits for a plan, which ids are used up.
 
-Pure; imports `plan`. A newcomer holds nothing, and nothing depends on it until a plan with it has been run.
+Pure; imports `plan` and this room's other pure modules. A newcomer holds nothing, and nothing depends on it until a
+plan with it has been run.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.plan import ParallelPlan, Shard
 from megatron_resihp.plan.places import node_of, place_of
 
 
 @dataclass
 class Newcomers:
-    """Of a job that began with a worker in each of its places.
+    """Of one job.
 
     Attributes:
-        places: how many.
-        workers_per_node: how many of them are on a node.
+        size: of the job.
         waiting: who is ready, and in no plan yet.
     """
 
-    places: int
-    workers_per_node: int
+    size: JobSize
     waiting: set[int] = field(default_factory=set)
     _latest: dict[int, int] = field(default_factory=dict)
     """Place → the last worker that was started there, where it is not the first."""
 
     def heard_of(self, worker: int) -> int:
         """It has been started; returns its place."""
-        place = place_of(worker, self.places)
+        place = place_of(worker, self.size.places)
         self._latest[place] = max(worker, self._latest.get(place, place))
         return place
 
     def has_never_run(self, worker: int, running: ParallelPlan | None) -> bool:
-        """Whether it was started anew and is in no plan that has been run: the job does without it.
+        """Whether it was not there at the start and is in no plan that has been run: the job does without it.
 
         Args:
             running: the plan that was run last.
         """
-        return worker >= self.places and (running is None or worker not in running.members)
+        return worker >= self.size.workers and (running is None or worker not in running.members)
 
     def held(self, members: Collection[int] | None = None) -> dict[int, tuple[Shard, ...]]:
         """What those that wait hold, of these members only if any are given."""
@@ -51,9 +51,21 @@ class Newcomers:
         return joined
 
     def node_of(self, worker: int) -> int:
-        return node_of(worker, self.places, self.workers_per_node)
+        return node_of(worker, self.size.places, self.size.workers_per_node)
 
     def ids_for(self, node: int) -> tuple[int, ...]:
         """Of workers that are to be started on a node, so that no id is used twice."""
-        places = [place for place in range(self.places) if self.node_of(place) == node]
-        return tuple(self._latest.get(place, place) + self.places for place in places)
+        places = self.size.places
+        return tuple(self._latest.get(place, place) + places for place in self.size.places_on(node))
+
+
+def arrival(workers: Sequence[int], places: int) -> str:
+    """Why there is a plan with these: "worker 7 came back", or "workers 4, 5 joined" where nobody was before."""
+    back = [worker for worker in workers if worker >= places]
+    joined = [worker for worker in workers if worker < places]
+    told = [f"{_names(who)} {what}" for who, what in ((back, "came back"), (joined, "joined")) if who]
+    return ", ".join(told)
+
+
+def _names(workers: Sequence[int]) -> str:
+    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

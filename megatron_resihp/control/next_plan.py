@@ -35,7 +35,7 @@ class Survivors:
         previous: the plan that was published last, whether or not it was ever run.
         running: the plan that was run last.
         job: all that workers have told of the job.
-        workers: how many there were at the start.
+        places: how many workers the job may have; see `plan.places`.
     """
 
     shape: JobShape
@@ -44,7 +44,7 @@ class Survivors:
     previous: ParallelPlan
     running: ParallelPlan | None
     job: Mapping[str, Any]
-    workers: int
+    places: int
 
 
 NextPlan = Callable[[Survivors], tuple[ParallelPlan, list[Event]]]
@@ -53,10 +53,10 @@ NextPlan = Callable[[Survivors], tuple[ParallelPlan, list[Event]]]
 
 def rectangles(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     """As many complete replicas of the job's own shape as there are; needs no more than sizes."""
-    names = names_of_places(survivors.held, survivors.workers)
+    names = names_of_places(survivors.held, survivors.places)
     held = {place: survivors.held[worker] for place, worker in names.items()}
     # Who has died and has come back with another id has its old place here, too.
-    previous = renamed(survivors.previous, lambda worker: place_of(worker, survivors.workers))
+    previous = renamed(survivors.previous, lambda worker: place_of(worker, survivors.places))
     plan = plan_for_survivors(survivors.shape, survivors.own, held, previous)
     return renamed(plan, names.__getitem__), []
 
@@ -72,7 +72,7 @@ def rectangles_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]
     per_node = survivors.shape.workers_per_node
     try:
         plan = plan_for_few(
-            survivors.own, survivors.held, survivors.running, survivors.job, survivors.workers, per_node
+            survivors.own, survivors.held, survivors.running, survivors.job, survivors.places, per_node
         )
     except NoPlanError as error:
         raise NoPlanError(f"{too_few}; {error}") from None
@@ -80,10 +80,10 @@ def rectangles_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]
 
 
 def first_again(first: ParallelPlan, survivors: Survivors) -> ParallelPlan | None:
-    """The job's first plan, of the workers that have its places now; None where a place is empty, or somebody would
-    have to give up what it holds."""
-    names = names_of_places(survivors.held, survivors.workers)
-    if len(names) < survivors.workers:
+    """The job's first plan, of the workers that have its places now; None where a place is empty, there are workers in
+    others, for whom it has no work, or somebody would have to give up what it holds."""
+    names = names_of_places(survivors.held, survivors.places)
+    if names.keys() != set(first.members):
         return None
     plan = renamed(first, names.__getitem__)
     full = spelled_out(plan, survivors.own)

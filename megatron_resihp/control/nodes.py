@@ -5,7 +5,6 @@ May import: the standard library and this room's modules.
 
 from __future__ import annotations
 
-import json
 import selectors
 import socket
 import struct
@@ -15,6 +14,7 @@ from typing import Final
 
 from megatron_resihp.control import messages
 from megatron_resihp.control.address import Address, parse_address
+from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.lifeline import Kind, Lifeline, Watcher
 from megatron_resihp.control.store import Store, StoreError
 
@@ -22,8 +22,8 @@ HELLO: Final = struct.Struct(">4sI")
 """A mark against strangers that knock at the port, and the node's rank."""
 MARK: Final = b"rshp"
 
-SHAPE_KEY: Final = "launch/shape"
-"""Nodes and workers per node as node 0 was told; the others check theirs against it."""
+SIZE_KEY: Final = "launch/size"
+"""The job's size as node 0 was told; the others check theirs against it."""
 ANSWER_S: Final = 30.0
 """How long node 0's agent may take from serving the store to publishing what the others need."""
 
@@ -35,21 +35,21 @@ class NodeLoss:
 
 
 class NodeWatcher:
-    """Node 0's end: takes in the lifelines of nodes 1..n-1, also when they come back after they were lost.
+    """Node 0's end: takes in the lifelines of the other nodes, also of those that come later, or again.
 
     Args:
         listener: bound, not yet listening.
-        nodes: how many the job has.
+        size: of the job.
         timeout_s: of heartbeats.
-        connect_by: when, in the time that `look` is given, every node must have connected.
+        connect_by: when, in the time that `look` is given, the nodes that begin the job must have connected.
     """
 
-    def __init__(self, listener: socket.socket, nodes: int, timeout_s: float, connect_by: float) -> None:
+    def __init__(self, listener: socket.socket, size: JobSize, timeout_s: float, connect_by: float) -> None:
         self._listener = listener
         self._listener.setblocking(False)
-        self._listener.listen(nodes)
-        self._nodes = nodes
-        self._awaited = set(range(1, nodes))
+        self._listener.listen(size.most_nodes)
+        self._others = range(1, size.most_nodes)
+        self._awaited = set(range(1, size.nodes))
         self._connect_by = connect_by
         self._watcher = Watcher(timeout_s)
         self._selector = selectors.DefaultSelector()
@@ -100,7 +100,7 @@ class NodeWatcher:
         except (OSError, struct.error):
             sock.close()
             return
-        if mark != MARK or node not in range(1, self._nodes) or node in self._watcher.names:
+        if mark != MARK or node not in self._others or node in self._watcher.names:
             sock.close()
             return
         self._awaited.discard(node)
@@ -115,9 +115,9 @@ class Meeting:
     records: Address
 
 
-def publish(store: Store, nodes: int, workers_per_node: int, meeting: Meeting | None) -> None:
+def publish(store: Store, size: JobSize, meeting: Meeting | None) -> None:
     """Node 0's part of `join`."""
-    store.set(SHAPE_KEY, json.dumps([nodes, workers_per_node]))
+    store.set(SIZE_KEY, str(size))
     if meeting is not None:
         store.set(messages.RECORDS_ADDRESS, str(meeting.records))
         store.set(messages.LIFELINE_ADDRESS, str(meeting.lifelines))
@@ -139,8 +139,7 @@ class Joining:
     """
 
     node: int
-    nodes: int
-    workers_per_node: int
+    size: JobSize
     timeout_s: float
     period_s: float
     first_worker: int
@@ -148,22 +147,29 @@ class Joining:
 
 def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> Lifeline:
     """Check that this node belongs to the job, and connect its lifeline; StoreError says why not."""
-    nodes, workers_per_node = json.loads(store.get(SHAPE_KEY, ANSWER_S))
-    if (nodes, workers_per_node) != (joining.nodes, joining.workers_per_node):
-        raise StoreError(
-            f"node 0 was started with --nnodes {nodes} --nproc-per-node {workers_per_node}; "
-            f"give node {joining.node} the same"
-        )
+    told = store.get(SIZE_KEY, ANSWER_S)
+    if told != str(joining.size):
+        raise StoreError(unlike(told, joining.node))
     if store.add(f"launch/first_worker/{joining.first_worker}", 1) > 1:
-        raise StoreError(
-            f"node {joining.node} has joined already; give each node a --node-rank of its own, and start one that was "
-            "lost again only when that has been noticed"
-        )
+        raise StoreError(joined_already(joining.node))
     address = parse_address(store.get(messages.LIFELINE_ADDRESS, ANSWER_S))
     try:
         return Lifeline(_connect(address, joining), joining.period_s, on_lost)
     except OSError as error:
         raise StoreError(f"no lifeline to node 0 at {address} ({error.strerror or error})") from error
+
+
+def unlike(told: str, node: int) -> str:
+    """Why this node can't join: node 0 was told of a job of another size."""
+    return f"node 0 was started with {told}; give node {node} the same"
+
+
+def joined_already(node: int) -> str:
+    """Why this node can't join: one of its rank has."""
+    return (
+        f"node {node} has joined already; give each node a --node-rank of its own, and start one that was lost again "
+        "only when that has been noticed"
+    )
 
 
 def _connect(address: Address, joining: Joining) -> socket.socket:

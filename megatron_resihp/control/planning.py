@@ -40,7 +40,7 @@ def request_of(
     Args:
         strategy: by name.
         job: what workers told at the start, as a message or as an event.
-        workers, workers_per_node: of the job at the start.
+        workers, workers_per_node: of the job, with all its places taken.
         plan: in force.
         speeds: of all live workers.
         links: slow ones.

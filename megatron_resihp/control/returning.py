@@ -1,34 +1,55 @@
-"""How a node that was lost comes back: a file in the run directory, which all nodes share, offers its workers' new ids.
+"""How a node that was lost comes back, or one that was not there at the start joins: a file in the run directory, which
+all nodes share, offers its workers' ids.
 
-The agent of such a node is started with the same command as before and has to know the ids before it connects to
-anything: workers are started first. May import: the standard library.
+The agent of such a node is started with the same command as the others and has to know the ids before it connects to
+anything: workers are started first. May import: the standard library and this room's modules.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.nodes import joined_already, unlike
+
 DIRECTORY: Final = "returning"
+SIZE: Final = "job_size"
+"""The job's size as node 0 was told."""
+LOOK_S: Final = 0.5
+
+
+class RefusedError(Exception):
+    """A node can't join; the message is "cause; mend"."""
+
+
+def begin(run_dir: Path, size: JobSize) -> None:
+    """Forget offers of an earlier job in the same directory, and say what size this one has.
+
+    Raises:
+        OSError: the run directory can't be written.
+    """
+    directory = run_dir / DIRECTORY
+    directory.mkdir(exist_ok=True)
+    for path in directory.glob("*"):
+        path.unlink()
+    _write(directory / SIZE, str(size))
 
 
 def offer(run_dir: Path, node: int, workers: Sequence[int]) -> None:
-    """Let a node come back, with workers of these ids; who can't be told stays away."""
-    path = _path(run_dir, node)
-    unfinished = path.with_suffix(".unfinished")
+    """Let a node come, with workers of these ids; who can't be told stays away."""
     try:
-        path.parent.mkdir(exist_ok=True)
-        unfinished.write_text(json.dumps(list(workers)))
-        unfinished.replace(path)
+        _write(_path(run_dir, node), json.dumps(list(workers)))
     except OSError as error:
-        print(f"resihp: node {node} can't come back, the run directory can't be written ({error})", flush=True)
+        print(f"resihp: node {node} can't come, the run directory can't be written ({error})", flush=True)
 
 
 def take(run_dir: Path, node: int) -> tuple[int, ...] | None:
-    """The ids of the workers with which this node is to come back; None: it isn't. An offer is taken once.
+    """The ids of the workers with which this node is to come; None: it isn't. An offer is taken once.
 
     Raises:
         OSError: the run directory can't be written.
@@ -42,14 +63,43 @@ def take(run_dir: Path, node: int) -> tuple[int, ...] | None:
     return tuple(json.loads(taken.read_text()))
 
 
-def forget_offers(run_dir: Path) -> None:
-    """Those of an earlier job in the same directory.
+def await_offer(run_dir: Path, node: int, check_node_0: Callable[[], None]) -> tuple[int, ...]:
+    """The ids of the workers with which a node joins that was not there at the start, once the job trains.
+
+    Args:
+        check_node_0: raises an error when it is gone; nothing else bounds the wait.
 
     Raises:
+        RefusedError: the node has joined already.
         OSError: the run directory can't be written.
     """
-    for path in (run_dir / DIRECTORY).glob("*"):
-        path.unlink()
+    announced = False
+    while (workers := take(run_dir, node)) is None:
+        if any((run_dir / DIRECTORY).glob(f"{_path(run_dir, node).stem}.taken-by-*")):
+            raise RefusedError(joined_already(node))
+        if not announced:
+            print(f"resihp: node {node} waits until the job trains, to join it then", flush=True)
+            announced = True
+        check_node_0()
+        time.sleep(LOOK_S)
+    return workers
+
+
+def check_size(run_dir: Path, node: int, size: JobSize) -> None:
+    """Raises RefusedError if node 0 was told of a job of another size; where that can't be read yet, `join` checks."""
+    try:
+        told = (run_dir / DIRECTORY / SIZE).read_text()
+    except FileNotFoundError:
+        return
+    if told != str(size):
+        raise RefusedError(unlike(told, node))
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)
 
 
 def _path(run_dir: Path, node: int) -> Path:

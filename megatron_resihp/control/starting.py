@@ -63,7 +63,7 @@ class Starter:
     @property
     def places(self) -> int:
         """How many workers the job has when all are there."""
-        return self._environment.world_size
+        return self._environment.size.places
 
     def start_all(self, numbers: Sequence[int]) -> list[Worker]:
         """Start the workers that this node begins with, before any thread is started; see `spawn`."""

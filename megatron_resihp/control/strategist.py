@@ -21,6 +21,7 @@ from typing import Any, Final
 from megatron_resihp.config import RECTANGULAR
 from megatron_resihp.control.foresight import Foresight
 from megatron_resihp.control.health import Speeds
+from megatron_resihp.control.newcomers import arrival
 from megatron_resihp.control.next_plan import StrategicPlan, Survivors
 from megatron_resihp.control.planner_process import UNANSWERED, PlannerProcess
 from megatron_resihp.control.planning import request_of
@@ -51,7 +52,7 @@ class Strategist:
 
     Args:
         run_dir: where proposals are written and the detector keeps what it learns.
-        workers, workers_per_node: of the job at the start.
+        places, workers_per_node: of the job.
         write: takes events; from any thread.
         order: takes messages for the coordinator.
 
@@ -62,18 +63,18 @@ class Strategist:
     def __init__(
         self,
         run_dir: Path,
-        workers: int,
+        places: int,
         workers_per_node: int,
         write: Callable[[Event], None],
         order: Callable[[Event], None],
     ) -> None:
         self.next_plan = StrategicPlan(self._plan_for_survivors)
         self._run_dir = run_dir
-        self._sizes = workers, workers_per_node
+        self._sizes = places, workers_per_node
         self._write = write
         self._order = order
         self._speeds = Speeds()
-        self._foresight = Foresight(workers, workers_per_node)
+        self._foresight = Foresight(places, workers_per_node)
         self._job: Event = {}
         self._plan: ParallelPlan | None = None
         self._newcomers: set[int] = set()
@@ -236,7 +237,7 @@ class Strategist:
         self._do(self._policy.answered(asked.number, answer, time.monotonic()))
 
     def _take_in(self) -> None:
-        """Ask for a plan that gives work to those that came back; rectangles the coordinator makes of them itself."""
+        """Ask for a plan that gives work to those that came; rectangles the coordinator makes of them itself."""
         strategy = self._job.get("strategy", RECTANGULAR)
         if not self._newcomers or self._plan is None or strategy == RECTANGULAR:
             return
@@ -248,8 +249,7 @@ class Strategist:
         answer = self._plan_by_choice(strategy, plan, speeds, links)
         found = answer.get("plan")
         if found is not None and self._newcomers.intersection(ParallelPlan.from_dict(found).working):
-            names = ", ".join(map(str, sorted(self._newcomers)))
-            why = f"worker{'s' if len(self._newcomers) > 1 else ''} {names} came back"
+            why = arrival(sorted(self._newcomers), self._sizes[0])
             self._order({"type": "apply", "plan": found, "why": why, "patient": True})
 
     def _recommend(self, found: Recommend) -> None:

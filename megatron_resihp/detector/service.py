@@ -67,7 +67,8 @@ class DetectionService:
         """Learn of the job, or of an epoch that begins."""
         match event["event"]:
             case "run_started":
-                self._places, self._workers_per_node = event["world_size"], event["nproc_per_node"]
+                self._workers_per_node = event["nproc_per_node"]
+                self._places = event["most_nodes"] * self._workers_per_node
             case "job":
                 self._job = event
                 if "gemm" in event:

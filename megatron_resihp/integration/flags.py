@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from megatron_resihp import cpu
 from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
 from megatron_resihp.control.change import ChangeRefused, plan_of
-from megatron_resihp.control.environment import MAX_RESTARTS
+from megatron_resihp.control.environment import MAX_RESTARTS, PLACES
 from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.support import refusals
 from megatron_resihp.plan import PlanError
@@ -109,8 +109,8 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
 def _check_drills(config: ResihpConfig, world_size: int) -> None:
     slowdowns = config.slowdowns()
     named = [drill.worker for drill in config.drills()] + [w for slowdown in slowdowns for w in slowdown.workers]
-    # Those that are started anew have ids of their own.
-    most = world_size * (1 + int(os.environ.get(MAX_RESTARTS, "0")))
+    # Those that join or are started anew have ids of their own.
+    most = int(os.environ.get(PLACES, world_size)) * (1 + int(os.environ.get(MAX_RESTARTS, "0")))
     for worker in named:
         if worker >= most:
             there = f"{world_size}: 0..{world_size - 1}"

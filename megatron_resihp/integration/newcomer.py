@@ -1,8 +1,10 @@
-"""A worker that was started anew while the others train: how it starts without them, and what it joins them with.
+"""A worker that is started while the others train, anew or for the first time: how it starts without them, and what it
+joins them with.
 
 Megatron's start-up is full of collectives that nobody else would take part in. So a newcomer starts in a world whose
-groups talk to nobody (as with Megatron's own --fake-process-group), as what its place was when the job began. Nothing
-of that is used later: it holds nothing, and enters an epoch as a survivor does who has lost everything.
+groups talk to nobody (as with Megatron's own --fake-process-group), as what its place was when the job began, or as
+some other of the first plan where it was none. Nothing of that is used later: it holds nothing, and enters an epoch as
+a survivor does who has lost everything.
 May import megatron and this room.
 """
 
@@ -18,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_resihp.control.record import Commit, Stage
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world import rank_order
-from megatron_resihp.plan.places import place_of, renamed
+from megatron_resihp.plan.places import renamed
 
 TALKS_TO_NOBODY = "fake"
 
@@ -29,10 +31,9 @@ def is_newcomer() -> bool:
 
 
 def build_lonely_world(runtime: Runtime) -> None:
-    """Take the place that this worker's predecessor had in the first plan, in a world without anybody else."""
-    args, worker = runtime.args, runtime.worker
-    place = place_of(worker, args.world_size)
-    runtime.plan = renamed(runtime.control.first_plan(), lambda each: worker if each == place else each)
+    """Take the part that the worker of this one's RANK has in the first plan, in a world without anybody else."""
+    args, worker, part = runtime.args, runtime.worker, int(os.environ["RANK"])
+    runtime.plan = renamed(runtime.control.first_plan(), lambda each: worker if each == part else each)
     order = rank_order(runtime)
     args.rank = order.index(worker)
     dist.init_process_group(TALKS_TO_NOBODY, store=FakeStore(), rank=args.rank, world_size=len(order))

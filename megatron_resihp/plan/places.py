@@ -1,8 +1,9 @@
 """Places: a worker that is started anew has an id of its own and the place of the one that died. Imports `plan` only.
 
-A job of n places starts with workers 0..n-1. The k-th restart of place p is worker p + k·n, so that ids are never used
-twice and no two living workers have one place. Whoever asks where a worker is, on which node for example, asks for its
-place; what knows places only, as planners do, is given a plan in which workers are named after them.
+A job of n places starts with workers 0, 1, … in the first of them, in all unless nodes may join later. The first worker
+in place p is worker p, and the k-th restart is worker p + k·n, so that ids are never used twice and no two living
+workers have one place. Whoever asks where a worker is, on which node for example, asks for its place; what knows places
+only, as planners do, is given a plan in which workers are named after them.
 """
 
 from collections.abc import Callable, Iterable

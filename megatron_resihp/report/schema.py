@@ -104,7 +104,8 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
         "The launcher has started. A log that holds several runs is read from the last of these.",
         (
             Field("world_size", INTEGER, "workers at the start"),
-            Field("nnodes", INTEGER, "nodes", required=False),
+            Field("nnodes", INTEGER, "nodes at the start", required=False),
+            Field("most_nodes", INTEGER, "those and the nodes that may join later", required=False),
             Field("nproc_per_node", INTEGER, "workers per node", required=False),
             Field("command", TEXTS, "the command line of a worker", required=False),
         ),
@@ -217,8 +218,11 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
     ),
     names.WORKER_WAITING: EventSchema(
         "coordinator",
-        "A worker that was started anew is ready, holds nothing and waits for a plan that has it in it.",
-        (Field("waiting", INTEGER, "the worker"), Field("place", INTEGER, "who was in its place at the start")),
+        "A worker that was not there at the start is ready, holds nothing and waits for a plan that has it in it.",
+        (
+            Field("waiting", INTEGER, "the worker"),
+            Field("place", INTEGER, "its place: the id of who was there first, which may be itself"),
+        ),
     ),
     names.EPOCH_BROKEN: EventSchema(
         "coordinator",

@@ -505,6 +505,7 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
         from megatron_resihp.cli import RunReport
         from megatron_resihp.control import launcher, linux
         from megatron_resihp.control.address import Address
+        from megatron_resihp.control.launch_options import LaunchOptions
         from megatron_resihp.control.spawn import fork_worker
 
         linux.die_with_parent()
@@ -523,7 +524,7 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
         command = tuple(request.pop("command"))
         if "coordinator" in request:
             request["coordinator"] = Address(*request["coordinator"])
-        options = launcher.LaunchOptions(command=command, run_dir=run_dir, stand_in=True, **request)
+        options = LaunchOptions(command=command, run_dir=run_dir, stand_in=True, **request)
         code = launcher.launch(options, fork_worker, RunReport)
     except BaseException:
         import traceback

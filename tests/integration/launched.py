@@ -21,6 +21,7 @@ import megatron_resihp
 from megatron_resihp.cli import RunReport
 from megatron_resihp.control import agent, launcher
 from megatron_resihp.control.address import parse_address
+from megatron_resihp.control.launch_options import LaunchOptions
 from megatron_resihp.control.spawn import fork_worker
 from megatron_resihp.control.store import TcpStore, connect
 
@@ -58,7 +59,7 @@ class Launched:
     def __init__(self, run_dir: Path, script: Path = TINY_WORKER, arguments: tuple[str, ...] = (), **options: Any):
         self.run_dir = run_dir
         self.output_path = run_dir.with_name(f"{run_dir.name}-node{options.get('node', 0)}.out")
-        self.options = launcher.LaunchOptions(
+        self.options = LaunchOptions(
             command=(str(script), *arguments), run_dir=run_dir, **{"workers_per_node": 3, **options}
         )
         self.code: int | None = None

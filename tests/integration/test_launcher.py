@@ -18,7 +18,7 @@ import pytest
 from launched import WAIT_S, Launched, eventually, is_alive
 
 from megatron_resihp.cli import main
-from megatron_resihp.control import messages
+from megatron_resihp.control import launcher, messages
 from megatron_resihp.control.address import Address
 from megatron_resihp.plan import ParallelPlan, Replica, deal
 
@@ -453,6 +453,39 @@ def test_a_lost_node_comes_back(launch: Launch, port: int) -> None:
     assert "node 1 has joined the job" in once_more.output()
 
 
+def test_a_late_node_joins_is_lost_and_comes_back(launch: Launch, port: int) -> None:
+    """It may be launched before node 0 even, and waits; nobody waits for it."""
+    options = {"late_nodes": 1, "workers_per_node": 2, "coordinator": Address("127.0.0.1", port)}
+    late = launch(node=1, **options)
+    first = launch(node=0, connect_timeout_s=1.0, **options)
+    eventually("it is taken in", lambda: "members [0, 1, 2, 3]" in first.log(0))
+    assert "rank 1 of 2" in first.log(3)
+    twin = launch(node=1, **options)
+    assert twin.end() == 2
+    assert "node 1 has joined already" in twin.output()
+    os.kill(late.pid, signal.SIGKILL)
+    first.await_event("recovery", dead=[2, 3])
+    again = launch(node=1, **options)
+    eventually("it is taken in", lambda: "members [0, 1, 6, 7]" in first.log(0))
+    first.ask("finish")
+    assert (first.end(), again.end()) == (0, 0), again.output()
+    assert [death["dead"] for death in first.events("worker_dead")] == [2, 3]
+
+
+def test_a_late_node_waits_while_the_job_starts(
+    launch: Launch, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "STILL_THERE_S", 0.5)
+    options = {"late_nodes": 1, "workers_per_node": 1, "coordinator": Address("127.0.0.1", port)}
+    first = launch("idle_0", node=0, connect_timeout_s=0.5, **options)
+    late = launch(node=1, **options)
+    eventually("it says so", lambda: "node 1 waits until the job trains" in late.output())
+    assert not late.log(1) and not first.events("worker_dead")
+    os.kill(first.pid, signal.SIGKILL)
+    assert late.end() == 2
+    assert "nothing answers at" in late.output()
+
+
 def test_a_silent_node_is_given_up_and_ends_itself(launch: Launch, port: int) -> None:
     first, second = two_nodes(launch, port, heartbeat_timeout_s=1.0)
     pids = begun(first, 4)
@@ -490,6 +523,9 @@ def test_nodes_that_disagree_about_the_job(launch: Launch, port: int) -> None:
     second = launch(node=1, workers_per_node=3, **options)
     assert second.end() == 2
     assert "node 0 was started with --nnodes 2 --nproc-per-node 2; give node 1 the same" in second.output()
+    late = launch(node=2, workers_per_node=2, late_nodes=1, **options)
+    assert late.end() == 2
+    assert "--nnodes 2 --nproc-per-node 2; give node 2 the same" in late.output()
 
 
 def test_a_node_that_does_not_come(launch: Launch, port: int) -> None:

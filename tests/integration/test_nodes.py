@@ -1,4 +1,4 @@
-"""The loss of a whole node: its agent dies, and all its workers with it."""
+"""Whole nodes: one is lost, its agent and all its workers with it, comes back, or joins for the first time."""
 
 from __future__ import annotations
 
@@ -56,3 +56,36 @@ def test_a_node_that_died_comes_back(jobs: Jobs, tmp_path: Path) -> None:
     assert again.wait().code == 0
     last = first.events("epoch_started")[-1]["plan"]
     assert [replica["stages"] for replica in last["replicas"]] == [[[0], [1]], [[6], [7]]]
+
+
+ONE_REPLICA: dict[str, Any] = {"pipeline_model_parallel_size": 2, "train_iters": 12}
+"""On a node of two workers."""
+
+
+def late_node(first: Job, path: Path, arguments: list[str], **options: Any) -> Job:
+    """Launch a node of a running job by another name of its run directory: by that the nursery tells jobs apart."""
+    path.symlink_to(first.run_dir)
+    return first.nursery.start(path, arguments, **options)
+
+
+def replicas(job: Job) -> list[int]:
+    """How many each of its plans has."""
+    return [len(event["plan"]["replicas"]) for event in job.events("epoch_started")]
+
+
+def test_a_node_that_was_not_there_at_the_start_joins(jobs: Jobs, tmp_path: Path) -> None:
+    """It makes a second replica, from state that the first one has."""
+    arguments = tiny(**ONE_REPLICA)
+    reference = jobs.reference(arguments, workers=2)
+    options = {"late_nodes": 1, "coordinator": ["127.0.0.1", free_port()], "workers": 2, "script": WISHING}
+    first = jobs.start(arguments, node=0, wishes=["hold-0-5"], **options)
+    first.await_event("iteration", iteration=2)
+    late = late_node(first, tmp_path / "late", arguments, node=1, **options)
+    for worker in (2, 3):
+        first.await_event("worker_waiting", waiting=worker, place=worker)
+    first.wish("go_on")
+    check_training(first.wait(), reference)
+    assert late.wait().code == 0, late.output()
+    assert replicas(first) == [1, 2]
+    [change] = first.events("reconfiguration")
+    assert change["why"] == "workers 2, 3 joined" and change["resumed_iteration"] <= 7

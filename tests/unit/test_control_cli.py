@@ -31,6 +31,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (["--nproc-per-node", "0"], "--nproc-per-node 0"),
         (["--nnodes", "0"], "--nnodes 0"),
+        (["--nnodes", "0:2"], "--nnodes 0:2 is no job; give 1 or more nodes to begin with"),
+        (["--nnodes", "3:2"], "--nnodes 3:2 begins with more nodes than there may be; give MIN:MAX"),
+        (["--nnodes", "two"], "--nnodes two is no number of nodes; give N, or MIN:MAX"),
+        (["--nnodes", "1:"], "--nnodes 1: is no number of nodes"),
+        (["--nnodes", "1:3", "--node-rank", "3"], "--node-rank 3 is out of range; give 0 to 2"),
+        (["--nnodes", "1:2"], "the same --coordinator HOST:PORT"),
         (["--node-rank", "1"], "--node-rank 1 is out of range; give 0 to 0"),
         (["--nnodes", "2", "--coordinator", "here:1", "--node-rank", "-1"], "give 0 to 1"),
         (["--nnodes", "2"], "the same --coordinator HOST:PORT"),

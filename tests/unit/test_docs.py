@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_resihp.config import DRILL_POINTS, ResihpConfig
-from megatron_resihp.control import launcher
+from megatron_resihp.control import launch_options
 from megatron_resihp.planner.strategies.registry import STRATEGIES
 
 DOCUMENTS = ["usage", "design", "planning", "benchmarks"]
@@ -26,7 +26,7 @@ def test_usage_names_every_flag_of_the_job(usage: str) -> None:
 
 def test_usage_names_every_option_of_launch(usage: str) -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    launcher.add_arguments(parser)
+    launch_options.add_arguments(parser)
     options = {option for action in parser._actions for option in action.option_strings}
     assert options and not {option for option in options if f"`{option}" not in usage}
 

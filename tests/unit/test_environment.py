@@ -6,14 +6,26 @@ from pathlib import Path
 
 from megatron_resihp.control.address import Address
 from megatron_resihp.control.environment import JobEnvironment
+from megatron_resihp.control.job_size import JobSize
 
 STORE = Address("localhost", 1)
+
+
+def test_a_worker_that_was_not_there_at_the_start_has_a_rank_of_the_first_world() -> None:
+    """With that Megatron starts; the worker's id tells it from who has the rank."""
+    job = JobEnvironment(
+        node=2, size=JobSize(2, 2, late_nodes=1), store=STORE, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False
+    )
+    for worker, rank, local_rank in ((4, "0", "0"), (5, "1", "1"), (11, "1", "1")):
+        found = job.of(worker, 3, 4, {})
+        assert (found["RESIHP_WORKER"], found["RANK"], found["LOCAL_RANK"]) == (str(worker), rank, local_rank)
+        assert (found["WORLD_SIZE"], found["RESIHP_PLACES"]) == ("4", "6")
 
 
 def test_what_recovery_needs_of_nccl_is_no_choice_of_the_user() -> None:
     """torch's own defaults end survivors; a user's other settings stay."""
     job = JobEnvironment(
-        node=0, nodes=1, workers_per_node=2, store=STORE, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False
+        node=0, size=JobSize(1, 2), store=STORE, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False
     )
     inherited = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
     found = job.of(1, 3, 4, inherited)

@@ -24,6 +24,7 @@ from megatron_resihp.control.actions import (
     PublishPlan,
     Reopen,
 )
+from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.messages import FENCED_EXIT
 from megatron_resihp.control.record import Outcome, Record, Stage
@@ -41,8 +42,11 @@ class Job:
         actions: what the coordinator has done, all of it.
     """
 
-    def __init__(self, workers: int = 4, pipeline: int = 2, tensor: int = 1, micro_batches: int = 4) -> None:
-        self.membership = Membership(workers, workers_per_node=2, limits=LIMITS)
+    def __init__(
+        self, workers: int = 4, pipeline: int = 2, tensor: int = 1, micro_batches: int = 4, late_nodes: int = 0
+    ) -> None:
+        per_node = 2 if workers % 2 == 0 else 1
+        self.membership = Membership(JobSize(workers // per_node, per_node, late_nodes), limits=LIMITS)
         self.own = tuple(Chunk(stage, 3 * stage, 3 * stage + 3) for stage in range(pipeline))
         self.sizes = {
             "tensor_parallel": tensor, "pipeline_parallel": pipeline, "micro_batches": micro_batches,
@@ -143,7 +147,7 @@ class Job:
 
     def start(self) -> Job:
         self.describe(0)
-        self.ready(*range(self.membership.world_size))
+        self.ready(*range(self.membership.size.workers))
         assert self.membership.phase is Phase.RUNNING
         return self
 
@@ -890,6 +894,82 @@ class TestChangeByChoice:
             self.change(job, first)
 
 
+class TestLateNodes:
+    """Two nodes of two workers begin the job, PP 2 x DP 2; nodes 2 and 3, of workers 4 to 7, may join."""
+
+    def job(self, micro_batches: int = 4) -> Job:
+        return Job(micro_batches=micro_batches, late_nodes=2)
+
+    def test_nodes_may_join_as_soon_as_the_job_trains(self) -> None:
+        job = self.job()
+        job.describe(0)
+        assert not [each for each in job.ready(0, 1, 2) if isinstance(each, Reopen)]
+        opened = [each for each in job.ready(3) if isinstance(each, Reopen)]
+        assert opened == [Reopen(2, (4, 5)), Reopen(3, (6, 7))]
+        job.recover([3])
+        assert len([each for each in job.actions if isinstance(each, Reopen)]) == 2, "offered once"
+
+    def test_those_that_never_come_change_nothing(self) -> None:
+        job, plain = self.job().start().recover([3]), Job().start().recover([3])
+        assert job.membership.plan == plain.membership.plan and job.membership.dead == plain.membership.dead
+
+    def test_a_node_makes_another_replica(self) -> None:
+        """Of one worker nothing can be made yet."""
+        job = self.job().start()
+        assert not notices(job.come_back(4))
+        [change] = events(job.come_back(5), "plan_change")
+        assert change["why"] == "workers 4, 5 joined"
+        published = only(PublishPlan, job.leave(0, 1, 2, 3))
+        assert [len(each.micro_batches) for each in published.plan.replicas] == [2, 1, 1]
+        assert published.plan.replicas[2].stages == ((4,), (5,)) and published.held[4] == ()
+        only(Go, job.ready(*job.members))
+        assert [event["resumed_iteration"] for event in events(job.actions, "reconfiguration")] == [5]
+
+    def test_it_waits_where_each_replica_has_one_micro_batch(self) -> None:
+        job = self.job(micro_batches=2).start()
+        assert not notices([*job.come_back(4), *job.come_back(5)])
+        published = only(PublishPlan, [*job.kill(3), *job.muster(0, 1, 2)])
+        assert published.plan.working and 4 not in published.plan.members
+
+    def test_it_is_lost_again_and_comes_back(self) -> None:
+        job = self.job().start()
+        self.take_in(job, 4, 5)
+        lost = job.tell("node_lost", node=2, cause="gone", time=0.0)
+        assert only(Reopen, lost) == Reopen(2, (12, 13))
+        assert only(PublishPlan, job.muster(0, 1, 2, 3)).plan.members == (0, 1, 2, 3)
+        job.ready(0, 1, 2, 3)
+        self.take_in(job, 12, 13)
+        assert events(job.actions, "plan_change")[-1]["why"] == "workers 12, 13 came back"
+
+    def test_it_is_lost_before_its_workers_were_ready(self) -> None:
+        """The job has not even begun to count on them."""
+        job = self.job().start()
+        lost = job.tell("node_lost", node=2, cause="gone", time=0.0)
+        assert lost == [Reopen(2, (12, 13))] and job.membership.phase is Phase.RUNNING
+
+    def test_who_fails_before_it_is_taken_in_ends_nothing(self) -> None:
+        job = self.job().start()
+        job.come_back(4)
+        [died] = events(job.tell("failed", 4, error="no such file", code=1), "worker_dead")
+        assert died["cause"] == "failed before it was taken in: no such file"
+        assert job.membership.phase is Phase.RUNNING
+
+    def test_it_takes_the_place_of_who_died_and_is_joined_by_who_comes_back(self) -> None:
+        """Not the first plan again, which has no work for it."""
+        job = self.job().start().recover([3])
+        self.take_in(job, 4)
+        assert job.membership.plan is not None and len(job.membership.plan.replicas) == 2
+        assert not notices(job.come_back(11)), "alone it makes no replica"
+        [change] = events(job.come_back(6), "plan_change")
+        assert change["why"] == "worker 11 came back, worker 6 joined"
+
+    def take_in(self, job: Job, *workers: int) -> None:
+        for worker in workers:
+            job.come_back(worker)
+        only(PublishPlan, job.leave(*sorted(job.membership.living)))
+        only(Go, job.ready(*job.members))
+
+
 class TestComingBack:
     """Worker 7 is worker 3, started anew."""
 
@@ -1064,7 +1144,7 @@ class TestWhateverHappens:
     def _something_happens(self, job: Job, data: st.DataObject) -> None:
         if job.membership.phase is Phase.RUNNING and data.draw(st.booleans()):
             job.iteration += 1
-        size = job.membership.world_size
+        size = job.membership.size.workers
         worker = data.draw(st.integers(0, size - 1))
         if worker + size in job.held:  # started anew
             worker += size

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_resihp.control import strategist
 from megatron_resihp.control.actions import Log
+from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.next_plan import Survivors
 from megatron_resihp.control.planner_process import UNANSWERED
@@ -156,7 +157,7 @@ def without(*lost: int) -> dict[str, float]:
 
 def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
     """From the job's first message to the death of one of its workers."""
-    membership = Membership(4, 4, next_plan=desk.strategist.next_plan)
+    membership = Membership(JobSize(1, 4), next_plan=desk.strategist.next_plan)
     told: list[dict[str, Any]] = []
 
     def tell(kind: str, worker: int, **fields: Any) -> None:

@@ -80,7 +80,7 @@ class Job:
         self.orders: list[dict[str, Any]] = []
         self.service = DetectionService(run_dir, self.orders.append)
         self.events: list[dict[str, Any]] = []
-        self.tell(event="run_started", world_size=REPLICAS, nproc_per_node=REPLICAS)
+        self.tell(event="run_started", world_size=REPLICAS, nproc_per_node=REPLICAS, most_nodes=1)
         self.tell(event="job", global_batch_size=16, train_iters=1000, false_alarms_per_job=0.01,
                   gemm=[64, 64, 64], transfer_bytes=4096, **job)  # fmt: skip
         self.tell(event="epoch_started", epoch=0, plan=plan().to_dict())
@@ -328,5 +328,5 @@ def test_who_came_back_is_on_the_node_of_its_place(job: Job, tmp_path: Path) -> 
 
 def test_nothing_is_said_of_a_run_without_the_plugin(tmp_path: Path) -> None:
     desk = DetectionService(tmp_path, lambda order: None)
-    desk.note({"event": "run_started", "world_size": 8, "nproc_per_node": 8})
+    desk.note({"event": "run_started", "world_size": 8, "nproc_per_node": 8, "most_nodes": 1})
     assert desk.look(1.0) == desk.finish() == []

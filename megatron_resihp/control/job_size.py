@@ -1,0 +1,66 @@
+"""How many nodes and workers a job begins with, and how many it may have. Pure; imports nothing.
+
+A place is where a worker can be: those of the nodes that begin the job come first, then those of nodes that may join.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_NODES = re.compile(r"(-?\d+)(?::(-?\d+))?")
+
+
+@dataclass(frozen=True)
+class JobSize:
+    """What all nodes of a job have to be told alike.
+
+    Attributes:
+        nodes: that begin the job, ranks 0 to nodes - 1.
+        late_nodes: that may join it later, with the ranks above.
+        workers_per_node: on each of them.
+    """
+
+    nodes: int
+    workers_per_node: int
+    late_nodes: int = 0
+
+    @property
+    def most_nodes(self) -> int:
+        return self.nodes + self.late_nodes
+
+    @property
+    def workers(self) -> int:
+        """At the start."""
+        return self.nodes * self.workers_per_node
+
+    @property
+    def places(self) -> int:
+        return self.most_nodes * self.workers_per_node
+
+    def places_on(self, node: int) -> range:
+        """They are also the ids of the workers that are started there first."""
+        return range(node * self.workers_per_node, (node + 1) * self.workers_per_node)
+
+    def __str__(self) -> str:
+        """As it was given."""
+        nodes = f"{self.nodes}:{self.most_nodes}" if self.late_nodes else f"{self.nodes}"
+        return f"--nnodes {nodes} --nproc-per-node {self.workers_per_node}"
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """What --nnodes says, N or MIN:MAX: how many nodes begin the job, and how many more may join it.
+
+    Raises:
+        ValueError: it makes no sense; the message is "cause; mend".
+    """
+    found = _NODES.fullmatch(text)
+    if found is None:
+        raise ValueError(f"--nnodes {text} is no number of nodes; give N, or MIN:MAX if nodes may join later")
+    least = int(found[1])
+    most = least if found[2] is None else int(found[2])
+    if least < 1:
+        raise ValueError(f"--nnodes {text} is no job; give 1 or more nodes to begin with")
+    if most < least:
+        raise ValueError(f"--nnodes {text} begins with more nodes than there may be; give MIN:MAX, the smaller first")
+    return least, most - least

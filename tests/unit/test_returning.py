@@ -1,0 +1,58 @@
+"""What a node finds in the run directory before it is connected to anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_resihp.control import returning
+from megatron_resihp.control.job_size import JobSize
+
+
+class GoneError(Exception):
+    """Node 0 is."""
+
+
+def gone() -> None:
+    raise GoneError
+
+
+def test_a_late_node_waits_for_its_offer_as_long_as_node_0_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    returning.begin(tmp_path, JobSize(1, 2, late_nodes=1))
+    with pytest.raises(GoneError):
+        returning.await_offer(tmp_path, 1, gone)
+    assert capsys.readouterr().out == "resihp: node 1 waits until the job trains, to join it then\n"
+    returning.offer(tmp_path, 1, (2, 3))
+    assert returning.await_offer(tmp_path, 1, gone) == (2, 3)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_node_of_a_rank_that_has_joined_is_refused_until_that_one_is_lost(tmp_path: Path) -> None:
+    returning.begin(tmp_path, JobSize(1, 2, late_nodes=2))
+    returning.offer(tmp_path, 1, (2, 3))
+    returning.take(tmp_path, 1)
+    with pytest.raises(returning.RefusedError, match="node 1 has joined already"):
+        returning.await_offer(tmp_path, 1, gone)
+    with pytest.raises(GoneError):
+        returning.await_offer(tmp_path, 2, gone)
+    returning.offer(tmp_path, 1, (8, 9))
+    assert returning.await_offer(tmp_path, 1, gone) == (8, 9)
+
+
+def test_offers_of_an_earlier_job_are_forgotten(tmp_path: Path) -> None:
+    returning.begin(tmp_path, JobSize(1, 2, late_nodes=1))
+    returning.offer(tmp_path, 1, (2, 3))
+    returning.begin(tmp_path, JobSize(1, 2, late_nodes=1))
+    assert returning.take(tmp_path, 1) is None
+
+
+def test_a_node_that_was_told_of_another_job_is_refused(tmp_path: Path) -> None:
+    returning.check_size(tmp_path, 1, JobSize(2, 2))  # nothing is said yet
+    returning.begin(tmp_path, JobSize(1, 2, late_nodes=1))
+    returning.check_size(tmp_path, 1, JobSize(1, 2, late_nodes=1))
+    for other in (JobSize(2, 2), JobSize(1, 2, late_nodes=2), JobSize(1, 4, late_nodes=1)):
+        with pytest.raises(returning.RefusedError, match="--nnodes 1:2 --nproc-per-node 2; give node 1 the same"):
+            returning.check_size(tmp_path, 1, other)
