@@ -14,9 +14,10 @@ def headline(summary: RunSummary) -> str:
     recoveries = count(len(summary.recoveries), "recovery", "recoveries")
     deaths = f"{count(len(summary.deaths), 'worker')} dead"
     back = [f"{len(summary.came_back)} came back"] if summary.came_back else []
+    joined = [f"{count(len(summary.joined), 'worker')} joined"] if summary.joined else []
     chosen = sum(plan.by_choice for plan in summary.plans)
     changes = [f"{count(chosen, 'change')} of plan by choice"] if chosen else []
-    return "; ".join([_progress(summary), recoveries, deaths, *back, *changes, samples(summary)])
+    return "; ".join([_progress(summary), recoveries, deaths, *back, *joined, *changes, samples(summary)])
 
 
 def in_order(summary: RunSummary) -> bool:

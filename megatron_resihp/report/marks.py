@@ -96,13 +96,13 @@ def _causes(deaths: Sequence[Death]) -> str:
 
 
 def _changes(plans: Sequence[PlanInForce]) -> list[Mark]:
-    """Each with what is done otherwise; who came back is told, other reasons are marked as verdicts."""
+    """Each with what is done otherwise; who came back or joined is told, other reasons are marked as verdicts."""
     marks = []
     for before, plan in pairwise(plans):
         if plan.by_choice:
-            came_back = [plan.why] if plan.why.endswith("came back") else []
+            arrival = [plan.why] if plan.why.endswith(("came back", "joined")) else []
             outcome = "the first plan again" if plan.like_the_first else _difference(before, plan)
-            label = ": ".join([*came_back, outcome])
+            label = ": ".join([*arrival, outcome])
             marks.append(Mark(plan.after, MarkKind.CHANGE, label, f"plan {plan.epoch}"))
     return marks
 

@@ -111,6 +111,8 @@ class RunSummary:
     deaths: tuple[Death, ...] = ()
     came_back: tuple[int, ...] = ()
     """Workers that were started anew and taken in."""
+    joined: tuple[int, ...] = ()
+    """Workers of nodes that were not there at the start, taken in for the first time."""
     recoveries: tuple[Recovery, ...] = ()
     plans: tuple[PlanInForce, ...] = ()
     """The plans that were in force, in their order."""
@@ -180,6 +182,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "workers_at_end": lambda value: Workers(**value),
     "deaths": _each(lambda value: Death(**value)),
     "came_back": tuple,
+    "joined": tuple,
     "recoveries": _each(_recovery),
     "plans": _each(lambda value: PlanInForce(**value)),
     "loss": _by_iteration,

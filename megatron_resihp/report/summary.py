@@ -57,7 +57,8 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0) -> RunSummary:
         workers_at_start=_workers_at_start(run),
         workers_at_end=_workers_at_end(run),
         deaths=tuple(deaths),
-        came_back=_came_back(run),
+        came_back=_taken_in(run, anew=True),
+        joined=_taken_in(run, anew=False),
         recoveries=tuple(recoveries),
         plans=find_plans(run, recoveries, steps),
         loss_name=loss_name,
@@ -175,10 +176,12 @@ def _workers_at_end(events: Sequence[Event]) -> Workers | None:
     return _workers(events[starts[-1]]["plan"], died_since)
 
 
-def _came_back(events: Sequence[Event]) -> tuple[int, ...]:
-    anew = {event["waiting"] for event in _all(events, names.WORKER_WAITING)}
+def _taken_in(events: Sequence[Event], anew: bool) -> tuple[int, ...]:
+    """Workers that were in no plan at first: those that are not the first in their places, or those that are."""
+    waited = _all(events, names.WORKER_WAITING)
+    asked = {event["waiting"] for event in waited if (event["waiting"] != event["place"]) is anew}
     plans = [event["plan"] for event in _all(events, names.EPOCH_STARTED)]
-    return tuple(sorted({worker for plan in plans for worker in anew & (shape.working(plan) | shape.standbys(plan))}))
+    return tuple(sorted({worker for plan in plans for worker in asked & (shape.working(plan) | shape.standbys(plan))}))
 
 
 def _workers(plan: shape.Plan, dead: set[int]) -> Workers:

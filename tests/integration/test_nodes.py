@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from jobs import WISHING, Job, Jobs, check_training, tiny
 
+from megatron_resihp.plan import ParallelPlan
+
 TWO_NODES: dict[str, Any] = {
     "pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": True, "train_iters": 12
 }  # fmt: skip
@@ -61,6 +63,8 @@ def test_a_node_that_died_comes_back(jobs: Jobs, tmp_path: Path) -> None:
 ONE_REPLICA: dict[str, Any] = {"pipeline_model_parallel_size": 2, "train_iters": 12}
 """On a node of two workers."""
 
+SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
+
 
 def late_node(first: Job, path: Path, arguments: list[str], **options: Any) -> Job:
     """Launch a node of a running job by another name of its run directory: by that the nursery tells jobs apart."""
@@ -73,9 +77,12 @@ def replicas(job: Job) -> list[int]:
     return [len(event["plan"]["replicas"]) for event in job.events("epoch_started")]
 
 
-def test_a_node_that_was_not_there_at_the_start_joins(jobs: Jobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [{}, pytest.param(SHARED, marks=pytest.mark.nightly)], ids=["whole optimizers", "a shared one"]
+)
+def test_a_node_that_was_not_there_at_the_start_joins(jobs: Jobs, tmp_path: Path, optimizer: dict[str, Any]) -> None:
     """It makes a second replica, from state that the first one has."""
-    arguments = tiny(**ONE_REPLICA)
+    arguments = tiny(**ONE_REPLICA | optimizer)
     reference = jobs.reference(arguments, workers=2)
     options = {"late_nodes": 1, "coordinator": ["127.0.0.1", free_port()], "workers": 2, "script": WISHING}
     first = jobs.start(arguments, node=0, wishes=["hold-0-5"], **options)
@@ -89,3 +96,57 @@ def test_a_node_that_was_not_there_at_the_start_joins(jobs: Jobs, tmp_path: Path
     assert replicas(first) == [1, 2]
     [change] = first.events("reconfiguration")
     assert change["why"] == "workers 2, 3 joined" and change["resumed_iteration"] <= 7
+    assert first.summary.joined == (2, 3) and not first.summary.came_back and not first.events("detection_failed")
+
+
+THREE_SHARES: dict[str, Any] = {"tensor_model_parallel_size": 2, "global_batch_size": 8, "train_iters": 16}
+"""Of eight micro-batches."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("optimizer", [{}, SHARED], ids=["whole optimizers", "a shared one"])
+def test_a_node_that_joined_is_lost_and_comes_back(jobs: Jobs, tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    """Two nodes begin the job; with the third there are three replicas, of 3, 3 and 2 micro-batches."""
+    arguments = tiny(**THREE_SHARES | optimizer)
+    reference = jobs.reference(arguments, workers=4)
+    options = {
+        "nodes": 2, "late_nodes": 1, "coordinator": ["127.0.0.1", free_port()], "workers": 2, "script": WISHING
+    }  # fmt: skip
+    first = jobs.start(arguments, node=0, wishes=["hold-0-5", "hold-0-11"], **options)
+    late_node(first, tmp_path / "second", arguments, node=1, **options)
+    victim = late_node(first, tmp_path / "late", arguments, node=2, **options)
+    for worker in (4, 5):
+        first.await_event("worker_waiting", waiting=worker)
+    first.wish("go_on-5")
+    first.await_event("reconfiguration")
+    first.await_event("iteration", iteration=8)
+    victim.kill()
+    first.await_event("recovery")
+    late_node(first, tmp_path / "again", arguments, node=2, **options)
+    for worker in (10, 11):
+        first.await_event("worker_waiting", waiting=worker)
+    first.wish("go_on")
+    check_training(first.wait(), reference)
+    assert replicas(first) == [2, 3, 2, 3]
+    last = first.events("epoch_started")[-1]["plan"]["replicas"]
+    assert sorted(len(replica["micro_batches"]) for replica in last) == [2, 3, 3]
+    assert {death.worker for death in first.summary.deaths} == {4, 5}
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("compiled_planner")
+def test_a_strategy_gives_a_node_that_joins_work(jobs: Jobs, tmp_path: Path) -> None:
+    model = {"num_layers": 4, "global_batch_size": 8, "train_iters": 16, "pipeline_model_parallel_size": 2}
+    reference = jobs.reference(tiny(**model), workers=2)
+    arguments = tiny(**model, resihp_emulate="h800", resihp_strategy="joint")
+    options = {"late_nodes": 1, "coordinator": ["127.0.0.1", free_port()], "workers": 2, "script": WISHING}
+    first = jobs.start(arguments, node=0, wishes=["hold-0-5"], **options)
+    first.await_event("iteration", iteration=2)
+    late_node(first, tmp_path / "late", arguments, node=1, **options)
+    for worker in (2, 3):
+        first.await_event("worker_waiting", waiting=worker)
+    first.await_event("plan_change")
+    first.wish("go_on")
+    check_training(first.wait(), reference)
+    last = ParallelPlan.from_dict(first.events("epoch_started")[-1]["plan"])
+    assert set(last.working) >= {2, 3} and not first.events("policy_failed")

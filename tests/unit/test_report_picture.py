@@ -68,6 +68,16 @@ def test_the_picture_tells_who_came_back_and_what_was_slow(changed_run: Any, tmp
     assert "worker 11 came back: the first plan again" in text and "worker 6 at 50 %" in text
 
 
+def test_the_picture_tells_who_joined(synthetic_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = synthetic_run()
+    run.step(5)
+    run.change("workers 8, 9 joined", [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]])
+    run.step(35)
+    run.finish()
+    draw(summarize(run.events), None, tmp_path / "run.svg")
+    assert "workers 8, 9 joined: " in (tmp_path / "run.svg").read_text()
+
+
 def test_a_run_with_holes_and_infinite_loss_can_be_drawn(synthetic_run: Callable[..., Any], tmp_path: Path) -> None:
     run = synthetic_run()
     run.step(1, loss={"lm loss": "nan"})

@@ -77,6 +77,17 @@ def test_workers_that_came_back_are_in_the_headline(synthetic_run: Callable[...,
     assert "8 working (DP2 PP2 TP2) -> 8 working (DP2 PP2 TP2)" in page(summarize(run.events))
 
 
+def test_workers_of_a_node_that_joined_are_in_the_headline(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.step(4)
+    for worker in (8, 9):
+        run.write("worker_waiting", waiting=worker, place=worker)
+    run.change("workers 8, 9 joined", [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]])
+    run.step(36)
+    run.finish()
+    assert "; 2 workers joined; 1 change of plan by choice; " in page(summarize(run.events))
+
+
 def test_changes_by_choice_are_told(changed_run: Any) -> None:
     lines = page(summarize(changed_run.events)).splitlines()
     assert "; 1 worker dead; 1 came back; 3 changes of plan by choice; no sample" in lines[0]
