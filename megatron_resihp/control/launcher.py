@@ -91,6 +91,7 @@ class _Seat:
 
     Attributes:
         numbers: ids of this node's workers.
+        offered: the node joins a running job with these.
         lifelines, records: where the other nodes' lifelines and their workers' records arrive.
         token: see `contact`.
     """
@@ -98,6 +99,7 @@ class _Seat:
     address: Address
     run_dir: Path
     numbers: Sequence[int]
+    offered: bool = False
     listener: socket.socket | None = None
     lifelines: socket.socket | None = None
     records: socket.socket | None = None
@@ -120,6 +122,7 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
             starter = Starter(options.command, environment, outputs, spawn, watcher, relay, guardian)
             workers = starter.start_all(seat.numbers)
         except OSError as error:
+            _give_back(options, seat)
             raise LaunchError(f"a worker cannot be started ({error}); mend that and try again") from error
         # From here on there are threads.
         outputs.start()
@@ -138,7 +141,8 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
         if options.node > 0:
             run_dir = _make_run_dir(options)
             wait_until_reachable(address, options.connect_timeout_s)
-            return _Seat(address, run_dir, _numbers(options, run_dir, address))
+            offered = _offered(options, run_dir, address)
+            return _Seat(address, run_dir, offered or options.size.places_on(options.node), offered is not None)
         listener = stack.enter_context(reserve(*address))
         others = options.size.most_nodes > 1
         lifelines = stack.enter_context(reserve(address.host, 0)) if others else None
@@ -154,11 +158,11 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
         stack.enter_context(contact.published(run_dir))
     except OSError as error:
         raise _unwritable(run_dir, error) from error
-    return _Seat(address, run_dir, options.size.places_on(0), listener, lifelines, records, sink, contact.token)
+    return _Seat(address, run_dir, options.size.places_on(0), False, listener, lifelines, records, sink, contact.token)
 
 
-def _numbers(options: LaunchOptions, run_dir: Path, address: Address) -> Sequence[int]:
-    """The ids of another node's workers: new ones where it comes back after it was lost.
+def _offered(options: LaunchOptions, run_dir: Path, address: Address) -> Sequence[int] | None:
+    """The ids of the workers of a node that joins a running job, also again; None: it begins the job.
 
     Raises:
         StoreError: node 0 is gone, while this one waited to join.
@@ -167,12 +171,18 @@ def _numbers(options: LaunchOptions, run_dir: Path, address: Address) -> Sequenc
     try:
         returning.check_size(run_dir, node, size)
         if node < size.nodes:
-            return returning.take(run_dir, node) or size.places_on(node)
+            return returning.take(run_dir, node)
         return returning.await_offer(run_dir, node, lambda: wait_until_reachable(address, STILL_THERE_S))
     except returning.RefusedError as error:
         raise LaunchError(str(error)) from error
     except OSError as error:
         raise _unwritable(run_dir, error) from error
+
+
+def _give_back(options: LaunchOptions, seat: _Seat) -> None:
+    """A node that can't join after all may try again, with other ids: of these some worker may have been heard of."""
+    if seat.offered:
+        returning.offer(seat.run_dir, options.node, [number + options.size.places for number in seat.numbers])
 
 
 def _make_run_dir(options: LaunchOptions) -> Path:
@@ -289,7 +299,11 @@ def _introduce(
         first_worker=seat.numbers[0],
     )
     lost = Ending(1, "the coordinator is lost: node 0 closed the lifeline")
-    lifeline = join(store, joining, lambda: mailbox.end(lost))
+    try:
+        lifeline = join(store, joining, lambda: mailbox.end(lost))
+    except StoreError:
+        _give_back(options, seat)
+        raise
     uplink.connect(*records_address(store))
     print(f"resihp: node {options.node} has joined the job", flush=True)
     return lifeline
@@ -298,8 +312,10 @@ def _introduce(
 def _announce(options: LaunchOptions, seat: _Seat) -> None:
     workers = f"{options.workers_per_node} worker{'s' if options.workers_per_node > 1 else ''}"
     node = f" on node {options.node} of {options.nodes}" if options.size.most_nodes > 1 else ""
-    if options.node >= options.nodes:
+    if seat.offered:
         node = f" on node {options.node}, to join the job that runs"
+    elif options.late_nodes:
+        node += f" ({options.late_nodes} more may join)"
     print(f"resihp: {workers}{node}, run directory {seat.run_dir}", flush=True)
 
 

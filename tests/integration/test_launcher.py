@@ -18,7 +18,7 @@ import pytest
 from launched import WAIT_S, Launched, eventually, is_alive
 
 from megatron_resihp.cli import main
-from megatron_resihp.control import launcher, messages
+from megatron_resihp.control import launcher, messages, nodes
 from megatron_resihp.control.address import Address
 from megatron_resihp.plan import ParallelPlan, Replica, deal
 
@@ -484,6 +484,26 @@ def test_a_late_node_waits_while_the_job_starts(
     os.kill(first.pid, signal.SIGKILL)
     assert late.end() == 2
     assert "nothing answers at" in late.output()
+
+
+def test_a_late_node_that_could_not_join_may_try_again(
+    launch: Launch, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object) -> None:
+        raise OSError("a firewall")
+
+    options = {"late_nodes": 1, "workers_per_node": 2, "coordinator": Address("127.0.0.1", port)}
+    first = launch(node=0, **options)
+    begun(first, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(nodes, "_connect", unreachable)
+        late = launch("idle_2", "idle_3", node=1, **options)
+        assert late.end() == 2
+    assert "no lifeline to node 0" in late.output() and "a firewall" in late.output()
+    again = launch(node=1, **options)
+    eventually("it is taken in", lambda: "members [0, 1, 6, 7]" in first.log(0))
+    first.ask("finish")
+    assert (first.end(), again.end()) == (0, 0), again.output()
 
 
 def test_a_silent_node_is_given_up_and_ends_itself(launch: Launch, port: int) -> None:
