@@ -26,12 +26,17 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class PublishPlan:
-    """A plan with the commit that it starts from, and what each member holds, current to that commit."""
+    """A plan with the commit that it starts from, and what each member holds, current to that commit.
+
+    Attributes:
+        groups_of_change: number of the change for which all members have made this plan's groups ahead; None: not all.
+    """
 
     epoch: int
     plan: ParallelPlan
     commit: Commit | None
     held: dict[int, tuple[Shard, ...]]
+    groups_of_change: int | None = None
 
 
 @dataclass(frozen=True)

@@ -139,10 +139,11 @@ class Coordinator:
             case Notify(notice):
                 self._store.set(messages.notice_key(self._notices), json.dumps(notice))
                 self._notices += 1
-            case PublishPlan(epoch, plan, commit, held):
+            case PublishPlan(epoch, plan, commit, held, groups_of_change):
                 self._publish(epoch, {
                     "plan": plan.to_dict(), "digest": plan.digest, "commit": commit and commit.to_dict(),
                     "held": {str(worker): shards for worker, shards in held.items()},
+                    "groups_of_change": groups_of_change,
                 })  # fmt: skip
             case OrderSalvage(epoch, reason, commit, writers, missing):
                 self._publish(epoch, {

@@ -35,12 +35,15 @@ def recovery(
     }  # fmt: skip
 
 
-def reconfiguration(epoch: int, commit: Commit, ready: Ready, change: Change, now: float) -> Event:
+def reconfiguration(
+    epoch: int, commit: Commit, ready: Ready, change: Change, groups_made_ahead: bool, now: float
+) -> Event:
     """Training goes on after a change by choice."""
     left_at = now if change.first_mustered_at is None else change.first_mustered_at
     return {
         "event": "reconfiguration", **_moved(epoch, commit, ready), "number": change.number, "why": change.why,
         "left_at": left_at, "resumed_at": now, "stood_still_s": now - left_at,
+        "groups_made_ahead": groups_made_ahead,
     }  # fmt: skip
 
 

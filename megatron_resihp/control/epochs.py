@@ -79,6 +79,8 @@ class Epochs:
     """The plan that was run last: what it gave them is what its members hold."""
     _change: Change | None = None
     _changes: int = 0
+    _prepared: set[int] = field(default_factory=set)
+    """Who has made the groups of the change that is under way."""
     _waiting: list[Message] = field(default_factory=list)
     """Plans that are asked for as soon as training goes on."""
     _recoveries_here: int = 0
@@ -105,7 +107,8 @@ class Epochs:
         ports = tuple(sorted({port for ready in self._ready.values() for port in ready["ports"]}))
         actions: list[Action] = [Go(self.epoch, ports), Log(epoch_started(self.epoch, plan))]
         if self._change is not None and self.commit is not None:
-            actions.append(Log(reconfiguration(self.epoch, self.commit, self._ready.values(), self._change, now)))
+            ahead, ready = self._groups_of_change(plan) is not None, self._ready.values()
+            actions.append(Log(reconfiguration(self.epoch, self.commit, ready, self._change, ahead, now)))
         elif self.commit is not None:
             ready = self._ready.values()
             actions.append(Log(recovery(self.epoch, self.commit, ready, set(self.dead), self._broken_at, now)))
@@ -132,13 +135,15 @@ class Epochs:
         """Tell all workers of a change. `message`: of who asked for it."""
         assert self.plan is not None
         lines = changes(self.plan, change.plan, self.own)
-        self._change, self._changes = change, change.number
+        self._change, self._changes, self._prepared = change, change.number, set()
         return [
             Log({
                 "event": "plan_change", "number": change.number, "why": change.why, "from_digest": self.plan.digest,
                 "to_digest": change.plan.digest, "changes": lines,
             }),
-            Notify({"kind": "change", "number": change.number, "epoch": self.epoch}),
+            Notify({
+                "kind": "change", "number": change.number, "epoch": self.epoch, "plan": change.plan.to_dict(),
+            }),
             *_answer(message, {"done": f"change {change.number} begins after an iteration", "changes": lines}),
         ]  # fmt: skip
 
@@ -278,7 +283,14 @@ class Epochs:
         self._deadline = now + self.limits.build_s
         joined = self.newcomers.taken_in(plan)
         called = [Notify({"kind": "join", "epoch": self.epoch, "workers": joined})] if joined else []
-        return [*map(Log, told), *step, PublishPlan(self.epoch, plan, commit, dict(survivors.held)), *called]
+        published = PublishPlan(self.epoch, plan, commit, dict(survivors.held), self._groups_of_change(plan))
+        return [*map(Log, told), *step, published, *called]
+
+    def _groups_of_change(self, plan: ParallelPlan) -> int | None:
+        """The change for which every member of this plan has made its groups already."""
+        if self._change is None or self._change.plan != plan or not self._prepared.issuperset(plan.members):
+            return None
+        return self._change.number
 
     def _survivors(self, held: Held) -> Survivors:
         assert self.shape is not None and self.plan is not None

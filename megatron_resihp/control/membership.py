@@ -147,6 +147,12 @@ class Membership(Epochs):
         self._held[worker] = tuple(Shard(*shard) for shard in message["held"])
         return broken + self._decide(now)
 
+    def _on_prepared(self, message: Message, now: float) -> list[Action]:
+        """A worker has made the groups of a change ahead of it."""
+        if self._change is not None and self._change.number == message["number"]:
+            self._prepared.add(message["worker"])
+        return []
+
     def _on_trained(self, message: Message, now: float) -> list[Action]:
         self.trained = self.trained or message["worker"] not in self.dead
         return []

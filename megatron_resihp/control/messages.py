@@ -35,7 +35,10 @@ FENCED_EXIT: Final = 75
 
 
 def plan_key(epoch: int) -> str:
-    """Key of {"plan", "digest", "commit"} or {"impossible", "commit", "missing"} of an epoch."""
+    """Key of an epoch's plan.
+
+    {"plan", "digest", "commit", "held", "groups_of_change"}, or {"impossible", "commit", "missing"}
+    """
     return f"plan/{epoch}"
 
 

@@ -39,12 +39,17 @@ class JobEnded(Exception):
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """A plan with the commit that it starts from, and what each member holds, current to that commit."""
+    """A plan with the commit that it starts from, and what each member holds, current to that commit.
+
+    Attributes:
+        groups_of_change: number of the change for which all members have made this plan's groups ahead; None: not all.
+    """
 
     epoch: int
     plan: ParallelPlan
     commit: Commit | None
     held: dict[int, tuple[Shard, ...]]
+    groups_of_change: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class WorkerControl:
 
     Attributes:
         slowness: what drills have slowed, as far as this worker has heard.
+        on_change: called in the notice thread with the notice of a change of plan.
     """
 
     def __init__(self, store: Store, worker: int, on_broken: Callable[[], None], epoch: int = 0) -> None:
@@ -83,6 +89,7 @@ class WorkerControl:
         self.stop_signal: int | None = None
         self.peer_ports: set[int] = set()
         self.slowness = Slowness()
+        self.on_change: Callable[[dict[str, Any]], None] = lambda notice: None
         self._store = store
         self._lock = threading.Lock()
         self._on_broken = on_broken
@@ -212,7 +219,7 @@ class WorkerControl:
             raise JobEnded(messages.FENCED_EXIT, "this worker was given up for dead and is fenced")
         self.epoch = epoch
         all_held = {int(worker): _shards(shards) for worker, shards in data["held"].items()}
-        return EpochPlan(epoch, plan, commit, all_held)
+        return EpochPlan(epoch, plan, commit, all_held, data["groups_of_change"])
 
     def first_plan(self) -> ParallelPlan:
         """Wait for the plan of epoch 0."""
@@ -294,6 +301,7 @@ class WorkerControl:
             self._validation = notice
             return
         if notice["kind"] == "change":
+            self.on_change(notice)
             self._change = notice
             return
         with self._news:

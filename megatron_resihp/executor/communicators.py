@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_resihp.executor import gloo_loops, gloo_sockets
+from megatron_resihp.executor.groups_ahead import GroupNeeds, GroupsAhead, install_hand_over
 from megatron_resihp.executor.rendezvous import InterruptibleStore
+from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.waiting import Waiter
-
-STANDBY_TIMEOUT = timedelta(days=1)
-"""Side groups wait while others evaluate or save; the control plane bounds that by marking the epoch as broken."""
 
 FREEING_S = 0.3
 """A group that takes longer to be freed may wait for its event loop, which is then let go (`gloo_loops`)."""
@@ -32,53 +31,6 @@ COMMUNICATOR_WORDS = (
     "gloo", "nccl", "connection closed by peer", "connection reset by peer", "connection was likely closed",
     "broken pipe", "socket", "rendezvous", "processgroup", "tcpstore", "the epoch is broken", "the epoch was broken",
 )  # fmt: skip
-
-
-class SideGroup:
-    """A gloo group of any workers, outside torch's default world; built straight from the store.
-
-    torch refuses a second default group, and `new_group` needs a world that standbys are not in.
-    """
-
-    def __init__(
-        self, store: dist.Store, name: str, workers: Sequence[int], me: int, waiter: Waiter
-    ) -> None:
-        self._waiter = waiter
-        self.workers = tuple(workers)
-        self._rank_of = {worker: rank for rank, worker in enumerate(self.workers)}
-        self._group = dist.ProcessGroupGloo(
-            dist.PrefixStore(name, store), self._rank_of[me], len(self.workers), STANDBY_TIMEOUT
-        )
-
-    def sum(self, values: torch.Tensor) -> None:
-        """Sum a host tensor over all workers, in place."""
-        self._waiter.wait(self._group.allreduce([values]))
-
-    def send(self, tensor: torch.Tensor, worker: int) -> None:
-        """Send a tensor of any device."""
-        host = tensor.detach().cpu().contiguous()
-        self._peer_to_peer(lambda: self._group.send([host], self._rank_of[worker], 0))
-
-    def receive(self, tensor: torch.Tensor, worker: int) -> None:
-        """Receive into a tensor of any device."""
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
-            self._peer_to_peer(lambda: self._group.recv([tensor], self._rank_of[worker], 0))
-            return
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self._peer_to_peer(lambda: self._group.recv([host], self._rank_of[worker], 0))
-        tensor.copy_(host)
-
-    def _peer_to_peer(self, post: Callable[[], Any]) -> None:
-        self._waiter.wait(self._waiter.aside(post))
-
-    def broadcast(self, tensor: torch.Tensor, worker: int) -> None:
-        """Broadcast a tensor of any device from `worker` to all."""
-        host = tensor.detach().cpu().contiguous()
-        options = dist.BroadcastOptions()
-        options.rootRank = self._rank_of[worker]
-        self._waiter.wait(self._group.broadcast([host], options))
-        if host.data_ptr() != tensor.data_ptr():
-            tensor.copy_(host)
 
 
 class Communicators:
@@ -97,6 +49,7 @@ class Communicators:
         self._foreign = gloo_sockets.identities()
         self._peer_ports: set[int] | None = None
         self._side_groups: list[SideGroup] = []
+        self._ahead: GroupsAhead | None = None
         self._kept_open: dict[str, socket.socket] = {}
         self._retired: list[Any] = []
         self._retired_listeners: set[str] = set()
@@ -104,14 +57,46 @@ class Communicators:
         self._waiter = Waiter(interrupted)
         self._waits_installed = False
         self._barriers_installed = False
+        self._hand_over_installed = False
         self._lock = threading.Lock()
         self._epoch_store: InterruptibleStore | None = None
 
-    def begin(self, epoch: int, plan_digest: str) -> None:
-        """Start building an epoch. Members that hold another plan meet nobody: the digest is part of every key."""
+    def make_ahead(self, change: int, plan_digest: str, needs: GroupNeeds) -> GroupsAhead:
+        """Make the groups of a plan while another epoch's are in use; in a thread of its own.
+
+        Args:
+            change: its number, which no other has: groups of two changes never meet.
+
+        Raises:
+            RendezvousBroken: the epoch in force is broken.
+            KeyError, AttributeError: this torch makes its groups in another way.
+        """
+        self._install_hand_over()
+        prefixed = dist.PrefixStore(f"resihp/groups-of-change/{change}/{plan_digest}", self._inner)
+        store = InterruptibleStore(prefixed, self._interrupted)
+        return GroupsAhead(store, needs, self._me, self._waiter)
+
+    def _install_hand_over(self) -> None:
+        if not self._hand_over_installed:
+            install_hand_over(lambda ranks: None if self._ahead is None else self._ahead.take_backend(ranks))
+            self._hand_over_installed = True
+
+    def begin(self, epoch: int, plan_digest: str, ahead: GroupsAhead | None = None) -> None:
+        """Start building an epoch. Members that hold another plan meet nobody: the digest is part of every key.
+
+        Args:
+            ahead: groups that have been made for this plan by all its members, or by none.
+        """
         with self._lock:
             self._foreign = gloo_sockets.identities()
+            if ahead is not None:
+                # In this order: who has begun already may connect meanwhile.
+                self._foreign -= ahead.sockets()
             self._peer_ports = None
+        self._ahead = ahead
+        if ahead is not None:
+            self._epoch_store = ahead.store
+            return
         prefixed = dist.PrefixStore(f"resihp/groups/{epoch}/{plan_digest}", self._inner)
         self._epoch_store = InterruptibleStore(prefixed, self._interrupted)
 
@@ -140,7 +125,9 @@ class Communicators:
 
     def side_group(self, name: str, workers: Sequence[int]) -> SideGroup:
         assert self._epoch_store is not None
-        group = SideGroup(self._epoch_store, name, workers, self._me, self._waiter)
+        group = None if self._ahead is None else self._ahead.take_side_group(name)
+        if group is None:
+            group = SideGroup(self._epoch_store, name, workers, self._me, self._waiter)
         self._side_groups.append(group)
         return group
 
@@ -185,6 +172,7 @@ class Communicators:
         """Forget all groups of the epoch; the world of a dead rank can't be used for anything. `release` frees them."""
         if self._epoch_store is not None:
             self._retired_listeners |= gloo_sockets.listeners(self._epoch_store.published, self._foreign)
+        self._retire_unused()
         self._retired += [*dist.distributed_c10d._world.pg_map, *self._side_groups]
         self._side_groups.clear()
         if dist.is_initialized():
@@ -193,6 +181,16 @@ class Communicators:
         # may have come less far, and who has another name for a group waits in it alone.
         dist.distributed_c10d._world.group_count = 0
         self._epoch_store = None
+
+    def discard(self, ahead: GroupsAhead) -> None:
+        """Groups that no epoch will use; `release` frees them."""
+        self._retired_listeners |= ahead.sockets()
+        self._retired += ahead.take_all()
+
+    def _retire_unused(self) -> None:
+        if self._ahead is not None:
+            self._retired += self._ahead.take_all()
+            self._ahead = None
 
     @property
     def left_behind(self) -> int:
@@ -205,6 +203,7 @@ class Communicators:
             for connection in self._kept_open.values():
                 connection.close()
             self._kept_open.clear()
+        self._retire_unused()
         holders = [[group] for group in self._retired]
         self._retired.clear()
         threads = [threading.Thread(target=holder.clear, name="resihp-freeing", daemon=True) for holder in holders]

@@ -63,6 +63,12 @@ def listeners(published: Iterable[bytes], except_for: set[str]) -> set[str]:
     }
 
 
+def at_ports(published: Iterable[bytes]) -> set[str]:
+    """The listening sockets of gloo's groups, given what these have published, and the connections made to them."""
+    ports = {_published_port(value) for value in published}
+    return {identity for identity, tcp in tcp_sockets() if tcp.getsockname()[1] in ports}
+
+
 def end_receiving(except_for: set[str], ports: set[int] | None) -> dict[str, socket.socket]:
     """End receiving on connections that are not in `except_for` and have an end at one of `ports` (None: all of them).
 

@@ -5,12 +5,12 @@ that counts (a standby; all but one of those who hold a parameter whole) adds ze
 holders have the same bits afterwards.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 
-from megatron_resihp.executor.communicators import SideGroup
+from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.plan.slices import Slice, in_buckets
 
 Views = Mapping[Slice, Sequence[tuple[str, torch.Tensor]]]
@@ -27,7 +27,7 @@ class Bucket:
 
 
 def make_buckets(
-    holders: Mapping[Slice, tuple[int, ...]], worker: int, make_group: Callable[[str, Sequence[int]], SideGroup]
+    holders: Mapping[Slice, tuple[int, ...]], worker: int, make_group: MakeSideGroup
 ) -> list[Bucket]:
     """The buckets that a worker has part in, in an order that agrees between workers.
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from megatron_resihp.executor.communicators import SideGroup
+from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.plan import Coordinate, ParallelPlan
 
 PARCEL: Final = 64 << 20

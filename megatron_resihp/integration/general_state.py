@@ -12,8 +12,8 @@ from megatron.core import mpu
 from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 from megatron.core.utils import get_model_config
 
-from megatron_resihp.executor.communicators import SideGroup
 from megatron_resihp.executor.digest import digest_tensors
+from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.slice_sums import sum_gradients
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
 from megatron_resihp.integration.general import General

@@ -45,9 +45,7 @@ class MegatronGroups:
 
     def replace(self, general: General) -> None:
         """Fill the table for a plan in general mode; the world of its working workers has been joined."""
-        order = general.rank_order
-        own = order.index(general.worker)
-        peers = [order.index(worker) for worker in general.peers]
+        own, peers = ranks_of_stage(general)
         # Two, also where nobody else is in the stage: torch names a group by how many its member has made before, and
         # all members of those that follow must have made as many.
         alone = dist.new_group([own], use_local_synchronization=True)
@@ -59,6 +57,12 @@ class MegatronGroups:
             spans = name in ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_MODEL_PARALLEL_GLOBAL_RANKS")
             setattr(parallel_state, name, peers if spans else [own])
         parallel_state._set_global_memory_buffer()
+
+
+def ranks_of_stage(general: General) -> tuple[int, list[int]]:
+    """This worker's rank in the plan's world, and those of its stage."""
+    order = general.rank_order
+    return order.index(general.worker), [order.index(worker) for worker in general.peers]
 
 
 @contextmanager

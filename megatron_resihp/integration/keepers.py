@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_resihp.executor.communicators import Communicators, SideGroup
+from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.integration.general_state import sum_general_gradients
 from megatron_resihp.integration.optimizer_ring import share_part_gradients
 from megatron_resihp.integration.runtime import Runtime
@@ -22,12 +22,12 @@ def keepers_of(plan: ParallelPlan, coordinate: Coordinate) -> tuple[int, ...]:
     return (plan.workers_at(coordinate)[0], *standbys) if standbys else ()
 
 
-def join_keepers(plan: ParallelPlan, coordinate: Coordinate, me: int, communicators: Communicators) -> SideGroup | None:
+def join_keepers(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group: MakeSideGroup) -> SideGroup | None:
     """Make the group over which this shard's gradients reach its standbys, if this worker is in it."""
     workers = keepers_of(plan, coordinate)
     if me not in workers:
         return None
-    return communicators.side_group(f"keepers/{coordinate.stage}/{coordinate.tp_rank}", workers)
+    return make_group(f"keepers/{coordinate.stage}/{coordinate.tp_rank}", workers)
 
 
 def share_gradients(runtime: Runtime) -> None:

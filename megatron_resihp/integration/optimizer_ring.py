@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_resihp.executor.communicators import Communicators, SideGroup
+from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors, tell_all
 from megatron_resihp.integration.loss_scale import ready_gradients
 from megatron_resihp.integration.optimizer_copy import PartCopy
@@ -59,12 +59,12 @@ class Kept:
     copy: PartCopy | None
 
 
-def join_ring(plan: ParallelPlan, coordinate: Coordinate, me: int, communicators: Communicators) -> Ring | None:
+def join_ring(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group: MakeSideGroup) -> Ring | None:
     """This worker's edges; None if nobody keeps a copy of its shard's parts."""
     edges = copies_at(plan, coordinate)
     if not edges:
         return None
-    group = communicators.side_group(f"copies/{coordinate.stage}/{coordinate.tp_rank}", plan.holders_of(coordinate))
+    group = make_group(f"copies/{coordinate.stage}/{coordinate.tp_rank}", plan.holders_of(coordinate))
     return Ring(tuple(edge for edge in in_turns(edges) if me in edge), group)
 
 

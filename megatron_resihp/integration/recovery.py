@@ -209,7 +209,7 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     """Groups of the new plan and, for who works in it, a new model and optimizer in them."""
     assert runtime.trained is not None and runtime.build_trained is not None
     runtime.plan = order.plan
-    build_world(runtime)
+    build_world(runtime, runtime.preparation.take(order) if runtime.preparation is not None else None)
     if not runtime.works:
         return runtime.trained
     build_model_parallel(runtime)

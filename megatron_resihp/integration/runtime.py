@@ -3,6 +3,7 @@
 The seams write here how far the iteration got; recovery reads it.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,9 @@ import torch
 from megatron_resihp.config import ResihpConfig, Slowdown
 from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.control.worker import WorkerControl
-from megatron_resihp.executor.communicators import Communicators, SideGroup
+from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.routes import Step
+from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.slice_sums import Bucket
 from megatron_resihp.integration.drills import Drills, ScheduledSlowdowns
 from megatron_resihp.integration.general import General
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_resihp.integration.general_world import MegatronGroups, Sizes
     from megatron_resihp.integration.measured_exchange import MeasuredExchange
     from megatron_resihp.integration.optimizer_ring import Kept, Ring
+    from megatron_resihp.integration.preparing import Preparation
 
 LOSS_SLOTS = 4
 """How many named losses the agreement carries."""
@@ -129,6 +132,7 @@ class Runtime:
         to_validate: micro-benchmarks that all workers begin after this step.
         plans: that are still to be asked for.
         to_change: whether all workers leave for another plan after this step.
+        preparation: what makes groups for the next plan while this one is run.
         padding: what makes ops and transfers last as long as on an emulated device; None: nothing does.
     """
 
@@ -165,7 +169,7 @@ class Runtime:
         self.documents = (0.0, 0.0)
         self.megatron_groups: MegatronGroups | None = None
         self.sizes: Sizes | None = None
-        self.build_groups: Callable[[], None] | None = None
+        self.build_groups: functools.partial[None] | None = None
         self.build_trained: Callable[[], Trained] | None = None
         self.parameter_kinds: ParameterKinds | None = None
         self.feeds: list[Any] = []
@@ -188,6 +192,7 @@ class Runtime:
         self.padding: Padding | None = None
         self.to_validate: dict[str, Any] | None = None
         self.to_change = False
+        self.preparation: Preparation | None = None
         self.drills = Drills(config.drills(), self.worker, self._announce_drill)
         self.plans = list(config.plans())
         self.slowdowns = ScheduledSlowdowns(config.slowdowns(), self._ask_for_slowdown)
@@ -203,6 +208,12 @@ class Runtime:
     @property
     def epoch(self) -> int:
         return self.control.epoch
+
+    @property
+    def change(self) -> dict[str, Any] | None:
+        """The change of plan that this worker can leave the epoch for, as far as it has heard."""
+        preparing = self.preparation is not None and not self.preparation.is_over()
+        return None if preparing else self.control.change
 
     @property
     def current_plan(self) -> ParallelPlan:

@@ -35,6 +35,7 @@ from megatron_resihp.integration.emulation import padding_of
 from megatron_resihp.integration.general_world import MegatronGroups, Sizes, StageGroup, as_stage
 from megatron_resihp.integration.newcomer import build_lonely_world, is_newcomer, lonely_groups
 from megatron_resihp.integration.own_layers import OwnLayout, own_layout
+from megatron_resihp.integration.preparing import Preparation
 from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.step import install_step
@@ -67,6 +68,8 @@ def create_runtime(config: ResihpConfig) -> Runtime:
     atexit.register(outbox.close, LAST_RECORDS_S)
     runtime = Runtime(config, control, communicators[0], get_args(), outbox.offer)
     runtime.newcomer = newcomer
+    runtime.preparation = Preparation(runtime)
+    control.on_change = runtime.preparation.begin
     runtime.probes.watch_garbage_collection()
     # What was imported until now stays: looking through it again took a recovery 0.25 s, at any moment of training.
     gc.collect()

@@ -120,7 +120,7 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         RuntimeError: on all workers alike, the norm is no finite number though Megatron was to check for that.
     """
     assert runtime.everybody is not None
-    validation, change = runtime.control.validation, runtime.control.change
+    validation, change = runtime.control.validation, runtime.change
     values = _brought(runtime, norm_squared, validation, change)
     runtime.everybody.sum(values)
     assert runtime.trained is not None

@@ -4,18 +4,21 @@ May import megatron and everything of this room.
 """
 
 from datetime import timedelta
+from typing import NamedTuple
 
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 from megatron.training import get_timers
 from megatron.training.initialize import _set_random_seed
 
-from megatron_resihp.executor.slice_sums import make_buckets
+from megatron_resihp.executor.groups_ahead import GroupsAhead
+from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
+from megatron_resihp.executor.slice_sums import Bucket, make_buckets
 from megatron_resihp.integration import documents, expert_metrics
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.general_world import as_stage
 from megatron_resihp.integration.keepers import join_keepers
-from megatron_resihp.integration.optimizer_ring import join_ring
+from megatron_resihp.integration.optimizer_ring import Ring, join_ring
 from megatron_resihp.integration.program_schedule import make_exchange, training_routes
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import ParallelPlan
@@ -24,26 +27,54 @@ from megatron_resihp.plan.spelling import spelled_out
 SEED_STRIDE = 1_000_003
 
 
-def build_world(runtime: Runtime) -> None:
-    """Make the current plan's process groups; standbys get side groups only."""
+class SideGroups(NamedTuple):
+    """Groups of a plan outside torch's world, as one worker is in them."""
+
+    everybody: SideGroup
+    buckets: list[Bucket]
+    ring: Ring | None
+    keepers: SideGroup | None
+
+
+def build_world(runtime: Runtime, ahead: GroupsAhead | None = None) -> None:
+    """Make the current plan's process groups; standbys get side groups only.
+
+    Args:
+        ahead: groups that all members of the plan have made for it.
+    """
     args, plan = runtime.args, runtime.current_plan
     runtime.general = view_of(runtime, plan)
-    runtime.communicators.begin(runtime.epoch, plan.digest)
-    runtime.everybody = runtime.communicators.side_group("everybody", plan.members)
-    if runtime.works:
-        order = rank_order(runtime)
-        args.rank, args.world_size = order.index(runtime.worker), len(order)
-        timeout = timedelta(minutes=args.distributed_timeout_minutes)
-        runtime.communicators.join_world(args.distributed_backend, order, timeout)
-    coordinate = plan.coordinate_of(runtime.worker)
+    runtime.communicators.begin(runtime.epoch, plan.digest, ahead)
+    runtime.everybody, runtime.buckets, runtime.ring, runtime.keepers = side_groups_of(
+        runtime, plan, runtime.general, runtime.communicators.side_group
+    )
+    if not runtime.works:
+        return
+    order = rank_order(runtime)
+    args.rank, args.world_size = order.index(runtime.worker), len(order)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    runtime.communicators.join_world(args.distributed_backend, order, timeout)
     if runtime.general is not None:
-        runtime.buckets = make_buckets(runtime.general.holders, runtime.worker, runtime.communicators.side_group)
-        if runtime.works:
-            runtime.routes = training_routes(runtime, runtime.general)
-    elif coordinate is not None and runtime.optimizer_is_shared_out:
-        runtime.ring = join_ring(plan, coordinate, runtime.worker, runtime.communicators)
+        runtime.routes = training_routes(runtime, runtime.general)
+
+
+def side_groups_of(
+    runtime: Runtime, plan: ParallelPlan, general: General | None, make_group: MakeSideGroup
+) -> SideGroups:
+    """Those of this worker under a plan, which need not be the one in force.
+
+    Args:
+        general: `view_of` the plan.
+    """
+    everybody = make_group("everybody", plan.members)
+    if general is not None:
+        return SideGroups(everybody, make_buckets(general.holders, runtime.worker, make_group), None, None)
+    coordinate, ring, keepers = plan.coordinate_of(runtime.worker), None, None
+    if coordinate is not None and runtime.shares_optimizer:
+        ring = join_ring(plan, coordinate, runtime.worker, make_group)
     elif coordinate is not None:
-        runtime.keepers = join_keepers(plan, coordinate, runtime.worker, runtime.communicators)
+        keepers = join_keepers(plan, coordinate, runtime.worker, make_group)
+    return SideGroups(everybody, [], ring, keepers)
 
 
 def view_of(runtime: Runtime, plan: ParallelPlan) -> General | None:
@@ -55,9 +86,14 @@ def view_of(runtime: Runtime, plan: ParallelPlan) -> General | None:
 
 def rank_order(runtime: Runtime) -> tuple[int, ...]:
     """The worker id of each torch rank."""
-    if runtime.general is not None:
-        return runtime.general.rank_order
-    return runtime.current_plan.rank_order(pipeline_last=not runtime.args.use_tp_pp_dp_mapping)
+    return order_of(runtime, runtime.current_plan, runtime.general)
+
+
+def order_of(runtime: Runtime, plan: ParallelPlan, general: General | None) -> tuple[int, ...]:
+    """The worker id of each torch rank under a plan; `general`: `view_of` it."""
+    if general is not None:
+        return general.rank_order
+    return plan.rank_order(pipeline_last=not runtime.args.use_tp_pp_dp_mapping)
 
 
 def build_model_parallel(runtime: Runtime) -> None:

@@ -287,6 +287,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("left_at", NUMBER, "when the first worker stopped", required=False),
             Field("resumed_at", NUMBER, "when all workers went on", required=False),
             Field("stood_still_s", NUMBER, "seconds between both"),
+            Field("groups_made_ahead", FLAG, "whether all workers had made their groups before", required=False),
         ),
     ),
     names.CHANGE_MEASURED: EventSchema(

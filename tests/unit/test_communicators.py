@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_resihp.executor.communicators import Communicators, SideGroup
+from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.rendezvous import RendezvousBroken
+from megatron_resihp.executor.side_group import SideGroup
 
 LIMIT_S = 10.0
 

@@ -700,7 +700,7 @@ class TestChangeByChoice:
         [change] = events(actions, "plan_change")
         assert change["to_digest"] == UNLIKE.digest and change["changes"] == answer.content["changes"]
         [notice] = [action.notice for action in actions if isinstance(action, Notify)]
-        assert notice == {"kind": "change", "number": 1, "epoch": 0}
+        assert notice == {"kind": "change", "number": 1, "epoch": 0, "plan": UNLIKE.to_dict()}
         assert job.membership.phase is Phase.RUNNING
         job.now = 20.0
         actions = job.leave(0, 1, 2)
@@ -716,6 +716,31 @@ class TestChangeByChoice:
         [done] = events(actions, "reconfiguration")
         assert (done["number"], done["from_epoch"], done["to_epoch"]) == (1, 0, 1)
         assert (done["stood_still_s"], done["steps_redone"], done["bytes_moved"]) == (0.25, 0, 12)
+
+    @pytest.mark.parametrize("late", [None, 2], ids=["all", "all but one"])
+    def test_groups_made_ahead_are_used_by_all_or_by_nobody(self, late: int | None) -> None:
+        job = Job().start()
+        job.apply(UNLIKE)
+        for worker in {0, 1, 2, 3} - {late}:
+            assert not job.tell("prepared", worker, number=1)
+        published = only(PublishPlan, job.leave(0, 1, 2, 3))
+        assert published.groups_of_change == (1 if late is None else None)
+        [done] = events(job.ready(*job.members), "reconfiguration")
+        assert done["groups_made_ahead"] == (late is None)
+
+    def test_groups_made_ahead_are_of_no_use_after_a_death(self) -> None:
+        """The next change asks for others."""
+        job = Job().start()
+        job.apply(UNLIKE)
+        for worker in range(4):
+            job.tell("prepared", worker, number=1)
+        job.kill(3)
+        assert only(PublishPlan, job.muster(0, 1, 2)).groups_of_change is None
+        job.ready(*job.members)
+        job.apply(plan_of((((0,), (2,)), OTHER_LAYERS), counts=(4,)))
+        for worker in job.members:
+            job.tell("prepared", worker, number=1)
+        assert only(PublishPlan, job.leave(*job.members)).groups_of_change is None
 
     def test_there_and_back(self) -> None:
         job = Job().start()
@@ -988,6 +1013,7 @@ class TestComingBack:
         actions = job.leave(2)
         published = only(PublishPlan, actions)
         assert published.plan == renamed(first, lambda worker: 7 if worker == 3 else worker)
+        assert published.groups_of_change is None, "worker 7 has none yet, whatever others have"
         assert published.held[7] == () and published.held[2] == (Shard(3, 6, 0, 1),)
         assert only(Notify, actions).notice == {"kind": "join", "epoch": 2, "workers": [7]}
         assert not job.ready(0, 1, 2)

@@ -1,0 +1,176 @@
+"""Groups that are made while another epoch's are in use, on real gloo with all members in this process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_resihp.executor import gloo_sockets
+from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.executor.groups_ahead import GroupNeeds, GroupsAhead
+from megatron_resihp.executor.rendezvous import RendezvousBroken
+from megatron_resihp.executor.side_group import SideGroup
+
+LIMIT_S = 10.0
+BOTH = GroupNeeds((("both", (0, 1)),))
+
+
+@pytest.fixture(autouse=True)
+def connect_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+
+
+class Member:
+    """A worker in an epoch of two."""
+
+    def __init__(self, store: dist.Store, me: int) -> None:
+        self.broken = threading.Event()
+        self.communicators = Communicators(store, me, self.broken.is_set)
+        self.communicators.begin(1, "plan")
+        self.group: SideGroup | None = self.communicators.side_group("both", (0, 1))
+
+    def make_ahead(self, change: int = 1) -> GroupsAhead:
+        return self.communicators.make_ahead(change, "next plan", BOTH)
+
+    def leave(self) -> None:
+        self.group = None
+        self.communicators.abort()
+        self.communicators.destroy()
+
+    def enter(self, ahead: GroupsAhead | None) -> None:
+        self.communicators.begin(2, "next plan", ahead)
+        self.group = self.communicators.side_group("both", (0, 1))
+
+    def end(self) -> None:
+        self.leave()
+        self.communicators.release()
+        assert self.communicators.left_behind == 0
+
+
+@pytest.fixture
+def members() -> list[Member]:
+    store = dist.HashStore()
+    return [Member(store, me) for me in (0, 1)]
+
+
+def sums(members: list[Member]) -> list[float]:
+    """What each gets when all sum 1, 2."""
+    found = [torch.tensor([float(number)]) for number in range(1, len(members) + 1)]
+
+    def add(member: Member, value: torch.Tensor) -> None:
+        assert member.group is not None
+        member.group.sum(value)
+
+    threads = [threading.Thread(target=add, args=each) for each in zip(members, found, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    return [float(value) for value in found]
+
+
+def test_both_epochs_work_and_the_end_of_one_is_none_of_the_other(members: list[Member]) -> None:
+    ahead = [member.make_ahead() for member in members]
+    assert sums(members) == [3.0, 3.0], "training goes on"
+    for member in members:
+        member.leave()
+    for member, groups in zip(members, ahead, strict=True):
+        member.enter(groups)
+        member.communicators.release()
+    assert sums(members) == [3.0, 3.0]
+    for member in members:
+        member.end()
+
+
+def test_an_abort_ends_what_has_been_made_ahead_like_any_other_group(members: list[Member]) -> None:
+    """Also where the peer was faster, and has connected before this worker has begun the epoch."""
+    first, second = members
+    ahead = [member.make_ahead() for member in members]
+    for member in members:
+        member.leave()
+    first.enter(ahead[0])
+    errors: list[BaseException] = []
+
+    def wait_for_the_other() -> None:
+        assert first.group is not None
+        try:
+            first.group.sum(torch.ones(1))
+        except RuntimeError as error:
+            errors.append(error.with_traceback(None))
+
+    thread = threading.Thread(target=wait_for_the_other)
+    thread.start()
+    second.enter(ahead[1])
+    for member in members:
+        member.broken.set()
+        member.communicators.abort()
+    thread.join(LIMIT_S)
+    assert errors
+    for member in members:
+        member.end()
+
+
+def test_connections_of_a_faster_peer_are_the_groups_own(members: list[Member]) -> None:
+    """What exists when an epoch begins is nobody's business, such as the store's connection; these are."""
+    worker = members[0]
+    ahead = worker.make_ahead()
+    worker.leave()
+    [listener] = ahead.sockets()
+    address = next(tcp.getsockname() for identity, tcp in gloo_sockets.tcp_sockets() if identity == listener)
+    with socket.create_connection(address[:2], LIMIT_S):
+        deadline = time.monotonic() + LIMIT_S
+        while len(ahead.sockets()) < 2:
+            assert time.monotonic() < deadline, "a listener, and what has connected to it"
+        worker.communicators.begin(2, "next plan", ahead)
+        assert not worker.communicators._foreign & ahead.sockets()
+    for member in members:
+        member.end()
+
+
+def test_what_no_epoch_uses_is_freed(members: list[Member]) -> None:
+    sockets = gloo_sockets.identities()
+    for member in members:
+        member.communicators.discard(member.make_ahead())
+        member.communicators.release()
+        assert member.communicators.left_behind == 0
+    assert gloo_sockets.identities() == sockets
+    assert sums(members) == [3.0, 3.0]
+    for member in members:
+        member.end()
+
+
+def test_none_are_made_in_a_broken_epoch(members: list[Member]) -> None:
+    members[0].broken.set()
+    with pytest.raises(RendezvousBroken):
+        members[0].make_ahead()
+    for member in members:
+        member.end()
+
+
+def test_torch_takes_them_for_its_world_and_its_groups() -> None:
+    """As many as were made; another one of the same ranks is made as ever."""
+    communicators = Communicators(dist.HashStore(), 5, lambda: False)
+    ahead = communicators.make_ahead(1, "plan", GroupNeeds((), 0, ((0,), (0,))))
+    world, group = (ahead._backends[(0,)][number] for number in (0, 1))
+    communicators.begin(1, "plan", ahead)
+    communicators.join_world("gloo", (5,), timedelta(seconds=LIMIT_S))
+    try:
+        carries = [
+            each._get_backend(torch.device("cpu"))
+            for each in (dist.group.WORLD, dist.new_group([0]), dist.new_group([0]))
+        ]
+        assert carries[0] is world and carries[1] is group and carries[2] not in (world, group)
+        assert world.options._timeout == timedelta(seconds=LIMIT_S)
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1), group=dist.new_group([0]))
+    finally:
+        del world, group, carries
+        communicators.destroy()
+        communicators.release()

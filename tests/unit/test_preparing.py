@@ -1,0 +1,121 @@
+"""When a worker has its groups for a change, and what becomes of those that are not used."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_resihp.control.worker import NO_EPOCH, EpochPlan
+from megatron_resihp.integration import preparing
+from megatron_resihp.integration.preparing import Preparation
+from megatron_resihp.plan import ParallelPlan, Replica
+
+LIMIT_S = 10.0
+PLAN = ParallelPlan((Replica(((0, 1),), (0, 1)),))
+
+
+class Worker:
+    """A worker in epoch 3; its communicators are made of words.
+
+    Attributes:
+        may_go_on: groups are finished only then.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int = 0, epoch: int = 3) -> None:
+        self.said: list[tuple[str, int]] = []
+        self.discarded: list[Any] = []
+        self.may_go_on = threading.Event()
+        self.error: Exception | None = None
+        self.runtime: Any = SimpleNamespace(
+            worker=number, epoch=epoch, communicators=self,
+            control=SimpleNamespace(tell=lambda kind, number: self.said.append((kind, number)), broken=lambda: False),
+        )  # fmt: skip
+        monkeypatch.setattr(preparing, "needs_of", lambda runtime, plan: "needs")
+        self.preparation = Preparation(self.runtime)
+
+    def make_ahead(self, change: int, plan_digest: str, needs: Any) -> Any:
+        assert (plan_digest, needs) == (PLAN.digest, "needs")
+        assert self.may_go_on.wait(LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        return f"groups of change {change}"
+
+    def discard(self, groups: Any) -> None:
+        self.discarded.append(groups)
+
+    def hear(self, number: int = 1, epoch: int = 3) -> None:
+        self.preparation.begin({"number": number, "epoch": epoch, "plan": PLAN.to_dict()})
+
+    def finish(self) -> None:
+        self.may_go_on.set()
+        if self.preparation._thread is not None:
+            self.preparation._thread.join(LIMIT_S)
+        assert self.preparation.is_over()
+
+    def take(self, change: int | None) -> Any:
+        return self.preparation.take(EpochPlan(4, PLAN, None, {}, change))
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    return Worker(monkeypatch)
+
+
+def test_it_says_so_once_they_are_there(worker: Worker) -> None:
+    assert worker.preparation.is_over(), "there is nothing to wait for"
+    worker.hear()
+    assert not worker.preparation.is_over() and not worker.said
+    worker.finish()
+    assert worker.said == [("prepared", 1)]
+    assert worker.take(1) == "groups of change 1" and not worker.discarded
+    assert worker.take(1) is None, "once"
+
+
+@pytest.mark.parametrize("published", [None, 2])
+def test_unless_all_have_theirs_nobody_uses_them(worker: Worker, published: int | None) -> None:
+    worker.hear()
+    worker.finish()
+    assert worker.take(published) is None
+    assert worker.discarded == ["groups of change 1"]
+
+
+def test_the_next_epoch_waits_for_the_end_of_it(worker: Worker) -> None:
+    """Or groups would come into being beside its own."""
+    worker.hear()
+    threading.Timer(0.05, worker.may_go_on.set).start()
+    assert worker.take(None) is None
+    assert worker.preparation.is_over() and worker.discarded == ["groups of change 1"]
+
+
+def test_who_can_not_make_them_holds_up_nobody(worker: Worker, capsys: pytest.CaptureFixture[str]) -> None:
+    worker.error = OSError("too many open files")
+    worker.hear()
+    worker.finish()
+    assert not worker.said and worker.take(None) is None and not worker.discarded
+    assert capsys.readouterr().err == "resihp: worker 0 can't make groups ahead (OSError: too many open files)\n"
+
+
+def test_a_change_of_another_epoch_is_none_of_ours(worker: Worker) -> None:
+    worker.hear(epoch=2)
+    assert worker.preparation._thread is None
+
+
+def test_who_is_not_in_the_plan_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer hears of every change."""
+    worker = Worker(monkeypatch, number=9, epoch=NO_EPOCH)
+    worker.hear()
+    worker.finish()
+    assert not worker.said
+
+
+def test_a_newcomer_that_was_not_taken_in_makes_others_for_the_next_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(monkeypatch, number=1, epoch=NO_EPOCH)
+    worker.hear(1)
+    worker.finish()
+    worker.hear(2)
+    worker.finish()
+    assert worker.said == [("prepared", 1), ("prepared", 2)] and worker.discarded == ["groups of change 1"]
+    assert worker.take(2) == "groups of change 2"
