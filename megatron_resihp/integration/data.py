@@ -13,7 +13,7 @@ import torch
 from megatron.core.datasets.utils import Split
 
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.plan import deal, even_counts
+from megatron_resihp.plan import even_share
 
 SAMPLE_KEY = "resihp_sample"
 PR_SET_PDEATHSIG = 1
@@ -95,8 +95,9 @@ class Feed:
             everything = range(self.sampler.micro_batches if general.evaluates else 0)
             share = everything if self._is_eval else self._runtime.read_order
         elif self._is_eval:
-            counts = even_counts(self.sampler.micro_batches, len(self._runtime.current_plan.replicas))
-            share = deal(counts)[self._runtime.replica]
+            replicas = len(self._runtime.current_plan.replicas)
+            # See `schedule` for who has nothing to evaluate.
+            share = even_share(self.sampler.micro_batches, replicas, self._runtime.replica) or (0,)
         else:
             share = self._runtime.micro_batches
         self.sampler.move(consumed, share)

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core.utils import get_model_config
 
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.loss_scale import factor_of_losses
 from megatron_resihp.integration.program_schedule import run_evaluation, run_training
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.plan import deal, even_counts
+from megatron_resihp.plan import even_share
 
 Schedule = Callable[..., list[dict[str, Any]]]
 
@@ -31,18 +32,24 @@ def wrap_get_forward_backward_func(runtime: Runtime, original: Callable[..., Sch
 
 
 def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, Any]]:
-    total = kwargs["num_microbatches"]
     if runtime.general is not None:
         return _run_general(runtime, runtime.general, kwargs)
     if kwargs.get("forward_only"):
-        share = deal(even_counts(total, len(runtime.current_plan.replicas)))[runtime.replica]
-        runtime.reach("evaluate")
-        return schedule(**{**kwargs, "num_microbatches": len(share)})
+        return _evaluate(runtime, schedule, kwargs)
     runtime.probes.begin_schedule()
     share = runtime.micro_batches
     with _scaled_losses(runtime, kwargs["model"], len(share)):
         runtime.losses = schedule(**{**kwargs, "num_microbatches": len(share)})
     return runtime.losses
+
+
+def _evaluate(runtime: Runtime, schedule: Schedule, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Who has nothing to evaluate takes part in the sums over replicas, with a micro-batch that counts nothing."""
+    replicas = len(runtime.current_plan.replicas)
+    share = even_share(kwargs["num_microbatches"], replicas, runtime.replica)
+    runtime.reach("evaluate")
+    losses = schedule(**{**kwargs, "num_microbatches": max(len(share), 1)})
+    return losses if share else [{name: torch.zeros_like(value) for name, value in each.items()} for each in losses]
 
 
 def _run_general(runtime: Runtime, general: General, kwargs: dict[str, Any]) -> list[dict[str, Any]]:

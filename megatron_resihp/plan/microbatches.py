@@ -25,3 +25,9 @@ def deal(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
                 hand.append(dealt)
                 dealt += 1
     return tuple(tuple(hand) for hand in hands)
+
+
+def even_share(micro_batches: int, replicas: int, replica: int) -> tuple[int, ...]:
+    """What one of them gets of an even deal; nothing for the last of more replicas than there are micro-batches."""
+    busy = min(micro_batches, replicas)
+    return deal(even_counts(micro_batches, busy))[replica] if replica < busy else ()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos_checks import check_evaluations, evaluations
 from jobs import WISHING, Job, Jobs, check_training, tiny
 
 from megatron_resihp.plan import ParallelPlan
@@ -60,8 +61,11 @@ def test_a_node_that_died_comes_back(jobs: Jobs, tmp_path: Path) -> None:
     assert [replica["stages"] for replica in last["replicas"]] == [[[0], [1]], [[6], [7]]]
 
 
-ONE_REPLICA: dict[str, Any] = {"pipeline_model_parallel_size": 2, "train_iters": 12}
-"""On a node of two workers."""
+ONE_REPLICA: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2, "train_iters": 12, "eval_interval": 4, "eval_iters": 2,
+    "eval_global_batch_size": 1,
+}  # fmt: skip
+"""On a node of two workers. With a second replica there is less to evaluate than replicas."""
 
 SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
 
@@ -81,7 +85,7 @@ def replicas(job: Job) -> list[int]:
     "optimizer", [{}, pytest.param(SHARED, marks=pytest.mark.nightly)], ids=["whole optimizers", "a shared one"]
 )
 def test_a_node_that_was_not_there_at_the_start_joins(jobs: Jobs, tmp_path: Path, optimizer: dict[str, Any]) -> None:
-    """It makes a second replica, from state that the first one has."""
+    """It makes a second replica, from state that the first one has; evaluations are the same."""
     arguments = tiny(**ONE_REPLICA | optimizer)
     reference = jobs.reference(arguments, workers=2)
     options = {"late_nodes": 1, "coordinator": ["127.0.0.1", free_port()], "workers": 2, "script": WISHING}
@@ -92,6 +96,8 @@ def test_a_node_that_was_not_there_at_the_start_joins(jobs: Jobs, tmp_path: Path
         first.await_event("worker_waiting", waiting=worker, place=worker)
     first.wish("go_on")
     check_training(first.wait(), reference)
+    check_evaluations(first, reference)
+    assert evaluations(first).keys() == evaluations(reference).keys()
     assert late.wait().code == 0, late.output()
     assert replicas(first) == [1, 2]
     [change] = first.events("reconfiguration")

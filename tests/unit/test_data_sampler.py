@@ -128,6 +128,12 @@ class TestFeed:
         feed = Feed(runtime, dataset, True, "consumed_valid_samples")
         feed.rewind()
         assert self.take(feed, 2) == [[104], [107]]
+
+    def test_who_has_nothing_to_evaluate_reads_what_another_does(self, runtime: Any, dataset: Any) -> None:
+        runtime.args.eval_global_batch_size = 1
+        feed = Feed(runtime, dataset, True, "consumed_valid_samples")
+        feed.rewind()
+        assert self.take(feed, 2) == [[103], [104]]
         assert runtime.fed == []
 
     def test_samples_keep_their_fields(self, dataset: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.plan import Coordinate, ParallelPlan, PlanError, Replica, deal, even_counts
+from megatron_resihp.plan import Coordinate, ParallelPlan, PlanError, Replica, deal, even_counts, even_share
 from megatron_resihp.plan.replica import Kept
 
 COUNTS = st.lists(st.integers(min_value=0, max_value=9), min_size=1, max_size=6)
@@ -63,6 +63,10 @@ class TestDealing:
     def test_an_uneven_share(self) -> None:
         assert even_counts(8, 3) == (3, 3, 2)
         assert deal((3, 3, 2)) == ((0, 3, 6), (1, 4, 7), (2, 5))
+
+    def test_a_share_may_be_nothing(self) -> None:
+        assert [even_share(5, 3, replica) for replica in range(3)] == [(0, 3), (1, 4), (2,)]
+        assert [even_share(2, 3, replica) for replica in range(3)] == [(0,), (1,), ()]
 
     def test_no_replica_to_share_between(self) -> None:
         with pytest.raises(ValueError, match="0 replicas"):
