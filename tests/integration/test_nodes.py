@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from chaos_checks import check_evaluations, evaluations
-from jobs import WISHING, Job, Jobs, check_training, tiny
+from jobs import FP32, PRETRAIN, WISHING, Job, Jobs, check_training, tiny
 
 from megatron_resihp.plan import ParallelPlan
 
@@ -16,6 +16,9 @@ TWO_NODES: dict[str, Any] = {
     "pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": True, "train_iters": 12
 }  # fmt: skip
 """Of two workers each, with a replica each."""
+
+FUSED = Path(__file__).with_name("fused_gpt.py")
+"""Megatron loads a distributed optimizer's checkpoint only if that counts steps as this script's does."""
 
 
 def free_port() -> int:
@@ -156,3 +159,29 @@ def test_a_strategy_gives_a_node_that_joins_work(jobs: Jobs, tmp_path: Path) -> 
     check_training(first.wait(), reference)
     last = ParallelPlan.from_dict(first.events("epoch_started")[-1]["plan"])
     assert set(last.working) >= {2, 3} and not first.events("policy_failed")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("optimizer", "script"),
+    [({}, PRETRAIN), (SHARED | {"dist_ckpt_optim_fully_reshardable": True}, FUSED)],
+    ids=["whole optimizers", "a shared one"],
+)
+def test_what_is_saved_with_a_node_that_joined_is_loaded_without_it(
+    jobs: Jobs, tmp_path: Path, optimizer: dict[str, Any], script: Path
+) -> None:
+    model = ONE_REPLICA | optimizer
+    reference = jobs.reference(tiny(**model), workers=2)
+    options = {"late_nodes": 1, "coordinator": ["127.0.0.1", free_port()], "workers": 2, "script": WISHING}
+    saving = tiny(**model | {"save": tmp_path / "saved", "save_interval": 8, "exit_interval": 8})
+    first = jobs.start(saving, node=0, wishes=["hold-0-5"], **options)
+    first.await_event("iteration", iteration=2)
+    late_node(first, tmp_path / "late", saving, node=1, **options)
+    for worker in (2, 3):
+        first.await_event("worker_waiting", waiting=worker)
+    first.wish("go_on")
+    assert first.wait().code == 0 and replicas(first) == [1, 2], first.tails()
+    job = jobs.run(tiny(**model | {"load": tmp_path / "saved"}), workers=2, script=script)
+    assert job.code == 0, job.tails()
+    rest = {iteration: loss for iteration, loss in reference.summary.loss.items() if iteration > 8}
+    assert job.summary.loss == pytest.approx(rest, rel=FP32.loss)
