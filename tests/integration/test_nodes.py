@@ -108,8 +108,11 @@ def test_a_node_that_was_not_there_at_the_start_joins(jobs: Jobs, tmp_path: Path
     assert first.summary.joined == (2, 3) and not first.summary.came_back and not first.events("detection_failed")
 
 
-THREE_SHARES: dict[str, Any] = {"tensor_model_parallel_size": 2, "global_batch_size": 8, "train_iters": 16}
-"""Of eight micro-batches."""
+THREE_SHARES: dict[str, Any] = {
+    "tensor_model_parallel_size": 2, "global_batch_size": 8, "train_iters": 16, "eval_interval": 4, "eval_iters": 2,
+    "eval_global_batch_size": 2,
+}  # fmt: skip
+"""Of eight micro-batches; of the two for evaluation a third replica gets none."""
 
 
 @pytest.mark.nightly
@@ -136,6 +139,8 @@ def test_a_node_that_joined_is_lost_and_comes_back(jobs: Jobs, tmp_path: Path, o
         first.await_event("worker_waiting", waiting=worker)
     first.wish("go_on")
     check_training(first.wait(), reference)
+    check_evaluations(first, reference)
+    assert evaluations(first).keys() == evaluations(reference).keys()
     assert replicas(first) == [2, 3, 2, 3]
     last = first.events("epoch_started")[-1]["plan"]["replicas"]
     assert sorted(len(replica["micro_batches"]) for replica in last) == [2, 3, 3]

@@ -1,0 +1,17 @@
+"""Which nodes node 0 waits for."""
+
+from __future__ import annotations
+
+import socket
+
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.nodes import NodeLoss, NodeWatcher
+
+
+def test_only_nodes_that_begin_the_job_have_to_connect() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        watcher = NodeWatcher(listener, JobSize(nodes=2, workers_per_node=1, late_nodes=2), 1.0, connect_by=10.0)
+        assert watcher.look(9.0) == []
+        assert watcher.look(11.0) == [NodeLoss(1, "did not connect")]
+        watcher.close()
