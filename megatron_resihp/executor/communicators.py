@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_resihp.executor import gloo_loops, gloo_sockets
-from megatron_resihp.executor.groups_ahead import GroupNeeds, GroupsAhead, install_hand_over
+from megatron_resihp.executor.groups_ahead import GroupsAhead, install_hand_over
 from megatron_resihp.executor.rendezvous import InterruptibleStore
 from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.waiting import Waiter
@@ -61,20 +61,19 @@ class Communicators:
         self._lock = threading.Lock()
         self._epoch_store: InterruptibleStore | None = None
 
-    def make_ahead(self, change: int, plan_digest: str, needs: GroupNeeds) -> GroupsAhead:
-        """Make the groups of a plan while another epoch's are in use; in a thread of its own.
+    def groups_ahead(self, change: int, plan_digest: str) -> GroupsAhead:
+        """What makes the groups of a plan while another epoch's are in use: none yet. Called from any thread.
 
         Args:
             change: its number, which no other has: groups of two changes never meet.
 
         Raises:
-            RendezvousBroken: the epoch in force is broken.
             KeyError, AttributeError: this torch makes its groups in another way.
         """
         self._install_hand_over()
         prefixed = dist.PrefixStore(f"resihp/groups-of-change/{change}/{plan_digest}", self._inner)
         store = InterruptibleStore(prefixed, self._interrupted)
-        return GroupsAhead(store, needs, self._me, self._waiter)
+        return GroupsAhead(store, self._me, self._waiter)
 
     def _install_hand_over(self) -> None:
         if not self._hand_over_installed:

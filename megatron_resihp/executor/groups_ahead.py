@@ -43,26 +43,33 @@ class GroupNeeds:
 
 
 class GroupsAhead:
-    """Makes them.
+    """Makes them and keeps them until they are taken.
 
     Args:
         store: of the epoch that is to come; no other epoch uses its keys.
-
-    Raises:
-        RendezvousBroken: the epoch in force is broken.
+        me: this worker's id.
     """
 
-    def __init__(self, store: InterruptibleStore, needs: GroupNeeds, me: int, waiter: Waiter) -> None:
+    def __init__(self, store: InterruptibleStore, me: int, waiter: Waiter) -> None:
         self.store = store
-        self._side_groups = {
-            name: SideGroup(store, name, workers, me, waiter) for name, workers in needs.side_groups
-        }
+        self._me = me
+        self._waiter = waiter
+        self._side_groups: dict[str, SideGroup] = {}
         self._backends: dict[Ranks, deque[Any]] = {}
+
+    def make(self, needs: GroupNeeds) -> None:
+        """Make all that are needed; in a thread beside the one that trains.
+
+        Raises:
+            RendezvousBroken: the epoch in force is broken; what has been made until then is kept, to be freed in order.
+        """
+        for name, workers in needs.side_groups:
+            self._side_groups[name] = SideGroup(self.store, name, workers, self._me, self._waiter)
         times: Counter[Ranks] = Counter()
         for ranks in needs.world_groups:
             times[ranks] += 1
             key = blake2b(repr((ranks, times[ranks])).encode(), digest_size=16).hexdigest()
-            prefixed = dist.PrefixStore(f"world/{key}", store)
+            prefixed = dist.PrefixStore(f"world/{key}", self.store)
             backend = dist.ProcessGroupGloo(prefixed, ranks.index(needs.rank), len(ranks), UNTIL_IT_IS_KNOWN)
             self._backends.setdefault(ranks, deque()).append(backend)
 

@@ -59,7 +59,8 @@ class Preparation:
             plan = ParallelPlan.from_dict(order["plan"])
             if runtime.worker not in plan.members:
                 return
-            self._groups = runtime.communicators.make_ahead(number, plan.digest, needs_of(runtime, plan))
+            self._groups = runtime.communicators.groups_ahead(number, plan.digest)
+            self._groups.make(needs_of(runtime, plan))
         except Exception as error:  # nothing depends on it: the groups are made when the change comes
             if not runtime.control.broken():
                 why = f"{type(error).__name__}: {error}"

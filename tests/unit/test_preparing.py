@@ -26,7 +26,7 @@ class Worker:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int = 0, epoch: int = 3) -> None:
         self.said: list[tuple[str, int]] = []
-        self.discarded: list[Any] = []
+        self.discarded: list[int] = []
         self.may_go_on = threading.Event()
         self.error: Exception | None = None
         self.runtime: Any = SimpleNamespace(
@@ -36,15 +36,12 @@ class Worker:
         monkeypatch.setattr(preparing, "needs_of", lambda runtime, plan: "needs")
         self.preparation = Preparation(self.runtime)
 
-    def make_ahead(self, change: int, plan_digest: str, needs: Any) -> Any:
-        assert (plan_digest, needs) == (PLAN.digest, "needs")
-        assert self.may_go_on.wait(LIMIT_S)
-        if self.error is not None:
-            raise self.error
-        return f"groups of change {change}"
+    def groups_ahead(self, change: int, plan_digest: str) -> Groups:
+        assert plan_digest == PLAN.digest
+        return Groups(self, change)
 
-    def discard(self, groups: Any) -> None:
-        self.discarded.append(groups)
+    def discard(self, groups: Groups) -> None:
+        self.discarded.append(groups.change)
 
     def hear(self, number: int = 1, epoch: int = 3) -> None:
         self.preparation.begin({"number": number, "epoch": epoch, "plan": PLAN.to_dict()})
@@ -55,8 +52,23 @@ class Worker:
             self.preparation._thread.join(LIMIT_S)
         assert self.preparation.is_over()
 
-    def take(self, change: int | None) -> Any:
-        return self.preparation.take(EpochPlan(4, PLAN, None, {}, change))
+    def take(self, change: int | None) -> int | None:
+        """The change whose groups are used."""
+        groups: Any = self.preparation.take(EpochPlan(4, PLAN, None, {}, change))
+        return None if groups is None else groups.change
+
+
+class Groups:
+    """Those of a change."""
+
+    def __init__(self, worker: Worker, change: int) -> None:
+        self.change = change
+        self._worker = worker
+
+    def make(self, needs: Any) -> None:
+        assert needs == "needs" and self._worker.may_go_on.wait(LIMIT_S)
+        if self._worker.error is not None:
+            raise self._worker.error
 
 
 @pytest.fixture
@@ -70,7 +82,7 @@ def test_it_says_so_once_they_are_there(worker: Worker) -> None:
     assert not worker.preparation.is_over() and not worker.said
     worker.finish()
     assert worker.said == [("prepared", 1)]
-    assert worker.take(1) == "groups of change 1" and not worker.discarded
+    assert worker.take(1) == 1 and not worker.discarded
     assert worker.take(1) is None, "once"
 
 
@@ -79,7 +91,7 @@ def test_unless_all_have_theirs_nobody_uses_them(worker: Worker, published: int 
     worker.hear()
     worker.finish()
     assert worker.take(published) is None
-    assert worker.discarded == ["groups of change 1"]
+    assert worker.discarded == [1]
 
 
 def test_the_next_epoch_waits_for_the_end_of_it(worker: Worker) -> None:
@@ -87,14 +99,15 @@ def test_the_next_epoch_waits_for_the_end_of_it(worker: Worker) -> None:
     worker.hear()
     threading.Timer(0.05, worker.may_go_on.set).start()
     assert worker.take(None) is None
-    assert worker.preparation.is_over() and worker.discarded == ["groups of change 1"]
+    assert worker.preparation.is_over() and worker.discarded == [1]
 
 
 def test_who_can_not_make_them_holds_up_nobody(worker: Worker, capsys: pytest.CaptureFixture[str]) -> None:
     worker.error = OSError("too many open files")
     worker.hear()
     worker.finish()
-    assert not worker.said and worker.take(None) is None and not worker.discarded
+    assert not worker.said and worker.take(None) is None
+    assert worker.discarded == [1], "some may be there"
     assert capsys.readouterr().err == "resihp: worker 0 can't make groups ahead (OSError: too many open files)\n"
 
 
@@ -117,5 +130,5 @@ def test_a_newcomer_that_was_not_taken_in_makes_others_for_the_next_change(monke
     worker.finish()
     worker.hear(2)
     worker.finish()
-    assert worker.said == [("prepared", 1), ("prepared", 2)] and worker.discarded == ["groups of change 1"]
-    assert worker.take(2) == "groups of change 2"
+    assert worker.said == [("prepared", 1), ("prepared", 2)] and worker.discarded == [1]
+    assert worker.take(2) == 2

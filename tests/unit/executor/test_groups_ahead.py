@@ -36,7 +36,9 @@ class Member:
         self.group: SideGroup | None = self.communicators.side_group("both", (0, 1))
 
     def make_ahead(self, change: int = 1) -> GroupsAhead:
-        return self.communicators.make_ahead(change, "next plan", BOTH)
+        ahead = self.communicators.groups_ahead(change, "next plan")
+        ahead.make(BOTH)
+        return ahead
 
     def leave(self) -> None:
         self.group = None
@@ -147,9 +149,12 @@ def test_what_no_epoch_uses_is_freed(members: list[Member]) -> None:
 
 
 def test_none_are_made_in_a_broken_epoch(members: list[Member]) -> None:
-    members[0].broken.set()
+    worker = members[0]
+    ahead = worker.communicators.groups_ahead(1, "next plan")
+    worker.broken.set()
     with pytest.raises(RendezvousBroken):
-        members[0].make_ahead()
+        ahead.make(BOTH)
+    worker.communicators.discard(ahead)
     for member in members:
         member.end()
 
@@ -157,7 +162,8 @@ def test_none_are_made_in_a_broken_epoch(members: list[Member]) -> None:
 def test_torch_takes_them_for_its_world_and_its_groups() -> None:
     """As many as were made; another one of the same ranks is made as ever."""
     communicators = Communicators(dist.HashStore(), 5, lambda: False)
-    ahead = communicators.make_ahead(1, "plan", GroupNeeds((), 0, ((0,), (0,))))
+    ahead = communicators.groups_ahead(1, "plan")
+    ahead.make(GroupNeeds((), 0, ((0,), (0,))))
     world, group = (ahead._backends[(0,)][number] for number in (0, 1))
     communicators.begin(1, "plan", ahead)
     communicators.join_world("gloo", (5,), timedelta(seconds=LIMIT_S))
