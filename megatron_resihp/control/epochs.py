@@ -81,6 +81,8 @@ class Epochs:
     _changes: int = 0
     _prepared: set[int] = field(default_factory=set)
     """Who has made the groups of the change that is under way."""
+    _made_ahead: int | None = None
+    """The change whose groups the plan that was published last is run in."""
     _waiting: list[Message] = field(default_factory=list)
     """Plans that are asked for as soon as training goes on."""
     _recoveries_here: int = 0
@@ -107,7 +109,7 @@ class Epochs:
         ports = tuple(sorted({port for ready in self._ready.values() for port in ready["ports"]}))
         actions: list[Action] = [Go(self.epoch, ports), Log(epoch_started(self.epoch, plan))]
         if self._change is not None and self.commit is not None:
-            ahead, ready = self._groups_of_change(plan) is not None, self._ready.values()
+            ahead, ready = self._made_ahead is not None, self._ready.values()
             actions.append(Log(reconfiguration(self.epoch, self.commit, ready, self._change, ahead, now)))
         elif self.commit is not None:
             ready = self._ready.values()
@@ -283,7 +285,8 @@ class Epochs:
         self._deadline = now + self.limits.build_s
         joined = self.newcomers.taken_in(plan)
         called = [Notify({"kind": "join", "epoch": self.epoch, "workers": joined})] if joined else []
-        published = PublishPlan(self.epoch, plan, commit, dict(survivors.held), self._groups_of_change(plan))
+        self._made_ahead = self._groups_of_change(plan)
+        published = PublishPlan(self.epoch, plan, commit, dict(survivors.held), self._made_ahead)
         return [*map(Log, told), *step, published, *called]
 
     def _groups_of_change(self, plan: ParallelPlan) -> int | None:

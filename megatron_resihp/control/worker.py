@@ -301,7 +301,10 @@ class WorkerControl:
             self._validation = notice
             return
         if notice["kind"] == "change":
-            self.on_change(notice)
+            try:
+                self.on_change(notice)
+            except Exception as error:  # like that of an abort below
+                print(f"resihp: worker {self.worker} does not prepare a change: {error}", file=sys.stderr, flush=True)
             self._change = notice
             return
         with self._news:

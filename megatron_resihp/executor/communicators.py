@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -68,7 +69,7 @@ class Communicators:
             change: its number, which no other has: groups of two changes never meet.
 
         Raises:
-            KeyError, AttributeError: this torch makes its groups in another way.
+            KeyError, AttributeError, TypeError: this torch makes its groups in another way.
         """
         self._install_hand_over()
         prefixed = dist.PrefixStore(f"resihp/groups-of-change/{change}/{plan_digest}", self._inner)
@@ -77,7 +78,7 @@ class Communicators:
 
     def _install_hand_over(self) -> None:
         if not self._hand_over_installed:
-            install_hand_over(lambda ranks: None if self._ahead is None else self._ahead.take_backend(ranks))
+            install_hand_over(lambda group: None if self._ahead is None else self._ahead.take_backend(group))
             self._hand_over_installed = True
 
     def begin(self, epoch: int, plan_digest: str, ahead: GroupsAhead | None = None) -> None:
@@ -171,7 +172,9 @@ class Communicators:
         """Forget all groups of the epoch; the world of a dead rank can't be used for anything. `release` frees them."""
         if self._epoch_store is not None:
             self._retired_listeners |= gloo_sockets.listeners(self._epoch_store.published, self._foreign)
-        self._retire_unused()
+        if self._ahead is not None:
+            self._retired += self._ahead.take_all()
+            self._ahead = None
         self._retired += [*dist.distributed_c10d._world.pg_map, *self._side_groups]
         self._side_groups.clear()
         if dist.is_initialized():
@@ -183,13 +186,21 @@ class Communicators:
 
     def discard(self, ahead: GroupsAhead) -> None:
         """Groups that no epoch will use; `release` frees them."""
-        self._retired_listeners |= ahead.sockets()
+        with suppress(OSError):  # too many open files may be why there is no use for them
+            self._retired_listeners |= ahead.listeners()
         self._retired += ahead.take_all()
 
-    def _retire_unused(self) -> None:
-        if self._ahead is not None:
-            self._retired += self._ahead.take_all()
-            self._ahead = None
+    def end_hand_over(self) -> None:
+        """All groups of the epoch's plan have been made. Whoever makes another one later must find none: members come
+        here at times of their own."""
+        if self._ahead is None:
+            return
+        left, missed = self._ahead.wrong_guesses
+        if left or (missed and self._waits_installed):  # where the world is gloo's, all of its groups are guessed
+            print(f"resihp: worker {self._me} made {left} groups ahead that are not needed, and lacked {missed}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+        self._retired += self._ahead.take_all()
+        self._ahead = None
 
     @property
     def left_behind(self) -> int:
@@ -202,7 +213,6 @@ class Communicators:
             for connection in self._kept_open.values():
                 connection.close()
             self._kept_open.clear()
-        self._retire_unused()
         holders = [[group] for group in self._retired]
         self._retired.clear()
         threads = [threading.Thread(target=holder.clear, name="resihp-freeing", daemon=True) for holder in holders]

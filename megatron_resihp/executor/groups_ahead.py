@@ -6,11 +6,11 @@ beside these are made as ever. So a wrong guess costs time only, but all members
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -20,10 +20,15 @@ from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.waiting import Waiter
 
 GLOO = "GLOO"
-UNTIL_IT_IS_KNOWN = timedelta(minutes=30)
-"""Timeout of a group until it is taken, when whoever wants it says how long its operations may wait."""
 
 Ranks = tuple[int, ...]
+
+
+class WorldGroup(NamedTuple):
+    """A group of gloo's in torch's world: its ranks in ascending order, and how long its operations may wait."""
+
+    ranks: Ranks
+    timeout: timedelta
 
 
 @dataclass(frozen=True)
@@ -33,13 +38,12 @@ class GroupNeeds:
     Attributes:
         side_groups: name and workers of each.
         rank: this worker's rank in the plan's world.
-        world_groups: ranks of gloo's groups in the plan's world, itself among them, in the order in which they will be
-            made; ranks in ascending order.
+        world_groups: those with this rank, the world itself among them, in the order in which they will be made.
     """
 
     side_groups: tuple[tuple[str, tuple[int, ...]], ...]
     rank: int = 0
-    world_groups: tuple[Ranks, ...] = ()
+    world_groups: tuple[WorldGroup, ...] = ()
 
 
 class GroupsAhead:
@@ -55,7 +59,8 @@ class GroupsAhead:
         self._me = me
         self._waiter = waiter
         self._side_groups: dict[str, SideGroup] = {}
-        self._backends: dict[Ranks, deque[Any]] = {}
+        self._backends: dict[WorldGroup, deque[Any]] = {}
+        self._missed: list[WorldGroup] = []
 
     def make(self, needs: GroupNeeds) -> None:
         """Make all that are needed; in a thread beside the one that trains.
@@ -65,26 +70,40 @@ class GroupsAhead:
         """
         for name, workers in needs.side_groups:
             self._side_groups[name] = SideGroup(self.store, name, workers, self._me, self._waiter)
-        times: Counter[Ranks] = Counter()
-        for ranks in needs.world_groups:
-            times[ranks] += 1
-            key = blake2b(repr((ranks, times[ranks])).encode(), digest_size=16).hexdigest()
+        times: Counter[WorldGroup] = Counter()
+        for group in needs.world_groups:
+            times[group] += 1
+            key = blake2b(repr((group, times[group])).encode(), digest_size=16).hexdigest()
             prefixed = dist.PrefixStore(f"world/{key}", self.store)
-            backend = dist.ProcessGroupGloo(prefixed, ranks.index(needs.rank), len(ranks), UNTIL_IT_IS_KNOWN)
-            self._backends.setdefault(ranks, deque()).append(backend)
+            rank, size = group.ranks.index(needs.rank), len(group.ranks)
+            # Its timeout can't be changed afterwards: what receives keeps the first one.
+            backend = dist.ProcessGroupGloo(prefixed, rank, size, group.timeout)
+            self._backends.setdefault(group, deque()).append(backend)
+
+    def listeners(self) -> set[str]:
+        """The sockets at which members connect to this one."""
+        return gloo_sockets.listeners(self.store.published, set())
 
     def sockets(self) -> set[str]:
-        """The sockets at which members connect to this one, and their connections."""
+        """Those, and the connections that have been made to them."""
         return gloo_sockets.at_ports(self.store.published)
 
     def take_side_group(self, name: str) -> SideGroup | None:
         """The side group of this name, once; None: there is none."""
         return self._side_groups.pop(name, None)
 
-    def take_backend(self, ranks: Sequence[int]) -> Any:
-        """What carries the next group of these ranks of the world; None: there is none left."""
-        left = self._backends.get(tuple(sorted(ranks)))
-        return left.popleft() if left else None
+    def take_backend(self, group: WorldGroup) -> Any:
+        """What carries the next group like this one; None: there is none left."""
+        left = self._backends.get(group)
+        if not left:
+            self._missed.append(group)
+            return None
+        return left.popleft()
+
+    @property
+    def wrong_guesses(self) -> tuple[int, int]:
+        """How many groups nobody has taken yet, and how many were wanted and not there."""
+        return len(self._side_groups) + sum(map(len, self._backends.values())), len(self._missed)
 
     def take_all(self) -> list[Any]:
         """All that nobody has taken."""
@@ -94,22 +113,27 @@ class GroupsAhead:
         return left
 
 
-def install_hand_over(take: Callable[[Sequence[int]], Any]) -> None:
+def install_hand_over(take: Callable[[WorldGroup], Any]) -> None:
     """Let torch ask for what carries a group of gloo's before it makes one.
 
     Args:
-        take: ranks of the world → ProcessGroupGloo, or None.
+        take: returns a ProcessGroupGloo or None.
+
+    Raises:
+        KeyError, AttributeError, TypeError: this torch makes its groups in another way.
     """
     dist.Backend._ensure_backend_registered(GLOO.lower())
     plugin = dist.Backend._plugins[GLOO]
     original = plugin.creator_fn
+    if not plugin.extended_api or not hasattr(dist.ProcessGroupGloo, "options"):
+        raise TypeError("torch does not tell who makes a group what group it is")
 
     def create(options: Any, backend_options: Any) -> Any:
         # torch says no ranks of the world itself.
-        backend = take(options.global_ranks_in_group or range(options.group_size))
+        ranks = tuple(sorted(options.global_ranks_in_group or range(options.group_size)))
+        backend = take(WorldGroup(ranks, options.timeout))
         if backend is None:
             return original(options, backend_options)
-        backend._set_default_timeout(options.timeout)
         backend.options.global_ranks_in_group = options.global_ranks_in_group
         backend.options.group_name = options.group_id
         return backend

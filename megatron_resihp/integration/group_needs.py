@@ -6,17 +6,19 @@ groups but notes which are wanted. Nothing of the plan in force is touched. May 
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from torch.distributed.constants import default_pg_timeout
 
-from megatron_resihp.executor.groups_ahead import GroupNeeds, Ranks
+from megatron_resihp.executor.groups_ahead import GroupNeeds, WorldGroup
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.general_world import ranks_of_stage
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.world import order_of, side_groups_of, view_of
+from megatron_resihp.integration.world import order_of, side_groups_of, timeout_of, view_of
 from megatron_resihp.plan import ParallelPlan
 
 GLOO = "gloo"
@@ -40,25 +42,26 @@ def needs_of(runtime: Runtime, plan: ParallelPlan) -> GroupNeeds:
     return GroupNeeds(tuple(side_groups), rank, tuple(wanted))
 
 
-def _of_stage(runtime: Runtime, general: General) -> list[Ranks]:
+def _of_stage(runtime: Runtime, general: General) -> list[WorldGroup]:
     own, peers = ranks_of_stage(general)
-    world, stage = tuple(range(len(general.rank_order))), tuple(sorted(peers))
+    world, stage = tuple(range(len(general.rank_order))), WorldGroup(tuple(sorted(peers)), default_pg_timeout)
     if runtime.args.distributed_backend == GLOO:
-        return [world, (own,), stage]
-    return [world, stage]  # groups beside NCCL's, for host tensors
+        return [WorldGroup(world, timeout_of(runtime.args)), WorldGroup((own,), default_pg_timeout), stage]
+    return [WorldGroup(world, default_pg_timeout), stage]  # groups beside NCCL's, for host tensors
 
 
-def _of_rectangle(runtime: Runtime, rank: int, size: int) -> list[Ranks]:
+def _of_rectangle(runtime: Runtime, rank: int, size: int) -> list[WorldGroup]:
     assert runtime.build_groups is not None
     positional, options = runtime.build_groups.args, runtime.build_groups.keywords
     own = runtime.args.distributed_backend
-    wanted = [(tuple(range(size)), own), *groups_wanted(rank, size, positional, options)]
-    return [ranks for ranks, backend in wanted if (backend or own) == GLOO]
+    world = WorldGroup(tuple(range(size)), timeout_of(runtime.args))
+    wanted = [(world, own), *groups_wanted(rank, size, positional, options)]
+    return [group for group, backend in wanted if (backend or own) == GLOO]
 
 
 def groups_wanted(
     rank: int, size: int, positional: Sequence[Any], options: dict[str, Any]
-) -> list[tuple[Ranks, str | None]]:
+) -> list[tuple[WorldGroup, str | None]]:
     """The groups with this rank in them that Megatron's initialize_model_parallel makes, in its order.
 
     Args:
@@ -66,13 +69,15 @@ def groups_wanted(
         positional, options: what it is called with.
 
     Returns:
-        ranks in ascending order, and the backend if it asks for one.
+        each, and the backend if it asks for one.
     """
-    found: list[tuple[Ranks, str | None]] = []
+    found: list[tuple[WorldGroup, str | None]] = []
 
-    def new_group(ranks: Sequence[int], backend: str | None = None, **others: Any) -> object:
+    def new_group(
+        ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None, **others: Any
+    ) -> object:
         if rank in ranks:
-            found.append((tuple(sorted(ranks)), backend))
+            found.append((WorldGroup(tuple(sorted(ranks)), timeout or default_pg_timeout), backend))
         return object()
 
     module = _copy_of(parallel_state)

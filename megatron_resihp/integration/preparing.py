@@ -7,6 +7,7 @@ published says whether all had them. May import megatron and this room.
 
 import sys
 import threading
+import time
 from typing import Any
 
 from megatron_resihp.control.worker import NO_EPOCH, EpochPlan
@@ -14,6 +15,9 @@ from megatron_resihp.executor.groups_ahead import GroupsAhead
 from megatron_resihp.integration.group_needs import needs_of
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import ParallelPlan
+
+LONGEST_S = 10.0
+"""A change does not wait longer for groups that are made ahead of it."""
 
 
 class Preparation:
@@ -24,31 +28,39 @@ class Preparation:
         self._number = 0
         self._groups: GroupsAhead | None = None
         self._thread: threading.Thread | None = None
+        self._until = 0.0
+        self._lock = threading.Lock()
+        """Whoever hears of a change may be late, when the next epoch begins already."""
 
     def begin(self, order: dict[str, Any]) -> None:
         """Called in the thread that hears of a change, which has other news to hear. `order`: the notice."""
-        if self._runtime.epoch not in (order["epoch"], NO_EPOCH):
-            return
-        self._give_up()  # a newcomer may have been asked for before
-        self._number = order["number"]
-        self._thread = threading.Thread(target=self._make, args=(order,), name="resihp-preparing", daemon=True)
-        self._thread.start()
+        with self._lock:
+            if self._runtime.epoch not in (order["epoch"], NO_EPOCH):
+                return
+            self._give_up()  # a newcomer may have been asked for before
+            self._number, self._until = order["number"], time.monotonic() + LONGEST_S
+            thread = threading.Thread(target=self._make, args=(order,), name="resihp-preparing", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def is_over(self) -> bool:
-        """Whether there is nothing to wait for: groups have been made, or can't be."""
-        return self._thread is None or not self._thread.is_alive()
+        """Whether there is nothing to wait for: groups have been made, or won't be in time."""
+        return self._thread is None or not self._thread.is_alive() or time.monotonic() > self._until
 
     def take(self, order: EpochPlan) -> GroupsAhead | None:
         """The groups for a plan that has been published, if all its members have theirs; others are given up."""
-        if order.groups_of_change != self._number:
-            self._give_up()
-            return None
-        groups, self._groups = self._groups, None
-        return groups
+        with self._lock:
+            if order.groups_of_change != self._number:
+                self._give_up()
+                return None
+            groups, self._groups = self._groups, None
+            return groups
 
     def _give_up(self) -> None:
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(max(0.0, self._until - time.monotonic()))
+            if self._thread.is_alive():
+                return  # it has them in hand
         groups, self._groups, self._thread = self._groups, None, None
         if groups is not None:
             self._runtime.communicators.discard(groups)

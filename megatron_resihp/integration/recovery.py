@@ -210,9 +210,11 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     assert runtime.trained is not None and runtime.build_trained is not None
     runtime.plan = order.plan
     build_world(runtime, runtime.preparation.take(order) if runtime.preparation is not None else None)
+    if runtime.works:
+        build_model_parallel(runtime)
+    runtime.communicators.end_hand_over()
     if not runtime.works:
         return runtime.trained
-    build_model_parallel(runtime)
     reset_singletons(runtime, RerunMode(runtime.args.rerun_mode))
     runtime.args.perform_initialization = False
     return runtime.build_trained()

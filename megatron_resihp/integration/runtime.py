@@ -212,8 +212,9 @@ class Runtime:
     @property
     def change(self) -> dict[str, Any] | None:
         """The change of plan that this worker can leave the epoch for, as far as it has heard."""
-        preparing = self.preparation is not None and not self.preparation.is_over()
-        return None if preparing else self.control.change
+        # In this order: what is heard of between both has its thread already.
+        change = self.control.change
+        return change if self.preparation is None or self.preparation.is_over() else None
 
     @property
     def current_plan(self) -> ParallelPlan:

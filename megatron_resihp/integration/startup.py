@@ -150,12 +150,29 @@ def wrap_initialize_model_parallel(runtime: Runtime, original: Callable[..., Non
 
     @functools.wraps(original)
     def initialize_model_parallel(*positional: Any, **options: Any) -> None:
+        options = {name: chosen_once(value) if callable(value) else value for name, value in options.items()}
         runtime.build_groups = functools.partial(original, *positional, **options)
         with lonely_groups() if runtime.newcomer else nullcontext():
             original(*positional, **options)
         runtime.megatron_groups = MegatronGroups()
 
     return initialize_model_parallel
+
+
+def chosen_once(choose: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
+    """A script's choice among the ranks of a pipeline, for the embedding say, made once for each length of pipelines.
+
+    It may depend on arguments, and these say something else while a plan in general mode is run.
+    """
+    positions: dict[int, list[int]] = {}
+
+    @functools.wraps(choose)
+    def chosen(ranks: list[int]) -> list[int]:
+        if len(ranks) not in positions:
+            positions[len(ranks)] = [ranks.index(rank) for rank in choose(ranks)]
+        return [ranks[position] for position in positions[len(ranks)]]
+
+    return chosen
 
 
 def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ May import megatron and everything of this room.
 """
 
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
@@ -52,8 +52,7 @@ def build_world(runtime: Runtime, ahead: GroupsAhead | None = None) -> None:
         return
     order = rank_order(runtime)
     args.rank, args.world_size = order.index(runtime.worker), len(order)
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    runtime.communicators.join_world(args.distributed_backend, order, timeout)
+    runtime.communicators.join_world(args.distributed_backend, order, timeout_of(args))
     if runtime.general is not None:
         runtime.routes = training_routes(runtime, runtime.general)
 
@@ -75,6 +74,11 @@ def side_groups_of(
     elif coordinate is not None:
         keepers = join_keepers(plan, coordinate, runtime.worker, make_group)
     return SideGroups(everybody, [], ring, keepers)
+
+
+def timeout_of(args: Any) -> timedelta:
+    """How long operations in torch's world may wait."""
+    return timedelta(minutes=args.distributed_timeout_minutes)
 
 
 def view_of(runtime: Runtime, plan: ParallelPlan) -> General | None:

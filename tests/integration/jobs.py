@@ -362,6 +362,8 @@ def check_training(job: Job, reference: Job, tolerance: Tolerance = FP32) -> Non
     norms = compare(summary.grad_norm, expected.grad_norm)
     assert norms is not None and norms <= tolerance.norm, difference_table(summary, expected)
     assert not summary.ignored_events, summary.ignored_events
+    guesses = [line for worker in range(job.workers) for line in job.log(worker).splitlines() if "groups ahead" in line]
+    assert not guesses, guesses
     check_digests(job)
 
 

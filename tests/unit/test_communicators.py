@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kept_open import close_what_is_kept_open
 
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.rendezvous import RendezvousBroken
@@ -105,6 +106,7 @@ def test_groups_that_have_worked_are_freed(members: list[Member]) -> None:
     for member in members:
         member.broken.set()
         member.communicators.abort()
+    close_what_is_kept_open(*(member.communicators for member in members))
     assert [member.leave() for member in members] == [0, 0]
 
 
@@ -118,6 +120,7 @@ def test_a_message_that_nobody_takes(members: list[Member]) -> None:
     for member in members:
         member.broken.set()
         member.communicators.abort()
+    close_what_is_kept_open(*(member.communicators for member in members))
     assert [member.leave() for member in members] == [0, 0]
 
 

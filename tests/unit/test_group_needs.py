@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed.constants import default_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_resihp.executor.groups_ahead import WorldGroup
 from megatron_resihp.integration.group_needs import groups_wanted
 
 WORLD = 8
@@ -21,18 +24,18 @@ WORLD = 8
         {},
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
         {"tensor_model_parallel_size": 2, "order": "tp-pp-dp", "create_gloo_process_groups": False},
-        {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 4, "distributed_timeout_minutes": 7},
     ],
-    ids=["data", "all", "another order", "interleaved"],
+    ids=["data", "all", "another order", "another timeout"],
 )
 def test_the_groups_that_are_really_made(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], rank: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
     made = []
     original = dist.new_group
 
-    def new_group(ranks: list[int], backend: str | None = None, **options: Any) -> Any:
+    def new_group(ranks: list[int], timeout: timedelta | None, backend: str | None = None, **options: Any) -> Any:
         if rank in ranks:
-            made.append((tuple(sorted(ranks)), backend))
+            made.append((WorldGroup(tuple(sorted(ranks)), timeout or default_pg_timeout), backend))
         return original(ranks, backend="fake")
 
     monkeypatch.setattr(dist, "new_group", new_group)

@@ -725,6 +725,8 @@ class TestChangeByChoice:
             assert not job.tell("prepared", worker, number=1)
         published = only(PublishPlan, job.leave(0, 1, 2, 3))
         assert published.groups_of_change == (1 if late is None else None)
+        if late is not None:
+            job.tell("prepared", late, number=1)
         [done] = events(job.ready(*job.members), "reconfiguration")
         assert done["groups_made_ahead"] == (late is None)
 

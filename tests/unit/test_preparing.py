@@ -132,3 +132,12 @@ def test_a_newcomer_that_was_not_taken_in_makes_others_for_the_next_change(monke
     worker.finish()
     assert worker.said == [("prepared", 1), ("prepared", 2)] and worker.discarded == [1]
     assert worker.take(2) == 2
+
+
+def test_a_change_does_not_wait_for_ever(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the next epoch; what comes later is of no use, and is given up in the end."""
+    monkeypatch.setattr(preparing, "LONGEST_S", 0.0)
+    worker.hear()
+    assert worker.preparation.is_over() and worker.take(None) is None and not worker.discarded
+    worker.finish()
+    assert worker.take(None) is None and worker.discarded == [1]

@@ -76,3 +76,16 @@ def test_go_is_read_however_long_a_busy_machine_takes(broken: bool) -> None:
     control = control_of(store) if broken else WorkerControl(store, 1, lambda: None)
     control.ready({}, 0, 0, [8])
     assert control.peer_ports == {7, 8}
+
+
+def test_a_change_that_can_not_be_prepared_is_heard_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """And so is all that comes after it."""
+    control = control_of(Published(notice_0=BROKEN))
+
+    def prepare(notice: dict[str, Any]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    control.on_change = prepare
+    control._hear({"kind": "change", "number": 1, "epoch": 0})
+    assert control.change == {"kind": "change", "number": 1, "epoch": 0}
+    assert "worker 1 does not prepare a change: can't start new thread" in capsys.readouterr().err

@@ -10,10 +10,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from kept_open import close_what_is_kept_open
 
 from megatron_resihp.executor import gloo_sockets
 from megatron_resihp.executor.communicators import Communicators
-from megatron_resihp.executor.groups_ahead import GroupNeeds, GroupsAhead
+from megatron_resihp.executor.groups_ahead import GroupNeeds, GroupsAhead, WorldGroup
 from megatron_resihp.executor.rendezvous import RendezvousBroken
 from megatron_resihp.executor.side_group import SideGroup
 
@@ -49,16 +50,21 @@ class Member:
         self.communicators.begin(2, "next plan", ahead)
         self.group = self.communicators.side_group("both", (0, 1))
 
-    def end(self) -> None:
-        self.leave()
-        self.communicators.release()
-        assert self.communicators.left_behind == 0
 
 
 @pytest.fixture
 def members() -> list[Member]:
     store = dist.HashStore()
     return [Member(store, me) for me in (0, 1)]
+
+
+def end(members: list[Member]) -> None:
+    for member in members:
+        member.leave()
+    close_what_is_kept_open(*(member.communicators for member in members))
+    for member in members:
+        member.communicators.release()
+        assert member.communicators.left_behind == 0
 
 
 def sums(members: list[Member]) -> list[float]:
@@ -83,12 +89,12 @@ def test_both_epochs_work_and_the_end_of_one_is_none_of_the_other(members: list[
     assert sums(members) == [3.0, 3.0], "training goes on"
     for member in members:
         member.leave()
+    close_what_is_kept_open(*(member.communicators for member in members))
     for member, groups in zip(members, ahead, strict=True):
         member.enter(groups)
         member.communicators.release()
     assert sums(members) == [3.0, 3.0]
-    for member in members:
-        member.end()
+    end(members)
 
 
 def test_an_abort_ends_what_has_been_made_ahead_like_any_other_group(members: list[Member]) -> None:
@@ -115,8 +121,7 @@ def test_an_abort_ends_what_has_been_made_ahead_like_any_other_group(members: li
         member.communicators.abort()
     thread.join(LIMIT_S)
     assert errors
-    for member in members:
-        member.end()
+    end(members)
 
 
 def test_connections_of_a_faster_peer_are_the_groups_own(members: list[Member]) -> None:
@@ -132,8 +137,24 @@ def test_connections_of_a_faster_peer_are_the_groups_own(members: list[Member]) 
             assert time.monotonic() < deadline, "a listener, and what has connected to it"
         worker.communicators.begin(2, "next plan", ahead)
         assert not worker.communicators._foreign & ahead.sockets()
-    for member in members:
-        member.end()
+    end(members)
+
+
+def test_their_messages_wait_as_long_as_was_asked_for() -> None:
+    """One member sends once, the other receives twice."""
+    store, group = dist.HashStore(), WorldGroup((0, 1), timedelta(seconds=2))
+    ahead = [Communicators(store, me, lambda: False).groups_ahead(1, "plan") for me in (0, 1)]
+    for me in (0, 1):
+        ahead[me].make(GroupNeeds((), me, (group,)))
+    receiver, sender = (each.take_backend(group) for each in ahead)
+    sending = threading.Thread(target=lambda: sender.send([torch.ones(1)], 0, 0).wait())
+    sending.start()
+    receiver.recv([torch.ones(1)], 1, 0).wait()
+    sending.join(LIMIT_S)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+        receiver.recv([torch.ones(1)], 1, 0).wait()
+    assert time.monotonic() - start < LIMIT_S
 
 
 def test_what_no_epoch_uses_is_freed(members: list[Member]) -> None:
@@ -144,8 +165,7 @@ def test_what_no_epoch_uses_is_freed(members: list[Member]) -> None:
         assert member.communicators.left_behind == 0
     assert gloo_sockets.identities() == sockets
     assert sums(members) == [3.0, 3.0]
-    for member in members:
-        member.end()
+    end(members)
 
 
 def test_none_are_made_in_a_broken_epoch(members: list[Member]) -> None:
@@ -155,28 +175,28 @@ def test_none_are_made_in_a_broken_epoch(members: list[Member]) -> None:
     with pytest.raises(RendezvousBroken):
         ahead.make(BOTH)
     worker.communicators.discard(ahead)
-    for member in members:
-        member.end()
+    end(members)
 
 
-def test_torch_takes_them_for_its_world_and_its_groups() -> None:
-    """As many as were made; another one of the same ranks is made as ever."""
+def test_torch_takes_them_for_its_world_and_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that may wait as long, as many as were made; others, and all that are wanted later, are made as ever."""
     communicators = Communicators(dist.HashStore(), 5, lambda: False)
     ahead = communicators.groups_ahead(1, "plan")
-    ahead.make(GroupNeeds((), 0, ((0,), (0,))))
-    world, group = (ahead._backends[(0,)][number] for number in (0, 1))
+    short, longer = WorldGroup((0,), timedelta(seconds=LIMIT_S)), WorldGroup((0,), timedelta(seconds=2 * LIMIT_S))
+    ahead.make(GroupNeeds((), 0, (short, longer, longer, longer)))
+    made = [ahead._backends[short][0], *list(ahead._backends[longer])[:2]]
     communicators.begin(1, "plan", ahead)
-    communicators.join_world("gloo", (5,), timedelta(seconds=LIMIT_S))
+    communicators.join_world("gloo", (5,), short.timeout)
     try:
-        carries = [
-            each._get_backend(torch.device("cpu"))
-            for each in (dist.group.WORLD, dist.new_group([0]), dist.new_group([0]))
-        ]
-        assert carries[0] is world and carries[1] is group and carries[2] not in (world, group)
-        assert world.options._timeout == timedelta(seconds=LIMIT_S)
-        dist.all_reduce(torch.ones(1))
-        dist.all_reduce(torch.ones(1), group=dist.new_group([0]))
+        groups = [dist.group.WORLD, *(dist.new_group([0], each) for each in (longer.timeout, longer.timeout))]
+        assert [group._get_backend(torch.device("cpu")) for group in groups] == made
+        dist.new_group([0], short.timeout)
+        communicators.end_hand_over()
+        assert "made 1 groups ahead that are not needed, and lacked 1\n" in capsys.readouterr().err
+        groups.append(dist.new_group([0], longer.timeout))
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
     finally:
-        del world, group, carries
+        del made, groups, group
         communicators.destroy()
         communicators.release()
