@@ -81,7 +81,10 @@ class Coordinator:
         self._iteration = 0
         self.events: list[dict[str, Any]] = []
         self.sent = 0
-        self._service.note({"event": "run_started", "world_size": workers.count, "nproc_per_node": TENSOR_PARALLEL})
+        nodes = workers.count // TENSOR_PARALLEL
+        self._service.note({
+            "event": "run_started", "world_size": workers.count, "nproc_per_node": TENSOR_PARALLEL, "most_nodes": nodes,
+        })  # fmt: skip
         self._service.note({"event": "job", "train_iters": 100_000})
         self._service.note({"event": "epoch_started", "epoch": 0, "plan": workers.plan().to_dict()})
 
