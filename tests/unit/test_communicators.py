@@ -11,24 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kept_open import close_what_is_kept_open
+from gloo_members import Member, close_what_is_kept_open
 
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.rendezvous import RendezvousBroken
-from megatron_resihp.executor.side_group import SideGroup
 
 LIMIT_S = 10.0
 
 
-class Member:
-    """One member of a group of two."""
+class Summing(Member):
+    """Sums with the other, and notes what goes wrong."""
 
-    def __init__(self, store: dist.Store, me: int) -> None:
-        self.broken = threading.Event()
-        self.communicators = Communicators(store, me, self.broken.is_set)
-        self.communicators.begin(1, "plan")
-        self.group: SideGroup | None = self.communicators.side_group("both", (0, 1))
-        self.error: Exception | None = None
+    error: Exception | None = None
 
     def sum(self) -> None:
         assert self.group is not None
@@ -46,14 +40,14 @@ class Member:
 
 
 @pytest.fixture
-def members(monkeypatch: pytest.MonkeyPatch) -> list[Member]:
+def members(monkeypatch: pytest.MonkeyPatch) -> list[Summing]:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
     store = dist.HashStore()
-    return [Member(store, me) for me in (0, 1)]
+    return [Summing(store, me) for me in (0, 1)]
 
 
 @pytest.mark.parametrize("me", (0, 1), ids=("first", "second"))
-def test_who_waits_for_a_peer_that_does_not_come(members: list[Member], me: int) -> None:
+def test_who_waits_for_a_peer_that_does_not_come(members: list[Summing], me: int) -> None:
     """One of both connects, the other is connected to: either wait ends, and nothing is left of it."""
     waiting = members[me]
     thread = threading.Thread(target=waiting.sum)
@@ -67,7 +61,7 @@ def test_who_waits_for_a_peer_that_does_not_come(members: list[Member], me: int)
     assert waiting.leave() == 0
 
 
-def test_who_begins_after_the_end(members: list[Member]) -> None:
+def test_who_begins_after_the_end(members: list[Summing]) -> None:
     """An operation that is posted after the abort looks for nobody."""
     late = members[0]
     late.broken.set()
@@ -101,16 +95,16 @@ def test_no_group_is_made_in_a_broken_epoch(monkeypatch: pytest.MonkeyPatch) -> 
     assert communicators.left_behind == 0
 
 
-def test_groups_that_have_worked_are_freed(members: list[Member]) -> None:
+def test_groups_that_have_worked_are_freed(members: list[Summing]) -> None:
     sum_together(members)
     for member in members:
         member.broken.set()
         member.communicators.abort()
-    close_what_is_kept_open(*(member.communicators for member in members))
+    close_what_is_kept_open(*members)
     assert [member.leave() for member in members] == [0, 0]
 
 
-def test_a_message_that_nobody_takes(members: list[Member]) -> None:
+def test_a_message_that_nobody_takes(members: list[Summing]) -> None:
     """A receive is given up before the message comes, as where an error strikes in between: the group is freed."""
     first, second = members
     assert first.group is not None and second.group is not None
@@ -120,7 +114,7 @@ def test_a_message_that_nobody_takes(members: list[Member]) -> None:
     for member in members:
         member.broken.set()
         member.communicators.abort()
-    close_what_is_kept_open(*(member.communicators for member in members))
+    close_what_is_kept_open(*members)
     assert [member.leave() for member in members] == [0, 0]
 
 
@@ -212,7 +206,7 @@ def test_the_device_of_a_barrier(
     assert seen == [(None, False, device_ids)]
 
 
-def sum_together(members: list[Member]) -> None:
+def sum_together(members: list[Summing]) -> None:
     """Let the group connect and work."""
     threads = [threading.Thread(target=member.sum) for member in members]
     for thread in threads:
@@ -222,7 +216,7 @@ def sum_together(members: list[Member]) -> None:
     assert [member.error for member in members] == [None, None]
 
 
-def await_search(member: Member) -> None:
+def await_search(member: Summing) -> None:
     """Wait until gloo has asked the store where the peer is."""
     store = member.communicators._epoch_store
     assert store is not None

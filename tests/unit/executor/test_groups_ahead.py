@@ -10,13 +10,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from kept_open import close_what_is_kept_open
+from gloo_members import Member, close_what_is_kept_open
 
 from megatron_resihp.executor import gloo_sockets
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.groups_ahead import GroupNeeds, GroupsAhead, WorldGroup
 from megatron_resihp.executor.rendezvous import RendezvousBroken
-from megatron_resihp.executor.side_group import SideGroup
 
 LIMIT_S = 10.0
 BOTH = GroupNeeds((("both", (0, 1)),))
@@ -27,14 +26,8 @@ def connect_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
 
 
-class Member:
-    """A worker in an epoch of two."""
-
-    def __init__(self, store: dist.Store, me: int) -> None:
-        self.broken = threading.Event()
-        self.communicators = Communicators(store, me, self.broken.is_set)
-        self.communicators.begin(1, "plan")
-        self.group: SideGroup | None = self.communicators.side_group("both", (0, 1))
+class Worker(Member):
+    """It goes on from epoch 1."""
 
     def make_ahead(self, change: int = 1) -> GroupsAhead:
         ahead = self.communicators.groups_ahead(change, "next plan")
@@ -53,25 +46,25 @@ class Member:
 
 
 @pytest.fixture
-def members() -> list[Member]:
+def members() -> list[Worker]:
     store = dist.HashStore()
-    return [Member(store, me) for me in (0, 1)]
+    return [Worker(store, me) for me in (0, 1)]
 
 
-def end(members: list[Member]) -> None:
+def end(members: list[Worker]) -> None:
     for member in members:
         member.leave()
-    close_what_is_kept_open(*(member.communicators for member in members))
+    close_what_is_kept_open(*members)
     for member in members:
         member.communicators.release()
         assert member.communicators.left_behind == 0
 
 
-def sums(members: list[Member]) -> list[float]:
+def sums(members: list[Worker]) -> list[float]:
     """What each gets when all sum 1, 2."""
     found = [torch.tensor([float(number)]) for number in range(1, len(members) + 1)]
 
-    def add(member: Member, value: torch.Tensor) -> None:
+    def add(member: Worker, value: torch.Tensor) -> None:
         assert member.group is not None
         member.group.sum(value)
 
@@ -84,12 +77,12 @@ def sums(members: list[Member]) -> list[float]:
     return [float(value) for value in found]
 
 
-def test_both_epochs_work_and_the_end_of_one_is_none_of_the_other(members: list[Member]) -> None:
+def test_both_epochs_work_and_the_end_of_one_is_none_of_the_other(members: list[Worker]) -> None:
     ahead = [member.make_ahead() for member in members]
     assert sums(members) == [3.0, 3.0], "training goes on"
     for member in members:
         member.leave()
-    close_what_is_kept_open(*(member.communicators for member in members))
+    close_what_is_kept_open(*members)
     for member, groups in zip(members, ahead, strict=True):
         member.enter(groups)
         member.communicators.release()
@@ -97,7 +90,7 @@ def test_both_epochs_work_and_the_end_of_one_is_none_of_the_other(members: list[
     end(members)
 
 
-def test_an_abort_ends_what_has_been_made_ahead_like_any_other_group(members: list[Member]) -> None:
+def test_an_abort_ends_what_has_been_made_ahead_like_any_other_group(members: list[Worker]) -> None:
     """Also where the peer was faster, and has connected before this worker has begun the epoch."""
     first, second = members
     ahead = [member.make_ahead() for member in members]
@@ -124,7 +117,7 @@ def test_an_abort_ends_what_has_been_made_ahead_like_any_other_group(members: li
     end(members)
 
 
-def test_connections_of_a_faster_peer_are_the_groups_own(members: list[Member]) -> None:
+def test_connections_of_a_faster_peer_are_the_groups_own(members: list[Worker]) -> None:
     """What exists when an epoch begins is nobody's business, such as the store's connection; these are."""
     worker = members[0]
     ahead = worker.make_ahead()
@@ -157,7 +150,7 @@ def test_their_messages_wait_as_long_as_was_asked_for() -> None:
     assert time.monotonic() - start < LIMIT_S
 
 
-def test_what_no_epoch_uses_is_freed(members: list[Member]) -> None:
+def test_what_no_epoch_uses_is_freed(members: list[Worker]) -> None:
     sockets = gloo_sockets.identities()
     for member in members:
         member.communicators.discard(member.make_ahead())
@@ -168,7 +161,7 @@ def test_what_no_epoch_uses_is_freed(members: list[Member]) -> None:
     end(members)
 
 
-def test_none_are_made_in_a_broken_epoch(members: list[Member]) -> None:
+def test_none_are_made_in_a_broken_epoch(members: list[Worker]) -> None:
     worker = members[0]
     ahead = worker.communicators.groups_ahead(1, "next plan")
     worker.broken.set()
