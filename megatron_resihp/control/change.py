@@ -2,7 +2,7 @@
 
 The plan says who works where. Who is alive and has no work is a standby and keeps what it holds, whatever the plan says
 of standbys: it can't keep what it doesn't hold, and nobody drops state without need.
-May import `plan`, `executor`'s check of ops, and this room's modules.
+May import `plan`, what `cost` knows of models, `executor`'s check of ops, and this room's modules.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_resihp.control.holdings import lacking
+from megatron_resihp.cost.layers import ModelError, model_from_arguments
+from megatron_resihp.cost.parts import ShardError
 from megatron_resihp.executor.route_check import check_plan
 from megatron_resihp.executor.routes import RouteError
 from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, differences, shortened, spelled_out
@@ -102,7 +104,8 @@ def _checked(
 def check_ops(plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
     """Called before a plan is published: what its workers send and receive must match, so that nobody waits forever.
 
-    Megatron's own schedules run rectangular plans; there is nothing to check.
+    Where members of a stage share the tokens between layers, Megatron wants as many for each of them. Its own schedules
+    run rectangular plans; there is nothing to check.
 
     Args:
         own: the job's own split into layers.
@@ -113,10 +116,42 @@ def check_ops(plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]
     """
     if plan.not_rectangular is None:
         return
+    tokens = job["seq_length"]
+    for degree in _degrees(plan) if job["sequence_parallel"] else ():
+        if tokens % degree:
+            raise PlanError(f"{degree} TP members can't share the {tokens} tokens of a sequence evenly")
     try:
-        check_plan(spelled_out(plan, own), job["sequence_parallel"], job["seq_length"])
+        check_plan(spelled_out(plan, own), job["sequence_parallel"], tokens)
     except RouteError as error:
         raise PlanError(f"the plan's ops don't fit together: {error}") from None
+
+
+def _degrees(plan: ParallelPlan) -> list[int]:
+    return sorted({degree for replica in plan.replicas for degree in replica.shape} - {0})
+
+
+def check_degrees(plan: ParallelPlan, job: Mapping[str, Any]) -> None:
+    """Called before a plan is taken that somebody asks for; planners look for themselves.
+
+    Megatron asserts the same where each worker builds its part of the model. By then the plan in force is over.
+
+    Args:
+        job: what workers have told of it.
+
+    Raises:
+        PlanError: members of a stage can't hold equal shards of the model.
+    """
+    if "arguments" not in job:
+        return
+    try:
+        model = model_from_arguments(job["arguments"])
+    except ModelError:
+        return  # Megatron can build more than is known of here
+    try:
+        for degree in _degrees(plan):
+            model.require_even(degree)
+    except ShardError as error:
+        raise PlanError(f"{error}; ask for stages of another number of members") from None
 
 
 def with_standbys(

@@ -24,6 +24,7 @@ from megatron_resihp.control.change import (
     Change,
     ChangeRefused,
     changes,
+    check_degrees,
     check_ops,
     plan_of,
     plan_to_change_to,
@@ -158,6 +159,7 @@ class Epochs:
         if self._optimizer_is_shared_out:
             plan = without_parts_kept(plan)
         try:
+            check_degrees(plan, self.job)
             check_ops(plan, self.own, self.job)
         except PlanError as error:
             raise ChangeRefused(str(error)) from None

@@ -6,6 +6,7 @@ MLPs, grouped queries and head w of their own, and without the masks of dropout 
 """
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Final
 
 from megatron_resihp.cost.parts import Part
@@ -76,7 +77,8 @@ def _grouped_attention(w: Widths) -> tuple[Part, ...]:
     biases = query + key_value if w.qkv_bias or w.linear_bias else 0
     norms = 2 * w.norm * w.head_width if w.qk_norm else 0
     shared = Part(
-        "query groups", w.groups, w.heads, weights + biases,
+        # Where members are more than groups, each has as many heads, and as many of the rows for keys and values.
+        "query groups", w.groups, gcd(w.heads, key_value), weights + biases,
         weight_flops=2 * weights,
         square_flops=2 * query,
         # Query, key and value, and what the output projection is applied to.

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_resihp.cost.blocks import Widths, attention, embedding, head, mamba, mlp, moe, mtp_projection
-from megatron_resihp.cost.parts import Part
+from megatron_resihp.cost.parts import Part, ShardError
 
 
 class ModelError(ValueError):
@@ -110,6 +110,13 @@ class Model:
         first: dict[Layer, int] = {}
         index = tuple(first.setdefault(layer, len(first)) for layer in self.layers)
         return tuple(first), index
+
+    def require_even(self, degree: int) -> None:
+        """Raises ShardError unless members of a tensor-parallel group of this degree can hold equal shards."""
+        for part in (part for layer in self.distinct[0] for part in layer.parts):
+            part.share(degree, 0)
+            if part.uneven(degree):
+                raise ShardError(f"{degree} TP members can't share {part.units} {part.name} evenly")
 
     def uneven(self, degree: int) -> bool:
         """Whether a tensor-parallel group of this degree would hold unlike shards of some layer."""

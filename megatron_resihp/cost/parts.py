@@ -22,8 +22,8 @@ class Part:
         name: what `units` counts, for messages.
         units: indivisible pieces that go to a tensor-parallel member as a whole: query groups, MLP columns, rows of the
             vocabulary. 0: every member has all of it.
-        halves: pieces into which units can be cut where there are more members than units (query heads: their key and
-            value heads are then computed by several members); 0: none.
+        halves: pieces into which units can be cut where there are more members than units (query heads: what each
+            member makes with its part of a group's weights is gathered); 0: none.
         parameters: how many.
         weight_flops: per token, in products with weights. The backward has two such products: the gradient of the
             input (B) and that of the weights (W).

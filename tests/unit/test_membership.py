@@ -787,6 +787,33 @@ class TestChangeByChoice:
         assert not notices(actions) and job.membership.phase is Phase.RUNNING
         self.change(job, UNLIKE)
 
+    @pytest.mark.parametrize(
+        ("degree", "changed", "reason"),
+        [
+            (3, {}, "3 TP members can't share 2 query groups; ask for stages of another number of members"),
+            (4, {}, "4 TP members can't share 2 query groups"),
+            (3, {"num_query_groups": 1}, "can't share 1 query groups"),
+            (3, {"num_query_groups": 3, "padded_vocab_size": 256}, "can't share 256 vocabulary rows evenly"),
+            (2, {}, None),
+            (4, {"num_attention_heads": 8}, None),
+        ],
+    )
+    def test_members_that_cannot_share_the_model(
+        self, degree: int, changed: dict[str, Any], reason: str | None
+    ) -> None:
+        """Megatron takes more members than query groups where each has a part of one group, as many heads, and as many
+        rows of weights for keys and values; of one group there are 16."""
+        arguments = {
+            "num_layers": 4, "hidden_size": 48, "ffn_hidden_size": 96, "num_attention_heads": 6, "swiglu": True,
+            "group_query_attention": True, "num_query_groups": 2, "max_position_embeddings": 8,
+            "padded_vocab_size": 192,
+        }  # fmt: skip
+        job = Job().start()
+        job.tell("model", 0, arguments=arguments | changed)
+        answer = only(Answer, job.apply(plan_of(((tuple(range(degree)),), (Chunk(0, 0, 6),)), counts=(4,)))).content
+        assert ("refused" in answer) == (reason is not None)
+        assert reason is None or reason in answer["refused"]
+
     def test_ops_that_would_wait_for_each_other_never_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Even if a plan's own rules were wrong about them: each stage is to compute first what needs the other."""
         job = Job().start()
