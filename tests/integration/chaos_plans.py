@@ -14,25 +14,23 @@ from megatron_resihp.plan.schedule import EXPLICIT, ZERO_BUBBLE
 LAYERS = 6
 """Embedding and head included."""
 DEGREES = (1, 1, 2, 2, 4)
+"""Of tensor parallelism, to choose from."""
 
 
-def random_plan(
-    random: Random, living: Sequence[int], micro_batches: int, degrees: Sequence[int] = DEGREES
-) -> ParallelPlan:
+def random_plan(random: Random, living: Sequence[int], micro_batches: int) -> ParallelPlan:
     """Any valid plan for these workers; who is left over is a standby.
 
     Args:
         micro_batches: in a global batch.
-        degrees: of tensor parallelism, to choose from.
     """
     while True:
         workers = random.sample(living, len(living))
         try:
             if random.random() < 0.15:
-                replicas, migrations = _with_migrations(random, workers, micro_batches, degrees)
+                replicas, migrations = _with_migrations(random, workers, micro_batches)
             else:
                 shares = _shares(random, micro_batches, random.choice((1, 2, 2, 2, 3)))
-                replicas = tuple(_replica(random, workers, share, degrees) for share in shares)
+                replicas = tuple(_replica(random, workers, share) for share in shares)
                 migrations = ()
             return ParallelPlan(replicas, dict.fromkeys(workers), migrations)
         except (PlanError, IndexError):
@@ -51,15 +49,15 @@ def _ends(random: Random, count: int) -> list[int]:
     return [*sorted(random.sample(range(1, LAYERS), count - 1)), LAYERS]
 
 
-def _stages(random: Random, workers: list[int], count: int, degrees: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _stages(random: Random, workers: list[int], count: int) -> tuple[tuple[int, ...], ...]:
     """Takes their members off the list."""
-    return tuple(tuple(workers.pop() for _ in range(random.choice(degrees))) for _ in range(count))
+    return tuple(tuple(workers.pop() for _ in range(random.choice(DEGREES))) for _ in range(count))
 
 
-def _replica(random: Random, workers: list[int], micro_batches: tuple[int, ...], degrees: Sequence[int]) -> Replica:
+def _replica(random: Random, workers: list[int], micro_batches: tuple[int, ...]) -> Replica:
     """Takes its members off the list."""
     count = random.choice((1, 1, 2, 2, 3, 4))
-    stages = _stages(random, workers, count, degrees)
+    stages = _stages(random, workers, count)
     chunk_count = random.choice((count, count, min(count + 2, LAYERS)))
     homes = [*range(count), *(random.randrange(count) for _ in range(chunk_count - count))]
     if chunk_count > count:
@@ -73,7 +71,7 @@ def _replica(random: Random, workers: list[int], micro_batches: tuple[int, ...],
 
 
 def _with_migrations(
-    random: Random, workers: list[int], micro_batches: int, degrees: Sequence[int]
+    random: Random, workers: list[int], micro_batches: int
 ) -> tuple[tuple[Replica, ...], tuple[Migration, ...]]:
     """Two replicas of the same layers, one of which does some of the other's work; takes members off the list."""
     shares = _shares(random, micro_batches, 2)
@@ -92,7 +90,7 @@ def _with_migrations(
 
     replicas = tuple(
         Replica(
-            _stages(random, workers, count, degrees), shares[number], chunks,
+            _stages(random, workers, count), shares[number], chunks,
             Schedule(EXPLICIT, orders=tuple(order(number, stage) for stage in range(count))),
         )
         for number in range(2)

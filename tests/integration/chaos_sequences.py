@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from chaos_plans import DEGREES, LAYERS, random_plan
+from chaos_plans import LAYERS, random_plan
 from jobs import EXPERTS
 from test_plans import LLAMA, RECTANGLE
 
@@ -31,7 +31,6 @@ class Cast:
     Attributes:
         workers: at the start.
         model: arguments that differ from those of `tiny`.
-        degrees: of tensor parallelism, that plans may have.
         most_deaths: after which nobody is killed any more, where nobody comes back.
     """
 
@@ -39,7 +38,6 @@ class Cast:
     micro_batches: int
     model: Mapping[str, Any]
     most_deaths: int
-    degrees: tuple[int, ...] = DEGREES
 
     @property
     def replica_size(self) -> int:
@@ -63,8 +61,8 @@ EVALUATING: dict[str, Any] = {"eval_interval": 5, "eval_iters": 1}
 
 DENSE = Cast(8, 8, RECTANGLE, most_deaths=3)
 MIXTURE = Cast(8, 8, RECTANGLE | EXPERTS | {"sequence_parallel": True}, most_deaths=3)
-LLAMAS = Cast(12, 12, RECTANGLE | LLAMA | {"sequence_parallel": True}, most_deaths=5, degrees=(1, 1, 2))
-"""Its two query groups allow no more than two tensor-parallel ranks."""
+LLAMAS = Cast(12, 12, RECTANGLE | LLAMA | {"sequence_parallel": True}, most_deaths=5)
+"""Its two query groups may have four tensor-parallel ranks."""
 REPLICAS = Cast(10, 10, PIPELINE | EVALUATING, most_deaths=4)
 CASTS = (DENSE, LLAMAS, REPLICAS, DENSE, MIXTURE, DENSE, REPLICAS, LLAMAS)
 
@@ -160,7 +158,7 @@ class _Author:
         self.gone = []
 
     def _ask_for_a_plan(self, iteration: int) -> None:
-        plan = random_plan(self.random, self.living, self.cast.micro_batches, self.cast.degrees)
+        plan = random_plan(self.random, self.living, self.cast.micro_batches)
         self.plans.append((iteration, plan))
 
     def _drill(self, iteration: int) -> None:

@@ -37,8 +37,9 @@ def start(jobs: Jobs, path: Path, model: dict[str, Any], plan: ParallelPlan, *wi
         pytest.param(RECTANGLE | LLAMA | {"sequence_parallel": True}, marks=NIGHTLY),
         pytest.param(RECTANGLE | EXPERTS | {"sequence_parallel": True}, marks=NIGHTLY),
         pytest.param({"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}, marks=NIGHTLY),
+        pytest.param({"tensor_model_parallel_size": 4} | GROUPED, marks=NIGHTLY),
     ],
-    ids=["grouped, bf16", "dense", "llama", "experts", "distributed optimizer"],
+    ids=["grouped, bf16", "dense", "llama", "experts", "distributed optimizer", "more members than query groups"],
 )
 def test_there_and_back_is_bitwise_what_left(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
     """The unlike plan's epoch is broken before it takes a step, so there is nothing that could have changed. With TP 2
