@@ -10,26 +10,15 @@ from typing import Any
 
 import pytest
 from jobs import WISHING, Job, Jobs, ask_at, check_training, tiny
-from test_plans import V_SHAPE, chunks, explicit, stages
+from test_plans import V_SHAPE, chunks, explicit, in_order, stages
 from test_recovery_points import EVALUATION, RECOVERY_POINTS, evaluations
 
 from megatron_resihp.detector.inquiry import PAUSE
-from megatron_resihp.plan import Migration, ParallelPlan, PlannedOp, Replica, Schedule, Shard
-from megatron_resihp.plan.schedule import EXPLICIT
+from megatron_resihp.plan import Migration, ParallelPlan, Replica, Shard
 
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 4, "global_batch_size": 4}
 """Two replicas of two stages on four workers: any two survivors that hold everything between them can go on."""
-
-
 NIGHTLY = pytest.mark.nightly
-
-
-def in_order(*micro_batches: Sequence[int]) -> Schedule:
-    """For each stage all forwards, then all backwards."""
-    forwards = [tuple(PlannedOp("F", stage, m) for m in own) for stage, own in enumerate(micro_batches)]
-    orders = tuple((*own, *(op._replace(kind="B") for op in own)) for own in forwards)
-    return Schedule(EXPLICIT, orders=orders)
-
 
 UNLIKE = ParallelPlan((Replica(stages([0, 1], [2]), (0, 1), chunks(3, 6)), Replica(stages([3]), (2, 3), chunks(6))), {})
 """A stage of two members and one of one; and a replica of a single stage that holds everything."""

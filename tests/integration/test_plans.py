@@ -17,10 +17,12 @@ MODEL: dict[str, Any] = {"num_layers": 4, "global_batch_size": 8, "train_iters":
 RECTANGLE: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 """Four workers in one replica, eight in two."""
 UNTIED: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
-LLAMA: dict[str, Any] = UNTIED | {
+GROUPED: dict[str, Any] = {
     "group_query_attention": True, "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm",
     "disable_bias_linear": True, "ffn_hidden_size": 64,
 }  # fmt: skip
+"""Grouped queries and gated MLPs, with one matrix for word embeddings and head."""
+LLAMA: dict[str, Any] = UNTIED | GROUPED
 NIGHTLY = pytest.mark.nightly
 PER_TOKEN: dict[str, Any] = {"calculate_per_token_loss": True}
 EVERYTHING = tuple(range(8))
@@ -60,26 +62,49 @@ def two(first: Sequence[int], second: Sequence[int], *parts: Any) -> tuple[Repli
     return Replica(stages_0, tuple(first), chunks_0), Replica(stages_1, tuple(second), chunks_1)
 
 
+def in_order(*micro_batches: Sequence[int], weights: bool = False) -> Schedule:
+    """For each stage all forwards, then all backwards.
+
+    Args:
+        weights: whether weight gradients are ops of their own, each after the next B.
+    """
+    orders = []
+    for stage, own in enumerate(micro_batches):
+        forwards = [PlannedOp("F", stage, m) for m in own]
+        later: list[tuple[float, PlannedOp]] = [(number, op._replace(kind="B")) for number, op in enumerate(forwards)]
+        if weights:
+            later += [(number + 1.5, op._replace(kind="W")) for number, op in enumerate(forwards)]
+        orders.append((*forwards, *(op for _, op in sorted(later))))
+    return Schedule(EXPLICIT, orders=tuple(orders))
+
+
 def migrating() -> ParallelPlan:
     """Micro-batch 7 of the first replica goes through the second replica's second stage."""
-    shares = [(0, 2, 4, 6, 7), (1, 3, 5)]
-    work = {(0, 0): shares[0], (0, 1): (0, 2, 4, 6), (1, 0): shares[1], (1, 1): (1, 3, 5, 7)}
-    layers = chunks(3, 6)
-
-    def order(replica: int, stage: int) -> tuple[PlannedOp, ...]:
-        forwards = [PlannedOp("F", stage, m) for m in work[replica, stage]]
-        return (*forwards, *(op._replace(kind="B") for op in forwards))
-
+    shares = (0, 2, 4, 6, 7), (1, 3, 5)
+    schedules = in_order(shares[0], (0, 2, 4, 6)), in_order(shares[1], (1, 3, 5, 7))
     replicas = tuple(
         Replica(
             stages(*([2 * stage + 4 * number, 2 * stage + 4 * number + 1] for stage in range(2))),
             shares[number],
-            layers,
-            Schedule(EXPLICIT, orders=(order(number, 0), order(number, 1))),
+            chunks(3, 6),
+            schedules[number],
         )
         for number in range(2)
     )
     return ParallelPlan(replicas, {}, (Migration(7, 1, 1),))
+
+
+def helping(
+    first: tuple[tuple[int, ...], ...], second: tuple[tuple[int, ...], ...], layers: tuple[Chunk, ...]
+) -> ParallelPlan:
+    """Two replicas with these stages, whose first stages do one micro-batch for each other; the second replica has no
+    second stage, and the first one does its work. Weight gradients are ops of their own."""
+    replicas = (
+        Replica(first, (0, 1, 2, 3, 4), layers, in_order((0, 1, 2, 3, 7), EVERYTHING, weights=True)),
+        Replica(second, (5, 6, 7), layers, in_order((4, 5, 6), (), weights=True)),
+    )
+    heads = (Migration(micro_batch, 1, 0) for micro_batch in (5, 6, 7))
+    return ParallelPlan(replicas, {}, (Migration(4, 0, 1), Migration(7, 0, 0), *heads))
 
 
 V_SHAPE = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(1, 3, 4), Chunk(0, 4, 6))
@@ -107,6 +132,8 @@ FOUR: dict[str, ParallelPlan] = {
     "a standby keeps its shard": ParallelPlan(
         (one(stages([0, 1], [2]), chunks(3, 6)),), {3: (Shard(3, 6, 1, 2),)}
     ),
+    "TP 2 and 1 help each other": helping(stages([0, 1], [2]), stages([3], []), chunks(3, 6)),
+    "TP 1 helped by 2": helping(stages([2], [0, 1]), stages([3], []), chunks(2, 6)),
 }  # fmt: skip
 
 

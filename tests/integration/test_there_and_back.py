@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import test_plan_failures
 import torch
-from jobs import EXPERTS, Job, Jobs, ask_at, check_training, tiny
+from jobs import EXPERTS, Job, Jobs, ask_for, check_training, tiny
 from test_plan_failures import PIPELINE, in_general_mode
-from test_plans import FOUR, LLAMA, MODEL, RECTANGLE, chunks, stages
+from test_plans import EVERYTHING, FOUR, GROUPED, LLAMA, MODEL, RECTANGLE, chunks, stages
 
 from megatron_resihp.plan import ParallelPlan, Replica
 
 NIGHTLY = pytest.mark.nightly
 WATCHING = Path(__file__).with_name("watching_gpt.py")
-CHANGE = 2
-"""The iteration in which the unlike plan is asked for."""
 SHORT = MODEL | {"train_iters": 6, "num_layers": 4}
-GROUPED: dict[str, Any] = {name: value for name, value in LLAMA.items() if not name.startswith("untie")}
-"""Grouped queries and gated MLPs, with one matrix for word embeddings and head."""
-UNLIKE = ParallelPlan((Replica(stages([2], [1], [0]), tuple(range(8)), chunks(2, 3, 6)),), {3: None})
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True}
+UNLIKE = ParallelPlan((Replica(stages([2], [1], [0]), EVERYTHING, chunks(2, 3, 6)),), {3: None})
+ELSEWHERE = ParallelPlan((Replica(stages([3, 2], [1, 0]), EVERYTHING),), {})
+"""RECTANGLE with everybody at another place than in the beginning."""
+CROSSED = ParallelPlan((Replica(stages([3, 2]), EVERYTHING[::2]), Replica(stages([1, 0]), EVERYTHING[1::2])), {})
+"""The same for TENSOR."""
 
 
-def start(jobs: Jobs, path: Path, model: dict[str, Any], plan: ParallelPlan, *wishes: str) -> Job:
-    words = ask_at(path, (plan, CHANGE))
+def start(jobs: Jobs, path: Path, model: dict[str, Any], plans: Sequence[ParallelPlan], *wishes: str) -> Job:
+    words = ask_for(path, *plans)
     return jobs.start(tiny(**model, resihp_plan=words), workers=4, script=WATCHING, wishes=wishes)
 
 
@@ -44,9 +46,43 @@ def start(jobs: Jobs, path: Path, model: dict[str, Any], plan: ParallelPlan, *wi
 def test_there_and_back_is_bitwise_what_left(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
     """The unlike plan's epoch is broken before it takes a step, so there is nothing that could have changed. With TP 2
     x PP 2 there is one replica, of which each shard has one holder: no digests of others would tell."""
-    job = start(jobs, tmp_path, SHORT | model, UNLIKE, "break").wait()
+    job = start(jobs, tmp_path, SHORT | model, [UNLIKE], "break").wait()
     assert job.code == 0, job.tails()
     assert in_general_mode(job) == [False, True, False]
+    check_state(job)
+
+
+@NIGHTLY
+@pytest.mark.parametrize(
+    "name", ["TP 2 and 1", "unlike replicas", "TP 2 and 1 help each other", "interleaved", "zero bubble"]
+)
+def test_there_and_back_by_choice(jobs: Jobs, tmp_path: Path, name: str) -> None:
+    """All ops of the unlike plan are run and all gradients summed, but the step is skipped, as after an overflow."""
+    model = SHORT | RECTANGLE | GROUPED | {"bf16": True}
+    check_choice(start(jobs, tmp_path, model, [FOUR[name], ELSEWHERE], "skip").wait())
+
+
+@NIGHTLY
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(LLAMA, "TP 2 and 1"), (GROUPED, "zero bubble"), (GROUPED | {"bf16": True}, "V shape, W apart")],
+    ids=["TP 2 and 1", "zero bubble", "V shape, W apart, bf16"],
+)
+def test_parts_there_and_back_by_choice(jobs: Jobs, tmp_path: Path, model: dict[str, Any], name: str) -> None:
+    """The same with the distributed optimizer: two replicas have a part each of masters and moments."""
+    check_choice(start(jobs, tmp_path, SHORT | TENSOR | model, [FOUR[name], CROSSED], "skip").wait())
+
+
+def check_choice(job: Job) -> None:
+    assert job.code == 0, job.tails()
+    assert in_general_mode(job) == [False, True, False] and not job.events("epoch_broken")
+    there = {event["iteration"] for event in job.events("iteration") if event["epoch"] == 1}
+    assert there and there == set(job.summary.skipped_iterations)
+    check_state(job)
+
+
+def check_state(job: Job) -> None:
+    """What has come back is what left."""
     own, _, back = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
     left = {place(own, worker): state(job, "left", 1, worker) for worker in own.working}
     for worker in back.working:
@@ -73,7 +109,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def test_a_slice_that_changes_while_it_is_copied_is_trained_by_nobody(jobs: Jobs, tmp_path: Path) -> None:
-    job = start(jobs, tmp_path, SHORT | RECTANGLE, FOUR["one stage"], "flip-own-1").wait()
+    job = start(jobs, tmp_path, SHORT | RECTANGLE, [FOUR["one stage"]], "flip-own-1").wait()
     assert job.code == 1, job.tails()
     [end] = job.events("run_finished")
     assert end["reason"].startswith("worker 1 failed: ContractBroken: the state of the word embeddings")
@@ -83,7 +119,7 @@ def test_a_slice_that_changes_while_it_is_copied_is_trained_by_nobody(jobs: Jobs
 
 def test_a_slice_that_changes_on_its_way_is_trained_by_nobody(jobs: Jobs, tmp_path: Path) -> None:
     """Its receiver cannot tell; who sent it can. Nobody has lost anything: all go on as before the change."""
-    job = start(jobs, tmp_path, PIPELINE, test_plan_failures.UNLIKE, "flip-sent-3").wait()
+    job = start(jobs, tmp_path, PIPELINE, [test_plan_failures.UNLIKE], "flip-sent-3").wait()
     [broken] = job.events("epoch_broken")
     assert "state differs between holders of layer" in broken["cause"]
     assert in_general_mode(job) == [False, False]

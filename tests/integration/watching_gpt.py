@@ -2,12 +2,13 @@
 
 What each worker holds, whatever digests say of it: parameters, masters, moments, module buffers, a distributed
 optimizer's part, and the optimizer's counts of steps for each group. With files in RUN_DIR/wishes it breaks the first
-epoch in general mode before its first forward (`break`), or a worker flips a bit of the first slice that it copies from
-its old objects or is sent (`flip-own-WORKER`, `flip-sent-WORKER`), once.
+epoch in general mode before its first forward (`break`), skips all steps in general mode (`skip`), or a worker flips a
+bit of the first slice that it copies from its old objects or is sent (`flip-own-WORKER`, `flip-sent-WORKER`), once.
 """
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import pretrain_gpt  # noqa: E402
 import torch  # noqa: E402
 
-from megatron_resihp.integration import general_state, recovery  # noqa: E402
+from megatron_resihp.control.record import Outcome  # noqa: E402
+from megatron_resihp.integration import general_state, recovery, standby, step  # noqa: E402
 from megatron_resihp.integration.drills import StagedError  # noqa: E402
 from megatron_resihp.integration.optimizer_shards import own_part  # noqa: E402
 from megatron_resihp.integration.shard import group_steps, shard_tensors  # noqa: E402
@@ -27,6 +29,7 @@ WISHES, STATE = RUN_DIR / "wishes", RUN_DIR / "state"
 
 plain_forward_step, plain_adopt, plain_migrate = pretrain_gpt.forward_step, recovery._adopt, recovery._migrate
 plain_receive, plain_fill = general_state._receive, general_state._Filler.fill
+plain_agree = step.agree
 breaking = False
 receiving = flipped = False
 
@@ -59,6 +62,13 @@ def forward_step(*positional: Any) -> Any:
     return plain_forward_step(*positional)
 
 
+def agree(runtime: Any, norm_squared: float) -> Outcome:
+    outcome = plain_agree(runtime, norm_squared)
+    if (WISHES / "skip").exists() and runtime.general is not None:
+        outcome = replace(outcome, grad_norm=None, skipped=True)
+    return outcome
+
+
 def receive(*positional: Any) -> int:
     global receiving
     receiving = True
@@ -82,6 +92,7 @@ def fill(self: Any, pieces: Any, tensors: dict[str, torch.Tensor]) -> None:
 
 if __name__ == "__main__":
     recovery._migrate, recovery._adopt = migrate, adopt
+    step.agree = standby.agree = agree
     general_state._receive, general_state._Filler.fill = receive, fill  # type: ignore[method-assign]
     pretrain_gpt.forward_step = forward_step
     pretrain_gpt.main()
