@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from jobs import BF16, EXPERTS, FP32, WISHING, Job, Jobs, Tolerance, ask_for, check_training, tiny
+from test_plans import GROUPED, LLAMA, explicit
 
-from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Schedule
 
 SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
 """Four replicas, each of which owns a fourth of the optimizer's state, and keeps a copy of its predecessor's."""
@@ -112,6 +113,18 @@ UNLIKE = ParallelPlan((
     Replica(((0,), (1,)), (0, 1, 2), (Chunk(0, 0, 2), Chunk(1, 2, 4))), Replica(((2,),), (3,), (Chunk(0, 0, 4),)),
 ), {3: None})  # fmt: skip
 UNLIKE_DEGREES = ParallelPlan((Replica(((3,), (0, 1)), (0, 1, 2, 3), (Chunk(0, 0, 2), Chunk(1, 2, 4))),), {2: None})
+ZERO_BUBBLE = ParallelPlan(
+    (Replica(((0, 1), (3,)), (0, 1, 2, 3), (Chunk(0, 0, 3), Chunk(1, 3, 4)), Schedule("zero-bubble-h1")),), {2: None}
+)
+VEE = ParallelPlan((
+    Replica(
+        ((3,), (0, 1)), (0, 1, 2, 3), (Chunk(0, 0, 1), Chunk(1, 1, 2), Chunk(1, 2, 3), Chunk(0, 3, 4)),
+        explicit((0, 1, 1, 0), 2, (0, 1, 2, 3), weights=True),
+    ),
+), {2: None})  # fmt: skip
+CROSSED = ParallelPlan((Replica(((3, 2),), (0, 2)), Replica(((1, 0),), (1, 3))), {})
+"""TENSOR with everybody at another place than in the beginning."""
+LONGER: dict[str, Any] = {**TENSOR, "train_iters": 10}
 
 
 @pytest.mark.parametrize(
@@ -121,8 +134,14 @@ UNLIKE_DEGREES = ParallelPlan((Replica(((3,), (0, 1)), (0, 1, 2, 3), (Chunk(0, 0
         pytest.param(SHARED, (UNLIKE, FEWER), FP32, marks=NIGHTLY),
         pytest.param(SHARED | {"bf16": True}, (UNLIKE, FEWER), BF16, marks=NIGHTLY),
         pytest.param(TENSOR, (UNLIKE_DEGREES,), FP32, marks=NIGHTLY),
+        pytest.param(LONGER | LLAMA | {"sequence_parallel": True}, (UNLIKE_DEGREES, CROSSED), FP32, marks=NIGHTLY),
+        pytest.param(LONGER | GROUPED, (ZERO_BUBBLE, CROSSED), FP32, marks=NIGHTLY),
+        pytest.param(LONGER | GROUPED | {"bf16": True}, (VEE, CROSSED), BF16, marks=NIGHTLY),
     ],
-    ids=["and back", "then with standbys", "then with standbys, bf16", "unlike degrees"],
+    ids=[
+        "and back", "then with standbys", "then with standbys, bf16", "unlike degrees",
+        "unlike degrees and back, llama", "zero bubble and back, grouped", "V shape and back, grouped, bf16",
+    ],
 )
 def test_unlike_replicas(
     jobs: Jobs, tmp_path: Path, layout: dict[str, Any], plans: tuple[ParallelPlan, ...], tolerance: Tolerance
