@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -190,20 +191,46 @@ def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, names: Sequence[
             {"position_embedding_type": "learned_absolute", "no_rope_fusion": None} | PER_TOKEN, FP32, marks=NIGHTLY
         ),
         pytest.param({"bf16": True}, BF16, marks=NIGHTLY),
-        pytest.param(
-            EXPERTS | {
-                "sequence_parallel": True, "moe_layer_freq": "[0,1,1,1]", "moe_token_dispatcher_type": "alltoall",
-                "moe_shared_expert_intermediate_size": 32,
-            },
-            FP32,
-            marks=NIGHTLY,
-        ),
     ],
-    ids=["llama, sequence parallel", "positions, per token", "bf16", "experts"],
+    ids=["llama, sequence parallel", "positions, per token", "bf16"],
 )
 def test_kinds_of_model(jobs: Jobs, tmp_path: Path, model: dict[str, Any], tolerance: Tolerance) -> None:
     plans = [FOUR["TP 2 and 1"], FOUR["unlike replicas"], own_plan(4)]
     survive(jobs, tmp_path, plans, workers=4, tolerance=tolerance, train_iters=12, **RECTANGLE | model)
+
+
+@NIGHTLY
+@pytest.mark.parametrize("weighing", [{}, PER_TOKEN], ids=["per micro-batch", "per token"])
+def test_mixtures_of_experts_tell_of_their_balance(jobs: Jobs, tmp_path: Path, weighing: dict[str, Any]) -> None:
+    """In Megatron's log, as means over the global batch, and over the iterations since the line before: some of them
+    under another plan."""
+    names = ("TP 2 and 1", "unlike replicas", "V shape, W apart", "TP 2 and 1 help each other")
+    model = RECTANGLE | EXPERTS | weighing | {
+        "sequence_parallel": True, "moe_layer_freq": "[0,1,1,1]", "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": 32, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.5, 0.5], "micro_batch_size": 2, "global_batch_size": 16, "log_interval": 2,
+    }  # fmt: skip
+    job = survive(jobs, tmp_path, [*(FOUR[name] for name in names), own_plan(4)], workers=4, **model)
+    found, expected = balances(job), balances(jobs.reference(tiny(**MODEL | model), workers=4))
+    assert list(expected) == [1, *range(2, MODEL["train_iters"] + 1, 2)], "the first one, and every second"
+    assert {tuple(values) for values in expected.values()} == {BALANCES}
+    assert found.keys() == expected.keys()
+    for iteration, values in expected.items():
+        assert found[iteration] == pytest.approx(values, rel=FP32.loss), iteration
+
+
+BALANCES = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
+
+
+def balances(job: Job) -> dict[int, dict[str, float]]:
+    """By iteration what Megatron's log says of the experts' balance, of whoever wrote it."""
+    lines = [line for worker in range(job.workers) for line in job.log(worker).splitlines() if "lm loss:" in line]
+    found = {}
+    for line in lines:
+        number = re.search(r"iteration +(\d+)/", line)
+        assert number is not None
+        found[int(number[1])] = {name: float(value) for name, value in re.findall(r"(\w+_loss): (\S+)", line)}
+    return dict(sorted(found.items()))
 
 
 @NIGHTLY
