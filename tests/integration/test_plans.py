@@ -274,3 +274,11 @@ def test_packed_samples_of_a_micro_batch_cross_as_one(jobs: Jobs, documents: Pat
 
 def test_a_stage_works_for_another_replica(jobs: Jobs, tmp_path: Path) -> None:
     survive(jobs, tmp_path, [migrating(), own_plan(8)], workers=8, train_iters=9, **RECTANGLE)
+
+
+@NIGHTLY
+@pytest.mark.parametrize("model", [LLAMA, PER_TOKEN], ids=["llama", "tied, per token"])
+def test_stages_of_unlike_degree_work_for_each_other(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
+    """What crosses is split over the tokens by other members than a replica's own."""
+    plans = [FOUR["TP 2 and 1 help each other"], FOUR["TP 1 helped by 2"], own_plan(4)]
+    survive(jobs, tmp_path, plans, workers=4, train_iters=12, sequence_parallel=True, **RECTANGLE | model)
