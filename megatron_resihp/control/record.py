@@ -36,6 +36,7 @@ class Outcome:
         loss_names: their names; empty on a worker that computes no losses, which agrees on their numbers only.
         stop: somebody asked for an orderly end after this iteration.
         skipped: a gradient has overflowed; the step only moves the loss scale.
+        experts: what mixtures of experts reported of their balance, summed over all workers; empty if there are none.
     """
 
     epoch: int
@@ -44,6 +45,7 @@ class Outcome:
     loss_names: tuple[str, ...] = ()
     stop: bool = False
     skipped: bool = False
+    experts: tuple[float, ...] = ()
 
     @property
     def means(self) -> dict[str, float]:
@@ -58,7 +60,7 @@ class Outcome:
     def from_dict(cls, data: Mapping[str, Any]) -> "Outcome":
         losses = tuple((float(total), float(tokens)) for total, tokens in data["losses"])
         names, flags = tuple(data["loss_names"]), (bool(data["stop"]), bool(data["skipped"]))
-        return cls(data["epoch"], data["grad_norm"], losses, names, *flags)
+        return cls(data["epoch"], data["grad_norm"], losses, names, *flags, tuple(data["experts"]))
 
 
 @dataclass(frozen=True)

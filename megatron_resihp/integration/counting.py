@@ -5,13 +5,14 @@ counts that gives replicas their own learning rate and cursor. So while train() 
 counting code sees is 1 and the number of micro-batches is that of the global batch (DESIGN contract 2).
 """
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
-from megatron.training import training
+from megatron.training import get_timers, training
 from megatron.training.utils import append_to_progress_log
 
 from megatron_resihp.control.record import Outcome
@@ -20,6 +21,8 @@ from megatron_resihp.integration.runtime import Runtime, Trained, parts_of
 
 GROUP_SETTINGS = ("betas", "eps")
 """Of the optimizer's parameter groups; they are equal in all of them."""
+INTERVAL = "interval-time"
+"""Megatron's timer of the iterations whose means its next line tells."""
 
 
 class OneReplica:
@@ -50,7 +53,7 @@ def count_as_one_replica(runtime: Runtime) -> None:
 def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
     """Everything that the loop advances besides the shard's state. Cheap: no device sync, unless the loss scale moves.
 
-    The same on all workers, but that losses are totalled in the last stage only.
+    The same on all workers, but that losses are totalled in the last stage only, and for the time.
     """
     args = runtime.args
     assert runtime.trained is not None
@@ -68,7 +71,14 @@ def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
         "settings": settings_of(runtime.trained),
         "flops": runtime.flops,
         "totals": totals,
+        "interval_s": _seconds_of_interval(),
     }
+
+
+def _seconds_of_interval() -> float:
+    """What the timer of the interval would show, without waiting for the device."""
+    timer = get_timers()(INTERVAL, log_level=0)
+    return float(timer._elapsed + (time.time() - timer._start_time if timer._started else 0.0))
 
 
 def settings_of(trained: Trained) -> dict[str, dict[str, Any]]:
@@ -107,7 +117,9 @@ def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
     _restore_settings(runtime.trained, counters["settings"])
     runtime.trained.scheduler.num_steps = counters["scheduler_steps"]
     runtime.trained.scheduler.step(increment=0)
-    runtime.carried_totals = counters["totals"]
+    # Also where another epoch breaks before the next line: what is remembered here may be of another iteration.
+    runtime.totals = runtime.carried_totals = counters["totals"]
+    get_timers()(INTERVAL, log_level=0).set_elapsed(counters["interval_s"])
 
 
 def advance_schedule(runtime: Runtime, outcome: Outcome) -> None:
@@ -146,7 +158,10 @@ def wrap_training_log(runtime: Runtime, original: Callable[..., Any]) -> Callabl
         flops = runtime.flops
         result = original(loss_dict, total_loss_dict, *args, **kwargs)
         runtime.flops = flops
-        runtime.totals = dict(total_loss_dict)
+        # Megatron adds to some of them in place.
+        runtime.totals = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in total_loss_dict.items()
+        }
         return result
 
     return training_log

@@ -1,7 +1,7 @@
 """Seam: what mixtures of experts report of their balance, summed by the step's agreement instead of Megatron's groups.
 
 Replaces MoEMetricsTracker's own reductions, which need the same layers at the same rank of each replica. Only what is
-printed depends on this; a step that was applied before a recovery prints nothing of it. May import megatron.
+printed depends on this. May import megatron.
 """
 
 from collections.abc import Callable, Sequence

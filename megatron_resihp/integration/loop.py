@@ -25,6 +25,7 @@ from megatron_resihp.integration.probe_seams import begin_iteration
 from megatron_resihp.integration.recovery import TakenIn, leave_if_agreed
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.startup import job_fields
+from megatron_resihp.integration.step import tell_of_experts
 from megatron_resihp.integration.telemetry import report_iteration
 from megatron_resihp.integration.validation import validate
 
@@ -167,6 +168,7 @@ def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
     runtime.progress.agreed(outcome)
     runtime.progress.stage = Stage.STEPPED
     count_again(runtime, outcome)
+    tell_of_experts(runtime, outcome)
     return _agreed_losses(runtime, outcome), int(outcome.skipped), False, False, 0, outcome.grad_norm, None, 0
 
 

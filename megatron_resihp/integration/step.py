@@ -60,6 +60,7 @@ def agreed_step(runtime: Runtime) -> StepResult:
     with runtime.probes.span(SpanKind.AGREEMENT):
         outcome = agree(runtime, norm_squared)
     runtime.progress.agreed(outcome)
+    tell_of_experts(runtime, outcome)
     runtime.reach("step")
     with runtime.probes.marked_span(SpanKind.OPTIMIZER):
         take_step(runtime, outcome)
@@ -137,13 +138,17 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
     runtime.documents = (float(values[DOCUMENTS_FROM]), float(values[DOCUMENTS_FROM + 1]))
     if not runtime.works:
         note_counters(runtime, values)
-    if runtime.works and runtime.args.num_experts:
-        args = runtime.args
-        micro_batches = args.global_batch_size // args.micro_batch_size
-        expert_metrics.tell_sums(values[EXPERTS_FROM:DOCUMENTS_FROM].tolist(), micro_batches, args.num_layers)
     losses = tuple((total, tokens) for total, tokens in values[LOSSES_FROM:EXPERTS_FROM].view(LOSS_SLOTS, 2).tolist())
     norm, stop = None if skipped else math.sqrt(float(values[0])), bool(values[1] > 0)
-    return Outcome(runtime.epoch, norm, losses, runtime.loss_names, stop, skipped)
+    experts = tuple(values[EXPERTS_FROM:DOCUMENTS_FROM].tolist()) if runtime.args.num_experts else ()
+    return Outcome(runtime.epoch, norm, losses, runtime.loss_names, stop, skipped, experts)
+
+
+def tell_of_experts(runtime: Runtime, outcome: Outcome) -> None:
+    """Let Megatron print what was agreed on of their balance."""
+    if runtime.works and outcome.experts:
+        args = runtime.args
+        expert_metrics.tell_sums(outcome.experts, args.global_batch_size // args.micro_batch_size, args.num_layers)
 
 
 def _brought(
@@ -205,7 +210,7 @@ def note_counters(runtime: Runtime, values: torch.Tensor) -> None:
     shared = dict(zip(SHARED_COUNTERS, numbers, strict=True))
     assert runtime.trained is not None
     runtime.progress.counters[runtime.progress.iteration] = {
-        **shared, "settings": settings_of(runtime.trained), "flops": 0.0, "totals": {},
+        **shared, "settings": settings_of(runtime.trained), "flops": 0.0, "totals": {}, "interval_s": 0.0,
     }  # fmt: skip
 
 

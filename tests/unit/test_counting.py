@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.timers import Timers
 from megatron.training import training
 from megatron.training.utils import log_utils
 
+from megatron_resihp.integration import counting
 from megatron_resihp.integration.counting import (
+    INTERVAL,
     note_in_progress_log,
     restore_counters,
     snapshot_counters,
@@ -22,6 +25,14 @@ from megatron_resihp.integration.counting import (
 )
 from megatron_resihp.integration.runtime import Trained
 from megatron_resihp.integration.step import COUNTERS_FROM, LOSSES_FROM, note_counters
+
+
+@pytest.fixture(autouse=True)
+def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
+    """Megatron's own."""
+    timers = Timers(0, "minmax")
+    monkeypatch.setattr(counting, "get_timers", lambda: timers)
+    return timers
 
 
 class Scheduler:
@@ -101,3 +112,32 @@ def test_operations_that_are_asked_for_to_be_logged_are_not_counted_again() -> N
         operations()
         log({}, {})
         assert job.flops == 100.0 + 7.0 * iteration
+
+
+def test_totals_are_those_gone_on_from_until_the_next_line() -> None:
+    """Another epoch may break before; this worker may have had the head long ago, or be ahead of what is repeated."""
+    worker = runtime(1e-3, 40, 0.95)
+    worker.totals = {"lm loss": torch.tensor([99.0]), "advanced iterations": 9}
+    totals = {"lm loss": [5.0], "advanced iterations": 2}
+    restore_counters(worker, {**snapshot_counters(worker), "totals": totals})
+    assert snapshot_counters(worker)["totals"] == totals
+
+
+def test_what_megatron_adds_later_is_not_in_totals_of_before() -> None:
+    """It does so in place, where experts report."""
+    job: Any = SimpleNamespace(flops=0.0, epoch=0, carried_totals=None, totals={})
+    log = wrap_training_log(job, lambda loss_dict, total_loss_dict: total_loss_dict["z_loss"].add_(1.0))
+    found = {"z_loss": torch.tensor(0.0)}
+    log({}, found)
+    before = job.totals
+    log({}, found)
+    assert (float(before["z_loss"]), float(job.totals["z_loss"])) == (1.0, 2.0)
+
+
+def test_the_time_of_an_interval_is_gone_on_with(timers: Timers) -> None:
+    worker = runtime(1e-3, 40, 0.95)
+    timers(INTERVAL, log_level=0).set_elapsed(7.0)
+    told = json.loads(json.dumps(snapshot_counters(worker)))
+    timers(INTERVAL).reset()
+    restore_counters(worker, told)
+    assert timers(INTERVAL).elapsed(reset=False) == 7.0
