@@ -13,7 +13,7 @@ from test_plans import PER_TOKEN, UNTIED, chunks, stages
 from megatron_resihp.plan import ParallelPlan, Replica
 
 NIGHTLY = pytest.mark.nightly
-MIDDLE: dict[str, Any] = {"pipeline_model_parallel_size": 3, "num_layers": 3, "train_iters": 10}
+MIDDLE: dict[str, Any] = {"pipeline_model_parallel_size": 3, "num_layers": 3, "train_iters": 12}
 """On six workers two replicas; workers 2 and 3 hold the middle stage."""
 LAYOUT: dict[str, Any] = {"num_layers": 4, "pipeline_model_parallel_layout": "E|ttt|tL"}
 """The embedding has a stage of its own."""

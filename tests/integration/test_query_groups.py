@@ -19,7 +19,7 @@ from test_there_and_back import GROUPED
 from megatron_resihp.plan import ParallelPlan, Replica
 
 NIGHTLY = pytest.mark.nightly
-FOUR: dict[str, Any] = GROUPED | {"tensor_model_parallel_size": 4, "global_batch_size": 2, "train_iters": 9}
+FOUR: dict[str, Any] = GROUPED | {"tensor_model_parallel_size": 4, "global_batch_size": 2, "train_iters": 11}
 """Four heads of queries in two groups, and four members in each replica; layers 0 to 3."""
 TWO: dict[str, Any] = FOUR | {"tensor_model_parallel_size": 2, "num_query_groups": 1}
 """One group, and two members."""
