@@ -28,7 +28,7 @@ from megatron_resihp.control.planning import request_of
 from megatron_resihp.control.policy import ACT, ASK, OBSERVE, Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.trial import Outcome
 from megatron_resihp.plan import ParallelPlan
-from megatron_resihp.plan.places import names_of_places, place_of, renamed
+from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
 
 Event = dict[str, Any]
 
@@ -82,6 +82,8 @@ class Strategist:
         self._policy: Policy | None = None
         self._to_plan: AskPlanner | None = None
         """What the policy wants to know, once it has heard all that there is."""
+        self._to_take_in = False
+        """Whether those that wait may have work in a plan that is made now."""
         self._proposals = 0
         self._in_recoveries, self._by_choice = PlannerProcess(), PlannerProcess()
         self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -128,7 +130,7 @@ class Strategist:
         return request_of(
             strategy, job, *self._sizes, renamed(plan, lambda worker: place_of(worker, places)),
             {place_of(worker, places): speed for worker, speed in speeds.items()},
-            {(place_of(one, places), place_of(other, places)): speed for (one, other), speed in links.items()},
+            links_of_places(links, places),
             self._run_dir / COST_MODEL,
         )  # fmt: skip
 
@@ -144,12 +146,22 @@ class Strategist:
         try:
             while (event := self._next_news()) is not None:
                 self._follow(event)
-                while self._to_plan is not None and self._news.empty():
-                    self._have_planned(self._to_plan)
+                while self._news.empty() and self._have_planned_what_is_wanted():
+                    pass
         except Exception as error:
             # Whatever it is, training goes on without changes by choice.
             traceback.print_exc()
             self._write({"event": "policy_failed", "error": f"{type(error).__name__}: {error}"})
+
+    def _have_planned_what_is_wanted(self) -> bool:
+        """False: nothing is."""
+        if self._to_take_in:
+            self._take_in()
+        elif self._to_plan is not None:
+            self._have_planned(self._to_plan)
+        else:
+            return False
+        return True
 
     def _next_news(self) -> Event | None:
         """Waits for it; meanwhile losses are planned for, one by one, so that news waits for one search at most."""
@@ -189,13 +201,16 @@ class Strategist:
                 self._newcomers.difference_update(self._plan.members)
                 if event["epoch"] == 0:
                     self._rehearse(self._plan)
-                self._take_in()
+                self._to_take_in = True
             case "worker_waiting":
                 self._newcomers.add(event["waiting"])
-                self._take_in()
+                self._to_take_in = True
             case "worker_dead":
                 self._newcomers.discard(event["dead"])
                 self._dead.add(event["dead"])
+                self._to_take_in = True
+            case "verdict":
+                self._to_take_in = True
         if self._policy is not None:
             self._do(self._policy.note(event, time.monotonic()))
 
@@ -227,17 +242,23 @@ class Strategist:
         if "no_plan" in answer:
             self._tell({"event": "no_plan", "reason": answer["no_plan"]})
         # Verdicts come in groups: one that has come meanwhile makes this answer worthless.
+        if self._hear_all():
+            assert self._policy is not None
+            self._do(self._policy.answered(asked.number, answer, time.monotonic()))
+
+    def _hear_all(self) -> bool:
+        """Follow all news that there is; False: it ends here."""
         while not self._news.empty():
             event = self._news.get()
             if event is None:
                 self._news.put(None)
-                return
+                return False
             self._follow(event)
-        assert self._policy is not None
-        self._do(self._policy.answered(asked.number, answer, time.monotonic()))
+        return True
 
     def _take_in(self) -> None:
         """Ask for a plan that gives work to those that came; rectangles the coordinator makes of them itself."""
+        self._to_take_in = False
         strategy = self._job.get("strategy", RECTANGULAR)
         if not self._newcomers or self._plan is None or strategy == RECTANGULAR:
             return
@@ -247,6 +268,9 @@ class Strategist:
         plan = replace(self._plan, standbys=standbys)
         speeds, links = self._speeds.of(plan.members), self._speeds.links(plan.members)
         answer = self._plan_by_choice(strategy, plan, speeds, links)
+        # The workers of a node come one by one: of others, or of how fast one is, this answer knows nothing.
+        if not self._hear_all() or self._to_take_in:
+            return
         found = answer.get("plan")
         if found is not None and self._newcomers.intersection(ParallelPlan.from_dict(found).working):
             why = arrival(sorted(self._newcomers), self._sizes[0])

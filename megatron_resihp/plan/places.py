@@ -6,7 +6,7 @@ workers have one place. Whoever asks where a worker is, on which node for exampl
 only, as planners do, is given a plan in which workers are named after them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from megatron_resihp.plan.parallel_plan import ParallelPlan
@@ -25,6 +25,15 @@ def node_of(worker: int, places: int, workers_per_node: int) -> int:
 def names_of_places(workers: Iterable[int], places: int) -> dict[int, int]:
     """Place → which of these living workers has it."""
     return {place_of(worker, places): worker for worker in workers}
+
+
+def links_of_places(links: Mapping[tuple[int, int], float], places: int) -> dict[tuple[int, int], float]:
+    """What is known of links between workers, said of their places, the smaller one first."""
+    return {
+        (min(ends), max(ends)): value
+        for (one, other), value in links.items()
+        for ends in [(place_of(one, places), place_of(other, places))]
+    }
 
 
 def renamed(plan: ParallelPlan, name: Callable[[int], int]) -> ParallelPlan:

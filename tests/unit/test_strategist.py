@@ -93,6 +93,7 @@ class Desk:
         asked: what the planner for recoveries was asked.
         asked_ahead: the same of the other one.
         answer, answer_ahead: what they say.
+        orders: to the coordinator.
     """
 
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,8 @@ class Desk:
 
         monkeypatch.setattr(strategist, "PlannerProcess", Planner)
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.strategist = Strategist(run_dir, 4, 4, self.events.put, lambda order: None)
+        self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.strategist = Strategist(run_dir, 4, 4, self.events.put, self.orders.put)
 
     def note(self, event: str, **fields: Any) -> None:
         self.strategist.note({"time": 0.0, "epoch": 0, "worker": None, "event": event, **fields})
@@ -190,6 +192,49 @@ def test_who_has_come_back_is_known_by_its_place(desk: Desk) -> None:
     assert sorted(map(sorted, desk.speeds_ahead(4))) == [sorted(without(lost)) for lost in (3, 2, 1, 0)]
     found, planned = desk.recover(plan, 2, 3, 5)
     assert planned["made_ahead"] and sorted(found.working) == [2, 3, 5]
+
+
+def test_a_slow_link_of_who_has_come_back_is_known_by_its_places(desk: Desk) -> None:
+    """Worker 6 has the place of worker 2: the smaller id, 3, is the end with the larger place."""
+    plan = replicas(0, 1, 6, 3)
+    desk.strategist.note({**verdict(3), "kind": "link", "workers": [3, 6]})
+    desk.recover(plan, 1, 3, 6)
+    assert desk.asked.get_nowait()["links"] == [[2, 3, 0.5]]
+
+
+def test_workers_that_come_together_are_taken_in_together(desk: Desk) -> None:
+    """The second one comes while a plan is made for the first."""
+
+    def answer_ahead(request: Mapping[str, Any]) -> dict[str, Any]:
+        if request["speeds"].keys() == {"0", "1", "2"}:
+            desk.note("worker_waiting", waiting=3)
+        return replicas_of_the_living(request)
+
+    desk.answer_ahead = answer_ahead
+    desk.train(replicas(0, 1))
+    desk.note("worker_waiting", waiting=2)
+    order = desk.orders.get(timeout=WAIT_S)
+    assert ParallelPlan.from_dict(order["plan"]).working == (0, 1, 2, 3) and "workers 2, 3" in order["why"]
+    desk.strategist.close(WAIT_S)
+    assert desk.orders.empty()
+
+
+def test_who_is_left_of_those_that_came_is_taken_in(desk: Desk) -> None:
+    """The other one dies during the search, and nothing else happens."""
+
+    def answer_ahead(request: Mapping[str, Any]) -> dict[str, Any]:
+        if {"2", "3"} <= request["speeds"].keys():
+            desk.note("worker_dead", dead=3)
+        return replicas_of_the_living(request)
+
+    desk.answer_ahead = answer_ahead
+    desk.train(replicas(0, 1))
+    desk.note("worker_waiting", waiting=2)
+    desk.note("worker_waiting", waiting=3)
+    order = desk.orders.get(timeout=WAIT_S)
+    assert ParallelPlan.from_dict(order["plan"]).working == (0, 1, 2)
+    desk.strategist.close(WAIT_S)
+    assert desk.orders.empty()
 
 
 def test_who_is_slow_by_now_is_asked_about_anew(desk: Desk) -> None:
