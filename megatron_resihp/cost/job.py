@@ -109,8 +109,9 @@ class JobCost:
         return tuple(degree for degree in range(1, self.workers_per_node + 1) if self._can_share(degree))
 
     def uneven(self, degree: int) -> bool:
-        """Whether members of a group of this degree hold unlike shards, which an executor has to know of."""
-        return self.model.uneven(degree)
+        """Whether members of a group of this degree hold unlike shards, or unlike parts of a sequence with sequence
+        parallelism, which an executor has to know of."""
+        return self.model.uneven(degree) or not self.training.can_share(degree)
 
     def _can_share(self, degree: int) -> bool:
         try:

@@ -56,6 +56,10 @@ class Training:
         """Of a micro-batch."""
         return self.micro_batch_size * self.sequence_length
 
+    def can_share(self, degree: int) -> bool:
+        """Whether tensor-parallel members have equal parts of a sequence if they share it: Megatron knows no others."""
+        return not self.sequence_parallel or self.sequence_length % degree == 0
+
     @property
     def squares(self) -> int:
         """Σ l² of a micro-batch, at most: each sample one document."""

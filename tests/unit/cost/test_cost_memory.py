@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import Model, model_from_arguments
 from megatron_resihp.cost.memory import MemoryUse, check_plan, memory_of
 from megatron_resihp.cost.presets import PRESETS, preset
 from megatron_resihp.cost.training import Recompute, Training, TrainingError, training_from_arguments
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Schedule, Shard, deal
+from megatron_resihp.simulator.sizes import a100
 
 GPT: dict[str, Any] = {
     "num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 2048, "vocab_size": 1024,
@@ -206,6 +208,17 @@ class TestChecks:
         with pytest.raises(PlanError, match="unlike shards, and the plan isn't marked so"):
             self.check(plan)
         self.check(TestUnevenPlans.plan)
+
+    def test_sequences_that_members_cannot_share(self) -> None:
+        """GPT-2's twelve heads and padded vocabulary can be shared by three; its sequences can't."""
+        model = model_from_arguments({
+            "num_layers": 2, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024,
+            "max_position_embeddings": 1024, "padded_vocab_size": 50688,
+        })  # fmt: skip
+        training = Training(sequence_length=1024)
+        cost = JobCost(model=model, training=training, device=a100(), micro_batches=2, workers_per_node=4)
+        assert not cost.uneven(3)
+        assert replace(cost, training=replace(training, sequence_parallel=True)).uneven(3)
 
     def test_layers_are_those_of_the_model(self) -> None:
         with pytest.raises(PlanError, match="the plan has 10 layers, the model 34"):
