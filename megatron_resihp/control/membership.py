@@ -130,7 +130,8 @@ class Membership(Epochs):
     def _on_suspect(self, message: Message, now: float) -> list[Action]:
         if message["epoch"] != self.epoch or message["worker"] in self.dead:
             return []
-        if self.trained and self.plan is not None and message["worker"] not in self.plan.working:
+        plan = self.plan if self.trained and self.phase is Phase.RUNNING else None
+        if plan is not None and message["worker"] not in plan.working:
             # The workers are leaving because they are done, perhaps with a long save: the standby waits for the end.
             return [Notify({"kind": "finishing"})]
         return self._break(f"communication error on worker {message['worker']}: {message['error']}", now)
@@ -169,6 +170,8 @@ class Membership(Epochs):
             return []
         if self.newcomers.has_never_run(worker, self._running):
             return self._die({worker: "ended before it was taken in"}, now, now)
+        # Its exit comes after its word, and by then others may build an epoch without it.
+        waited_for = worker not in self.done and self.phase is Phase.BUILDING
         self.done.add(worker)
         self._records.pop(worker, None)
         working = set(self.plan.working) if self.plan else self.living
@@ -178,7 +181,7 @@ class Membership(Epochs):
             code = 128 + self.stop_signal if self.stop_signal else 0
             return self._end(code, f"stopped by signal {self.stop_signal}" if self.stop_signal else "finished")
         # Nobody may wait for it any more: neither those that build an epoch with it nor those that mustered.
-        broken = self._break(f"worker {worker} finished", now) if self.phase is Phase.BUILDING else []
+        broken = self._break(f"worker {worker} finished", now) if waited_for else []
         return broken + self._decide(now) + self._end_if_stranded()
 
     def _on_failed(self, message: Message, now: float) -> list[Action]:

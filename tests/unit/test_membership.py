@@ -497,6 +497,25 @@ class TestEnd:
         job.tell("done", 1)
         assert only(End, job.tell("done", 3)).code == 0
 
+    def test_a_worker_that_has_said_goodbye_ends_while_others_recover(self) -> None:
+        """They build an epoch without it: nothing is wrong with that."""
+        job = Job().start()
+        job.tell("done", 0)
+        job.kill(2)
+        only(PublishPlan, job.muster(1, 3))
+        assert not job.tell("exited", 0, code=0, time=0.0)
+        assert job.membership.phase is Phase.BUILDING
+
+    def test_a_standby_that_loses_its_peers_while_they_build(self) -> None:
+        """Training is over and they are not: without it no epoch comes about."""
+        job = Job().start()
+        job.tell("trained", 1)
+        job.kill(0)
+        job.muster(1, 2, 3)
+        [standby] = job.membership.plan.standbys if job.membership.plan else []
+        assert "broken" in notices(job.tell("suspect", standby, epoch=1, error="connection closed"))
+        assert job.membership.phase is Phase.MUSTERING
+
     def test_standbys_suspect_those_who_leave(self) -> None:
         job = Job().start().recover([0])
         assert job.membership.plan is not None
