@@ -36,6 +36,8 @@ ABANDON_S: Final = 5.0
 """From SIGKILL to giving up on a process that even that does not end."""
 RESTART_AFTER_S: Final = 1.0
 """From a worker's death to its restart: survivors go on first, and a job that ends for it is not held up."""
+LEAVE_AFTER_S: Final = RESTART_AFTER_S
+"""From the failure of a joining node's last worker to its leaving: where the job ends for it, that says why."""
 SHOWN_FAILURES: Final = 3
 
 
@@ -52,6 +54,7 @@ class Agent:
         starter: starts workers anew.
         max_restarts: how often at most, for each place.
         nodes: the lifelines of the other nodes, on node 0 of several.
+        joins: whether the node joins a job that runs. It goes again if all its workers fail: the job doesn't need it.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Agent:
         starter: Starter,
         max_restarts: int = 0,
         nodes: NodeWatcher | None = None,
+        joins: bool = False,
     ) -> None:
         self._workers = {worker.number: worker for worker in workers}
         self._watcher = watcher
@@ -75,6 +79,7 @@ class Agent:
         self._starter = starter
         self._restarts_left = Counter({place_of(w.number, starter.places): max_restarts for w in workers})
         self._nodes = nodes
+        self._joins = joins
         self._ending: Ending | None = None
         self._stop_asked = False
         self._abandoned = False
@@ -149,6 +154,8 @@ class Agent:
         for path in memory:
             path.unlink(missing_ok=True)
         self._plan_restart(worker, time.monotonic())
+        if self._joins and all(worker.failed for worker in self._workers.values()):
+            self._schedule.append((time.monotonic() + LEAVE_AFTER_S, self._leave))
 
     def _plan_restart(self, worker: Worker, now: float) -> None:
         """Who died comes back; who has failed would fail again."""
@@ -171,6 +178,12 @@ class Agent:
         self._slicer.add(worker.number, worker.pid, worker.pidfd)
         self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
         self._link.post("restarted", worker=worker.number, instead_of=number)
+
+    def _leave(self) -> None:
+        if not self._living():
+            code = max(worker.code or 0 for worker in self._workers.values())
+            ending = Ending(max(code, 1), "all workers of this node failed; the job goes on without")
+            self._end(ending, time.monotonic())
 
     def _take_note(self, finding: Finding, now: float) -> None:
         worker = self._workers[finding.name]

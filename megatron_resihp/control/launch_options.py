@@ -17,6 +17,8 @@ from megatron_resihp.control.output import MODES
 RUNS: Final = Path("resihp-runs")
 LONGEST_PERIOD_S: Final = 1.0
 """Between two heartbeats."""
+LONGEST_WAIT_S: Final = 7 * 24 * 3600.0
+"""Sockets can't be told to wait for more than some weeks."""
 
 
 class LaunchError(Exception):
@@ -132,8 +134,9 @@ def check(options: LaunchOptions) -> None:
         raise LaunchError(f"--max-restarts {options.max_restarts} is no number of restarts; give 0 or more")
     for name in ("heartbeat", "muster", "connect"):
         seconds = getattr(options, f"{name}_timeout_s")
-        if not seconds > 0:
-            raise LaunchError(f"--{name}-timeout {seconds:g} is no time to wait; give more than 0 seconds")
+        if not 0 < seconds <= LONGEST_WAIT_S:
+            mend = f"give more than 0 and at most {LONGEST_WAIT_S:.0f} seconds, a week"
+            raise LaunchError(f"--{name}-timeout {seconds:g} can't be; {mend}")
     if most_nodes > 1 and options.run_dir is None:
         raise LaunchError("several nodes need one run directory; give all of them the same --run-dir")
     script = Path(options.command[0])

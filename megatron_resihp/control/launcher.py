@@ -248,7 +248,9 @@ def _serve(
         mailbox.end,
         lambda slowness: slicer.slow(slowness.speeds),
     )
-    agent = Agent(workers, watcher, mailbox, link, slicer, guardian, starter, options.max_restarts, nodes)
+    agent = Agent(
+        workers, watcher, mailbox, link, slicer, guardian, starter, options.max_restarts, nodes, seat.offered
+    )
     ending = agent.run()
     slicer.close()
     if nodes is not None:

@@ -21,6 +21,8 @@ DIRECTORY: Final = "returning"
 SIZE: Final = "job_size"
 """The job's size as node 0 was told."""
 LOOK_S: Final = 0.5
+SEEN_WITHIN_S: Final = 90.0
+"""What node 0 has written others see: a file system of several nodes may remember for a minute that it wasn't there."""
 
 
 class RefusedError(Exception):
@@ -70,10 +72,11 @@ def await_offer(run_dir: Path, node: int, check_node_0: Callable[[], None]) -> t
         check_node_0: raises an error when it is gone; nothing else bounds the wait.
 
     Raises:
-        RefusedError: the node has joined already.
+        RefusedError: the node has joined already, or doesn't share the run directory with node 0.
         OSError: the run directory can't be written.
     """
     announced = False
+    seen_by = time.monotonic() + SEEN_WITHIN_S
     while (workers := take(run_dir, node)) is None:
         if any((run_dir / DIRECTORY).glob(f"{_path(run_dir, node).stem}.taken-by-*")):
             raise RefusedError(joined_already(node))
@@ -81,6 +84,8 @@ def await_offer(run_dir: Path, node: int, check_node_0: Callable[[], None]) -> t
             print(f"resihp: node {node} waits until the job trains, to join it then", flush=True)
             announced = True
         check_node_0()
+        if time.monotonic() > seen_by and not (run_dir / DIRECTORY / SIZE).exists():
+            raise RefusedError(f"{run_dir} isn't node 0's run directory; give one that all nodes share as --run-dir")
         time.sleep(LOOK_S)
     return workers
 

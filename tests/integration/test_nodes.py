@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,30 @@ def test_a_node_that_was_not_there_at_the_start_joins(jobs: Jobs, tmp_path: Path
     [change] = first.events("reconfiguration")
     assert change["why"] == "workers 2, 3 joined" and change["resumed_iteration"] <= 7
     assert first.summary.joined == (2, 3) and not first.summary.came_back and not first.events("detection_failed")
+
+
+@pytest.mark.nightly
+def test_a_node_whose_workers_are_refused_may_try_again(jobs: Jobs, tmp_path: Path) -> None:
+    """Its own command is wrong: it says so and goes, and the job goes on."""
+    arguments = tiny(**ONE_REPLICA)
+    reference = jobs.reference(arguments, workers=2)
+    options = {"late_nodes": 1, "coordinator": ["127.0.0.1", free_port()], "workers": 2, "script": WISHING}
+    first = jobs.start(arguments, node=0, wishes=["hold-0-5"], **options)
+    first.await_event("iteration", iteration=2)
+    wrong = late_node(first, tmp_path / "wrong", [*arguments, "--resihp-act", "no"], node=1, **options)
+    # Not `wait`: the other node's workers, who share the directory, go on.
+    assert first.nursery.serve_until(lambda: wrong.code is not None, time.monotonic() + 30.0)
+    assert wrong.code == 2, wrong.output()
+    assert "--resihp-act no is none of them" in wrong.output() and "the job goes on without" in wrong.output()
+    offer = first.run_dir / "returning" / "node_1.json"
+    assert first.nursery.serve_until(offer.exists, time.monotonic() + 10.0), "its loss was not noticed"
+    right = late_node(first, tmp_path / "right", arguments, node=1, **options)
+    for place in (2, 3):
+        first.await_event("worker_waiting", place=place)
+    first.wish("go_on")
+    check_training(first.wait(), reference)
+    assert right.wait().code == 0, right.output()
+    assert replicas(first) == [1, 2]
 
 
 THREE_SHARES: dict[str, Any] = {

@@ -44,6 +44,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--coordinator", "here"], "--coordinator 'here' is not host:port"),
         (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0"),
         (["--muster-timeout", "nan"], "--muster-timeout nan"),
+        (["--connect-timeout", "inf"], "--connect-timeout inf can't be; give more than 0 and at most 604800 seconds"),
         (["--coordinator", "no host:29500"], "the host 'no host' is unknown"),
     ],
 )

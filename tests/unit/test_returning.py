@@ -42,6 +42,15 @@ def test_a_node_of_a_rank_that_has_joined_is_refused_until_that_one_is_lost(tmp_
     assert returning.await_offer(tmp_path, 1, gone) == (8, 9)
 
 
+def test_a_late_node_with_a_run_directory_of_its_own_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(returning, "SEEN_WITHIN_S", 0.0)
+    monkeypatch.setattr(returning, "LOOK_S", 0.01)
+    with pytest.raises(returning.RefusedError, match="isn't node 0's run directory; give one that all nodes share"):
+        returning.await_offer(tmp_path, 1, lambda: None)
+
+
 def test_offers_of_an_earlier_job_are_forgotten(tmp_path: Path) -> None:
     returning.begin(tmp_path, JobSize(1, 2, late_nodes=1))
     returning.offer(tmp_path, 1, (2, 3))
