@@ -53,11 +53,13 @@ class Source:
         title: in words.
         plan: the one in force, with its layers.
         cost: what work costs in it.
+        places: of a run's workers; None: they all bear the names of theirs.
     """
 
     title: str
     plan: ParallelPlan
     cost: JobCost
+    places: int | None = None
 
 
 def source_of(namespace: argparse.Namespace) -> Source:
@@ -151,19 +153,22 @@ def _of_run(run_dir: Path, namespace: argparse.Namespace) -> Source:
     except OSError:
         raise SourceError(f"{run_dir} has no {FILE_NAME}; give the run directory of a started run") from None
     started, epoch = _last(found, names.RUN_STARTED), _last(found, names.EPOCH_STARTED)
-    if started is None or epoch is None or not started.get("command") or not {"epoch", "plan"} <= epoch.keys():
+    told = {"nproc_per_node", "most_nodes"} <= (started or {}).keys() and {"epoch", "plan"} <= (epoch or {}).keys()
+    if started is None or epoch is None or not told or not started.get("command"):
         raise SourceError(f"{path} says neither the job's flags nor its plan; give the directory of a run that trained")
     arguments = megatron_arguments(started["command"])
     model = _model(arguments, path)
     plan = _plan(epoch["plan"], model, path)
+    per_node = started["nproc_per_node"]
     cost = JobCost(
         model=model,
         training=training_from_arguments(arguments),
         device=_device(namespace),
         micro_batches=plan.micro_batch_count,
-        workers_per_node=namespace.workers_per_node or started.get("nproc_per_node") or 8,
+        workers_per_node=namespace.workers_per_node or per_node,
     )
-    return Source(f"{run_dir}, epoch {epoch['epoch']}, {len(plan.members)} live workers", plan, cost)
+    title = f"{run_dir}, epoch {epoch['epoch']}, {len(plan.members)} live workers"
+    return Source(title, plan, cost, started["most_nodes"] * per_node)
 
 
 def _model(arguments: Mapping[str, Any], path: Path) -> Model:

@@ -14,13 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
 from megatron_resihp.planner.bridge import strategy_named
+from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Change, Entry
 from megatron_resihp.planner.strategy import Strategy
 from megatron_resihp.report.drawing import drawing
 from megatron_resihp.report.health_flags import HealthFlagError, health_of
 from megatron_resihp.report.plan_answer import Answer, Situation, ask, to_json
-from megatron_resihp.report.plan_source import SourceError, source_of
+from megatron_resihp.report.plan_source import Source, SourceError, source_of
 from megatron_resihp.report.plan_terminal import render
 from megatron_resihp.report.terminal import console_for, progress_bar
 
@@ -38,10 +42,11 @@ def plan(namespace: argparse.Namespace) -> int:
         BadInput: the arguments describe no job, no health or no strategy, or the picture can't be written.
     """
     try:
-        situation = _situation(namespace)
+        source = source_of(namespace)
+        situation = _situation(source, namespace)
     except (HealthFlagError, SourceError) as error:
         raise BadInput(str(error)) from None
-    strategies = _strategies(namespace)
+    strategies = _strategies(source, namespace)
     answers = _ask(strategies, situation)
     shown = _shown(namespace, answers)
     if namespace.json:
@@ -53,27 +58,41 @@ def plan(namespace: argparse.Namespace) -> int:
     return 0 if shown.plan is not None else 1
 
 
-def _situation(namespace: argparse.Namespace) -> Situation:
-    source = source_of(namespace)
+def _situation(source: Source, namespace: argparse.Namespace) -> Situation:
     health = health_of(namespace.dead, namespace.slow, namespace.link, source.plan.members)
     if not health.live:
         raise BadInput("all workers are dead; leave at least one")
     return Situation(source.title, source.plan, health, source.cost)
 
 
-def _strategies(namespace: argparse.Namespace) -> Mapping[str, Strategy]:
+def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, Strategy]:
     chosen = namespace.strategy or DEFAULT
     if chosen not in STRATEGIES:
         raise BadInput(f"unknown strategy {chosen!r}; known are {', '.join(STRATEGIES)}")
     asked = STRATEGIES if namespace.compare else {chosen: STRATEGIES[chosen]}
-    return {name: _strategy(name, entry, namespace) for name, entry in asked.items()}
+    return {name: _strategy(name, entry, source.places) for name, entry in asked.items()}
 
 
-def _strategy(name: str, entry: Entry, namespace: argparse.Namespace) -> Strategy:
+def _strategy(name: str, entry: Entry, places: int | None) -> Strategy:
     """For a run as it plans in running jobs, so that `resihp apply` can take what comes out."""
-    if namespace.run_dir is None or entry.change is not Change.IN_PLACE:
+    if places is None:
         return entry.strategy
-    return strategy_named(name)
+    return _by_places(strategy_named(name) if entry.change is Change.IN_PLACE else entry.strategy, places)
+
+
+def _by_places(strategy: Strategy, places: int) -> Strategy:
+    """Strategies know the places of a job's workers: where one is that was started anew, its id doesn't say."""
+
+    def place(worker: int) -> int:
+        return place_of(worker, places)
+
+    def ask_by_places(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+        speeds = {place(worker): speed for worker, speed in health.speed.items()}
+        at_places = Health(speeds, links_of_places(health.link, places))
+        names = names_of_places(health.live, places)
+        return renamed(strategy(renamed(plan, place), at_places, cost), names.__getitem__)
+
+    return ask_by_places
 
 
 def _ask(strategies: Mapping[str, Strategy], situation: Situation) -> dict[str, Answer]:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_resihp.cli import main
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.places import renamed
 from megatron_resihp.planner.strategies.registry import STRATEGIES
 from megatron_resihp.report.plan_source import megatron_arguments
 
@@ -138,7 +139,10 @@ SMALL: dict[str, Any] = {"replicas": [{"stages": [[0]], "micro_batches": [0]}], 
 
 def write_run(run_dir: Path, command: list[str], plans: list[dict[str, Any]]) -> Path:
     run_dir.mkdir()
-    started = {"time": 0.0, "epoch": 0, "worker": None, "event": "run_started", "nproc_per_node": 8, "command": command}
+    started = {
+        "time": 0.0, "epoch": 0, "worker": None, "event": "run_started", "nproc_per_node": 8, "most_nodes": 1,
+        "command": command,
+    }  # fmt: skip
     epochs = [
         {"time": 1.0 + number, "epoch": number, "worker": None, "event": "epoch_started", "plan": each}
         for number, each in enumerate(plans)
@@ -153,16 +157,33 @@ COMMAND = (
 ).split()
 
 
+LARGE = (
+    "train.py --num-layers 4 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --seq-length 4096 "
+    "--max-position-embeddings 4096"
+).split()
+
+
 FOUR: dict[str, Any] = {"replicas": [{"stages": [[0, 1, 2, 3]], "micro_batches": [0, 1]}], "standbys": {}}
 
 
 def test_a_running_job_is_offered_what_it_can_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "train.py --num-layers 4 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000"
-    lengths = "--seq-length 4096 --max-position-embeddings 4096"
-    run_dir = write_run(tmp_path / "run", f"{sizes} {lengths}".split(), [FOUR])
+    run_dir = write_run(tmp_path / "run", LARGE, [FOUR])
     assert plan(run_dir, "--dead", 3, "--json") == 0
     found = ParallelPlan.from_dict(as_json(capsys)["strategies"]["joint"]["plan"])
     assert 3 not in found.members and not found.uneven_shards
+
+
+def test_a_worker_that_was_started_anew_is_where_its_predecessor_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Worker 11 has the place of worker 3, on the node of the others, and not one on a second node."""
+    answers = []
+    for worker in (3, 11):
+        running = {"replicas": [{"stages": [[0, 1, 2, worker]], "micro_batches": [0, 1]}], "standbys": {}}
+        run_dir = write_run(tmp_path / f"with-{worker}", LARGE, [running])
+        assert plan(run_dir, "--slow", "1=0.9", "--json") == 0
+        answers.append(ParallelPlan.from_dict(as_json(capsys)["strategies"]["joint"]["plan"]))
+    assert renamed(answers[0], lambda worker: 11 if worker == 3 else worker) == answers[1]
 
 
 def test_plans_that_no_job_can_run_yet_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
