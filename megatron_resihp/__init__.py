@@ -11,10 +11,10 @@ __version__ = "0.1.0"
 def enable() -> None:
     """Make Megatron know the --resihp* flags; without --resihp they do nothing. Calling it again changes nothing.
 
-    With RESIHP_CPU=1, and with --resihp where no CUDA device is found, the CPU stand-in is put in place first.
+    With RESIHP_CPU=1 the CPU stand-in is put in place first.
 
     Raises:
-        SystemExit: if Megatron is not of a supported version.
+        SystemExit: if Megatron is not of a supported version, or --resihp is given and there is no CUDA device.
     """
     from megatron_resihp.integration.enable import enable as enable_integration
 

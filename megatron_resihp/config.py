@@ -267,6 +267,9 @@ class ResihpConfig:
         if self.resihp_act != ACTS[0] and self.resihp_strategy == RECTANGULAR:
             mend = "give --resihp-strategy joint, for example"
             raise ConfigError(f"--resihp-act {self.resihp_act} needs a strategy that reacts to slow workers; {mend}")
+        if not self.resihp_answer_timeout > 0:
+            seconds = f"{self.resihp_answer_timeout:g}"
+            raise ConfigError(f"--resihp-answer-timeout {seconds} is no time to wait; give more than 0 seconds")
         if not self.resihp_seconds_between_changes >= 0:  # not NaN either
             seconds = f"{self.resihp_seconds_between_changes:g}"
             raise ConfigError(f"--resihp-seconds-between-changes {seconds} can't be; give 0 or more")

@@ -67,7 +67,8 @@ def reach(run_dir: Path) -> Store:
             return store
     except (StoreError, TimeoutError):
         pass
-    raise StoreError(f"no job runs in {run_dir} any more, or it is still starting")
+    why = f"it has ended, is still starting, or can't be reached from here at {address}"
+    raise StoreError(f"no job runs in {run_dir}, or none that answers: {why}")
 
 
 def ask(store: Store, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from megatron_resihp.cost.model import CostModel, LinkCost
 
 FILE_NAME: Final = "cost_model.json"
 VERSION: Final = 1
-MEND: Final = "remove it to warm up anew"
+MEND: Final = "to warm up anew, remove it and don't name it"
 
 
 class CostModelError(Exception):

@@ -23,12 +23,11 @@ def enable() -> None:
     if _enabled:
         return
     _enabled = True
-    asked_for = os.environ.get("RESIHP_CPU") == "1"
-    if asked_for or "--resihp" in sys.argv:
-        cpu.install(force=asked_for)
+    if os.environ.get("RESIHP_CPU") == "1":
+        cpu.install(force=True)
     from megatron_resihp.integration.flags import fail, make_wrap_validate_args, wrap_add_megatron_arguments
 
-    problem = _version_problem()
+    problem = _device_problem() or _version_problem()
     if problem:
         fail(problem)
     arguments = "megatron.training.arguments"
@@ -42,6 +41,15 @@ def enable() -> None:
         fail(_mismatch(error))
 
 
+def _device_problem() -> str | None:
+    import torch
+
+    # Without the plugin it is Megatron's to say.
+    if "--resihp" not in sys.argv or cpu.installed() or torch.cuda.is_available():
+        return None
+    return "this process sees no CUDA device; mend that, or train on CPUs with `resihp launch --stand-in`"
+
+
 def _version_problem() -> str | None:
     from megatron.core.package_info import MAJOR, MINOR, __version__
 
@@ -49,7 +57,10 @@ def _version_problem() -> str | None:
         return None
     supported = f"{SUPPORTED[0]}.{SUPPORTED[1]}"
     too_new = f"{SUPPORTED[0]}.{SUPPORTED[1] + 1}"
-    return f"megatron-core {__version__} is not supported; install megatron-core>={supported},<{too_new}"
+    return (
+        f"megatron-core {__version__} is not supported; install megatron-core>={supported},<{too_new} or, if the "
+        f"script is in a checkout of Megatron-LM, check out core_v{supported}.0"
+    )
 
 
 def _mismatch(error: PatchError) -> str:

@@ -94,7 +94,9 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
             _check_cost_model(Path(config.resihp_cost_model))
     except (PlanError, ChangeRefused) as error:
         fail(f"--resihp-plan: {error}")
-    except (ConfigError, ProfileError) as error:
+    except ProfileError as error:
+        fail(f"--resihp-emulate: {error}; docs/usage.md says what is in a profile")
+    except ConfigError as error:
         fail(str(error))
     assert _parser is not None
     defaults = vars(_parser.parse_args([]))
@@ -113,8 +115,7 @@ def _check_drills(config: ResihpConfig, world_size: int) -> None:
     most = int(os.environ.get(PLACES, world_size)) * (1 + int(os.environ.get(MAX_RESTARTS, "0")))
     for worker in named:
         if worker >= most:
-            there = f"{world_size}: 0..{world_size - 1}"
-            raise ConfigError(f"--resihp-drill names worker {worker}, but there are {there}")
+            raise ConfigError(f"--resihp-drill names worker {worker}, but there are {most}: 0..{most - 1}")
     if config.resihp_emulate is None and any(len(slowdown.workers) == 2 for slowdown in slowdowns):
         raise ConfigError("--resihp-drill can only slow links on the emulated clock; give --resihp-emulate too")
 

@@ -57,4 +57,4 @@ def lonely_groups() -> Iterator[None]:
 def stand_at(runtime: Runtime, commit: Commit) -> None:
     """The record of somebody who has nothing to do with iterations up to the commit, and none of their duties."""
     runtime.progress.iteration, runtime.progress.stage = commit.iteration, Stage.STEPPED
-    runtime.plans = [each for each in runtime.plans if each.iteration > commit.iteration]
+    runtime.plans = [(each, plan) for each, plan in runtime.plans if each.iteration > commit.iteration]

@@ -130,7 +130,7 @@ class Runtime:
         fed: sample indices that this worker's loader handed to the model in this iteration.
         probes: what measures this worker's iterations.
         to_validate: micro-benchmarks that all workers begin after this step.
-        plans: that are still to be asked for.
+        plans: that are still to be asked for, each with its JSON: its file may be gone by then.
         to_change: whether all workers leave for another plan after this step.
         preparation: what makes groups for the next plan while this one is run.
         padding: what makes ops and transfers last as long as on an emulated device; None: nothing does.
@@ -194,7 +194,7 @@ class Runtime:
         self.to_change = False
         self.preparation: Preparation | None = None
         self.drills = Drills(config.drills(), self.worker, self._announce_drill)
-        self.plans = list(config.plans())
+        self.plans = [(plan, read_plan(plan.path)) for plan in config.plans()]
         self.slowdowns = ScheduledSlowdowns(config.slowdowns(), self._ask_for_slowdown)
 
     @property
@@ -299,11 +299,10 @@ class Runtime:
 
         Standbys call it too, or they would ask for plans of long ago when they report some day.
         """
-        while self.plans and self.plans[0].iteration <= iteration:
-            due = self.plans.pop(0)
+        while self.plans and self.plans[0][0].iteration <= iteration:
+            due, plan = self.plans.pop(0)
             if self.reports:
-                why = f"--resihp-plan {due.path}"
-                self.control.tell("apply", plan=read_plan(due.path), why=why, answer=None, patient=True)
+                self.control.tell("apply", plan=plan, why=f"--resihp-plan {due.path}", answer=None, patient=True)
 
     def _announce_drill(self, drill: Any) -> None:
         self.control.event(

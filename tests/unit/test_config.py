@@ -110,6 +110,7 @@ class TestPlanning:
             ({"resihp_strategy": "restart"}, "--resihp-strategy restart is none of them"),
             ({"resihp_act": "sleep"}, "--resihp-act sleep is none of them; choose from observe, ask, act"),
             ({"resihp_act": "act"}, "needs a strategy that reacts to slow workers"),
+            ({"resihp_answer_timeout": 0.0}, "--resihp-answer-timeout 0 is no time to wait; give more than 0"),
             ({"resihp_seconds_between_changes": float("nan")}, "--resihp-seconds-between-changes nan can't be"),
         ],
     )

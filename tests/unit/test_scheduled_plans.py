@@ -1,6 +1,5 @@
 """When a running job asks for the plans of --resihp-plan."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,30 +11,26 @@ from megatron_resihp.integration.runtime import Runtime
 class Worker(SimpleNamespace):
     """What of a worker's runtime matters here; `asked` are the plans that it has asked for."""
 
-    def __init__(self, directory: Path, *iterations: int) -> None:
+    def __init__(self, *iterations: int) -> None:
         self.asked: list[Any] = []
         self.control = SimpleNamespace(tell=lambda kind, plan, **_: self.asked.append((kind, plan)))
         self.reports = False
-        self.plans = []
-        for iteration in iterations:
-            path = directory / f"{iteration}.json"
-            path.write_text(json.dumps({"replicas": iteration}))
-            self.plans.append(ScheduledPlan.parse(f"{path}@{iteration}"))
+        self.plans = [(ScheduledPlan(Path("plan.json"), each), {"replicas": each}) for each in iterations]
 
     def begin(self, iteration: int, reports: bool) -> None:
         self.reports = reports
         Runtime.ask_for_plans(self, iteration)  # type: ignore[arg-type]
 
 
-def test_who_reports_asks_when_the_iteration_begins(tmp_path: Path) -> None:
-    worker = Worker(tmp_path, 2, 4)
+def test_who_reports_asks_when_the_iteration_begins() -> None:
+    worker = Worker(2, 4)
     for iteration in (1, 2, 2, 3):
         worker.begin(iteration, reports=True)
     assert worker.asked == [("apply", {"replicas": 2})]
 
 
-def test_a_worker_that_reports_later_asks_for_nothing_of_before(tmp_path: Path) -> None:
-    worker = Worker(tmp_path, 2, 4, 6)
+def test_a_worker_that_reports_later_asks_for_nothing_of_before() -> None:
+    worker = Worker(2, 4, 6)
     worker.begin(2, reports=False)
     worker.begin(5, reports=False)
     worker.begin(6, reports=True)

@@ -46,6 +46,15 @@ def test_another_release_is_refused_with_what_to_install(monkeypatch: pytest.Mon
     assert problem is not None and "install megatron-core>=0.12,<0.13" in problem and "is not supported" in problem
 
 
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_a_worker_without_a_gpu_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch, stand_in: bool) -> None:
+    monkeypatch.setattr(enable.sys, "argv", ["pretrain_gpt.py", "--resihp"])
+    monkeypatch.setattr(enable.cpu, "installed", lambda: stand_in)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    problem = enable._device_problem()
+    assert problem is None if stand_in else "no CUDA device; mend that, or train on CPUs with" in str(problem)
+
+
 def test_the_chunk_that_general_mode_ran_last_is_none_of_the_next_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_seams.mpu, "get_tensor_model_parallel_group", lambda: None)
     monkeypatch.setattr(probe_seams, "rank_order", lambda runtime: (0,))
