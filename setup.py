@@ -37,7 +37,8 @@ setup(
         "torch",
     ],
     extras_require={
-        "gpu": ["apex", "transformer-engine"],
+        # NVIDIA's Apex is not on the package index: the project of that name there is another one.
+        "gpu": ["transformer-engine[pytorch]"],
         "test": TEST_REQUIREMENTS,
     },
     entry_points={"console_scripts": ["resihp = megatron_resihp.cli:main"]},

@@ -199,8 +199,8 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field(
                 "cause",
                 TEXT,
-                '"exit signal 9", "exit code 1", "no heartbeat for 5.0 s", "connection lost", "node lost" or '
-                '"did not muster"',
+                '"exit signal 9", "no heartbeat for 5.0 s", "connection lost", "fenced itself" (its GPU failed), "did '
+                'not report within 60 s", "node lost: …"; of one that had not been taken in yet also why it ended',
             ),
             Field("died_at", NUMBER, "best known time of death, in Unix seconds", required=False),
             Field("noticed_at", NUMBER, "when the coordinator knew", required=False),
@@ -352,7 +352,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
         "the worker that is struck, or the coordinator",
         "A failure was injected on purpose.",
         (
-            Field("action", TEXT, "kill or stop"),
+            Field("action", TEXT, "kill, stop or rebuild"),
             Field("target", NAME, "the worker or node"),
             Field("iteration", INTEGER, "iteration at which it struck", required=False),
             Field("point", TEXT, "point of the iteration at which it struck", required=False),
@@ -403,6 +403,26 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
         (
             Field("iteration", INTEGER, "last step before it"),
             Field("loss", NAMED_NUMBERS, "loss by name"),
+        ),
+    ),
+    names.RESOURCES: EventSchema(
+        "each worker",
+        "What it holds after a recovery or change of plan: a leak would show here.",
+        (
+            Field("to_epoch", INTEGER, "epoch that holds"),
+            Field("threads", INTEGER, "threads of the process"),
+            Field("descriptors", INTEGER, "its open file descriptors"),
+            Field("groups", INTEGER, "torch's process groups"),
+            Field("resident_bytes", INTEGER, "memory of the process on the host"),
+            Field("left_behind", INTEGER, "groups of earlier epochs that could not be ended yet"),
+        ),
+    ),
+    names.DIGEST: EventSchema(
+        "each worker",
+        "Digests of the state that it holds at the end, with `--resihp-record-digests`.",
+        (
+            Field("iteration", INTEGER, "last step"),
+            Field("digests", OBJECT, "digest by shard or slice, the same on all who hold it"),
         ),
     ),
     names.CHECKPOINT: EventSchema(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,12 @@ def test_a_scalar_of_another_library_is_written_as_a_number(tmp_path: Path) -> N
         log.write({"event": "iteration", "grad_norm": Scalar(), "path": tmp_path})
     event = read_events(log.path).events[0]
     assert (event["grad_norm"], event["path"]) == (0.5, str(tmp_path))
+
+
+def test_whatever_is_written_is_in_the_table() -> None:
+    name = re.compile(r'(?:"event": |\.event\(\s*)"([a-z_]+)"')
+    written = {each for path in (ROOT / "megatron_resihp").rglob("*.py") for each in name.findall(path.read_text())}
+    assert len(written) > 30 and not written - EVENTS.keys()
 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
