@@ -84,6 +84,16 @@ def test_the_state_after_a_death_is_bit_for_bit_the_one_without(jobs: Jobs, tmp_
             assert torch.equal(tensor.flatten()[:size], after[key].flatten()[:size]), key
 
 
+def test_what_copies_cost_is_told(jobs: Jobs) -> None:
+    """Of each parameter a gradient crosses each step, and a master and two moments are kept: all of four bytes here."""
+    job = jobs.reference(tiny(**SHARED), workers=4)
+    costs = job.events("optimizer_copy")
+    assert sorted((cost["owner"], cost["worker"]) for cost in costs) == [(0, 1), (1, 2), (2, 3), (3, 0)]
+    for cost in costs:
+        assert cost["steps"] == job.summary.iterations
+        assert cost["bytes_kept"] == pytest.approx(3 * cost["bytes_per_step"], rel=0.05)
+
+
 def load(path: Path) -> Any:
     return torch.load(path, weights_only=False)
 
