@@ -24,8 +24,9 @@ run "$BIN/lint-imports" --no-logo
 if (($#)); then
     run "$BIN/pytest" "$@"
 else
-    # A test's file stays in one process: what it shares, and compiles, is made once.
-    run "$BIN/pytest" tests/unit --numprocesses auto --dist loadfile
+    # A test's file stays in one process: what it shares, and compiles, is made once. A test that takes too long is
+    # interrupted: the other way, which ends its process, would be tried again and again.
+    run "$BIN/pytest" tests/unit --numprocesses auto --dist loadfile --timeout-method signal
     # These start as many processes as there are cores themselves.
     run "$BIN/pytest" tests/integration
 fi
