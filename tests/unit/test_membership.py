@@ -73,7 +73,8 @@ class Job:
                 assert self.membership.plan is not None
                 # Only now do workers let go of what they held.
                 full = spelled_out(self.membership.plan, self.own)
-                self.held = {w: full.shards_of(w) for w in full.members}
+                waiting = dict.fromkeys(self.membership.newcomers.waiting, ())
+                self.held = {**waiting, **{w: full.shards_of(w) for w in full.members}}
         return actions
 
     # What workers do
