@@ -199,8 +199,8 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field(
                 "cause",
                 TEXT,
-                '"exit signal 9", "no heartbeat for 5.0 s", "connection lost", "fenced itself" (its GPU failed), "did '
-                'not report within 60 s", "node lost: …"; of one that had not been taken in yet also why it ended',
+                '"exit signal 9", "no heartbeat for 5.0 s", "connection lost", "fenced itself" (it was cut off and '
+                'ended), "did not report within 60 s", "node lost: …"; of one not taken in yet also why it ended',
             ),
             Field("died_at", NUMBER, "best known time of death, in Unix seconds", required=False),
             Field("noticed_at", NUMBER, "when the coordinator knew", required=False),
