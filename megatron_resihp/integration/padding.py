@@ -71,7 +71,7 @@ class Padding:
     def pad_op(self, kind: OpKind, chunk: int, tokens: float, squares: float, started: float, waited: float) -> float:
         """Wait until the op has lasted as long as on the device, and as long as it has waited for others on top.
 
-        Returns the seconds by which it had already lasted longer than that, 0 if it had not.
+        Returns the seconds by which it has lasted longer than that, because the host was busy.
 
         Args:
             kind: which of the chunk's costs it has.
@@ -84,10 +84,8 @@ class Padding:
         seconds *= max(self._random.gauss(1.0, self._profile.noise), 0.0) / self._slowness().speed(self._worker)
         deadline = started + seconds + (0.0 if math.isnan(waited) else waited)
         self.ops += 1
-        late = max(self._clock() - deadline, 0.0)
-        self.late += late > 0.0
-        self._wait_until(deadline)
-        return late
+        self.late += self._clock() > deadline
+        return self._wait_until(deadline)
 
     def pad_benchmark(self) -> None:
         """Wait as long as a micro-benchmark takes, which is the same whatever the worker holds."""
@@ -96,13 +94,17 @@ class Padding:
         seconds = BENCHMARK * forward.seconds(tokens, tokens**2) / self._slowness().speed(self._worker)
         self._wait_until(self._clock() + seconds)
 
-    def pad_transfer(self, peer: int, posted: float, size: float) -> None:
-        """Wait as long as `size` bytes, which have just come from `peer`, would take on the device's links.
+    def pad_transfer(self, peer: int, came: float, size: float) -> float:
+        """Wait as long as `size` bytes from `peer`, which gloo has handed over, would take on the device's links.
 
-        Both ends were there only a moment ago: gloo hands a message over as soon as they are. So the wait begins now,
-        whenever this end's was `posted`.
+        Returns the seconds by which that has lasted longer, because the host was busy.
+
+        Args:
+            peer: the sender.
+            came: when they were handed over: as soon as both ends were there.
+            size: in bytes.
         """
-        self._wait_until(self._clock() + self.transfer_seconds(peer, size))
+        return self._wait_until(came + self.transfer_seconds(peer, size))
 
     def pad_arrival(self, arrival: float) -> None:
         """Wait until what has come already would have come on the device."""
@@ -114,10 +116,11 @@ class Padding:
         seconds = self._profile.transfer_seconds((self._worker, peer), tokens)
         return seconds / self._slowness().link(self._worker, peer)
 
-    def _wait_until(self, deadline: float) -> None:
+    def _wait_until(self, deadline: float) -> float:
         while (left := deadline - self._clock()) > SPIN_S:
             if self._interrupted():
-                return
+                return 0.0
             self._sleep(min(left - SPIN_S, SLICE_S))
-        while self._clock() < deadline:
+        while (now := self._clock()) < deadline:
             pass
+        return now - deadline

@@ -17,7 +17,10 @@ from megatron_resihp.integration.probe_clock import Clock
 Workload = tuple[float, float]
 """N and Σ l² of a micro-batch."""
 
-CHUNK, MICRO_BATCH, DONE = map(TRANSFER.names.index, ("chunk", "micro_batch", "done"))  # type: ignore[union-attr]
+PEER, RECEIVED, CHUNK, MICRO_BATCH, POSTED, DONE, BYTES = map(
+    TRANSFER.names.index,  # type: ignore[union-attr]
+    ("peer", "received", "chunk", "micro_batch", "posted", "done", "bytes"),
+)
 """Places in a row of `Sheet.transfers`."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_resihp.detector.records import OpKind, SpanKind
 from megatron_resihp.integration.probe_clock import Clock
-from megatron_resihp.integration.probe_sheet import CHUNK, DONE, MICRO_BATCH, Sheet
+from megatron_resihp.integration.probe_sheet import BYTES, CHUNK, DONE, MICRO_BATCH, PEER, POSTED, RECEIVED, Sheet
 
 NAN = float("nan")
 NOBODY = object()
@@ -28,9 +28,10 @@ MOST_PAUSES = 256
 PadOp = Callable[[OpKind, int, float, float, float, float], float]
 """(kind, chunk, tokens, squares, started, waited), called at the end of an op, before its end is noted. `started`:
 seconds of the monotonic clock; `waited`: seconds in tensor-parallel collectives since. Returns the seconds by which the
-op had come too late to be padded. On the host's clock only."""
-PadTransfer = Callable[[int, float, float], None]
-"""(peer, posted, bytes), called when a tensor has been received, before that is noted."""
+host has made the op last longer than it would have on the device. On the host's clock only."""
+PadTransfer = Callable[[int, float, float], float]
+"""(peer, came, bytes), called when a tensor has been received, before that is noted. `came`: when that was. Returns the
+seconds by which the host has made it later than it would have been on the device."""
 
 
 class Probes:
@@ -47,8 +48,8 @@ class Probes:
         timed_group: the group whose collectives are to be timed now: that one, inside of ops that are sampled.
         mark: gives the moment, as the clock has it.
         emulated: whether ops are padded. Then an op's first wait in a collective counts, which is that for members who
-            began it later: what collectives take on the device is in its costs, and what they really take is not. Later
-            waits count where they made the op late: some member had been held up in the midst of it.
+            began it later: what collectives take on the device is in its costs, and what they really take is not. What
+            the host has made the op longer by counts as waiting, too: no device would have.
     """
 
     def __init__(self, worker: int, make_clock: Callable[[], Clock], send: Callable[[Sheet], None]) -> None:
@@ -71,7 +72,7 @@ class Probes:
         self._broken = False
         self._pause_began = 0.0
         self._op: tuple[OpKind, int, int] | None = None
-        self._entered = self._batch_came = self._opened = self._waited = self._waited_later = 0.0
+        self._entered = self._batch_came = self._opened = self._waited = 0.0
         self._first_wait = 0
         self._of_output: dict[int, tuple[int, int]] = {}
         self._of_tensor: dict[int, tuple[int, int]] = {}
@@ -204,7 +205,7 @@ class Probes:
         if self._op is not None and self._op[0] is OpKind.F:
             self._batch_came = time.monotonic()
             del self._sheet.waits[self._first_wait :]
-            self._waited = self._waited_later = 0.0
+            self._waited = 0.0
             self._opened = self.mark()
 
     def _open(self, kind: OpKind, chunk: int, micro_batch: int, inputs: Iterable[Any]) -> None:
@@ -216,7 +217,7 @@ class Probes:
         if self._clock.immediate or micro_batch in self._sampled:
             self.timed_group = self.tp_group
         self._first_wait = len(self._sheet.waits)
-        self._waited = self._waited_later = self._batch_came = 0.0
+        self._waited = self._batch_came = 0.0
         self._entered = time.monotonic()
         self._opened = self.mark()
 
@@ -228,7 +229,7 @@ class Probes:
             tokens, squares = self._sheet.workload.get(micro_batch, (NAN, NAN))
             late = pad(kind, chunk, tokens, squares, self._opened, self._waited)
         end = self.mark()
-        waited = NAN if self.timed_group is NOBODY else self._waited + min(late, self._waited_later)
+        waited = NAN if self.timed_group is NOBODY else self._waited + late
         self._op, self.timed_group = None, NOBODY
         self._sheet.ops.append((kind, chunk, micro_batch, self._opened, end, waited))
         if self._batch_came:
@@ -242,9 +243,7 @@ class Probes:
         """A collective of `timed_group` is over."""
         now = self.mark()
         if self._clock.immediate:
-            if self.emulated and self._waited:
-                self._waited_later += now - since
-            else:
+            if not (self.emulated and self._waited):
                 self._waited += now - since
         else:
             self._sheet.waits.append((len(self._sheet.ops), since, now))
@@ -260,13 +259,15 @@ class Probes:
         return row
 
     def done(self, rows: Iterable[list[Any]], pad: PadTransfer | None) -> None:
-        """Transfers that were posted together are done."""
+        """Transfers that were posted together are done.
+
+        One that is padded begins when it has really come: what gloo took for it is not what the device's links take.
+        """
         for row in rows:
-            if pad is not None:
-                peer, received, _, _, _, posted, _, size = row
-                if received:
-                    pad(peer, posted, float(size))
-            row[DONE] = self.mark()
+            row[DONE] = came = self.mark()
+            if pad is not None and row[RECEIVED]:
+                late = pad(row[PEER], came, float(row[BYTES]))
+                row[POSTED], row[DONE] = came, self.mark() - late
 
     def note_transfer(
         self, peer: int, received: bool, kind: OpKind, chunk: int, micro_batch: int, posted: float, done: float,

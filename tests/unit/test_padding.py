@@ -97,8 +97,15 @@ class TestOps:
         started, time.now = time.now, time.now + 0.2
         assert pads.pad_op(OpKind.B, 0, 5, 13, started, 0.0) == pytest.approx(0.05, abs=1e-4)
         assert (pads.ops, pads.late) == (1, 1) and time.now - started < 0.2001
-        assert pads.pad_op(OpKind.B, 0, 5, 13, time.now, 0.0) == 0.0
+        assert pads.pad_op(OpKind.B, 0, 5, 13, time.now, 0.0) == pytest.approx(0.0, abs=1e-5)
         assert (pads.ops, pads.late) == (2, 1)
+
+    def test_waking_up_late_is_told(self) -> None:
+        time = FakeTime()
+        time.sleep = lambda seconds: setattr(time, "now", time.now + max(seconds, 0.2))
+        pads = padding(time)
+        assert pads.pad_op(OpKind.B, 0, 5, 13, time.now, 0.0) == pytest.approx(0.05, abs=1e-3)
+        assert (pads.ops, pads.late) == (1, 0)
 
     def test_noise_is_of_the_size_asked_for_and_of_a_seed(self) -> None:
         def durations() -> list[float]:
@@ -119,11 +126,16 @@ class TestOps:
 
 
 class TestTransfers:
-    def test_latency_and_bandwidth_from_when_both_were_there(self) -> None:
+    def test_latency_and_bandwidth_from_when_it_came(self) -> None:
         time = FakeTime()
         before = time.now
-        padding(time).pad_transfer(2, before - 5.0, 40.0)
+        assert padding(time).pad_transfer(2, before, 40.0) == pytest.approx(0.0, abs=1e-5)
         assert time.now - before == pytest.approx(0.01 + 50 / 1000, abs=1e-5)
+
+    def test_waking_up_late_is_told(self) -> None:
+        time = FakeTime()
+        time.sleep = lambda seconds: setattr(time, "now", time.now + max(seconds, 0.2))
+        assert padding(time).pad_transfer(2, time.now, 40.0) == pytest.approx(0.14, abs=1e-3)
 
     @pytest.mark.parametrize(("slow", "factor"), [((1, 2), 0.2), ((0, 2), 1.0), ((1, 3), 1.0)])
     def test_a_slow_link_slows_its_own_ends(self, slow: tuple[int, int], factor: float) -> None:

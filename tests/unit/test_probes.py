@@ -122,19 +122,34 @@ def test_on_the_emulated_clock_only_members_who_begin_late_are_waited_for() -> N
     assert sent[0].ops["waited"] == pytest.approx([0.5, 0.5], abs=0.05)
 
 
-@pytest.mark.parametrize(("late", "counted"), [(0.1, 0.1), (9.0, 0.25)])
-def test_on_the_emulated_clock_a_member_held_up_in_the_midst_of_a_late_op_is_waited_for(
-    late: float, counted: float
-) -> None:
+def test_on_the_emulated_clock_what_the_host_holds_up_is_no_work_of_the_device() -> None:
     probes, sent = make()
     probes.emulated = True
     probes.begin(0, 1, (0,), WORKERS)
     probes.open_forward(0, 0, [])
     probes.note_wait(probes.mark() - 0.5)
     probes.note_wait(probes.mark() - 0.25)
-    probes.close_forward(object(), [], None, lambda *_: late)
+    probes.close_forward(object(), [], None, lambda *_: 9.0)
     probes.finish()
-    assert sent[0].ops["waited"] == pytest.approx([0.5 + counted], abs=0.05)
+    assert sent[0].ops["waited"] == pytest.approx([9.5], abs=0.05)
+
+
+def test_on_the_emulated_clock_a_transfer_lasts_as_long_as_on_the_device() -> None:
+    probes, sent = make()
+    probes.begin(0, 1, (0,), WORKERS)
+    tensor = torch.empty(4)
+
+    def pad(peer: int, came: float, size: float) -> float:
+        assert (peer, size) == (10, 16.0)
+        while probes.mark() < came + 0.5:
+            pass
+        return 0.2
+
+    for received in (True, False):
+        probes.done([probes.post(tensor, 0, OpKind.F, received, probes.mark() - 5.0)], pad)
+    probes.finish()
+    lasted = sent[0].transfers["done"] - sent[0].transfers["posted"]
+    assert lasted == pytest.approx([0.3, 5.0], abs=0.05), "only what is received is padded"
 
 
 def test_an_op_begins_when_its_micro_batch_is_there() -> None:
@@ -181,17 +196,6 @@ def test_a_weight_gradient_is_an_op_of_its_own() -> None:
     probes.finish()
     assert sent[0].ops["kind"].tolist() == [OpKind.F, OpKind.B, OpKind.W]
     assert [values[:4] for values in padded] == [(OpKind.W, 0, 32.0, 1024.0)]
-
-
-def test_a_received_transfer_is_padded_and_a_sent_one_is_not() -> None:
-    probes, _ = make()
-    padded: list[tuple[int, float, float]] = []
-    probes.begin(0, 1, (0,), WORKERS)
-    tensor = torch.empty(4)
-    for received in (True, False):
-        row = probes.post(tensor, 1, OpKind.F, received, 5.0)
-        probes.done([row], lambda *values: padded.append(values))
-    assert padded == [(11, 5.0, 16.0)]
 
 
 def test_a_broken_iteration_leaves_nothing_in_the_next_record() -> None:
