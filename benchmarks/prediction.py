@@ -5,9 +5,10 @@ TP 2, PP 2, DP 2, fits the costs on the first iterations of the run's own record
 time is the own compute of all its ops on one worker, without waits in collectives. `--run-dir` evaluates a run that has
 been recorded before instead.
 
-Beside the emulated device's own noise the figures hold whatever the machine adds. Eight real processes on few cores are
-often late: `--time-scale` stretches the emulated clock until the device's times dominate. `noise` is the fitted ops'
-own, in percent; `level_…` are the errors of always predicting the usual time, for comparison.
+A micro-batch's figure holds the emulated device's own noise, and what the fit adds to it: what the machine adds to an
+op counts as waiting. An iteration's holds that, too. Eight real processes on few cores are often late: `--time-scale`
+stretches the emulated clock until the device's times dominate. `noise` is the fitted ops' own, in percent; `level_…`
+are the errors of always predicting the usual time, for comparison.
 
 May import the standard library, numpy and `megatron_resihp` without torch.
 """

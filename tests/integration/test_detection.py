@@ -19,8 +19,8 @@ HEALTHY = 200
 END = WARM_UP + HEALTHY + (SLOW_CLEARED - SLOW) + (LINK_CLEARED - LINK)
 
 ETHERNET = 1.25e9
-"""Bytes per second of a network on which a transfer takes 43 ms of the emulated clock, far more than a busy machine
-adds to a real one: the devices' own network would hide a slow link behind that."""
+"""Bytes per second of a network on which a transfer takes 32 ms of the emulated clock: next to that the moments between
+the clock's last look and the record's are nothing."""
 TIME_SCALE = 0.15
 """Seconds of the emulated clock per second of the device: two cores do the real work of most ops in less."""
 JOB_S = 480.0
