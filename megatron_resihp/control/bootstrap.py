@@ -10,7 +10,6 @@ import atexit
 import json
 import os
 import runpy
-import signal
 import socket
 import sys
 import threading
@@ -20,9 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from megatron_resihp.control import environment, messages
+from megatron_resihp.control import environment, linux, messages
 from megatron_resihp.control.lifeline import ENDED, FAILED, Lifeline
-from megatron_resihp.control.linux import die_with_parent
 from megatron_resihp.control.worker import JobEnded
 
 REPORT_TIMEOUT_S: Final = 60.0
@@ -52,7 +50,7 @@ def main(command: Sequence[str]) -> NoReturn:
     except BaseException as problem:
         end = _read_problem(problem)
         if getattr(problem, "error_code", None) in DEVICE_FAILURES:
-            _die()
+            linux.die("the device has failed")
     if end.error is not None:
         # No exit hooks: some wait for peers, which wait for this process.
         lifeline.last_word(FAILED)
@@ -68,16 +66,8 @@ def main(command: Sequence[str]) -> NoReturn:
     os._exit(end.code)
 
 
-def _die() -> NoReturn:
-    """Die with the device: the others recover from that, where an error of the script's own ends the job."""
-    print("resihp: the device has failed; this worker dies with it", file=sys.stderr)
-    _flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("unreachable")
-
-
 def _tie_to_agent() -> Lifeline:
-    die_with_parent()
+    linux.die_with_parent()
     if os.getppid() != int(os.environ[environment.AGENT_PID]):
         os._exit(messages.FENCED_EXIT)
     _pass_on_to_forks()
@@ -99,7 +89,7 @@ def _pass_on_to_forks() -> None:
 
     def in_child() -> None:
         if forking:
-            die_with_parent()
+            linux.die_with_parent()
             if os.getppid() != forking[0]:
                 os._exit(messages.FENCED_EXIT)
 

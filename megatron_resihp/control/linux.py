@@ -11,8 +11,9 @@ import re
 import signal
 import socket
 import stat
+import sys
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 PR_SET_PDEATHSIG: Final = 1
 SYS_PIDFD_GETFD: Final = 438
@@ -28,6 +29,18 @@ def die_with_parent() -> None:
     That thread may be gone already: compare os.getppid() with what is expected afterwards.
     """
     _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def die(reason: str) -> NoReturn:
+    """Kill this process, from any thread: its peers recover from a death, where an error would end the job."""
+    print(f"resihp: {reason}; this worker dies", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            pass
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
 
 
 def kill_group(leader: int) -> None:

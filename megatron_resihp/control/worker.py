@@ -149,6 +149,11 @@ class WorkerControl:
         """Unix time at which this worker heard that its current epoch is broken."""
         return self._broken[self.epoch][1] if self.epoch in self._broken else None
 
+    def await_broken(self, timeout_s: float) -> bool:
+        """Wait until the current epoch is marked as broken or the job has ended; whether that happened in time."""
+        with self._news:
+            return self._news.wait_for(self.broken, timeout_s)
+
     def check(self) -> None:
         """Raise if the job is over or the current epoch is broken.
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_resihp.executor import gloo_loops, gloo_sockets
 from megatron_resihp.executor.groups_ahead import GroupsAhead, install_hand_over
+from megatron_resihp.executor.nccl_aborts import ABORT_S, NcclAborts, backend_of, nccl_groups
 from megatron_resihp.executor.rendezvous import InterruptibleStore
 from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.waiting import Waiter
@@ -27,6 +28,9 @@ FREEING_S = 0.3
 
 LOST_S = 0.3
 """A group that is not free then either waits for an operation that gloo has lost, until the group's timeout."""
+
+OUT_OF_MEMORY_WORDS = ("out of memory", "cuda failure 2 ", "failed to cuda calloc", "failed to cuda host alloc")
+"""How torch and NCCL say that the device, or pinned memory, is full."""
 
 COMMUNICATOR_WORDS = (
     "gloo", "nccl", "connection closed by peer", "connection reset by peer", "connection was likely closed",
@@ -41,9 +45,12 @@ class Communicators:
         store: a raw c10d store that nobody else uses.
         me: this worker's id.
         interrupted: whether the epoch under construction is broken.
+        abort_s: how long NCCL may take to let go of an epoch.
     """
 
-    def __init__(self, store: dist.Store, me: int, interrupted: Callable[[], bool]) -> None:
+    def __init__(
+        self, store: dist.Store, me: int, interrupted: Callable[[], bool], abort_s: float = ABORT_S
+    ) -> None:
         self._inner = store
         self._me = me
         self._interrupted = interrupted
@@ -55,6 +62,7 @@ class Communicators:
         self._retired: list[Any] = []
         self._retired_listeners: set[str] = set()
         self._freeing: list[threading.Thread] = []
+        self._nccl_aborts = NcclAborts(abort_s)
         self._waiter = Waiter(interrupted)
         self._waits_installed = False
         self._barriers_installed = False
@@ -106,6 +114,9 @@ class Communicators:
         if backend == "gloo" and not self._waits_installed:
             self._waiter.install()
             self._waits_installed = True
+        if backend == "nccl":
+            # NCCL takes its buffers from the device, not from what torch keeps for later.
+            torch.cuda.empty_cache()
         if backend == "nccl" and not self._barriers_installed:
             dist.barrier = _with_own_device(dist.barrier)
             self._barriers_installed = True
@@ -141,31 +152,39 @@ class Communicators:
             self._peer_ports = peer_ports
 
     def abort(self) -> None:
-        """Make every blocked or later operation of the epoch fail. Called from any thread, any number of times."""
+        """Make every blocked or later operation of the epoch fail. Called from any thread, any number of times.
+
+        Raises:
+            DeviceStuck: NCCL did not let go in time.
+        """
         with self._lock:
-            self._abort()
+            self._start_abort()
+        self._end_abort()
 
     def abort_if_interrupted(self) -> None:
         """The same for a thread beside the one that builds epochs, which may have begun another one meanwhile: what an
         aborted collective of NCCL's leaves is found out only where the epoch is marked as broken."""
         with self._lock:
-            if self._interrupted():
-                self._abort()
+            if not self._interrupted():
+                return
+            self._start_abort()
+        self._end_abort()
 
-    def _abort(self) -> None:
-        for name, backend in _nccl_groups():
-            try:
-                backend.abort()
-            except RuntimeError as error:  # the others' peers must not wait for that
-                print(f"resihp: worker {self._me} could not abort group {name}: {error}", file=sys.stderr, flush=True)
+    def _start_abort(self) -> None:
+        self._nccl_aborts.start()
         self._kept_open |= gloo_sockets.end_receiving(self._foreign | self._kept_open.keys(), self._peer_ports)
         if self._epoch_store is not None:
             gloo_sockets.stand_in(self._epoch_store.take_sought(), self._foreign)
 
+    def _end_abort(self) -> None:
+        """Without the lock: NCCL may take seconds, in which another thread has to be able to abort what it has made."""
+        for error in self._nccl_aborts.wait():
+            print(f"resihp: worker {self._me} could not abort {error}", file=sys.stderr, flush=True)
+
     def failure(self) -> str | None:
         """What torch's watchdog has found wrong with a group of NCCL's, an error of the network or a time-out; None:
         nothing. It ends nothing by itself (`control.environment.NCCL`). Called from any thread."""
-        errors = ((name, backend.get_error().name) for name, backend in _nccl_groups())
+        errors = ((group.group_name, backend_of(group).get_error().name) for group in nccl_groups())
         return next((f"NCCL group {name}: {error}" for name, error in errors if error != "SUCCESS"), None)
 
     def destroy(self) -> None:
@@ -177,6 +196,7 @@ class Communicators:
             self._ahead = None
         self._retired += [*dist.distributed_c10d._world.pg_map, *self._side_groups]
         self._side_groups.clear()
+        self._nccl_aborts.forget()
         if dist.is_initialized():
             dist.destroy_process_group()
         # torch names groups by this count, in which a world that was interrupted in the making stays: its other members
@@ -239,14 +259,6 @@ def _with_own_device(original: Callable[..., Any]) -> Callable[..., Any]:
     return barrier
 
 
-def _nccl_groups() -> list[tuple[str, Any]]:
-    """Names and backends of NCCL's groups, in one order on all workers: aborting in unlike orders can hang."""
-    # A list at once: this is called beside the thread that makes groups.
-    groups = [group for group, (backend, _) in list(dist.distributed_c10d._world.pg_map.items()) if backend == "nccl"]
-    return [(group.group_name, group._get_backend(torch.device("cuda")))
-            for group in sorted(groups, key=lambda group: group.group_name)]  # fmt: skip
-
-
 def _still_alive(threads: Sequence[threading.Thread], seconds: float) -> list[threading.Thread]:
     """Wait for threads to end, for so long in all; returns those that have not."""
     deadline = time.monotonic() + seconds
@@ -256,10 +268,21 @@ def _still_alive(threads: Sequence[threading.Thread], seconds: float) -> list[th
 
 
 def is_communicator_error(error: BaseException) -> bool:
-    """Whether an exception came from a communicator, as opposed to the model, the data or the user's code."""
+    """Whether an exception came from a communicator, as opposed to the model, the data or the user's code.
+
+    A device without memory for a communicator is not a peer that died: another try would fail as well.
+    """
+    if is_out_of_memory(error):
+        return False
     if isinstance(error, dist.DistError):
         return True
-    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
-        return False
     text = str(error).lower()
-    return any(word in text for word in COMMUNICATOR_WORDS)
+    return isinstance(error, RuntimeError) and any(word in text for word in COMMUNICATOR_WORDS)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of the device or of the host ran out, in torch, in NCCL or in Python."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY_WORDS)

@@ -16,9 +16,10 @@ from megatron.core.rerun_state_machine import RerunMode
 from megatron_resihp.control.digests import name_of
 from megatron_resihp.control.record import Commit, Stage
 from megatron_resihp.control.worker import EpochBroken, EpochPlan, JobEnded, SalvageOrder
-from megatron_resihp.executor.communicators import is_communicator_error
+from megatron_resihp.executor.communicators import is_communicator_error, is_out_of_memory
 from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
 from megatron_resihp.integration.counting import count_again, note_in_progress_log, restore_counters
+from megatron_resihp.integration.device_loss import abort_or_die, die_of_fault
 from megatron_resihp.integration.digests import state_digests
 from megatron_resihp.integration.drills import StagedError
 from megatron_resihp.integration.general_state import HostFiller, WholeState, move_state, slice_digests
@@ -82,7 +83,7 @@ class Phases:
 
 def is_ours(runtime: Runtime, error: BaseException) -> bool:
     """Whether an error starts a recovery: a communicator's, or any while the epoch is marked as broken."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if is_out_of_memory(error):
         return False
     return isinstance(error, PlanChange | TakenIn) or _is_an_interruption(error) or runtime.control.broken()
 
@@ -98,6 +99,7 @@ def recover(runtime: Runtime, error: Exception) -> None:
     runtime.last_step_at = None
     struck: set[tuple[Any, ...]] = set()
     while True:
+        die_of_fault(runtime.control, error)
         if not is_ours(runtime, error):
             raise error
         _let_go_of_frames(error)
@@ -144,7 +146,7 @@ def _let_go_of_frames(error: BaseException | None) -> None:
 
 def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None:
     with phases.phase("abort"):
-        runtime.communicators.abort()
+        abort_or_die(runtime.communicators.abort)
         tear_down(runtime)
     with phases.phase("agree"):
         runtime.reach("recovery-muster")

@@ -31,6 +31,7 @@ from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.integration import nccl_watch
+from megatron_resihp.integration.device_loss import abort_or_die
 from megatron_resihp.integration.emulation import padding_of
 from megatron_resihp.integration.general_world import MegatronGroups, Sizes, StageGroup, as_stage
 from megatron_resihp.integration.newcomer import build_lonely_world, is_newcomer, lonely_groups
@@ -58,7 +59,7 @@ def create_runtime(config: ResihpConfig) -> Runtime:
 
     def abort() -> None:
         for each in communicators:
-            each.abort_if_interrupted()
+            abort_or_die(each.abort_if_interrupted)
 
     newcomer = is_newcomer()
     control = WorkerControl(store, worker, abort, NO_EPOCH if newcomer else 0)

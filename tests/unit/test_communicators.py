@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gloo_members import Member, close_what_is_kept_open
 
 from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.executor.nccl_aborts import DeviceStuck
 from megatron_resihp.executor.rendezvous import RendezvousBroken
 
 LIMIT_S = 10.0
@@ -119,11 +120,18 @@ def test_a_message_that_nobody_takes(members: list[Summing]) -> None:
 
 
 class NcclGroup:
-    """What the plugin asks of torch's group of NCCL's."""
+    """What the plugin asks of torch's group of NCCL's.
 
-    def __init__(self, name: str, aborted: list[str], error: str = "SUCCESS", stuck: bool = False) -> None:
+    Args:
+        device: which kernels of other groups hold up; None: none does.
+    """
+
+    def __init__(
+        self, name: str, aborted: list[str], error: str = "SUCCESS", refuses: bool = False,
+        device: Device | None = None,
+    ) -> None:  # fmt: skip
         self.group_name = name
-        self._aborted, self._error, self._stuck = aborted, error, stuck
+        self._aborted, self._error, self._refuses, self._device = aborted, error, refuses, device
 
     def _get_backend(self, device: torch.device) -> NcclGroup:
         assert device.type == "cuda"
@@ -133,9 +141,25 @@ class NcclGroup:
         return SimpleNamespace(name=self._error)
 
     def abort(self) -> None:
-        if self._stuck:
+        if self._refuses:
             raise dist.DistBackendError("ProcessGroup abort timed out")
+        if self._device is not None:
+            self._device.let_go(self.group_name)
         self._aborted.append(self.group_name)
+
+
+class Device:
+    """A device on which kernels of some groups spin: an abort of any group waits until all of these are told to end."""
+
+    def __init__(self, *spinning: str) -> None:
+        self._spinning = set(spinning)
+        self._idle = threading.Condition()
+
+    def let_go(self, group: str) -> None:
+        with self._idle:
+            self._spinning.discard(group)
+            self._idle.notify_all()
+            assert self._idle.wait_for(lambda: not self._spinning, 10 * LIMIT_S)
 
 
 def register(monkeypatch: pytest.MonkeyPatch, *groups: NcclGroup) -> None:
@@ -151,12 +175,34 @@ class GlooGroup:
 def test_one_group_that_can_not_be_aborted_keeps_no_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one order, whatever they were made in."""
     aborted: list[str] = []
-    register(monkeypatch, NcclGroup("c", aborted), NcclGroup("b", aborted, stuck=True), NcclGroup("a", aborted))
+    register(monkeypatch, NcclGroup("c", aborted), NcclGroup("b", aborted, refuses=True), NcclGroup("a", aborted))
     Communicators(dist.HashStore(), 3, lambda: True).abort()
-    assert aborted == ["a", "c"]
+    assert sorted(aborted) == ["a", "c"]
     assert "worker 3 could not abort group b" in capsys.readouterr().err
+
+
+def test_no_abort_waits_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever group's kernels spin: the first, the last, or several."""
+    for spinning in (("a",), ("c",), ("a", "c")):
+        aborted: list[str] = []
+        device = Device(*spinning)
+        with monkeypatch.context() as epoch:
+            register(epoch, *(NcclGroup(name, aborted, device=device) for name in ("b", "c", "a")))
+            Communicators(dist.HashStore(), 0, lambda: True).abort()
+        assert sorted(aborted) == ["a", "b", "c"]
+
+
+def test_a_device_that_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait is bounded, and so is that of whoever aborts again. Meanwhile nobody is kept from anything."""
+    device = Device("a", "no group of ours")
+    register(monkeypatch, NcclGroup("a", [], device=device), NcclGroup("b", []))
+    communicators = Communicators(dist.HashStore(), 0, lambda: True, abort_s=0.01)
+    for abort in (communicators.abort, communicators.abort_if_interrupted):
+        with pytest.raises(DeviceStuck, match=r"NCCL groups a could not be aborted within 0.01 s"):
+            abort()
+        assert not communicators._lock.locked()
+    device.let_go("no group of ours")
 
 
 def test_groups_of_an_epoch_that_holds_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,10 +215,15 @@ def test_groups_of_an_epoch_that_holds_are_left_alone(monkeypatch: pytest.Monkey
     assert aborted == []
     broken.set()
     communicators.abort_if_interrupted()
+    communicators.abort()  # by the thread that builds epochs, as in every recovery
     assert aborted == ["a"]
-    broken.clear()
-    communicators.abort()
-    assert aborted == ["a", "a"]
+
+
+def test_groups_are_left_by_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[str] = []
+    register(monkeypatch, NcclGroup("a", aborted))
+    Communicators(dist.HashStore(), 0, lambda: False).abort()
+    assert aborted == ["a"]
 
 
 def test_what_nccl_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,10 +249,13 @@ def test_the_device_of_a_barrier(
     monkeypatch.setattr(dist, "init_process_group", lambda *positional, **options: None)
     monkeypatch.setattr(dist, "get_backend", lambda group: backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
     communicators = Communicators(dist.HashStore(), 0, lambda: False)
     for epoch in (1, 2):
         communicators.begin(epoch, "plan")
         communicators.join_world("nccl", (1, 0), timedelta(seconds=1))
+    assert len(emptied) == 2  # what torch keeps for later is NCCL's before its communicators are made
     dist.barrier(device_ids=given)
     assert seen == [(None, False, device_ids)]
 

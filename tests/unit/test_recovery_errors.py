@@ -30,7 +30,18 @@ OF_THE_USER = [
     AssertionError("Gloo"),
     KeyError("text"),
 ]
-OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory, NCCL"), MemoryError()]
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory, NCCL"),
+    MemoryError(),
+    torch.distributed.DistBackendError(
+        "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error, NCCL version 2.30.7\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+    ),
+    torch.distributed.DistBackendError(
+        "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error, NCCL version 2.30.7\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 608 bytes"
+    ),
+]
 
 
 def runtime(broken: bool) -> Any:
