@@ -78,14 +78,13 @@ class RunReport:
     def finish(self) -> None:
         """Close the log and print what it says of the whole run."""
         from megatron_resihp.report.events import read_events
-        from megatron_resihp.report.summary import summarize
+        from megatron_resihp.report.summary import summarize_log
         from megatron_resihp.report.terminal import console_for, render
 
         self._log.close()
         if self._progress is not None:
             self._progress.close()
-        found = read_events(self._log.path)
-        render(summarize(found.events, len(found.malformed) + found.truncated), console_for(sys.stdout))
+        render(summarize_log(read_events(self._log.path)), console_for(sys.stdout))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def _end(summary: RunSummary) -> Iterator[str]:
 def _samples(summary: RunSummary) -> Iterator[str]:
     if summary.samples_consumed is None:
         yield "samples not recorded (run with --resihp-record-samples)"
-    elif summary.samples_lost or summary.samples_applied_twice or summary.samples_out_of_place:
+    elif summary.log_damaged or summary.samples_lost or summary.samples_applied_twice or summary.samples_out_of_place:
         yield samples(summary)
 
 

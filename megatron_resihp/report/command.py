@@ -1,6 +1,6 @@
 """`resihp report RUN_DIR`: read a run's events and print, dump or draw what they say.
 
-May import: the standard library, rich and this room's modules; matplotlib only for --plot.
+May import: the standard library, rich, `control.contact` and this room's modules; matplotlib only for --plot.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 from megatron_resihp.report.check import LARGEST_DIFFERENCE, faults
 from megatron_resihp.report.drawing import drawing
 from megatron_resihp.report.events import FILE_NAME, read_events
-from megatron_resihp.report.summary import RunSummary, summarize, with_reference
+from megatron_resihp.report.standing import launcher_of, with_standing
+from megatron_resihp.report.summary import RunSummary, summarize_log, with_reference
 
 
 class _BadInput(Exception):
@@ -78,7 +80,7 @@ def _load(run_dir: Path) -> RunSummary:
     if not found.events:
         state = f"holds nothing but {unreadable} unreadable line(s)" if unreadable else "is empty"
         raise _BadInput(f"{path} {state}; give the run directory of a started run")
-    return summarize(found.events, unreadable)
+    return with_standing(summarize_log(found), launcher_of(run_dir), time.time())
 
 
 def _draw(summary: RunSummary, reference: RunSummary | None, path: Path) -> None:

@@ -112,6 +112,9 @@ class EventFile(NamedTuple):
     """Numbers, from 1, of the lines that hold no event; a cut-off last line is not among them."""
     truncated: bool
     """The last line was cut off: its writer died, or is still writing."""
+    damaged: bool
+    """Lines of the last run hold no event. Those of earlier runs don't count, nor does a cut-off last line, as all that
+    came before it is there."""
 
 
 def read_events(path: str | os.PathLike[str]) -> EventFile:
@@ -120,6 +123,7 @@ def read_events(path: str | os.PathLike[str]) -> EventFile:
     unfinished = lines.pop()
     events: list[Event] = []
     malformed: list[int] = []
+    before_last_run = 0
     for line_number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -128,10 +132,13 @@ def read_events(path: str | os.PathLike[str]) -> EventFile:
             malformed.append(line_number)
         else:
             events.append(event)
+            if event["event"] == RUN_STARTED:
+                before_last_run = len(malformed)
     last = _parse(unfinished)
     if last is not None:
         events.append(last)
-    return EventFile(events, malformed, truncated=bool(unfinished.strip()) and last is None)
+    truncated = bool(unfinished.strip()) and last is None
+    return EventFile(events, malformed, truncated, damaged=len(malformed) > before_last_run)
 
 
 def _parse(line: bytes) -> Event | None:

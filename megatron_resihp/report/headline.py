@@ -5,8 +5,9 @@ May import: the standard library and this room's modules.
 
 from __future__ import annotations
 
+from megatron_resihp.report import standing
 from megatron_resihp.report.run_summary import RunSummary
-from megatron_resihp.report.words import count, listing
+from megatron_resihp.report.words import count, duration, listing
 
 
 def headline(summary: RunSummary) -> str:
@@ -22,13 +23,20 @@ def headline(summary: RunSummary) -> str:
 
 def in_order(summary: RunSummary) -> bool:
     """Whether nothing that was recorded speaks against the run."""
-    return summary.completed and not any(_sample_faults(summary)) and not summary.failures
+    return summary.completed and not any(_sample_faults(summary)) and not (summary.failures or summary.log_damaged)
+
+
+def stopped(summary: RunSummary) -> bool:
+    """Whether somebody asked the run to stop, and it did."""
+    return (summary.reason or "").startswith("stopped by ")
 
 
 def samples(summary: RunSummary) -> str:
     """What became of the training samples."""
     if summary.samples_consumed is None:
         return "samples not recorded"
+    if summary.log_damaged:
+        return "samples: can't tell: log damaged"
     lost, twice, elsewhere = _sample_faults(summary)
     faults = [
         *([f"{lost:,} LOST"] if lost else []),
@@ -47,7 +55,28 @@ def _progress(summary: RunSummary) -> str:
     if summary.job is not None:
         where += f" of {summary.job.train_iters:,}"
     if summary.exit_code is None:
-        return f"Not finished (still running, or cut off): {where}"
+        return _unfinished(summary, where)
     if summary.completed:
         return f"Reached {where}"
+    if stopped(summary):
+        saved = summary.last_checkpoint_iteration == summary.iterations
+        return f"STOPPED at {where}, {'saved' if saved else 'not saved'}"
     return f"FAILED (exit {summary.exit_code}) at {where}"
+
+
+def _unfinished(summary: RunSummary, where: str) -> str:
+    if summary.standing is None:
+        return f"No end is in the log: {where}"
+    state, silent = summary.standing.state, duration(summary.standing.silent_s)
+    what = "event" if summary.last_step_at is None else "step"
+    usual = summary.usual_iteration_s
+    usually = "" if usual is None else f", usually one takes {duration(usual)}"
+    match state:
+        case standing.RUNNING:
+            return f"Running (last {what} {silent} ago): {where}"
+        case standing.STALLED:
+            return f"STALLED (last {what} {silent} ago{usually}): {where}"
+        case standing.ENDED:
+            return f"ENDED WITHOUT A WORD (last {what} {silent} ago): {where}"
+        case _:
+            return f"Running or ended, its launcher can't be reached from here (last {what} {silent} ago): {where}"

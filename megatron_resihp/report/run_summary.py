@@ -94,6 +94,16 @@ class Salvage:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """How a run stands whose log has no end; see `standing`."""
+
+    state: str
+    """running, stalled, ended without a word, or unknown."""
+    silent_s: float
+    """Since its last step or, before the first, since the last event."""
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """A run as its event log tells it; of a log that holds several runs, the last."""
 
@@ -122,6 +132,7 @@ class RunSummary:
     samples_per_second: Mapping[int, float] = field(default_factory=dict)
     skipped_iterations: tuple[int, ...] = ()
     samples_consumed: int | None = None
+    """Samples that the log says were applied. The three counts below are None where it can't tell all of them."""
     samples_applied_twice: int | None = None
     samples_lost: int | None = None
     samples_out_of_place: int | None = None
@@ -132,6 +143,17 @@ class RunSummary:
     verdicts: tuple[Finding, ...] = ()
     detection: Detection | None = None
     last_checkpoint: str | None = None
+    last_checkpoint_iteration: int | None = None
+    """Last step in it."""
+    usual_iteration_s: float | None = None
+    """Median of the latest iterations; None: there were too few."""
+    last_step_at: float | None = None
+    standing: Standing | None = None
+    """How a run stands whose log has no end; None: it has one, or nobody asked."""
+    log_damaged: bool = False
+    """What the log says of the run is not all that it said: what became of samples can't be told."""
+    iterations_not_in_log: tuple[int, ...] = ()
+    """Iterations before the last one that the log should tell of and doesn't."""
     loss_reference: Mapping[int, float] | None = None
     """The loss of the reference run, where one was given."""
     loss_max_relative_difference: float | None = None
@@ -183,6 +205,8 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "deaths": _each(lambda value: Death(**value)),
     "came_back": tuple,
     "joined": tuple,
+    "standing": lambda value: Standing(**value),
+    "iterations_not_in_log": tuple,
     "recoveries": _each(_recovery),
     "plans": _each(lambda value: PlanInForce(**value)),
     "loss": _by_iteration,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,8 @@ from megatron_resihp.report.nonfinite import number, optional_number
 
 MEDIAN_OVER = 10
 """Iterations that a throughput before or after a recovery is the median of."""
+MEDIAN_LEAST = 3
+"""Iterations before one is usual: the first ones also start things up."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,13 @@ def rates_around(steps: Sequence[Step], from_epoch: int, to_epoch: int) -> tuple
     before = by_epoch[max(earlier)] if earlier else []
     after = by_epoch.get(to_epoch, [])
     return _median(before[-MEDIAN_OVER:]), _median(after[:MEDIAN_OVER])
+
+
+def usual_duration(steps: Sequence[Step]) -> float | None:
+    """Median seconds of the latest iterations; None: fewer than MEDIAN_LEAST are known."""
+    ends = [step.ended_at for step in steps[-MEDIAN_OVER - 1 :] if step.ended_at is not None]
+    lasted = [after - before for before, after in pairwise(ends)]
+    return median(lasted) if len(lasted) >= MEDIAN_LEAST else None
 
 
 def settled_rate(steps: Sequence[Step], epoch: int) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_resihp.report import events as names
 from megatron_resihp.report import shape
 from megatron_resihp.report.epochs import find_plans
-from megatron_resihp.report.events import Event
+from megatron_resihp.report.events import Event, EventFile
 from megatron_resihp.report.nonfinite import number
 from megatron_resihp.report.recoveries import find_deaths
 from megatron_resihp.report.run_summary import (
@@ -30,13 +30,23 @@ from megatron_resihp.report.run_summary import (
 )
 from megatron_resihp.report.samples import Feed, SampleCount, count_samples
 from megatron_resihp.report.schema import EVENTS, problems
-from megatron_resihp.report.steps import Step, applied_attempts, applied_steps
+from megatron_resihp.report.steps import Step, applied_attempts, applied_steps, usual_duration
 
-__all__ = ["RunSummary", "compare", "summarize", "with_reference"]
+__all__ = ["RunSummary", "compare", "summarize", "summarize_log", "with_reference"]
 
 
-def summarize(events: Iterable[Event], unreadable_lines: int = 0) -> RunSummary:
-    """Everything that a report says about the last run in `events`."""
+def summarize_log(log: EventFile) -> RunSummary:
+    """Everything that a report says about the last run in a log, and what is wrong with the log."""
+    return summarize(log.events, len(log.malformed) + log.truncated, log.damaged)
+
+
+def summarize(events: Iterable[Event], unreadable_lines: int = 0, damaged: bool = False) -> RunSummary:
+    """Everything that a report says about the last run in `events`.
+
+    Args:
+        unreadable_lines: of the log that they are from.
+        damaged: some of those were of the last run, and may have said anything.
+    """
     usable, ignored = _usable(events)
     run = _last_run(usable)
     job = _job(run)
@@ -44,8 +54,11 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0) -> RunSummary:
     job = _with_start(job, run, steps)
     deaths, recoveries = find_deaths(run, steps)
     finish = _last(run, names.RUN_FINISHED) or {}
+    checkpoint = _last(run, names.CHECKPOINT) or {}
     loss_name = next((name for step in steps for name in step.loss), None)
     counted = _count_samples(run, job, steps)
+    lacking = _lacking(run, job, steps)
+    told = counted is not None and not (damaged or ignored or lacking)
     return RunSummary(
         completed=finish.get("exit_code") == 0,
         exit_code=finish.get("exit_code"),
@@ -67,16 +80,21 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0) -> RunSummary:
         samples_per_second={s.iteration: s.samples_per_second for s in steps if s.samples_per_second is not None},
         skipped_iterations=tuple(s.iteration for s in steps if s.skipped),
         samples_consumed=counted.consumed if counted else None,
-        samples_applied_twice=counted.applied_twice if counted else None,
-        samples_lost=counted.lost if counted else None,
-        samples_out_of_place=counted.out_of_place if counted else None,
+        samples_applied_twice=counted.applied_twice if counted and told else None,
+        samples_lost=counted.lost if counted and told else None,
+        samples_out_of_place=counted.out_of_place if counted and told else None,
         evaluations=tuple(_evaluation(event) for event in _all(run, names.EVALUATION)),
         drills=tuple(_drill(event) for event in _all(run, names.DRILL)),
         failures=tuple(Failure(event["failed"], event["error"]) for event in _all(run, names.WORKER_FAILED)),
         salvages=tuple(_salvage(event) for event in _all(run, names.SALVAGE)),
         verdicts=tuple(_finding(event) for event in _all(run, names.VERDICT)),
         detection=_detection(_last(run, names.DETECTION)),
-        last_checkpoint=(_last(run, names.CHECKPOINT) or {}).get("path"),
+        last_checkpoint=checkpoint.get("path"),
+        last_checkpoint_iteration=checkpoint.get("iteration"),
+        usual_iteration_s=usual_duration(steps),
+        last_step_at=max((step.ended_at for step in steps if step.ended_at is not None), default=None),
+        log_damaged=bool(damaged or ignored or lacking),
+        iterations_not_in_log=lacking,
         unreadable_lines=unreadable_lines,
         ignored_events=ignored,
     )
@@ -158,6 +176,17 @@ def _count_samples(events: Sequence[Event], job: Job | None, steps: Sequence[Ste
     applied = applied_attempts(events)
     feeds = [Feed(e["iteration"], e["samples"]) for e in fed if (e["iteration"], e["epoch"]) in applied]
     return count_samples(feeds, job.first_iteration, _last_iteration(job, steps), job.global_batch_size)
+
+
+def _lacking(events: Sequence[Event], job: Job | None, steps: Sequence[Step]) -> tuple[int, ...]:
+    """Iterations that must have been done, as later ones were, and of which the log says nothing, or nothing of their
+    samples where it says that of others."""
+    if job is None or not steps:
+        return ()
+    told = {step.iteration for step in steps}
+    fed = {event["iteration"] for event in _all(events, names.SAMPLES)}
+    due = range(job.first_iteration + 1, _last_iteration(job, steps) + 1)
+    return tuple(iteration for iteration in due if iteration not in told or (fed and iteration not in fed))
 
 
 def _workers_at_start(events: Sequence[Event]) -> Workers | None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_resihp.report.epochs import PlanInForce
-from megatron_resihp.report.headline import headline, in_order
+from megatron_resihp.report.headline import headline, in_order, stopped
 from megatron_resihp.report.recoveries import Death, Recovery
 from megatron_resihp.report.run_summary import RunSummary, Salvage, Workers
 from megatron_resihp.report.words import NONE, count, listing, milliseconds, rate, relative_difference, size, verdict
@@ -41,8 +41,7 @@ def progress_bar() -> Progress:
 
 def render(summary: RunSummary, console: Console) -> None:
     """Print the page."""
-    style = "bold green" if in_order(summary) else "bold yellow" if summary.exit_code is None else "bold red"
-    console.print(Text(headline(summary), style=style), soft_wrap=True)
+    console.print(Text(headline(summary), style=f"bold {_colour(summary)}"), soft_wrap=True)
     for line in _facts(summary):
         console.print(Text(f"  {line}"), soft_wrap=True)
     if summary.deaths:
@@ -60,6 +59,13 @@ def render(summary: RunSummary, console: Console) -> None:
     if any(recovery.phases for recovery in summary.recoveries):
         title = "Time of each recovery in ms (slowest worker of each phase; agree and ready include waiting)"
         _section(console, title, _phases(summary.recoveries), len(summary.recoveries))
+
+
+def _colour(summary: RunSummary) -> str:
+    if in_order(summary):
+        return "green"
+    uncertain = summary.exit_code is None or stopped(summary) or (summary.completed and summary.log_damaged)
+    return "yellow" if uncertain else "red"
 
 
 def _section(console: Console, title: str, table: Table, rows: int) -> None:
@@ -111,6 +117,10 @@ def _trouble(summary: RunSummary) -> Iterator[str]:
         yield _salvages(summary.salvages)
     if summary.unreadable_lines:
         yield f"{count(summary.unreadable_lines, 'line')} of the event log could not be read"
+    if summary.iterations_not_in_log:
+        few = ", ".join(f"{iteration:,}" for iteration in summary.iterations_not_in_log[:MAX_ROWS])
+        more = ", …" if len(summary.iterations_not_in_log) > MAX_ROWS else ""
+        yield f"the event log lacks what it should say of iteration {few}{more}"
     for problem, times in summary.ignored_events.items():
         yield f"{count(times, 'event')} left out: {problem}"
 

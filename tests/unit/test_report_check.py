@@ -45,6 +45,7 @@ def test_floating_point_reassociation_is_no_fault(good: RunSummary) -> None:
         ({"failures": (Failure(2, "ValueError: no"),)}, "worker 2 raised an error"),
         ({"samples_consumed": None}, "samples not recorded (run with --resihp-record-samples)"),
         ({"samples_lost": 3}, "samples: 3 LOST"),
+        ({"log_damaged": True}, "samples: can't tell: log damaged"),
         ({"samples_applied_twice": 3}, "samples: 3 REPEATED"),
         ({"samples_out_of_place": 3}, "samples: 3 OUT OF PLACE"),
         ({"loss_max_relative_difference": 2e-5}, f"{COMPARED} at most 2.0e-05"),

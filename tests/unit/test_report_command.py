@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_resihp.control import contact
 from megatron_resihp.report.command import add_arguments, run
 from megatron_resihp.report.events import EventLog
 
@@ -81,7 +84,33 @@ def test_damaged_lines_are_reported(run_dir: Path, capsys: pytest.CaptureFixture
     with (run_dir / "events.jsonl").open("a") as log:
         log.write('nonsense\n{"event": "itera')
     assert call(run_dir) == 0
-    assert "2 lines of the event log could not be read" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 lines of the event log could not be read" in out
+    assert "samples: can't tell: log damaged" in out
+
+
+def test_a_run_whose_launcher_is_gone_has_ended_without_a_word(
+    tmp_path: Path,
+    synthetic_run: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a job that was killed as a whole, and of one that does not answer while its process lives."""
+    monkeypatch.setattr(contact, "CONNECT_S", 0.05)
+    run = synthetic_run()
+    run.step(12)
+    directory = _written(tmp_path / "cut-off", run.events)
+    assert call(directory) == 0
+    assert capsys.readouterr().out.startswith("ENDED WITHOUT A WORD (last step ")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    told = {"store": f"127.0.0.1:{port}", "token": "x", "host": socket.gethostname(), "pid": os.getpid()}
+    (directory / "coordinator.json").write_text(json.dumps(told))
+    assert call(directory) == 0
+    assert capsys.readouterr().out.startswith("STALLED (last step ")
+    (directory / "coordinator.json").write_text(json.dumps({**told, "host": "another"}))
+    assert call(directory) == 0
+    assert capsys.readouterr().out.startswith("Running or ended, its launcher can't be reached from here")
 
 
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -106,6 +106,15 @@ def test_a_new_writer_does_not_glue_its_event_to_a_cut_off_line(tmp_path: Path) 
     assert ([event["event"] for event in found.events], found.malformed) == (["drill"], [1])
 
 
+def test_only_lines_of_the_last_run_damage_it(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "run_started"}\n{"event": "itera\n{"event": "run_started"}\n{"event": "dri')
+    assert not read_events(path).damaged, "the run before was cut off, and this one is being written"
+    with path.open("a") as log:
+        log.write("ll\n")
+    assert read_events(path).damaged
+
+
 def test_a_closed_log_refuses_events(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.close()

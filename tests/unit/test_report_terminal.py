@@ -10,6 +10,7 @@ import pytest
 
 from megatron_resihp.report.run_summary import RunSummary
 from megatron_resihp.report.shape import describe, layers, micro_batches
+from megatron_resihp.report.standing import Launcher, with_standing
 from megatron_resihp.report.summary import summarize, with_reference
 from megatron_resihp.report.terminal import WIDTH, console_for, render
 from megatron_resihp.report.words import duration, size
@@ -57,10 +58,66 @@ def test_a_failed_run_says_so_first(synthetic_run: Callable[..., Any]) -> None:
     assert "INCOMPLETE, missing stage 1 TP rank 0: left-behind" in text
 
 
-def test_a_run_that_goes_on_is_not_called_finished(synthetic_run: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "later_s", "begins"),
+    [
+        (Launcher.ANSWERS, 0.4, "Running (last step 400 ms ago): iteration 12 of 40;"),
+        (Launcher.ANSWERS, 26.0, "STALLED (last step 26.0 s ago, usually one takes 1"),
+        (Launcher.SILENT, 26.0, "STALLED (last step 26.0 s ago, usually one takes 1"),
+        (Launcher.GONE, 0.4, "ENDED WITHOUT A WORD (last step 400 ms ago): iteration 12 of 40;"),
+        (Launcher.UNKNOWN, 0.4, "Running (last step 400 ms ago): iteration 12 of 40;"),
+        (Launcher.UNKNOWN, 26.0, "Running or ended, its launcher can't be reached from here (last step 26.0 s ago): "),
+    ],
+)
+def test_a_run_without_an_end_runs_or_is_stalled_or_has_ended(
+    synthetic_run: Callable[..., Any], launcher: Launcher, later_s: float, begins: str
+) -> None:
+    run = synthetic_run()
+    run.step(12, seconds=1.0)
+    summary = with_standing(summarize(run.events), launcher, run.now + later_s)
+    assert page(summary).startswith(begins)
+    assert RunSummary.from_json(summary.to_json()) == summary
+
+
+def test_a_run_that_has_done_no_iteration_yet_runs_as_long_as_its_launcher_answers(
+    synthetic_run: Callable[..., Any],
+) -> None:
+    run = synthetic_run()
+    summary = with_standing(summarize(run.events), Launcher.ANSWERS, run.now + 90)
+    assert page(summary).startswith("Running (last event 90.0 s ago): iteration 0 of 40;")
+
+
+@pytest.mark.parametrize(("saved_at", "ends"), [(12, "saved"), (10, "not saved"), (None, "not saved")])
+def test_a_run_that_was_stopped_did_not_fail(
+    synthetic_run: Callable[..., Any], saved_at: int | None, ends: str
+) -> None:
     run = synthetic_run()
     run.step(12)
-    assert page(summarize(run.events)).startswith("Not finished (still running, or cut off): iteration 12 of 40;")
+    if saved_at is not None:
+        run.write("checkpoint", iteration=saved_at, path="saved")
+    run.finish(143, "stopped by signal 15")
+    text = page(summarize(run.events))
+    assert text.startswith(f"STOPPED at iteration 12 of 40, {ends}; no recovery;")
+    assert "reason: stopped by signal 15" in text
+
+
+def test_who_was_lost_in_a_damaged_log_cannot_be_told(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.step(40)
+    run.finish()
+    whole = summarize(run.events)
+    of_two = [event for event in run.events if event["event"] == "samples" and event["iteration"] == 7]
+    run.events.remove(of_two[0])
+    assert "samples: 8 LOST" in page(summarize(run.events)), "nothing is wrong with this log"
+    page_of_damaged = page(summarize(run.events, 1, damaged=True))
+    assert page_of_damaged.startswith("Reached iteration 40 of 40; ")
+    assert "; samples: can't tell: log damaged\n" in page_of_damaged
+    for event in of_two[1:]:
+        run.events.remove(event)
+    lacking = page(summarize(run.events))
+    assert "; samples: can't tell: log damaged\n" in lacking
+    assert "the event log lacks what it should say of iteration 7\n" in lacking
+    assert "no sample lost or repeated" in page(whole)
 
 
 def test_workers_that_came_back_are_in_the_headline(synthetic_run: Callable[..., Any]) -> None:

@@ -1,0 +1,88 @@
+"""How a run stands whose log has no end: does it go on, stand still, or has it ended without a word?
+
+May import: the standard library, `control.contact` and this room's modules.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from megatron_resihp.control import contact
+from megatron_resihp.control.store import StoreError
+from megatron_resihp.report.run_summary import RunSummary, Standing
+
+RUNNING: Final = "running"
+STALLED: Final = "stalled"
+ENDED: Final = "ended without a word"
+UNKNOWN: Final = "unknown"
+
+STALLED_AFTER: Final = 3.0
+"""Usual iteration times without an iteration that is finished."""
+LEAST_S: Final = 5.0
+"""Nobody who asks how a run stands means a second or two."""
+
+
+class Launcher(Enum):
+    """What became of the launcher of a run's node 0, as far as can be seen from here."""
+
+    ANSWERS = "answers"
+    SILENT = "silent"
+    """Its process lives, and does not answer: it is stopped, or the machine has no time for it."""
+    GONE = "gone"
+    UNKNOWN = "unknown"
+    """It was on another machine, and can't be reached from this one."""
+
+
+def with_standing(summary: RunSummary, launcher: Launcher, now: float) -> RunSummary:
+    """`summary` with how the run stands at Unix time `now`, unless its log has an end."""
+    if summary.exit_code is not None:
+        return summary
+    return replace(summary, standing=standing(summary, launcher, now))
+
+
+def standing(summary: RunSummary, launcher: Launcher, now: float) -> Standing:
+    """How a run stands whose log has no end."""
+    last = summary.last_event_at if summary.last_step_at is None else summary.last_step_at
+    silent_s = max(0.0, now - last) if last is not None else 0.0
+    if launcher is Launcher.GONE:
+        return Standing(ENDED, silent_s)
+    usual_s = summary.usual_iteration_s
+    on_time = usual_s is not None and silent_s <= max(STALLED_AFTER * usual_s, LEAST_S)
+    if on_time or (usual_s is None and launcher is Launcher.ANSWERS):
+        return Standing(RUNNING, silent_s)
+    return Standing(UNKNOWN if launcher is Launcher.UNKNOWN else STALLED, silent_s)
+
+
+def launcher_of(run_dir: Path) -> Launcher:
+    """Look for the launcher of a run's node 0; may take as long as `contact.CONNECT_S`."""
+    try:
+        told = json.loads((run_dir / contact.FILE_NAME).read_text())
+        host, pid = told.get("host"), told.get("pid")
+    except FileNotFoundError:
+        return Launcher.GONE
+    except (OSError, ValueError, AttributeError):
+        return Launcher.UNKNOWN
+    here = host == socket.gethostname() and isinstance(pid, int)
+    if here and not _lives(pid):
+        return Launcher.GONE
+    try:
+        contact.reach(run_dir)
+        return Launcher.ANSWERS
+    except StoreError:
+        return Launcher.SILENT if here else Launcher.UNKNOWN
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
