@@ -24,6 +24,7 @@ from megatron_resihp.control.actions import (
     PublishPlan,
     Reopen,
 )
+from megatron_resihp.control.door import MalformedError, read_message, shown
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.next_plan import NextPlan, rectangles_or_less
@@ -32,6 +33,8 @@ from megatron_resihp.control.store import Store
 
 POLL_S = 0.5
 """How often bounded waits are looked at when no message comes."""
+DROPPED_SHOWN = 10
+"""So many malformed messages are told of, each in an event; whoever sends more must not fill the log."""
 
 
 class Coordinator:
@@ -70,6 +73,7 @@ class Coordinator:
         self._to_notify = to_notify or queue.SimpleQueue()
         self._notices = 0
         self._struck: dict[int, float] = {}
+        self._dropped = 0
         self._slowness = SlownessDesk(size.workers)
 
     def run(self) -> int:
@@ -81,7 +85,7 @@ class Coordinator:
         })  # fmt: skip
         while True:
             text = self._store.pop(messages.INBOX, POLL_S)
-            actions = self._react(json.loads(text)) if text is not None else []
+            actions = self._take_in(text) if text is not None else []
             actions += self._membership.tick(time.time())
             for order in self._waiting_orders():
                 actions += self._react(order) if "type" in order else [Notify(order)]
@@ -92,6 +96,21 @@ class Coordinator:
 
     def _waiting_orders(self) -> list[dict[str, Any]]:
         return [self._to_notify.get() for _ in range(self._to_notify.qsize())]
+
+    def _take_in(self, text: str) -> list[Action]:
+        message = self._read(text)
+        return [] if message is None else self._react(message)
+
+    def _read(self, text: str) -> dict[str, Any] | None:
+        """A message from the store, in which any process may write; None: it is none, and dropped."""
+        try:
+            return read_message(text, self._membership.size, self._membership.newcomers.may_exist)
+        except MalformedError as error:
+            self._dropped += 1
+            if self._dropped <= DROPPED_SHOWN:
+                more = "" if self._dropped < DROPPED_SHOWN else "; further ones are dropped without a word"
+                self._log({"event": "message_dropped", "reason": f"{error}{more}", "text": shown(text)})
+            return None
 
     def _react(self, message: dict[str, Any]) -> list[Action]:
         if self._took_events(message):
@@ -137,8 +156,7 @@ class Coordinator:
                 if key.startswith(messages.ANSWERS):
                     self._store.set(key, json.dumps(content))
             case Notify(notice):
-                self._store.set(messages.notice_key(self._notices), json.dumps(notice))
-                self._notices += 1
+                self._notify(json.dumps(notice))
             case PublishPlan(epoch, plan, commit, held, groups_of_change):
                 self._publish(epoch, {
                     "plan": plan.to_dict(), "digest": plan.digest, "commit": commit and commit.to_dict(),
@@ -164,12 +182,20 @@ class Coordinator:
                 return code
         return None
 
+    def _notify(self, notice: str) -> None:
+        """Under the first number that nobody has used: what a stranger has written there is read already."""
+        while self._store.set_once(messages.notice_key(self._notices), notice) != notice:
+            self._notices += 1
+        self._notices += 1
+
     def _publish(self, epoch: int, plan: dict[str, Any]) -> None:
         self._store.set_once(messages.plan_key(epoch), json.dumps(plan))
 
     def _drain_events(self) -> None:
         while (text := self._store.pop(messages.INBOX, 0.0)) is not None:
-            self._took_events(json.loads(text))
+            message = self._read(text)
+            if message is not None:
+                self._took_events(message)
 
     def _took_events(self, message: dict[str, Any]) -> bool:
         """Write the events that a message carries, if that is what it is for."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from megatron_resihp.control import messages
+from megatron_resihp.control.door import MalformedError, read_end, read_notice
 from megatron_resihp.control.lifeline import Lifeline
 from megatron_resihp.control.mailbox import Ending
 from megatron_resihp.control.slowness import Slowness
@@ -96,7 +97,11 @@ class Link:
         try:
             while not self._closed:
                 if store.wait(messages.END, SLICE_S):
-                    end = json.loads(store.get(messages.END, END_READ_S))
+                    end = _read(read_end, store.get(messages.END, END_READ_S))
+                    if end is None:
+                        # The coordinator puts its own in that place when the job is over.
+                        time.sleep(SLICE_S)
+                        continue
                     members = None if end.get("members") is None else frozenset(end["members"])
                     self._on_end(Ending(end["code"], end["reason"], end["grace_s"], agreed=True, members=members))
                     return
@@ -109,15 +114,25 @@ class Link:
             store = self._connect()
             while not self._closed:
                 if store.wait(messages.notice_key(number), SLICE_S):
-                    notice = json.loads(store.get(messages.notice_key(number), END_READ_S))
+                    notice = _read(read_notice, store.get(messages.notice_key(number), END_READ_S))
+                    number += 1
+                    if notice is None:
+                        continue
                     if notice["kind"] == messages.SLOWNESS and not notice["emulated"]:
                         self._on_slowness(Slowness.from_dict(notice))
                     if notice["kind"] == "end":
                         return
-                    number += 1
         except (StoreError, TimeoutError) as error:
             self._lost(error)
 
     def _lost(self, error: Exception) -> None:
         if not self._closed:
             self._on_end(Ending(1, f"the coordinator is lost: {error}"))
+
+
+def _read(reader: Callable[[str], dict[str, Any]], text: str) -> dict[str, Any] | None:
+    """None: it is malformed. Workers say so where they hear of it, too."""
+    try:
+        return reader(text)
+    except MalformedError:
+        return None

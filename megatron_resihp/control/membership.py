@@ -23,7 +23,7 @@ class Membership(Epochs):
         """React to one message.
 
         Args:
-            message: a dict with a `type`; unknown types are ignored (they are for others).
+            message: well formed, as `door` lets through.
             now: seconds, of any clock that also `tick` is given.
         """
         if self.phase is Phase.ENDED:
@@ -80,7 +80,7 @@ class Membership(Epochs):
     def _on_joining(self, message: Message, now: float) -> list[Action]:
         """A worker that was not there at the start is ready for a place in a plan; it holds nothing."""
         worker = message["worker"]
-        if worker in self.dead:
+        if worker in self.dead or worker in self.living:
             return []
         if self._sizes_in(message) != (self.shape, self.own):
             reason = "was started with other sizes than the job"
@@ -100,7 +100,8 @@ class Membership(Epochs):
         return [Log({"event": "model", "arguments": message["arguments"]})]
 
     def _on_ready(self, message: Message, now: float) -> list[Action]:
-        if message["epoch"] != self.epoch or self.phase not in (Phase.STARTING, Phase.BUILDING):
+        here = message["epoch"] == self.epoch and message["worker"] in self.living
+        if not here or self.phase not in (Phase.STARTING, Phase.BUILDING):
             return []
         self._ready[message["worker"]] = dict(message)
         if self.plan is None or set(self.plan.members) - set(self._ready):
@@ -128,7 +129,7 @@ class Membership(Epochs):
         return [Reopen(node, tuple(size.places_on(node))) for node in range(size.nodes, size.most_nodes)]
 
     def _on_suspect(self, message: Message, now: float) -> list[Action]:
-        if message["epoch"] != self.epoch or message["worker"] in self.dead:
+        if message["epoch"] != self.epoch or message["worker"] not in self.living:
             return []
         plan = self.plan if self.trained and self.phase is Phase.RUNNING else None
         if plan is not None and message["worker"] not in plan.working:
@@ -138,7 +139,7 @@ class Membership(Epochs):
 
     def _on_muster(self, message: Message, now: float) -> list[Action]:
         worker = message["worker"]
-        if worker in self.dead or message["epoch"] != self.epoch or self.phase is Phase.SALVAGING:
+        if worker not in self.living or message["epoch"] != self.epoch or self.phase is Phase.SALVAGING:
             return []
         if self._change is not None and self.phase is Phase.RUNNING:
             self._leave_by_choice(now)
@@ -155,7 +156,7 @@ class Membership(Epochs):
         return []
 
     def _on_trained(self, message: Message, now: float) -> list[Action]:
-        self.trained = self.trained or message["worker"] not in self.dead
+        self.trained = self.trained or message["worker"] in self.living
         return []
 
     def _on_salvaged(self, message: Message, now: float) -> list[Action]:

@@ -11,6 +11,9 @@ from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.plan import ParallelPlan, Shard
 from megatron_resihp.plan.places import node_of, place_of
 
+STARTS_UNHEARD = 8
+"""So many starts of a place may have failed before anybody heard of them; each has used up an id."""
+
 
 @dataclass
 class Newcomers:
@@ -31,6 +34,11 @@ class Newcomers:
         place = place_of(worker, self.size.places)
         self._latest[place] = max(worker, self._latest.get(place, place))
         return place
+
+    def may_exist(self, worker: int) -> bool:
+        """Whether some process may have this id by now."""
+        place = place_of(worker, self.size.places)
+        return worker <= self._latest.get(place, place) + STARTS_UNHEARD * self.size.places
 
     def has_never_run(self, worker: int, running: ParallelPlan | None) -> bool:
         """Whether it was not there at the start and is in no plan that has been run: the job does without it.

@@ -104,7 +104,7 @@ class TcpStore:
     def get(self, key: str, timeout_s: float) -> str:
         if not self.wait(key, timeout_s):
             raise TimeoutError(f"the store has no {key!r} after {timeout_s:g} s")
-        return self._call("get", PREFIX + key).decode()
+        return self._call("get", PREFIX + key).decode(errors="replace")
 
     def wait(self, key: str, timeout_s: float) -> bool:
         from torch.distributed import DistNetworkError, DistStoreError
@@ -151,7 +151,8 @@ class TcpStore:
         # A queue is a key while it holds something, but another taker may be faster.
         while self.wait(queue, deadline - time.monotonic()):
             try:
-                return self._call("queue_pop", PREFIX + queue, False).decode()
+                # Who pushes what is no text gets it back as something else that is none.
+                return self._call("queue_pop", PREFIX + queue, False).decode(errors="replace")
             except QueueEmptyError:
                 continue
         return None

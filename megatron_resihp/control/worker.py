@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_resihp.control import messages
+from megatron_resihp.control.door import MalformedError, read_notice
 from megatron_resihp.control.record import Commit, Record
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
@@ -23,6 +24,9 @@ SLICE_S = 0.1
 """Bounded waits look up this often whether what they wait for can still come."""
 READ_S = 60.0
 """For what is known to be there: it comes at once, or as soon as the coordinator gets a share of a busy machine."""
+
+DROPPED_SHOWN = 10
+"""So many malformed notices get a line each."""
 
 
 class EpochBroken(Exception):
@@ -99,6 +103,7 @@ class WorkerControl:
         self._change: dict[str, Any] | None = None
         self._joins: int | None = None
         self._end: JobEnded | None = None
+        self._dropped = 0
         self._news = threading.Condition()
         self._notice_store = store.clone()
         self._thread = threading.Thread(target=self._listen, name="resihp-notices", daemon=True)
@@ -290,10 +295,20 @@ class WorkerControl:
             while True:
                 while not self._notice_store.wait(messages.notice_key(number), 3600.0):
                     pass
-                self._hear(json.loads(self._notice_store.get(messages.notice_key(number), READ_S)))
+                self._read(self._notice_store.get(messages.notice_key(number), READ_S))
                 number += 1
         except StoreError as error:
             self._hear({"kind": "end", "code": 1, "reason": f"the coordinator is gone: {error}"})
+
+    def _read(self, text: str) -> None:
+        try:
+            notice = read_notice(text)
+        except MalformedError as error:
+            self._dropped += 1
+            if self._dropped <= DROPPED_SHOWN:
+                print(f"resihp: worker {self.worker} drops a malformed notice: {error}", file=sys.stderr, flush=True)
+            return
+        self._hear(notice)
 
     def _hear(self, notice: dict[str, Any]) -> None:
         if notice["kind"] == "stop":

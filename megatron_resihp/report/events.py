@@ -61,6 +61,7 @@ NOTICE: Final = "notice"
 DETECTION_RESUMED: Final = "detection_resumed"
 DETECTION: Final = "detection"
 DETECTION_FAILED: Final = "detection_failed"
+MESSAGE_DROPPED: Final = "message_dropped"
 RUN_FINISHED: Final = "run_finished"
 
 PHASES: Final = ("notice", "abort", "agree", "rebuild", "migrate", "data", "ready", "first_step")

@@ -521,6 +521,14 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
         "A part of the detector has given up; training and the rest go on.",
         (Field("part", TEXT, "verdicts, recording or cost model"), Field("error", TEXT, "why")),
     ),
+    names.MESSAGE_DROPPED: EventSchema(
+        "coordinator",
+        "A message to the coordinator was malformed and had no effect. After the tenth no more are told.",
+        (
+            Field("reason", TEXT, "what is wrong with it"),
+            Field("text", TEXT, "how it begins"),
+        ),
+    ),
     names.RUN_FINISHED: EventSchema(
         "coordinator",
         "The run is over.",
