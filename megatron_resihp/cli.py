@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megatron_resihp.control import apply_command, drill_command, launch_options, launcher
+from megatron_resihp.report.run_report import RunReport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,37 +54,6 @@ def _add(commands: Any, name: str, module: ModuleType, what: str) -> None:
     parser = commands.add_parser(name, help=what)
     module.add_arguments(parser)
     parser.set_defaults(run=module.run)
-
-
-class RunReport:
-    """Where a run's events go: its log, and the terminal."""
-
-    def __init__(self, run_dir: Path) -> None:
-        from megatron_resihp.report.events import FILE_NAME, EventLog
-        from megatron_resihp.report.progress import Progress
-
-        self._log = EventLog(run_dir / FILE_NAME)
-        self._progress: Progress | None = Progress(sys.stdout)
-
-    def write(self, event: dict[str, Any]) -> None:
-        self._log.write(event)
-        try:
-            if self._progress is not None:
-                self._progress.feed(event)
-        except OSError:
-            # Whoever read our output is gone; the log goes on.
-            self._progress = None
-
-    def finish(self) -> None:
-        """Close the log and print what it says of the whole run."""
-        from megatron_resihp.report.events import read_events
-        from megatron_resihp.report.summary import summarize_log
-        from megatron_resihp.report.terminal import console_for, render
-
-        self._log.close()
-        if self._progress is not None:
-            self._progress.close()
-        render(summarize_log(read_events(self._log.path)), console_for(sys.stdout))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -32,29 +31,14 @@ FAILED_GRACE_S: Final = 5.0
 
 
 class EventSink(Protocol):
-    """Takes the run's events; `finish` is called once, when nothing more comes."""
+    """Takes the run's events, from any thread; `finish` is called once, when nothing more comes.
+
+    Where it can't keep or show them it says so and raises nothing: that is no reason to end a job.
+    """
 
     def write(self, event: dict[str, Any]) -> None: ...
 
     def finish(self) -> None: ...
-
-
-class Log:
-    """An event sink that any thread may write to, and that gives up where it can't be written, on a full disk perhaps:
-    that is no reason to end a job."""
-
-    def __init__(self, sink: EventSink) -> None:
-        self._sink = sink
-        self._works = True
-
-    def write(self, event: dict[str, Any]) -> None:
-        if not self._works:
-            return
-        try:
-            self._sink.write(event)
-        except OSError as error:
-            self._works = False
-            print(f"resihp: events can't be written any more ({error}); the job goes on without them", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -78,7 +62,7 @@ class Headquarters:
 
     Args:
         listener: bound to the port of `address`.
-        log: takes the events.
+        write: takes the events, from any thread.
         meeting: where agents of other nodes connect; None where there are none.
         detection, strategist: told of all events.
         on_end: told, in this object's thread, if the store can't be served.
@@ -88,7 +72,7 @@ class Headquarters:
         self,
         address: Address,
         listener: socket.socket,
-        log: Log,
+        write: Callable[[dict[str, Any]], None],
         job: Job,
         meeting: Meeting | None,
         detection: Detection,
@@ -97,7 +81,7 @@ class Headquarters:
     ) -> None:
         self._address = address
         self._listener = listener
-        self._log = log
+        self._write_event = write
         self._job = job
         self._meeting = meeting
         self.detection = detection
@@ -156,4 +140,4 @@ class Headquarters:
     def _write(self, event: dict[str, Any]) -> None:
         self.detection.note(event)
         self._strategist.note(event)
-        self._log.write(event)
+        self._write_event(event)

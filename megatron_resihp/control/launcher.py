@@ -26,7 +26,7 @@ from megatron_resihp.control.contact import Contact
 from megatron_resihp.control.detection import Detection, Judge
 from megatron_resihp.control.environment import JobEnvironment
 from megatron_resihp.control.guardian import Guardian
-from megatron_resihp.control.headquarters import EventSink, Headquarters, Job, Log
+from megatron_resihp.control.headquarters import EventSink, Headquarters, Job
 from megatron_resihp.control.launch_options import RUNS, LaunchError, LaunchOptions, check, options_of
 from megatron_resihp.control.lifeline import Lifeline, Watcher
 from megatron_resihp.control.link import Link
@@ -268,18 +268,18 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     meeting = None
     if seat.lifelines is not None and seat.records is not None:
         meeting = Meeting(*(Address(seat.address.host, s.getsockname()[1]) for s in (seat.lifelines, seat.records)))
-    log = Log(seat.sink)
+    write = seat.sink.write
 
     def judged(event: dict[str, Any]) -> None:
         strategist.note(event)
-        log.write(event)
+        write(event)
 
     detection = Detection(lambda order: _make_judge(seat.run_dir, order), judged)
     size = options.size
-    strategist = Strategist(seat.run_dir, size.places, size.workers_per_node, log.write, detection.orders.put)
+    strategist = Strategist(seat.run_dir, size.places, size.workers_per_node, write, detection.orders.put)
     limits = Limits(options.muster_timeout_s)
     job = Job(size, list(options.command), limits, seat.token, seat.run_dir)
-    return Headquarters(seat.address, seat.listener, log, job, meeting, detection, strategist, mailbox.end)
+    return Headquarters(seat.address, seat.listener, write, job, meeting, detection, strategist, mailbox.end)
 
 
 def _make_judge(run_dir: Path, order: Callable[[dict[str, Any]], None]) -> Judge:

@@ -62,6 +62,7 @@ DETECTION_RESUMED: Final = "detection_resumed"
 DETECTION: Final = "detection"
 DETECTION_FAILED: Final = "detection_failed"
 MESSAGE_DROPPED: Final = "message_dropped"
+LOG_GAP: Final = "log_gap"
 RUN_FINISHED: Final = "run_finished"
 
 PHASES: Final = ("notice", "abort", "agree", "rebuild", "migrate", "data", "ready", "first_step")
@@ -80,17 +81,22 @@ class EventLog:
         self._clock = clock
         self._lock = threading.Lock()
         self._file: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        if not _ends_with_newline(self._file):
-            # A writer died in the middle of a line: do not let it swallow ours.
-            _write_all(self._file, b"\n")
+        self._torn = not _ends_with_newline(self._file)
+        """A writer died in the middle of a line, or had no room for the rest: it must not swallow the next."""
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Append one event; `time` is filled in where the caller left it out."""
+        """Append one event; `time` is filled in where the caller left it out.
+
+        Raises:
+            OSError: it can't be written; later ones perhaps can.
+        """
         line = json.dumps(jsonable({"time": self._clock(), **event}), default=_plain, allow_nan=False)
         with self._lock:
             if self._file is None:
                 raise ValueError(f"{self.path} is closed; no event can be written to it")
-            _write_all(self._file, line.encode() + b"\n")
+            before, self._torn = b"\n" if self._torn else b"", True
+            _write_all(self._file, before + line.encode() + b"\n")
+            self._torn = False
 
     def close(self) -> None:
         with self._lock:

@@ -56,6 +56,8 @@ def _progress(summary: RunSummary) -> str:
         where += f" of {summary.job.train_iters:,}"
     if summary.exit_code is None:
         return _unfinished(summary, where)
+    if summary.completed and summary.events_missing:
+        return f"Ended with exit code 0, but the log is incomplete: {where} is its last"
     if summary.completed:
         return f"Reached {where}"
     if stopped(summary):

@@ -152,6 +152,8 @@ class RunSummary:
     """How a run stands whose log has no end; None: it has one, or nobody asked."""
     log_damaged: bool = False
     """What the log says of the run is not all that it said: what became of samples can't be told."""
+    events_missing: int = 0
+    """Events that could not be written to the log, on a full disk perhaps."""
     iterations_not_in_log: tuple[int, ...] = ()
     """Iterations before the last one that the log should tell of and doesn't."""
     loss_reference: Mapping[int, float] | None = None

@@ -529,6 +529,14 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("text", TEXT, "how it begins"),
         ),
     ),
+    names.LOG_GAP: EventSchema(
+        "the launcher on node 0",
+        "The log could not be written for a while, on a full disk perhaps, and lacks what happened then.",
+        (
+            Field("events", INTEGER, "how many events are missing"),
+            Field("since", NUMBER, "when the first of them could not be written, in Unix seconds"),
+        ),
+    ),
     names.RUN_FINISHED: EventSchema(
         "coordinator",
         "The run is over.",

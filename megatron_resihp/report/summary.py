@@ -58,7 +58,8 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0, damaged: bool 
     loss_name = next((name for step in steps for name in step.loss), None)
     counted = _count_samples(run, job, steps)
     lacking = _lacking(run, job, steps)
-    told = counted is not None and not (damaged or ignored or lacking)
+    missing = sum(event["events"] for event in _all(run, names.LOG_GAP))
+    damaged = bool(damaged or ignored or lacking or missing)
     return RunSummary(
         completed=finish.get("exit_code") == 0,
         exit_code=finish.get("exit_code"),
@@ -80,9 +81,9 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0, damaged: bool 
         samples_per_second={s.iteration: s.samples_per_second for s in steps if s.samples_per_second is not None},
         skipped_iterations=tuple(s.iteration for s in steps if s.skipped),
         samples_consumed=counted.consumed if counted else None,
-        samples_applied_twice=counted.applied_twice if counted and told else None,
-        samples_lost=counted.lost if counted and told else None,
-        samples_out_of_place=counted.out_of_place if counted and told else None,
+        samples_applied_twice=counted.applied_twice if counted and not damaged else None,
+        samples_lost=counted.lost if counted and not damaged else None,
+        samples_out_of_place=counted.out_of_place if counted and not damaged else None,
         evaluations=tuple(_evaluation(event) for event in _all(run, names.EVALUATION)),
         drills=tuple(_drill(event) for event in _all(run, names.DRILL)),
         failures=tuple(Failure(event["failed"], event["error"]) for event in _all(run, names.WORKER_FAILED)),
@@ -93,7 +94,8 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0, damaged: bool 
         last_checkpoint_iteration=checkpoint.get("iteration"),
         usual_iteration_s=usual_duration(steps),
         last_step_at=max((step.ended_at for step in steps if step.ended_at is not None), default=None),
-        log_damaged=bool(damaged or ignored or lacking),
+        log_damaged=damaged,
+        events_missing=missing,
         iterations_not_in_log=lacking,
         unreadable_lines=unreadable_lines,
         ignored_events=ignored,

@@ -117,6 +117,8 @@ def _trouble(summary: RunSummary) -> Iterator[str]:
         yield _salvages(summary.salvages)
     if summary.unreadable_lines:
         yield f"{count(summary.unreadable_lines, 'line')} of the event log could not be read"
+    if summary.events_missing:
+        yield f"{count(summary.events_missing, 'event')} could not be written to the event log"
     if summary.iterations_not_in_log:
         few = ", ".join(f"{iteration:,}" for iteration in summary.iterations_not_in_log[:MAX_ROWS])
         more = ", …" if len(summary.iterations_not_in_log) > MAX_ROWS else ""

@@ -86,6 +86,7 @@ def check_what_was_trained(job: Job, reference: Job) -> None:
     assert sorted(summary.loss) == list(range(1, len(summary.loss) + 1)), job.tails()
     difference = compare(summary.loss, expected.loss)
     assert difference is None or difference <= TOLERANCE, difference_table(summary, expected)
+    assert not summary.log_damaged
     assert not summary.samples_lost and not summary.samples_applied_twice and not summary.samples_out_of_place
     assert not summary.ignored_events, summary.ignored_events
 
