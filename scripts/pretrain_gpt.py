@@ -33,7 +33,6 @@ from megatron.core.utils import (
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
-    get_model_config,
 )
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.argument_utils import (
@@ -104,9 +103,9 @@ def dataset_config() -> GPTDatasetConfig:
 def datasets_provider(sample_counts: Sequence[int], vp_stage: int | None = None) -> list[Any]:
     """The training, validation and test data sets."""
     args = get_args()
-    config = core_transformer_config_from_args(args)
 
     def is_built_here() -> bool:
+        config = core_transformer_config_from_args(args)
         return mpu.get_tensor_model_parallel_rank() == 0 and reads_data(config, vp_stage)
 
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
@@ -118,17 +117,23 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def to_device(sample: Batch) -> Batch:
-    """Every known field, None where the data set has none, and whatever else the data set gave, unchanged."""
-    present = {name: sample[name] for name in BATCH_FIELDS if sample.get(name) is not None}
-    moved = {name: value.cuda(non_blocking=True) for name, value in present.items()}
-    return sample | dict.fromkeys(BATCH_FIELDS) | moved
+    """Every known field, None where the data set has none, and whatever else the data set gave.
+
+    In place, as in Megatron-LM's own script; what follows removes from the same object what a stage doesn't need.
+    """
+    for name in BATCH_FIELDS:
+        value = sample.get(name)
+        sample[name] = None if value is None else value.cuda(non_blocking=True)
+    return sample
 
 
-def next_batch(data_iterator: Iterator[Batch] | None, config: TransformerConfig, vp_stage: int | None) -> Batch:
+def next_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     """This rank's part of the next micro-batch; what its stage has no use for is None or missing."""
+    args = get_args()
+    # Anew for each micro-batch, as in Megatron-LM's own script: so the arguments have to be those of this stage.
+    config = core_transformer_config_from_args(args)
     if not reads_data(config, vp_stage):
         return {}
-    args = get_args()
     packed = args.dataloader_inter_document_masking
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch = {}
@@ -203,7 +208,7 @@ def forward_step(
     """Run one micro-batch through this rank's stage; Megatron calls the returned loss on the last stage only."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = next_batch(data_iterator, get_model_config(model), get_attr_wrapped_model(model, "vp_stage"))
+    batch = next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     packed_seq_params = packing(batch)
     timers("batch-generator").stop()
     loss_mask: Any = batch.get("loss_mask")

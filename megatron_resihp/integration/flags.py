@@ -17,6 +17,7 @@ from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
 from megatron_resihp.control.change import ChangeRefused, plan_of
 from megatron_resihp.control.environment import MAX_RESTARTS, PLACES
 from megatron_resihp.cost.profile import ProfileError, load_profile
+from megatron_resihp.integration.derived_arguments import DerivedArguments
 from megatron_resihp.integration.support import refusals
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.files import read_plan
@@ -51,7 +52,7 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-def make_wrap_validate_args(switch_on: Callable[[ResihpConfig], None]) -> Callable[[Any], Any]:
+def make_wrap_validate_args(switch_on: Callable[[ResihpConfig, DerivedArguments], None]) -> Callable[[Any], Any]:
     """Validation that refuses what is not known to work and, with --resihp, switches the plugin on."""
 
     def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,11 +61,12 @@ def make_wrap_validate_args(switch_on: Callable[[ResihpConfig], None]) -> Callab
             if not args.resihp:
                 return original(args, defaults)
             config = _checked(args)
+            derived = DerivedArguments(original, args, defaults)
             result = _megatron_validates(original, args, defaults)
             _check_batches(args)
             _check_evaluation(args)
             _check_data(args)
-            switch_on(config)
+            switch_on(config, derived)
             return result
 
         return validate_args

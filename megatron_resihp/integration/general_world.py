@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_resihp.integration.derived_arguments import DerivedArguments
 from megatron_resihp.integration.general import General
 from megatron_resihp.plan import Chunk
 
@@ -89,7 +90,11 @@ def layout_of_chunks(chunks: tuple[Chunk, ...], layers: int) -> PipelineParallel
 
 
 class Sizes:
-    """What arguments and model configuration say of the layout; Megatron looks it up wherever it builds or runs."""
+    """What arguments and model configuration say of the layout; Megatron looks it up wherever it builds or runs.
+
+    Scripts build a configuration from the arguments for each micro-batch, so what Megatron has derived from the degree
+    has to be that of the stage, too.
+    """
 
     NAMES = ("tensor_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size",
              "pipeline_model_parallel_layout",
@@ -99,9 +104,10 @@ class Sizes:
              "should_pad_vocab", "vocab_size", "deallocate_pipeline_outputs", "use_distributed_optimizer",
              "overlap_grad_reduce", "bucket_size")  # fmt: skip
 
-    def __init__(self, padded_vocabulary: int, *holders: Any) -> None:
+    def __init__(self, padded_vocabulary: int, derived: DerivedArguments, *holders: Any) -> None:
         """`holders`: arguments and configuration objects; what they say now is the job's own."""
         self._padded_vocabulary = padded_vocabulary
+        self._derived = derived
         self._own = [
             (holder, {name: getattr(holder, name) for name in self.NAMES if hasattr(holder, name)})
             for holder in holders
@@ -118,11 +124,20 @@ class Sizes:
                 setattr(holder, name, value)
 
     def replace(self, general: General) -> None:
-        """Those of a worker's place in a plan."""
+        """Those of a worker's place in a plan.
+
+        Raises:
+            RuntimeError: Megatron refuses the degree of its stage.
+        """
         degree, chunks = len(general.peers), general.chunks
+        derived = self._derived.of_degree(degree)
         self.restore()
         for holder, values in self._own:
+            for name in derived:
+                if hasattr(holder, name):
+                    values.setdefault(name, getattr(holder, name))
             new = {
+                **derived,
                 "tensor_model_parallel_size": degree,
                 "expert_tensor_parallel_size": degree,
                 "pipeline_model_parallel_size": len(chunks),

@@ -4,6 +4,7 @@ A worker's chunks may need the same micro-batch at different times, or in anothe
 some chunks need none. Imports the standard library only.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,12 +30,13 @@ class MicroBatches:
         return OneMicroBatch(self, micro_batch)
 
     def get(self, micro_batch: int) -> Any:
+        """It, for one chunk to keep: Megatron's own script removes from it what its stage doesn't need."""
         self._touched = True
         assert self._loader is not None, "the data set was not built on this rank"
         while micro_batch not in self._read:
             self._read[self._waiting.pop()] = next(self._loader)
         self._left[micro_batch] -= 1
-        return self._read[micro_batch] if self._left[micro_batch] else self._read.pop(micro_batch)
+        return copy.copy(self._read[micro_batch]) if self._left[micro_batch] else self._read.pop(micro_batch)
 
     def finish(self) -> None:
         """Bring the loader to the next iteration's first micro-batch, if it has been read at all."""

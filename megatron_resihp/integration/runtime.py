@@ -17,6 +17,7 @@ from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.routes import Step
 from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.slice_sums import Bucket
+from megatron_resihp.integration.derived_arguments import DerivedArguments
 from megatron_resihp.integration.drills import Drills, ScheduledSlowdowns
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.own_layers import OwnLayout
@@ -101,6 +102,7 @@ class Runtime:
     notes and must not block.
 
     Attributes:
+        derived: what Megatron derives from the job's arguments for other degrees.
         plan: the plan of the current epoch.
         own_layout: what the job's own arguments say of its layout.
         shares_optimizer: whether the job uses the distributed optimizer where it can.
@@ -142,12 +144,14 @@ class Runtime:
         control: WorkerControl,
         communicators: Communicators,
         args: Any,
+        derived: DerivedArguments,
         send: Callable[[Sheet], None],
     ) -> None:
         self.config = config
         self.control = control
         self.communicators = communicators
         self.args = args
+        self.derived = derived
         self.worker = control.worker
         self.plan: ParallelPlan | None = None
         self.held: tuple[Shard, ...] = ()

@@ -31,6 +31,7 @@ from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.integration import nccl_watch
+from megatron_resihp.integration.derived_arguments import DerivedArguments
 from megatron_resihp.integration.device_loss import abort_or_die
 from megatron_resihp.integration.emulation import padding_of
 from megatron_resihp.integration.general_world import MegatronGroups, Sizes, StageGroup, as_stage
@@ -50,7 +51,7 @@ CONFIG_HOOKS = (
 )  # fmt: skip
 
 
-def create_runtime(config: ResihpConfig) -> Runtime:
+def create_runtime(config: ResihpConfig, derived: DerivedArguments) -> Runtime:
     """Connect this worker to the control plane."""
     store = connect(*parse_address(os.environ["RESIHP_STORE"]), CONNECT_TIMEOUT_S)
     worker = int(os.environ["RESIHP_WORKER"])
@@ -67,7 +68,7 @@ def create_runtime(config: ResihpConfig) -> Runtime:
     nccl_watch.begin(communicators[0], control)
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), _pack)
     atexit.register(outbox.close, LAST_RECORDS_S)
-    runtime = Runtime(config, control, communicators[0], get_args(), outbox.offer)
+    runtime = Runtime(config, control, communicators[0], get_args(), derived, outbox.offer)
     runtime.newcomer = newcomer
     runtime.preparation = Preparation(runtime)
     control.on_change = runtime.preparation.begin
@@ -186,7 +187,7 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
             model, optimizer, scheduler = original(*positional, **options)
         runtime.trained = Trained(model, optimizer, scheduler)
         config = get_model_config(model[0])
-        runtime.sizes = sizes_of(runtime.args, options.get("cfg_container"))
+        runtime.sizes = sizes_of(runtime.args, runtime.derived, options.get("cfg_container"))
         hooks = {name: getattr(config, name) for name in CONFIG_HOOKS}
         options.pop("pg_collection", None)
         runtime.build_trained = functools.partial(_build_again, runtime, original, hooks, positional, options)
@@ -198,16 +199,16 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
     return setup_model_and_optimizer
 
 
-def sizes_of(args: Any, container: Any) -> Sizes:
+def sizes_of(args: Any, derived: DerivedArguments, container: Any) -> Sizes:
     """The job's own sizes, where Megatron looks them up."""
     model, wrapping = getattr(container, "model", None), getattr(container, "ddp", None)
     if model is None:
-        return Sizes(args.padded_vocab_size, args)
+        return Sizes(args.padded_vocab_size, derived, args)
     vocabulary = model.vocab_size
     if model.should_pad_vocab:
         degree = model.tensor_model_parallel_size
         vocabulary = calculate_padded_vocab_size(vocabulary, model.make_vocab_size_divisible_by, degree)
-    return Sizes(vocabulary, args, model, *([] if wrapping is None else [wrapping]))
+    return Sizes(vocabulary, derived, args, model, *([] if wrapping is None else [wrapping]))
 
 
 def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,7 +75,8 @@ def test_gradients_are_summed_at_the_end_and_in_megatrons_own_groups_overlap_aga
     """Megatron's builder writes the size of buckets, too."""
     layers = (Chunk(0, 0, 6),)
     wrapping = SimpleNamespace(overlap_grad_reduce=True, bucket_size=7, use_distributed_optimizer=True)
-    sizes = Sizes(64, wrapping)
+    derived: Any = SimpleNamespace(of_degree=lambda degree: {})
+    sizes = Sizes(64, derived, wrapping)
     sizes.replace(General(ParallelPlan((Replica(((0,),), (0,), layers),)), 0, None))
     assert not wrapping.overlap_grad_reduce and not wrapping.use_distributed_optimizer
     wrapping.bucket_size = None

@@ -51,7 +51,7 @@ def check(parser: argparse.ArgumentParser, tmp_path: Path, monkeypatch: pytest.M
         args.virtual_pipeline_model_parallel_size = None
         args.eval_global_batch_size = args.eval_global_batch_size or args.global_batch_size
         switched_on: list[ResihpConfig] = []
-        args = flags.make_wrap_validate_args(switched_on.append)(megatron)(args, {})
+        args = flags.make_wrap_validate_args(lambda config, _: switched_on.append(config))(megatron)(args, {})
         args.switched_on = switched_on
         return args
 
