@@ -7,11 +7,12 @@ writer, which is handed in.
 import json
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_resihp.config import ConfigError, Slowdown
 from megatron_resihp.control import messages
+from megatron_resihp.control.absence import Absence
 from megatron_resihp.control.actions import (
     Action,
     Answer,
@@ -33,6 +34,11 @@ from megatron_resihp.control.store import Store
 
 POLL_S = 0.5
 """How often bounded waits are looked at when no message comes."""
+AWAY_S = 5.0
+"""A turn of the loop that took longer was held up: node 0 was stopped, or a plan was searched for. In that time nobody
+could be heard, and no wait has come closer to its end."""
+MOST_AT_ONCE = 1000
+"""So many messages are taken before bounded waits are looked at again."""
 DROPPED_SHOWN = 10
 """So many malformed messages are told of, each in an event; whoever sends more must not fill the log."""
 
@@ -50,6 +56,7 @@ class Coordinator:
         to_notify: notices that others want all workers to get, and messages (with a `type`) that are to be reacted to.
         next_plan: who plans when workers have died.
         reopen: lets a node that was lost, or has never been there, come with workers of these ids.
+        clock: seconds that bounded waits count; nobody may set it.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class Coordinator:
         to_notify: queue.SimpleQueue[dict[str, Any]] | None = None,
         next_plan: NextPlan = rectangles_or_less,
         reopen: Callable[[int, Sequence[int]], None] = lambda node, workers: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._write_event = write_event
@@ -74,6 +82,9 @@ class Coordinator:
         self._notices = 0
         self._struck: dict[int, float] = {}
         self._dropped = 0
+        self._clock = clock
+        self._ticked_at = clock()
+        self._absence = Absence(AWAY_S)
         self._slowness = SlownessDesk(size.workers)
 
     def run(self) -> int:
@@ -84,15 +95,26 @@ class Coordinator:
             "nnodes": size.nodes, "most_nodes": size.most_nodes, "command": self._command,
         })  # fmt: skip
         while True:
-            text = self._store.pop(messages.INBOX, POLL_S)
-            actions = self._take_in(text) if text is not None else []
-            actions += self._membership.tick(time.time())
-            for order in self._waiting_orders():
-                actions += self._react(order) if "type" in order else [Notify(order)]
-            for action in actions:
-                code = self._carry_out(action)
-                if code is not None:
-                    return code
+            for actions in self._turn():
+                for action in actions:
+                    code = self._carry_out(action)
+                    if code is not None:
+                        return code
+
+    def _turn(self) -> Iterator[list[Action]]:
+        """Hear everybody who has said something, and only then find out who is late."""
+        text = self._store.pop(messages.INBOX, POLL_S)
+        now = self._clock()
+        if text is not None:
+            yield self._take_in(text)
+        for _ in range(MOST_AT_ONCE):
+            if (text := self._store.pop(messages.INBOX, 0.0)) is None:
+                break
+            yield self._take_in(text)
+        passed_s, self._ticked_at = now - self._ticked_at, now
+        yield self._membership.tick(passed_s - self._absence.before(now), time.time())
+        for order in self._waiting_orders():
+            yield self._react(order) if "type" in order else [Notify(order)]
 
     def _waiting_orders(self) -> list[dict[str, Any]]:
         return [self._to_notify.get() for _ in range(self._to_notify.qsize())]

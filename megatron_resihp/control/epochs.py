@@ -74,7 +74,8 @@ class Epochs:
     _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
     _records: dict[int, Record] = field(default_factory=dict)
     _held: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
-    _deadline: float | None = None
+    _left_s: float | None = None
+    """What is left of the bounded wait that is under way."""
     _first: ParallelPlan | None = None
     _running: ParallelPlan | None = None
     """The plan that was run last: what it gave them is what its members hold."""
@@ -115,7 +116,7 @@ class Epochs:
         elif self.commit is not None:
             ready = self._ready.values()
             actions.append(Log(recovery(self.epoch, self.commit, ready, set(self.dead), self._broken_at, now)))
-        self.phase, self._deadline, self._change, self._running = Phase.RUNNING, None, None, plan
+        self.phase, self._left_s, self._change, self._running = Phase.RUNNING, None, None, plan
         waiting, self._waiting = self._waiting, []
         actions += [action for message in waiting for action in self._ask_for(message)]
         return actions + self._grow()
@@ -226,7 +227,7 @@ class Epochs:
         """The first worker stops for a change; the others will after the same step."""
         assert self._change is not None
         self._change = replace(self._change, first_mustered_at=now)
-        self.phase, self._deadline = Phase.MUSTERING, now + self.limits.leave_s
+        self.phase, self._left_s = Phase.MUSTERING, self.limits.leave_s
         self._records, self._held = {}, {}
 
     def _break(self, cause: str, now: float) -> list[Action]:
@@ -238,7 +239,7 @@ class Epochs:
         if not leaving:  # who has reported by choice won't report again
             self._records, self._held = {}, {}
         self._change = None
-        self.phase, self._deadline = Phase.MUSTERING, now + self.limits.muster_s
+        self.phase, self._left_s = Phase.MUSTERING, self.limits.muster_s
         return self._broken(cause)
 
     def _broken(self, cause: str) -> list[Action]:
@@ -284,7 +285,7 @@ class Epochs:
             return step + self._salvage(str(error), now, missing)
         self.epoch += 1
         self.plan, self.phase, self._ready = plan, Phase.BUILDING, {}
-        self._deadline = now + self.limits.build_s
+        self._left_s = self.limits.build_s
         joined = self.newcomers.taken_in(plan)
         called = [Notify({"kind": "join", "epoch": self.epoch, "workers": joined})] if joined else []
         self._made_ahead = self._groups_of_change(plan)
@@ -325,7 +326,7 @@ class Epochs:
         # Of a distributed optimizer each has a part of its own.
         writers = held if self._optimizer_is_shared_out else written_once(held)
         self.epoch += 1
-        self.phase, self._deadline = Phase.SALVAGING, now + self.limits.salvage_s
+        self.phase, self._left_s = Phase.SALVAGING, self.limits.salvage_s
         self._salvage_left, self._salvage_reason = set(writers), f"no plan fits the survivors: {reason}"
         order = OrderSalvage(self.epoch, reason, self.commit, writers, missing)
         return [order] if writers else [order, *self._end(1, self._salvage_reason)]

@@ -1,7 +1,7 @@
 """Lifelines: a stream socket whose bytes are heartbeats and whose end is death.
 
 One runs from each worker to its agent, another from each agent to the one that runs the coordinator.
-May import: the standard library.
+May import: the standard library and `control.absence`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
+
+from megatron_resihp.control.absence import Absence
 
 BEAT: Final = b"."
 FAILED: Final = b"!"
@@ -90,7 +92,7 @@ class Heartbeats:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._heard: dict[int, float] = {}
-        self._looked_at: float | None = None
+        self._absence = Absence(timeout_s / 2)
 
     def beat(self, name: int, now: float) -> None:
         self._heard[name] = now
@@ -100,18 +102,14 @@ class Heartbeats:
 
     def silent(self, now: float) -> dict[int, float]:
         """Who fell silent, and for how many seconds they have been; call it often."""
-        self._excuse_own_absence(now)
+        away_s = self._absence.before(now)
+        if away_s:
+            # A watcher that was stopped itself has not heard anybody meanwhile.
+            self._heard = {name: min(heard + away_s, now) for name, heard in self._heard.items()}
         found = {name: now - heard for name, heard in self._heard.items() if now - heard > self._timeout_s}
         for name in found:
             del self._heard[name]
         return found
-
-    def _excuse_own_absence(self, now: float) -> None:
-        """A watcher that was stopped itself, with its machine perhaps, has not heard anybody meanwhile."""
-        away_s = 0.0 if self._looked_at is None else now - self._looked_at
-        self._looked_at = now
-        if away_s > self._timeout_s / 2:
-            self._heard = {name: min(heard + away_s, now) for name, heard in self._heard.items()}
 
 
 class Kind(Enum):

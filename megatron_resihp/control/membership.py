@@ -24,18 +24,25 @@ class Membership(Epochs):
 
         Args:
             message: well formed, as `door` lets through.
-            now: seconds, of any clock that also `tick` is given.
+            now: Unix time, for events; waits are bounded by what `tick` is told.
         """
         if self.phase is Phase.ENDED:
             return []
         handler = getattr(self, f"_on_{message['type']}", None)
         return handler(message, now) if handler else []
 
-    def tick(self, now: float) -> list[Action]:
-        """Give up on those that a bounded wait ran out for."""
-        if self._deadline is None or now < self._deadline:
+    def tick(self, passed_s: float, now: float) -> list[Action]:
+        """Give up on those that a bounded wait ran out for.
+
+        Args:
+            passed_s: since the last call, as far as messages of that time have been handled.
+        """
+        if self._left_s is None:
             return []
-        self._deadline = None
+        self._left_s -= passed_s
+        if self._left_s > 0:
+            return []
+        self._left_s = None
         if self.phase is Phase.MUSTERING and self._change is not None:
             number, bound = self._change.number, self.limits.leave_s
             return self._break(f"not all have left for change {number} within {bound:g} s", now)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from megatron_resihp.control import messages
+from megatron_resihp.control.absence import Absence
 from megatron_resihp.control.address import Address, parse_address
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.lifeline import Kind, Lifeline, Watcher
@@ -51,6 +52,7 @@ class NodeWatcher:
         self._others = range(1, size.most_nodes)
         self._awaited = set(range(1, size.nodes))
         self._connect_by = connect_by
+        self._absence = Absence(timeout_s / 2)
         self._watcher = Watcher(timeout_s)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -75,6 +77,7 @@ class NodeWatcher:
                 losses.append(NodeLoss(finding.name, f"no heartbeat for {finding.silence_s:.1f} s"))
             elif finding.kind is Kind.LOST:
                 losses.append(NodeLoss(finding.name, "connection lost"))
+        self._connect_by += self._absence.before(now)
         if now > self._connect_by:
             losses += [NodeLoss(node, "did not connect") for node in sorted(self._awaited)]
             self._awaited.clear()

@@ -141,7 +141,7 @@ def test_whatever_comes_in_the_state_machine_stands(texts: list[str]) -> None:
                 continue
             if message["type"] not in ("event", "events", "slowdown"):
                 membership.handle(message, 1.0)
-        membership.tick(1e9)
+        membership.tick(1e9, 1e9)
 
 
 class Memory:

@@ -64,7 +64,7 @@ class Job:
 
     def wait(self, seconds: float) -> list[Action]:
         self.now += seconds
-        return self._take(self.membership.tick(self.now))
+        return self._take(self.membership.tick(seconds, self.now))
 
     def _take(self, actions: list[Action]) -> list[Action]:
         self.actions += actions

@@ -12,6 +12,17 @@ def test_only_nodes_that_begin_the_job_have_to_connect() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         watcher = NodeWatcher(listener, JobSize(nodes=2, workers_per_node=1, late_nodes=2), 1.0, connect_by=10.0)
-        assert watcher.look(9.0) == []
-        assert watcher.look(11.0) == [NodeLoss(1, "did not connect")]
+        assert watcher.look(9.8) == []
+        assert watcher.look(10.2) == [NodeLoss(1, "did not connect")]
+        watcher.close()
+
+
+def test_nobody_is_late_for_a_watcher_that_was_stopped() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        watcher = NodeWatcher(listener, JobSize(nodes=2, workers_per_node=1), 1.0, connect_by=10.0)
+        assert watcher.look(9.8) == []
+        assert watcher.look(3609.8) == [], "stopped for an hour"
+        assert watcher.look(3610.0) == []
+        assert watcher.look(3610.2) == [NodeLoss(1, "did not connect")]
         watcher.close()

@@ -1,0 +1,98 @@
+"""The coordinator on a store and a clock that the tests play: what it hears in which order, and when it gives up."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from typing import Any
+
+import pytest
+
+from megatron_resihp.control import coordinator
+from megatron_resihp.control.actions import Limits
+from megatron_resihp.control.coordinator import Coordinator
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.record import Record, Stage
+
+MUSTER_S = 60.0
+SIZES: dict[str, Any] = {
+    "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batches": 4, "chunks": [[0, 0, 3]], "seq_length": 8,
+    "sequence_parallel": False, "pipeline_last": True,
+}  # fmt: skip
+END = {"type": "failed", "worker": 0, "error": "enough", "code": 1}
+
+
+class Played:
+    """A store whose inbox is a script: a message, or seconds that pass without one. Its time is the clock's."""
+
+    def __init__(self, *script: dict[str, Any] | float) -> None:
+        self.script = deque(script)
+        self.now = 1000.0
+        self.values: dict[str, str] = {}
+
+    def pop(self, queue: str, timeout_s: float) -> str | None:
+        if not self.script and not timeout_s:
+            return None
+        assert self.script, "the coordinator goes on after the end"
+        if isinstance(self.script[0], dict):
+            return json.dumps(self.script.popleft())
+        if timeout_s:
+            self.now += self.script.popleft()
+        return None
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def set_once(self, key: str, value: str) -> str:
+        return self.values.setdefault(key, value)
+
+
+def ready(worker: int, epoch: int) -> dict[str, Any]:
+    return {"type": "ready", "worker": worker, "epoch": epoch, "digests": {"0/0": "a"}, "ports": [9000 + worker],
+            "bytes_received": 0, "steps_redone": 0}  # fmt: skip
+
+
+def muster(worker: int) -> dict[str, Any]:
+    record = Record(5, Stage.COMPUTE, counters={n: {"iteration": n - 1} for n in (4, 5)})
+    return {"type": "muster", "worker": worker, "epoch": 0, "record": record.to_dict(), "held": [[0, 3, 0, 1]]}
+
+
+def trained_until_a_death() -> list[dict[str, Any] | float]:
+    start = [{"type": "job", "worker": 0, **SIZES}, *(ready(worker, 0) for worker in range(4))]
+    return [*start, 0.5, {"type": "exited", "worker": 3, "code": -9, "time": 1.0}]
+
+
+def dead_after(*script: dict[str, Any] | float) -> list[int]:
+    """Who was given up in a job in which worker 3 dies, and this follows."""
+    store = Played(*trained_until_a_death(), *script, END)
+    events: list[dict[str, Any]] = []
+    limits = Limits(muster_s=MUSTER_S)
+    Coordinator(store, events.append, JobSize(4, 1), [], limits, clock=lambda: store.now).run()  # type: ignore[arg-type]
+    return [event["dead"] for event in events if event["event"] == "worker_dead"]
+
+
+HALF_SECONDS = [0.5] * int(2 * MUSTER_S + 1)
+
+
+def test_who_does_not_report_in_time_is_given_up() -> None:
+    assert dead_after(muster(0), muster(1), *HALF_SECONDS) == [3, 2]
+
+
+def test_who_has_reported_in_time_is_heard_first() -> None:
+    """Their messages may wait long on a busy machine."""
+    almost = HALF_SECONDS[: int(2 * MUSTER_S - 2)]
+    assert dead_after(*almost, 4.0, muster(0), muster(1), muster(2)) == [3]
+
+
+def test_a_coordinator_that_was_stopped_gives_up_nobody() -> None:
+    """With node 0 for an hour, and its workers too: they report a while after it goes on."""
+    assert dead_after(0.5, 3600.0, *[0.5] * 20, muster(0), muster(1), muster(2)) == [3]
+    assert dead_after(0.5, 3600.0, *HALF_SECONDS) == [3, 0, 1, 2], "but not for ever"
+
+
+def test_a_clock_that_is_set_gives_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = iter(range(0, 10_000_000, 3600))
+    began = time.time()
+    monkeypatch.setattr(coordinator.time, "time", lambda: began + next(later))
+    assert dead_after(0.5, muster(0), 0.5, muster(1), 0.5, muster(2)) == [3]
