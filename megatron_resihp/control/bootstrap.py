@@ -21,6 +21,7 @@ from typing import Any, Final, NoReturn
 
 from megatron_resihp.control import environment, linux, messages
 from megatron_resihp.control.lifeline import ENDED, FAILED, Lifeline
+from megatron_resihp.control.streams import let_no_full_disk_end_this
 from megatron_resihp.control.worker import JobEnded
 
 REPORT_TIMEOUT_S: Final = 60.0
@@ -41,6 +42,7 @@ class _End:
 
 def main(command: Sequence[str]) -> NoReturn:
     """Run the script as Python would, and end the process."""
+    let_no_full_disk_end_this()
     lifeline = _tie_to_agent()
     try:
         _run(command)

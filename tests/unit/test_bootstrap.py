@@ -43,6 +43,7 @@ def test_who_dies_and_who_fails(monkeypatch: pytest.MonkeyPatch, code: int | Non
         seen.append(("exit", number))
         raise Ended
 
+    monkeypatch.setattr(bootstrap, "let_no_full_disk_end_this", lambda: None)
     monkeypatch.setattr(bootstrap, "_tie_to_agent", lambda: SimpleNamespace(last_word=lambda word: None))
     monkeypatch.setattr(bootstrap, "_run", run)
     monkeypatch.setattr(bootstrap, "_tell", lambda **message: seen.append(("told", message["type"])))
