@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,12 @@ from megatron_resihp.control.detection import Detection
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.mailbox import Ending
 from megatron_resihp.control.nodes import Meeting, publish
+from megatron_resihp.control.stalls import StallWatch
 from megatron_resihp.control.store import StoreError, TcpStore, serve
 from megatron_resihp.control.strategist import Strategist
 
 FAILED_GRACE_S: Final = 5.0
+STALL_LOOK_S: Final = 0.5
 
 
 class EventSink(Protocol):
@@ -89,8 +91,12 @@ class Headquarters:
         self._on_end = on_end
         self._served: TcpStore | None = None
         self._connection: TcpStore | None = None
+        self._stalls, self._stalls_lock = StallWatch(), threading.Lock()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resihp-coordinator", daemon=True)
+        self._stalls_thread = threading.Thread(target=self._look_for_stalls, name="resihp-stalls", daemon=True)
         self._thread.start()
+        self._stalls_thread.start()
 
     def close(self, ending: Ending, timeout_s: float) -> None:
         """End the coordinator, which is told nothing more, and the store."""
@@ -99,6 +105,8 @@ class Headquarters:
                 self._connection.close()
             finished = {"event": "run_finished", "time": time.time(), "exit_code": ending.code, "reason": ending.reason}
             self._write(finished)
+        self._closing.set()
+        self._stalls_thread.join(timeout_s)
         self._strategist.close(timeout_s)
         self._thread.join(timeout_s)
         self.detection.close(timeout_s)
@@ -140,4 +148,17 @@ class Headquarters:
     def _write(self, event: dict[str, Any]) -> None:
         self.detection.note(event)
         self._strategist.note(event)
+        with self._stalls_lock:
+            stalls = self._stalls.note(event, time.monotonic())
         self._write_event(event)
+        self._tell_stalls(stalls)
+
+    def _look_for_stalls(self) -> None:
+        while not self._closing.wait(STALL_LOOK_S):
+            with self._stalls_lock:
+                stalls = self._stalls.look(time.monotonic())
+            self._tell_stalls(stalls)
+
+    def _tell_stalls(self, stalls: Iterable[dict[str, Any]]) -> None:
+        for stall in stalls:
+            self._write_event({"time": time.time(), "worker": None, **stall})

@@ -13,12 +13,12 @@ from megatron_resihp.config import FALSE_ALARMS_PER_JOB
 from megatron_resihp.cost.store import FILE_NAME as COST_MODEL_NAME
 from megatron_resihp.cost.store import CostModelError
 from megatron_resihp.detector.assemble import Assembler
+from megatron_resihp.detector.held_up import HeldUp
 from megatron_resihp.detector.inquiry import Inquiries, Order
 from megatron_resihp.detector.keeper import Keeper
 from megatron_resihp.detector.layout import layout_of
 from megatron_resihp.detector.learned import Learned, load
 from megatron_resihp.detector.monitor import Monitor
-from megatron_resihp.detector.notices import Notice
 from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.recording import FILE_NAME, Recorder, RecordingError
 from megatron_resihp.detector.validation import Suspicion
@@ -61,7 +61,7 @@ class DetectionService:
         self._known: Learned | None = None
         self._known_from: Path | None = None
         """Where the monitor's costs come from, until that has been told."""
-        self._noticed: dict[Any, int] = {}
+        self._held_up = HeldUp()
 
     def note(self, event: Event) -> list[Event]:
         """Learn of the job, or of an epoch that begins."""
@@ -103,6 +103,7 @@ class DetectionService:
             events.append({
                 "event": "detection", "iterations": self._judged, "records": self._assembler.counters.received,
                 "faults": self._faults(), "warm": self._monitor.model is not None,
+                "held_up_s": self._held_up.totals(),
             })  # fmt: skip
         return events
 
@@ -134,7 +135,7 @@ class DetectionService:
             events += self._resumed(observations.iteration)
             events += self._learn(observations)
             events += self._inquire(observations.iteration)
-            events += [event for notice in self._monitor.take_notices() for event in self._notice(notice)]
+            events += [event for notice in self._monitor.take_notices() for event in self._held_up.add(notice)]
         return events
 
     def _resumed(self, iteration: int) -> list[Event]:
@@ -187,16 +188,6 @@ class DetectionService:
             if not found and not suspicion.idle:
                 events.append({**_suspicion(suspicion, event["iteration"]), "tested": True})
         return events
-
-    def _notice(self, notice: Notice) -> list[Event]:
-        """One event for a notice that is repeated iteration after iteration."""
-        last, self._noticed[notice.what] = self._noticed.get(notice.what), notice.iteration
-        if last is not None and notice.iteration <= last + 1:
-            return []
-        return [{
-            "event": "notice", "what": notice.what.name.lower(), "workers": list(notice.workers),
-            "seconds": notice.seconds, "iteration": notice.iteration,
-        }]  # fmt: skip
 
     # ---- files
 

@@ -139,6 +139,7 @@ class _Run:
             names.EVALUATION: self._evaluation,
             names.CHECKPOINT: self._checkpoint,
             names.SALVAGE: self._salvage,
+            names.STALL: _stall,
             names.VERDICT: lambda e: [f"iteration {e['iteration']}: {verdict(e)}"],
             names.SUSPICION: _suspicion,
             names.VALIDATION: lambda e: [
@@ -270,8 +271,20 @@ def _worker_waiting(event: Event) -> list[str]:
 
 def _notice(event: Event) -> list[str]:
     workers = listing(f"worker {worker}" for worker in event["workers"])
-    what = event["what"].replace("_", " ")
-    return [f"iteration {event['iteration']}: {what} held up {workers} for {duration(number(event['seconds']))}"]
+    said = f"iteration {event['iteration']}: {event['what'].replace('_', ' ')} held up {workers}"
+    if (event.get("times") or 1) == 1:
+        return [f"{said} for {duration(number(event['seconds']))}"]
+    total, longest = (duration(number(event[name])) for name in ("total_s", "longest_s"))
+    return [f"{said}; {event['times']} iterations so far, for {total} in all, {longest} at most"]
+
+
+def _stall(event: Event) -> list[str]:
+    lasted, usual = (duration(number(event[name])) for name in ("seconds", "usual_s"))
+    if event["over"]:
+        return [f"iteration {event['iteration'] + 1} done after {lasted}; one usually takes {usual}"]
+    meanwhile = f"; {event['meanwhile']} under way or due" if event.get("meanwhile") else ""
+    after = f"after iteration {event['iteration']}"
+    return [f"no iteration finished for {lasted} {after}; one usually takes {usual}{meanwhile}"]
 
 
 def _planned(event: Event) -> list[str]:

@@ -82,6 +82,18 @@ class Detection:
     records: int
     faults: Mapping[str, float]
     warm: bool
+    held_up_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A time without an iteration; see the event `stall`."""
+
+    iteration: int
+    seconds: float
+    usual_s: float
+    over: bool
+    meanwhile: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,7 @@ class RunSummary:
     salvages: tuple[Salvage, ...] = ()
     verdicts: tuple[Finding, ...] = ()
     detection: Detection | None = None
+    stalls: tuple[Stall, ...] = ()
     last_checkpoint: str | None = None
     last_checkpoint_iteration: int | None = None
     """Last step in it."""
@@ -220,6 +233,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "failures": _each(lambda value: Failure(**value)),
     "salvages": _each(_salvage),
     "verdicts": _each(lambda value: Finding(**{**value, "workers": tuple(value["workers"])})),
+    "stalls": _each(lambda value: Stall(**value)),
     "detection": lambda value: Detection(**value),
     "loss_reference": _by_iteration,
     "loss_max_relative_difference": number,

@@ -123,6 +123,8 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("seq_length", INTEGER, "tokens in a sample", required=False),
             Field("sequence_parallel", FLAG, "members of a stage share the tokens between layers", required=False),
             Field("train_iters", INTEGER, "iterations to reach"),
+            Field("eval_interval", INTEGER, "iterations from one evaluation to the next; null: none", required=False),
+            Field("save_interval", INTEGER, "iterations from one checkpoint to the next; null: none", required=False),
             Field("distributed_optimizer", FLAG, "replicas share the optimizer's state out", required=False),
             Field("strategy", TEXT, "who plans when workers die", required=False),
             Field("act", TEXT, "what is done when another plan is faster: observe, ask or act", required=False),
@@ -445,6 +447,21 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("missing", PAIRS, "[stage, tp_rank] of each shard that nobody holds", required=False),
         ),
     ),
+    names.STALL: EventSchema(
+        "the launcher on node 0",
+        "No iteration was finished for three times as long as one usually takes. Told again while that lasts, and at "
+        "its end.",
+        (
+            Field("iteration", INTEGER, "last step before it"),
+            Field("seconds", NUMBER, "since that step"),
+            Field("usual_s", NUMBER, "what an iteration usually takes"),
+            Field("over", FLAG, "whether an iteration was finished now"),
+            Field(
+                "meanwhile", TEXT, "what goes on or is due then: recovery, change of plan, evaluation, checkpoint",
+                required=False,
+            ),
+        ),
+    ),
     names.VERDICT: EventSchema(
         "the detector, on node 0",
         "A worker or a link became slow, changed its speed while slow, or is healthy again.",
@@ -488,13 +505,16 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
     ),
     names.NOTICE: EventSchema(
         "the detector, on node 0",
-        "Something took time that is no device's doing, such as a stalled data loader. "
-        "When it goes on for several iterations only the first has an event.",
+        "Something took time that is no device's doing, such as a stalled data loader. Told once it has cost a second "
+        "in all, each time that has grown tenfold, and when a single one is twice as long as all before it.",
         (
             Field("what", TEXT, "data, garbage_collection, evaluation, save, ..."),
-            Field("workers", INTEGERS, "the workers that it held up"),
-            Field("seconds", NUMBER, "the longest of their waits"),
+            Field("workers", INTEGERS, "the workers that it has held up since it was told last"),
+            Field("seconds", NUMBER, "the longest of their waits in this iteration"),
             Field("iteration", INTEGER, "when"),
+            Field("times", INTEGER, "how many iterations it has held up so far", required=False),
+            Field("total_s", NUMBER, "what these have cost", required=False),
+            Field("longest_s", NUMBER, "what the longest of them has", required=False),
         ),
     ),
     names.DETECTION_RESUMED: EventSchema(
@@ -514,6 +534,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("records", INTEGER, "records of workers that arrived"),
             Field("faults", NAMED_NUMBERS, "what was dropped or left out, and how often; see detector/counters.py"),
             Field("warm", FLAG, "whether there were iterations enough to learn what is normal"),
+            Field("held_up_s", NAMED_NUMBERS, "seconds that each kind of `notice` has cost in all", required=False),
         ),
     ),
     names.DETECTION_FAILED: EventSchema(

@@ -26,6 +26,7 @@ from megatron_resihp.report.run_summary import (
     Job,
     RunSummary,
     Salvage,
+    Stall,
     Workers,
 )
 from megatron_resihp.report.samples import Feed, SampleCount, count_samples
@@ -90,6 +91,7 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0, damaged: bool 
         salvages=tuple(_salvage(event) for event in _all(run, names.SALVAGE)),
         verdicts=tuple(_finding(event) for event in _all(run, names.VERDICT)),
         detection=_detection(_last(run, names.DETECTION)),
+        stalls=_stalls(run),
         last_checkpoint=checkpoint.get("path"),
         last_checkpoint_iteration=checkpoint.get("iteration"),
         usual_iteration_s=usual_duration(steps),
@@ -237,7 +239,17 @@ def _finding(event: Event) -> Finding:
 def _detection(event: Event | None) -> Detection | None:
     if event is None:
         return None
-    return Detection(event["iterations"], event["records"], event["faults"], event["warm"])
+    held_up_s = event.get("held_up_s") or {}
+    return Detection(event["iterations"], event["records"], event["faults"], event["warm"], held_up_s)
+
+
+def _stalls(events: Sequence[Event]) -> tuple[Stall, ...]:
+    """Each once, as it was told last."""
+    found: dict[int, Stall] = {}
+    for event in _all(events, names.STALL):
+        seconds, usual_s = number(event["seconds"]), number(event["usual_s"])
+        found[event["iteration"]] = Stall(event["iteration"], seconds, usual_s, event["over"], event.get("meanwhile"))
+    return tuple(found.values())
 
 
 def _salvage(event: Event) -> Salvage:

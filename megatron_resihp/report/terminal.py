@@ -19,9 +19,20 @@ from rich.text import Text
 
 from megatron_resihp.report.epochs import PlanInForce
 from megatron_resihp.report.headline import headline, in_order, stopped
+from megatron_resihp.report.nonfinite import number
 from megatron_resihp.report.recoveries import Death, Recovery
 from megatron_resihp.report.run_summary import RunSummary, Salvage, Workers
-from megatron_resihp.report.words import NONE, count, listing, milliseconds, rate, relative_difference, size, verdict
+from megatron_resihp.report.words import (
+    NONE,
+    count,
+    duration,
+    listing,
+    milliseconds,
+    rate,
+    relative_difference,
+    size,
+    verdict,
+)
 
 WIDTH = 100
 MAX_ROWS = 20
@@ -88,6 +99,7 @@ def _facts(summary: RunSummary) -> Iterator[str]:
     if summary.compared_iterations is not None:
         yield _comparison(summary)
     yield from _speeds(summary)
+    yield from _stalls(summary)
     if summary.skipped_iterations:
         yield f"{count(len(summary.skipped_iterations), 'iteration')} skipped for overflow"
     if summary.last_checkpoint is not None:
@@ -108,6 +120,20 @@ def _speeds(summary: RunSummary) -> Iterator[str]:
     if summary.detection is not None and summary.detection.faults:
         faults = summary.detection.faults.items()
         yield "measurements left out: " + ", ".join(f"{times:,} {name.replace('_', ' ')}" for name, times in faults)
+
+
+def _stalls(summary: RunSummary) -> Iterator[str]:
+    """When nothing moved, and what took time that is no device's doing. Recoveries have a table."""
+    stalls = [stall for stall in summary.stalls if stall.meanwhile != "recovery"]
+    for stall in stalls[-MAX_ROWS:]:
+        lasted = f"{'' if stall.over else 'at least '}{duration(stall.seconds)}"
+        why = f"; {stall.meanwhile} under way or due" if stall.meanwhile else ""
+        yield f"stood still after iteration {stall.iteration:,} for {lasted}, usually {duration(stall.usual_s)}{why}"
+    if len(stalls) > MAX_ROWS:
+        yield f"the last {MAX_ROWS} of {len(stalls):,} times that it stood still; --json has them all"
+    for what, seconds in (summary.detection.held_up_s if summary.detection is not None else {}).items():
+        if seconds >= 1:
+            yield f"{what.replace('_', ' ')} held up workers for {duration(number(seconds))} in all"
 
 
 def _trouble(summary: RunSummary) -> Iterator[str]:

@@ -140,6 +140,13 @@ def test_verdicts_are_told_in_words(synthetic_run: Callable[..., Any]) -> None:
     run.write("verdict", **VERDICT | {"kind": "link", "workers": [1, 3], "speed_low": None})
     run.write("verdict", **VERDICT | {"change": "recovery", "since": 90, "iteration": 93})
     run.write("notice", what="data", workers=[0, 2], seconds=4.0, iteration=95)
+    run.write(
+        "notice", what="data", workers=[1], seconds=0.042, iteration=96, times=24, total_s=1.008, longest_s=0.05
+    )
+    stall = {"iteration": 96, "usual_s": 0.4}
+    run.write("stall", **stall, seconds=1.5, over=False, meanwhile=None)
+    run.write("stall", **stall, seconds=4.5, over=False, meanwhile="evaluation")
+    run.write("stall", **stall, seconds=26.0, over=True, meanwhile=None)
     run.write("detection_failed", part="verdicts", error="RuntimeError: no judgement")
     lines = follow(run.events, isatty=False).splitlines()
     link = "the link between workers 1 and 3"
@@ -147,4 +154,9 @@ def test_verdicts_are_told_in_words(synthetic_run: Callable[..., Any]) -> None:
     assert f"iteration 63: {link} runs at 80 % of its healthy speed since iteration 61" in lines
     assert "iteration 93: worker 5 is back at full speed since iteration 90" in lines
     assert "iteration 95: data held up worker 0 and worker 2 for 4.0 s" in lines
+    assert "iteration 96: data held up worker 1; 24 iterations so far, for 1.0 s in all, 50 ms at most" in lines
+    stalled = "after iteration 96; one usually takes 400 ms"
+    assert f"no iteration finished for 1.5 s {stalled}" in lines
+    assert f"no iteration finished for 4.5 s {stalled}; evaluation under way or due" in lines
+    assert "iteration 97 done after 26.0 s; one usually takes 400 ms" in lines
     assert "the detector's verdicts gave up, training goes on: RuntimeError: no judgement" in lines

@@ -225,11 +225,16 @@ def test_layers_and_micro_batches_in_words() -> None:
 
 def test_what_the_detector_found_and_left_out(synthetic_run: Callable[..., Any]) -> None:
     run = synthetic_run()
-    seen = {"iterations": 200, "records": 1600, "faults": {"unpaired": 12}, "warm": True}
+    seen = {"iterations": 200, "records": 1600, "faults": {"unpaired": 12}, "warm": True, "held_up_s": {"data": 12.3}}
+    run.write("stall", iteration=7, seconds=4.5, usual_s=0.4, over=False)
+    run.write("stall", iteration=7, seconds=26.0, usual_s=0.4, over=True)
+    run.write("stall", iteration=9, seconds=12.0, usual_s=0.4, over=False, meanwhile="recovery")
     run.write("detection", **seen)
     text = page(summarize(run.events))
     assert "no worker or link was found slow (200 iterations judged)" in text
     assert "measurements left out: 12 unpaired" in text
+    assert text.count("stood still") == 1 and "stood still after iteration 7 for 26.0 s, usually 400 ms" in text
+    assert "data held up workers for 12.3 s in all" in text
     run.write(
         "verdict", kind="compute", change="onset", workers=[5], speed=0.8, since=61, iteration=63, evidence={"z": 9.0}
     )

@@ -1,0 +1,122 @@
+"""Whether training stands still, and for how long, is said while it lasts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_resihp.control.stalls import StallWatch
+from megatron_resihp.report.schema import problems
+
+LOOK_S = 0.5
+
+
+class Run:
+    """A job of 100 iterations whose time passes in the test only."""
+
+    def __init__(self, **job: Any) -> None:
+        self.watch = StallWatch()
+        self.now = 1000.0
+        self.iteration = 0
+        self.told: list[dict[str, Any]] = []
+        self.note("job", train_iters=100, **job)
+
+    def note(self, name: str, **fields: Any) -> None:
+        self.told += self.watch.note({"event": name, **fields}, self.now)
+
+    def wait(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end - 1e-9:
+            self.now = min(self.now + LOOK_S, end)
+            self.told += self.watch.look(self.now)
+
+    def step(self, iterations: int = 1, seconds: float = 0.4) -> None:
+        for _ in range(iterations):
+            self.wait(seconds)
+            self.iteration += 1
+            self.note("iteration", iteration=self.iteration)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [round(event["seconds"], 1) for event in self.told]
+
+
+def test_a_stall_is_said_while_it_lasts_and_when_it_ends() -> None:
+    run = Run()
+    run.step(20)
+    run.step(seconds=26.0)
+    run.step(20)
+    assert run.seconds == [1.5, 4.5, 13.5, 26.0], "after 3 usual iterations, each time that has tripled, at the end"
+    assert [event["over"] for event in run.told] == [False, False, False, True]
+    assert {event["iteration"] for event in run.told} == {20}
+    assert run.told[0]["usual_s"] == pytest.approx(0.4) and run.told[0]["meanwhile"] is None
+    assert not any(problems({"time": 1.0, **event}) for event in run.told)
+
+
+def test_iterations_that_vary_are_no_stall() -> None:
+    run = Run()
+    for seconds in (0.9, 0.5, 1.4, 2.0, 0.7, 1.1, 2.4) * 5:
+        run.step(seconds=seconds)
+    assert run.told == []
+
+
+def test_before_there_is_a_usual_time_nothing_is_late() -> None:
+    run = Run()
+    run.wait(300)
+    run.step(3, seconds=60)
+    assert run.told == []
+
+
+def test_a_long_stall_goes_on_being_said() -> None:
+    run = Run()
+    run.step(10)
+    run.wait(3600)
+    assert 5 < len(run.told) < 15 and run.seconds[-1] > 3000
+
+
+def test_a_recovery_is_a_stall_only_where_it_takes_long() -> None:
+    run = Run()
+    run.step(10)
+    run.note("epoch_broken")
+    run.step(seconds=4.0)
+    assert run.told == []
+    run.step(10)
+    run.note("epoch_broken")
+    run.wait(12.0)
+    assert [event["meanwhile"] for event in run.told] == ["recovery"]
+
+
+def test_evaluations_and_checkpoints_take_their_time() -> None:
+    run = Run(eval_interval=10, save_interval=25)
+    for _ in range(9):
+        run.step(10)
+        run.wait(14.0)
+    assert run.told == []
+    run.step(5)
+    run.step(seconds=26.0)
+    assert run.seconds[-1] == pytest.approx(26.0), "what is due at other times is no excuse"
+    run = Run(eval_interval=10)
+    run.step(10)
+    run.wait(40.0)
+    assert [event["meanwhile"] for event in run.told] == ["evaluation"]
+
+
+def test_nothing_is_late_after_the_last_iteration_or_the_end() -> None:
+    run = Run()
+    run.step(100)
+    run.wait(60)
+    run = Run()
+    run.step(10)
+    run.note("run_finished")
+    run.wait(60)
+    assert run.told == []
+
+
+def test_a_watch_that_was_stopped_itself_blames_nobody() -> None:
+    run = Run()
+    run.step(10)
+    run.now += 60.0
+    run.wait(0.5)
+    run.step(10)
+    assert run.told == []
