@@ -1,0 +1,125 @@
+"""What becomes of the survivors' communicators, device and memory when a peer dies or stops.
+
+Three processes, on one GPU, have the world and three more groups. Rank 2 ends; ranks 0 and 1 have collectives under way
+in some of the groups, and kernels queued behind. A second thread aborts through the plugin's own `Communicators`, as in
+a recovery. Imports the standard library; `abort_worker.py` is what the processes run.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from setting import Row, Setting, end_all, python
+
+WORLD: Final = 3
+ABORT_S: Final = 5.0
+"""The longest that an abort may take."""
+LEFT_MIB: Final = 200
+"""The most device memory that may be missing afterwards."""
+PROCESS_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way in which a peer is lost.
+
+    Attributes:
+        hung: which of the four groups have collectives under way.
+        peer: how rank 2 is lost: it "dies", is "stopped", or dies while a group is "made".
+        how: "plugin", or what it is compared with: "serial" aborts, torch's "shrink".
+        environment: of all processes.
+        required: whether the plugin stands or falls with it; the others are there to compare.
+    """
+
+    hung: tuple[int, ...] = ()
+    peer: str = "dies"
+    how: str = "plugin"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    required: bool = True
+
+
+NON_BLOCKING: Final = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10"}
+CASES: Final[Mapping[str, Case]] = {
+    "first-hangs": Case((0,)),
+    "last-hangs": Case((3,)),
+    "two-hang": Case((1, 3)),
+    "peer-stopped": Case((1, 3), peer="stopped"),
+    "two-hang-without-cumem": Case((1, 3), environment={"NCCL_CUMEM_ENABLE": "0"}),
+    "while-made": Case(peer="made", required=False),
+    "two-hang-non-blocking": Case((1, 3), environment=NON_BLOCKING, required=False),
+    "while-made-non-blocking": Case(peer="made", environment=NON_BLOCKING, required=False),
+    "serial-two-hang": Case((1, 3), how="serial", required=False),
+    "shrink": Case((0,), how="shrink", required=False),
+}
+ON_CPU: Final = ("first-hangs", "two-hang", "peer-stopped")
+"""Those that are not the same, or impossible, with gloo."""
+
+
+def run(setting: Setting) -> Iterator[Row]:
+    names = [name for name in CASES if not setting.stand_in or name in ON_CPU]
+    yield from setting.each(names, partial(_run, setting))
+
+
+def _run(setting: Setting, name: str) -> Row:
+    case = CASES[name]
+    meeting = setting.out / f"aborts-{name}"
+    meeting.mkdir(parents=True)
+    environment = setting.environment(**case.environment, **_own_environment())
+    options = {**asdict(case), "backend": setting.backend, "meeting": str(meeting / "store")}
+    worker = str(Path(__file__).with_name("abort_worker.py"))
+    processes = [
+        subprocess.Popen(
+            python(worker, json.dumps({**options, "rank": rank, "result": str(_result(meeting, rank))})),
+            env=environment, stdout=(meeting / f"log{rank}").open("w"), stderr=subprocess.STDOUT,
+        )
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    try:
+        rows = [_await_result(process, meeting, rank) for rank, process in enumerate(processes[:2])]
+    finally:
+        end_all(processes)
+    good = all(map(_is_good, rows))
+    return {"ok": good or not case.required, "good": good, "required": case.required, "survivors": rows}
+
+
+def _own_environment() -> dict[str, str]:
+    """What the plugin starts its workers with."""
+    from megatron_resihp.control.environment import NCCL
+
+    return {**NCCL, "TORCH_GLOO_LAZY_INIT": "1"}
+
+
+def _result(meeting: Path, rank: int) -> Path:
+    return meeting / f"result{rank}.json"
+
+
+def _await_result(process: subprocess.Popen[bytes], meeting: Path, rank: int) -> dict[str, Any]:
+    deadline = time.monotonic() + PROCESS_S
+    try:
+        process.wait(max(0.1, deadline - time.monotonic()))
+        ended: dict[str, Any] = {"code": process.returncode}
+    except subprocess.TimeoutExpired:
+        ended = {"code": None, "error": f"still ran after {PROCESS_S:g} s"}
+    path = _result(meeting, rank)
+    found = json.loads(path.read_text()) if path.exists() else {}
+    if ended["code"] != 0 and "error" not in found:
+        lines = (meeting / f"log{rank}").read_text(errors="replace").splitlines()
+        ended.setdefault("error", " | ".join(lines[-3:])[-300:])
+    return found | ended
+
+
+def _is_good(row: Mapping[str, Any]) -> bool:
+    return (
+        row["code"] == 0
+        and row.get("abort_s", ABORT_S) < ABORT_S
+        and row.get("device_usable") is True
+        and row.get("next_world_sums") is True
+        and row.get("left_mib", 0) <= LEFT_MIB
+    )

@@ -1,0 +1,36 @@
+"""The device and its libraries: what all other figures were measured on. Imports the standard library and torch."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from setting import Row, Setting
+
+CASES: Final = {"device": "what is here"}
+SEVERAL_RANKS_SINCE: Final = (2, 30)
+"""The NCCL that lets several ranks of a communicator share a GPU."""
+
+
+def run(setting: Setting) -> Iterator[Row]:
+    yield from setting.each(list(CASES), lambda name: _facts(setting))
+
+
+def _facts(setting: Setting) -> Row:
+    row: Row = {"python": platform.python_version(), "torch": torch.__version__}
+    if setting.stand_in:
+        return row | {"ok": True, "device": f"CPU stand-in ({platform.machine()})"}
+    nccl = torch.cuda.nccl.version()
+    properties = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+    row |= {
+        "ok": nccl[:2] >= SEVERAL_RANKS_SINCE, "device": properties.name, "memory_mib": properties.total_memory >> 20,
+        "driver": driver, "cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl)),
+    }  # fmt: skip
+    if not row["ok"]:
+        row["error"] = "NCCL is older than 2.30: source setup.sh of the bundle first"
+    return row

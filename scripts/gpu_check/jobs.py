@@ -1,0 +1,130 @@
+"""Real jobs with a fault each, against undisturbed ones of the same flags. Imports the plugin's plans and reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from launching import MODEL, launch
+from setting import Row, Setting
+
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica
+from megatron_resihp.report.run_summary import RunSummary
+from megatron_resihp.report.summary import compare
+
+TOLERANCE: Final = 1e-5
+"""Of a loss in fp32, relative to the undisturbed run's."""
+BF16_TOLERANCE: Final = 2e-2
+
+FP32: Final[tuple[str, ...]] = ()
+BF16: Final = ("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce")
+TP2: Final = ("--tensor-model-parallel-size", "2")
+PP2: Final = ("--pipeline-model-parallel-size", "2")
+SEQUENCE: Final = ("--sequence-parallel",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, and what befalls it.
+
+    Attributes:
+        workers: how many ranks share the GPU.
+        flags: Megatron's.
+        drills: what befalls it.
+        strategy: who plans; None: the default.
+        plans: asked for at iterations 4, 8 and so on.
+    """
+
+    workers: int
+    flags: tuple[str, ...]
+    drills: tuple[str, ...] = ()
+    strategy: str | None = None
+    plans: tuple[ParallelPlan, ...] = ()
+
+
+def _replica(micro_batches: range, *stages: tuple[int, ...], ends: tuple[int, ...]) -> Replica:
+    layers = tuple(Chunk(stage, first, end) for stage, (first, end) in enumerate(zip((0, *ends), ends, strict=False)))
+    return Replica(stages, tuple(micro_batches), layers)
+
+
+LAYERS: Final = MODEL["num-layers"] + 2
+"""The embedding and the head count as layers in plans."""
+TP2_DP2: Final = ParallelPlan(
+    (_replica(range(4), (0, 1), ends=(LAYERS,)), _replica(range(4, 8), (2, 3), ends=(LAYERS,)))
+)
+UNLIKE: Final = ParallelPlan(
+    (_replica(range(5), (0, 1), ends=(LAYERS,)), _replica(range(5, 8), (2,), (3,), ends=(4, LAYERS)))
+)
+"""One replica with two tensor-parallel workers, one with two stages, and unequal shares of the batch."""
+
+KILLS: Final[Mapping[str, Case]] = {
+    "alone": Case(1, FP32, ("rebuild:0@5", "rebuild:0@8")),
+    "grad-sync": Case(2, FP32, ("kill:1@5:grad-sync",)),
+    "forward": Case(2, BF16, ("kill:1@5:forward",)),
+    "gather": Case(2, BF16, ("kill:1@5:gather",)),
+    "stopped": Case(2, FP32, ("stop:1@5:grad-sync",)),
+    "backward": Case(4, FP32 + TP2 + SEQUENCE, ("kill:3@5:backward",)),
+    "p2p": Case(4, FP32 + PP2, ("kill:2@5:p2p",)),
+    "two-deaths": Case(4, FP32, ("kill:3@4:forward", "kill:2@4:recovery-rebuild")),
+}
+PLANS: Final[Mapping[str, Case]] = {
+    "there-and-back": Case(4, FP32 + TP2, plans=(UNLIKE, TP2_DP2)),
+    "unlike-after-death": Case(4, FP32 + TP2, ("kill:3@5:forward",), strategy="joint"),
+}
+
+
+def run_kills(setting: Setting) -> Iterator[Row]:
+    """Faults at each kind of point, under Megatron's own groups."""
+    yield from _run(setting, KILLS)
+
+
+def run_plans(setting: Setting) -> Iterator[Row]:
+    """Plans that Megatron's own groups can't run."""
+    yield from _run(setting, PLANS)
+
+
+def _run(setting: Setting, cases: Mapping[str, Case]) -> Iterator[Row]:
+    references: dict[tuple[Any, ...], RunSummary] = {}
+    yield from setting.each(list(cases), partial(_compare, setting, cases, references))
+
+
+def _compare(
+    setting: Setting, cases: Mapping[str, Case], references: dict[tuple[Any, ...], RunSummary], name: str
+) -> Row:
+    case = cases[name]
+    key = (case.workers, case.flags)
+    if key not in references:
+        references[key] = launch(setting, f"{name}-reference", case.workers, case.flags).summary
+    job = launch(setting, name, case.workers, [*case.flags, *_disturbance(setting, name, case)])
+    difference = compare(job.summary.loss, references[key].loss)
+    losses = len(job.summary.loss)
+    tolerance = BF16_TOLERANCE if "--bf16" in case.flags else TOLERANCE
+    same = difference is not None and difference <= tolerance
+    return {
+        "ok": job.codes[0] == 0 and same and losses == MODEL["train-iters"] and _was_disturbed(case, job.summary),
+        "codes": job.codes, "losses": losses, "reference_losses": len(references[key].loss),
+        "largest_difference": difference, "tolerance": tolerance, "recoveries": len(job.summary.recoveries),
+    }  # fmt: skip
+
+
+def _disturbance(setting: Setting, name: str, case: Case) -> list[str]:
+    flags = ["--resihp-drill", *case.drills] if case.drills else []
+    if case.strategy is not None:
+        flags += ["--resihp-strategy", case.strategy]
+    if case.plans:
+        flags.append("--resihp-plan")
+    for number, plan in enumerate(case.plans):
+        path = setting.out / f"{name}-{number}.json"
+        path.write_text(json.dumps(plan.to_dict()))
+        flags.append(f"{path}@{4 + 4 * number}")
+    return flags
+
+
+def _was_disturbed(case: Case, summary: RunSummary) -> bool:
+    """A job that no fault has reached proves nothing."""
+    if case.plans:
+        return len(summary.plans) > len(case.plans)
+    return bool(summary.recoveries)

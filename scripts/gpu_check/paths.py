@@ -1,0 +1,82 @@
+"""How fast state and gradients cross: copies, the digest, a transfer between workers. Imports the plugin and torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from setting import Row, Setting
+
+from megatron_resihp.executor.digest import digest_tensors
+from megatron_resihp.executor.side_group import SideGroup
+from megatron_resihp.executor.transfer import receive_tensors, send_tensors
+from megatron_resihp.executor.waiting import Waiter
+
+CASES: Final = {
+    "on-device": "a copy on the device", "to-host": "into pageable memory", "to-pinned": "into pinned memory",
+    "from-host": "out of pageable memory", "from-pinned": "out of pinned memory", "digest": "of a state",
+    "transfer": "of a state between two workers of one machine",
+}  # fmt: skip
+BYTES: Final = 1 << 30
+REHEARSED_BYTES: Final = 1 << 22
+ROUNDS: Final = 3
+
+
+def run(setting: Setting) -> Iterator[Row]:
+    size = REHEARSED_BYTES if setting.stand_in else BYTES
+    device = torch.device("cpu") if setting.stand_in else torch.device("cuda", 0)
+    state = torch.randn(size // 4, device=device)
+    pinned = torch.empty_like(state, device="cpu", pin_memory=not setting.stand_in)
+    host = torch.empty_like(state, device="cpu")
+    target = torch.empty_like(state)
+    ways: dict[str, Callable[[], Any]] = {
+        "on-device": lambda: target.copy_(state), "to-host": lambda: host.copy_(state),
+        "to-pinned": lambda: pinned.copy_(state, non_blocking=True), "from-host": lambda: target.copy_(host),
+        "from-pinned": lambda: target.copy_(pinned, non_blocking=True), "digest": lambda: digest_tensors({"w": state}),
+    }  # fmt: skip
+
+    def measure(name: str) -> Row:
+        way = ways.get(name)
+        if way is None:
+            return _transfer(state, device)
+        seconds = _fastest(way, device)
+        same = name == "digest" or torch.equal({"to-host": host, "to-pinned": pinned}.get(name, target), state.to(
+            "cpu" if name.startswith("to-") else device))  # fmt: skip
+        return {"ok": bool(same), "gb_per_s": round(size / seconds / 1e9, 2)}
+
+    yield from setting.each(list(CASES), measure)
+
+
+def _fastest(way: Callable[[], Any], device: torch.device) -> float:
+    times = []
+    for _ in range(ROUNDS):
+        start = time.monotonic()
+        way()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.monotonic() - start)
+    return max(min(times), 1e-9)
+
+
+def _transfer(state: torch.Tensor, device: torch.device) -> Row:
+    """As state moves in a recovery: through host memory and gloo, here between two threads."""
+    store = dist.HashStore()
+    received: dict[str, torch.Tensor] = {}
+    start = time.monotonic()
+
+    def give() -> None:
+        group = SideGroup(store, "paths", (0, 1), 0, Waiter(lambda: False))
+        send_tensors(group, 1, {"w": state}, {})
+
+    giver = threading.Thread(target=give)
+    giver.start()
+    group = SideGroup(store, "paths", (0, 1), 1, Waiter(lambda: False))
+    received.update(receive_tensors(group, 0, device)[0])
+    giver.join()
+    seconds = time.monotonic() - start
+    same = digest_tensors(received) == digest_tensors({"w": state})
+    return {"ok": same, "gb_per_s": round(state.nbytes / seconds / 1e9, 2)}

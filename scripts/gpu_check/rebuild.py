@@ -1,0 +1,38 @@
+"""A recovery of a job that fills much of the device: whether old and new state are there together. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Final
+
+import torch
+from launching import launch
+from setting import Row, Setting
+
+CASES: Final = {"55-percent": 0.55, "85-percent": 0.85}
+BYTES_PER_PARAMETER: Final = 18
+"""bf16 parameter, and in fp32 gradient, master and two moments."""
+WIDTH: Final = 6144
+REHEARSED_LAYERS: Final = 2
+
+
+def run(setting: Setting) -> Iterator[Row]:
+    yield from setting.each(list(CASES), partial(_rebuild, setting))
+
+
+def _rebuild(setting: Setting, name: str) -> Row:
+    if setting.stand_in:
+        layers, model = REHEARSED_LAYERS, {}
+    else:
+        layers = _layers(CASES[name], torch.cuda.mem_get_info()[1])
+        model = {"hidden-size": WIDTH, "num-attention-heads": 48}
+    flags = ["--bf16", "--resihp-drill", "rebuild:0@4"]
+    job = launch(setting, name, 1, flags, **{"num-layers": layers, "train-iters": 8, **model})
+    survived = job.codes == [0] and len(job.summary.recoveries) == 1
+    return {"ok": survived, "codes": job.codes, "layers": layers, "share_of_memory": CASES[name]}
+
+
+def _layers(share: float, memory_bytes: int) -> int:
+    """How many layers' state take this share of the device."""
+    return max(1, round(share * memory_bytes / (12 * WIDTH**2 * BYTES_PER_PARAMETER)))

@@ -1,0 +1,82 @@
+"""What all parts of the check share: where they run, how long, what they print. Imports the standard library only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
+
+SEVERAL_RANKS: Final[Mapping[str, str]] = {
+    # NCCL 2.30: several ranks of one communicator on one GPU; two by default, more with few thread blocks for each.
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_NVLS_ENABLE": "0",
+    "CUDA_VISIBLE_DEVICES": "0",
+}
+
+Row = dict[str, Any]
+"""One finding: `case`, `ok`, and figures. Seconds end in `_s`, sizes in `_mib` or `_bytes`, rates in `_gb_per_s`."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how the parts run.
+
+    Attributes:
+        stand_in: on CPUs, with gloo in NCCL's place and everything small: a rehearsal of the check itself.
+        out: a folder for what the parts leave behind.
+        ends_at: monotonic time after which no case is begun.
+        cases: names of the only cases to run; empty: all.
+    """
+
+    stand_in: bool
+    out: Path
+    ends_at: float
+    cases: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def backend(self) -> str:
+        return "gloo" if self.stand_in else "nccl"
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """That of processes which stand for workers."""
+        paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        base = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        return base | {"OMP_NUM_THREADS": "1"} | ({} if self.stand_in else dict(SEVERAL_RANKS)) | more
+
+    def seconds_left(self) -> float:
+        return max(0.0, self.ends_at - time.monotonic())
+
+    def each(self, names: Sequence[str], run: Callable[[str], Row]) -> Iterator[Row]:
+        """Run cases one after the other; those for which no time is left, or that raise, have failed."""
+        for name in names:
+            if self.cases and name not in self.cases:
+                continue
+            start = time.monotonic()
+            if not self.seconds_left():
+                yield {"case": name, "ok": False, "error": "no time left"}
+                continue
+            try:
+                row = run(name)
+            except Exception as error:
+                row = {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
+            yield {"case": name, **row, "seconds": round(time.monotonic() - start, 2)}
+
+
+def end_all(processes: Sequence[subprocess.Popen[Any]]) -> None:
+    """Kill what still runs, and wait for it."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+
+
+def python(*words: str) -> list[str]:
+    return [sys.executable, *words]
