@@ -58,7 +58,7 @@ from megatron_resihp.report.events import Event
 
 GOALS: Final = {"voluntary_stall_s": 0.3, "fail_stop_s": 1.0}
 LAUNCH: Final = ("--heartbeat-timeout", "600")
-STRATEGY: Final = ("--resihp-strategy", "joint")
+STRATEGY: Final = ("--resihp-strategy", "joint", "--resihp-plan-wait", "60")
 VICTIMS: Final = (3, 6, 1, 4)
 """One after another; each has a tensor-parallel peer."""
 MOMENT: Final = 0.5

@@ -21,6 +21,9 @@ STRATEGIES: Final = (
 """Who may plan in place."""
 ACTS: Final = ("observe", "ask", "act")
 
+PLAN_WAIT_S: Final = 2.0
+"""How long a recovery waits for a strategy's plan where complete rectangles exist and nobody says otherwise."""
+
 FALSE_ALARMS_PER_JOB: Final = 0.01
 """How many false reports of a slow worker or link are accepted in a job where nobody says otherwise."""
 
@@ -208,6 +211,11 @@ class ResihpConfig:
         "complete replicas as there are, and is asked where another has no plan that can be run.", metavar="NAME",
     )  # fmt: skip
 
+    resihp_plan_wait: float = _flag(
+        PLAN_WAIT_S, "How long a recovery waits for the strategy's plan where complete replicas exist. After that they "
+        "train, and what the strategy finds is taken as a change by choice once it pays.", metavar="SECONDS",
+    )  # fmt: skip
+
     resihp_act: str = _flag(
         ACTS[0], "What to do when another plan would be faster. observe: write to the event log what would be done; "
         "ask: write the plan to RUN_DIR/proposals, for `resihp apply`; act: take it.", metavar="MODE",
@@ -270,7 +278,9 @@ class ResihpConfig:
         if not self.resihp_answer_timeout > 0:
             seconds = f"{self.resihp_answer_timeout:g}"
             raise ConfigError(f"--resihp-answer-timeout {seconds} is no time to wait; give more than 0 seconds")
-        if not self.resihp_seconds_between_changes >= 0:  # not NaN either
+        if not self.resihp_plan_wait >= 0:  # not NaN either
+            raise ConfigError(f"--resihp-plan-wait {self.resihp_plan_wait:g} can't be; give 0 or more seconds")
+        if not self.resihp_seconds_between_changes >= 0:
             seconds = f"{self.resihp_seconds_between_changes:g}"
             raise ConfigError(f"--resihp-seconds-between-changes {seconds} can't be; give 0 or more")
 

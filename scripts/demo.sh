@@ -40,6 +40,7 @@ training=(
     --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
     # Processes that share two cores show nothing of a slow device: each op is made to last as long as one would take.
     --resihp --resihp-record-samples --resihp-emulate scripts/demo_device.json --resihp-strategy resihp
+    --resihp-plan-wait 30 # nor shall it be a race whose plan is run after a death
 )
 
 train() { # NAME [FLAG...]

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatron_resihp.config import RECTANGULAR
+from megatron_resihp.config import PLAN_WAIT_S, RECTANGULAR
 from megatron_resihp.control.change import check_ops, with_standbys
 from megatron_resihp.control.fallback import plan_for_few
 from megatron_resihp.control.holdings import Held, lacking, plan_for_survivors
+from megatron_resihp.control.planner_process import UNANSWERED
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.plan.places import names_of_places, place_of, renamed
 from megatron_resihp.plan.spelling import trimmed
@@ -21,6 +22,8 @@ from megatron_resihp.planner import JobShape, NoPlanError
 
 Event = dict[str, Any]
 
+WITHOUT_RECTANGLES_S: Final = 30.0
+"""How long a recovery waits for a strategy's plan where there is no other."""
 FALLBACK: Final = "fallback"
 """In the event log: a plan that is smaller than a replica of the job's own layout."""
 
@@ -94,11 +97,11 @@ class StrategicPlan:
     """The plan of the strategy that the job was started with, or rectangles where it has none that can be run.
 
     Args:
-        ask: a strategy by name, survivors and the plan that they come from → what `planning.answer` gives, and
-            `made_ahead`: whether that was there before it was asked for.
+        ask: a strategy by name, survivors, the plan that they come from and how many seconds to wait → what
+            `planning.answer` gives, `made_ahead`: whether that was there before it was asked for, and `waited_s`.
     """
 
-    def __init__(self, ask: Callable[[str, Survivors, ParallelPlan], Mapping[str, Any]]) -> None:
+    def __init__(self, ask: Callable[[str, Survivors, ParallelPlan, float], Mapping[str, Any]]) -> None:
         self._ask = ask
 
     def __call__(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
@@ -110,8 +113,10 @@ class StrategicPlan:
         except (_Unusable, PlanError) as error:
             plan, told = rectangles_or_less(survivors)
             refused = {"event": "planned", "strategy": RECTANGULAR, "instead_of": strategy, "reason": str(error)}
-            return plan, [refused, *told]
-        numbers = {name: answer[name] for name in ("planning_s", "made_ahead", "iteration_s", "bound_s", "moving_s")}
+            overtaken = {"overtaken": True} if isinstance(error, _TooLate) else {}
+            return plan, [{**refused, **overtaken}, *told]
+        wanted = ("planning_s", "waited_s", "made_ahead", "iteration_s", "bound_s", "moving_s")
+        numbers = {name: answer[name] for name in wanted}
         return plan, [{"event": "planned", "strategy": strategy, **numbers}]
 
     def _strategic(self, strategy: str, survivors: Survivors) -> tuple[ParallelPlan, Mapping[str, Any]]:
@@ -121,9 +126,9 @@ class StrategicPlan:
         lost = lacking(held, own[-1].end)
         if lost:
             raise _Unusable(f"the state of layer {lost[0].first} is held by nobody")
-        answer = self._ask(strategy, survivors, running)
+        answer = self._ask(strategy, survivors, running, _patience_s(survivors))
         if "no_plan" in answer:
-            raise _Unusable(answer["no_plan"])
+            raise (_TooLate if UNANSWERED in answer else _Unusable)(answer["no_plan"])
         plan = planned(answer["plan"], held, own, survivors.shape.tensor_parallel)
         check_ops(plan, own, survivors.job)
         return plan, answer
@@ -131,6 +136,20 @@ class StrategicPlan:
 
 class _Unusable(Exception):
     """There is no plan of the strategy that can be run; the message says why."""
+
+
+class _TooLate(_Unusable):
+    """There may be one, but nobody has answered in time."""
+
+
+def _patience_s(survivors: Survivors) -> float:
+    """How long training stands still for a strategy's plan: not for long where it can go on without."""
+    wait_s = float(survivors.job.get("plan_wait", PLAN_WAIT_S))
+    try:
+        rectangles(survivors)
+    except NoPlanError:
+        return max(wait_s, WITHOUT_RECTANGLES_S)
+    return wait_s
 
 
 def _holds(running: ParallelPlan, survivors: Survivors) -> bool:

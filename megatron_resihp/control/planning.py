@@ -1,8 +1,8 @@
 """Planning in a process of its own: a search holds the interpreter for seconds, in which nobody would notice a death.
 
-Run as `python -m megatron_resihp.control.planning`: a request a line on standard input, an answer a line on standard
-output, until the input ends. May import the standard library, `plan`, `cost`, `planner` and this room's modules; what
-takes long to import only once there is a request.
+Run as `python -m megatron_resihp.control.planning [--low-priority]`: a request a line on standard input, an answer a
+line on standard output, until the input ends. May import the standard library, `plan`, `cost`, `planner` and this
+room's modules; what takes long to import only where plans are made.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_resihp.control.planner_process import REHEARSAL
+from megatron_resihp.control.planner_process import LOW_PRIORITY, REHEARSAL
 from megatron_resihp.plan import Chunk, ParallelPlan
 
 NICE: Final = 19
-"""Training's own processes on node 0 go first; while a recovery waits for a plan, they are idle."""
+"""Where nobody stands still for a plan, training's own processes on node 0 go first."""
 
 ENVELOPE: Final = ("type", "event", "time", "epoch", "worker")
 """What the message, or the event, that told of a job has beside what it told."""
@@ -82,6 +82,11 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _load() -> None:
+    """All that strategies import, so that no request waits for it."""
+    import megatron_resihp.planner.strategies.registry  # noqa: F401
+
+
 def _fitted(path: str | None) -> Any:
     """What the detector has learned so far; None: nothing that can be read."""
     from megatron_resihp.cost.store import CostModelError, load
@@ -96,8 +101,10 @@ def _fitted(path: str | None) -> Any:
 
 def main() -> None:
     """Answer until the input ends."""
-    os.nice(NICE)
+    if LOW_PRIORITY in sys.argv:
+        os.nice(NICE)
     answers, sys.stdout = sys.stdout, sys.stderr  # nothing else may get among the answers
+    _load()
     for line in sys.stdin:
         request = json.loads(line)
         try:

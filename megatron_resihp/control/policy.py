@@ -20,6 +20,7 @@ Event = Mapping[str, Any]
 OBSERVE, ASK, ACT = "observe", "ask", "act"
 LEAST_GAIN: Final = 0.01
 """Smaller gains are within the error of the costs that plans are compared by."""
+_OVERTAKEN: Final = "the plan that the recovery did not wait for"
 WORSE: Final = 0.05
 """Iterations that are longer by this share after a change say that it has not paid."""
 
@@ -114,6 +115,8 @@ class Policy:
         """Why a change was recommended that may turn out not to pay."""
         self._beginning = False
         """Whether the plan is awaited that the job is to begin with."""
+        self._overtaken = False
+        """Whether a recovery went on without the strategy's plan, because that took too long."""
         self._iteration = 0
         self._iteration_s: float | None = None
         self._train_iters: int | None = None
@@ -137,12 +140,16 @@ class Policy:
             case "plan_change":
                 self._changing = True
                 self._before = self._plan if event["why"] == self._said else None
+            case "planned":
+                self._overtaken = bool(event.get("overtaken"))
             case "recovery":
                 self._before = None
                 self._stand_still_s = event["resumed_at"] - event["broken_at"]
                 # Rectangles are not the best that survivors can do. Who only looks on need not know how much better.
-                return self._ask() if self._settings.act != OBSERVE or self._somebody_is_slow() else []
+                wanted = self._overtaken or self._settings.act != OBSERVE or self._somebody_is_slow()
+                return self._ask() if wanted else []
             case "reconfiguration":
+                self._overtaken = False
                 self._stand_still_s, self._changed_at = event["stood_still_s"], now
                 # What was found for a verdict that came on the way was a change of the plan before.
                 return self._ask() if self._heard else []
@@ -168,7 +175,7 @@ class Policy:
             why = f"the planner's own layout: {_shorter(gain)}"
             return [Recommend(ACT, answer["plan"], why, gain, 0.0, answer["moving_s"], answer["iteration_s"])]
         if gain < LEAST_GAIN:
-            self._since = None
+            self._since, self._overtaken = None, False
             return []
         self._candidate = _Candidate(answer["plan"], gain, answer["moving_s"], answer["iteration_s"])
         if self._since is not None and self._iteration_s is not None:
@@ -227,14 +234,15 @@ class Policy:
         too_soon = self._changed_at is not None and now - self._changed_at < self._between_s
         if too_soon or self._lost_s < cost_s or to_save_s < cost_s:
             return []
-        why = candidate.why or f"{self._speeds.in_words(self._plan.members)}: {_shorter(candidate.gain)}"
+        because = _OVERTAKEN if self._overtaken else self._speeds.in_words(self._plan.members)
+        why = candidate.why or f"{because}: {_shorter(candidate.gain)}"
+        # Whose plan is to be taken when workers die was said; it only comes late.
+        act = ACT if self._overtaken and candidate.why is None else self._settings.act
         if candidate.why is None:
             self._said = why
         else:
             self._said, self._between_s = None, 2 * self._between_s
-        found = Recommend(
-            self._settings.act, candidate.plan, why, candidate.gain, self._lost_s, cost_s, candidate.iteration_s
-        )
+        found = Recommend(act, candidate.plan, why, candidate.gain, self._lost_s, cost_s, candidate.iteration_s)
         self._candidate, self._heard = None, False  # said once
         return [found]
 

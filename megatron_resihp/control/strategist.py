@@ -2,8 +2,8 @@
 
 A thread follows the run's events for the policy and may take its time; when it has nothing else to do, it has plans
 made for losses that are likely. The coordinator asks in its own thread, if nobody has asked ahead, and waits no longer
-than a bound. Each has a planner's process of its own. May import the standard library, `plan` and this room's
-modules.
+than a bound. Each has a planner's process of its own. May import the standard library, `plan`, `planner` and this
+room's modules.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Final
 from megatron_resihp.config import RECTANGULAR
 from megatron_resihp.control.foresight import Foresight
 from megatron_resihp.control.health import Speeds
+from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.newcomers import arrival
 from megatron_resihp.control.next_plan import StrategicPlan, Survivors
 from megatron_resihp.control.planner_process import UNANSWERED, PlannerProcess
@@ -29,16 +30,15 @@ from megatron_resihp.control.policy import ACT, ASK, OBSERVE, Action, AskPlanner
 from megatron_resihp.control.trial import Outcome
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
+from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 
 Event = dict[str, Any]
 
 FOLLOWED: Final = (
     "job", "model", "epoch_started", "recovery", "epoch_broken", "plan_change", "reconfiguration", "change_refused",
-    "verdict", "iteration", "worker_waiting", "worker_dead",
+    "verdict", "iteration", "worker_waiting", "worker_dead", "planned",
 )  # fmt: skip
 """Events that planning needs."""
-IN_A_RECOVERY_S: Final = 30.0
-"""How long a recovery waits for a strategy's plan before it does with complete rectangles."""
 BY_CHOICE_S: Final = 600.0
 FOR_LOOKING_ON: Final = "joint"
 """Whose plans are compared where the job has no strategy that reacts to slow workers."""
@@ -52,7 +52,7 @@ class Strategist:
 
     Args:
         run_dir: where proposals are written and the detector keeps what it learns.
-        places, workers_per_node: of the job.
+        size: of the job.
         write: takes events; from any thread.
         order: takes messages for the coordinator.
 
@@ -63,18 +63,18 @@ class Strategist:
     def __init__(
         self,
         run_dir: Path,
-        places: int,
-        workers_per_node: int,
+        size: JobSize,
         write: Callable[[Event], None],
         order: Callable[[Event], None],
     ) -> None:
         self.next_plan = StrategicPlan(self._plan_for_survivors)
         self._run_dir = run_dir
-        self._sizes = places, workers_per_node
+        self._workers = size.workers
+        self._sizes = size.places, size.workers_per_node
         self._write = write
         self._order = order
         self._speeds = Speeds()
-        self._foresight = Foresight(places, workers_per_node)
+        self._foresight = Foresight(*self._sizes)
         self._job: Event = {}
         self._plan: ParallelPlan | None = None
         self._newcomers: set[int] = set()
@@ -85,7 +85,7 @@ class Strategist:
         self._to_take_in = False
         """Whether those that wait may have work in a plan that is made now."""
         self._proposals = 0
-        self._in_recoveries, self._by_choice = PlannerProcess(), PlannerProcess()
+        self._in_recoveries, self._by_choice = PlannerProcess(), PlannerProcess(low_priority=True)
         self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="resihp-policy", daemon=True)
         self._thread.start()
@@ -104,12 +104,16 @@ class Strategist:
         self._by_choice.close()
         self._thread.join(timeout_s)
 
-    def _plan_for_survivors(self, strategy: str, survivors: Survivors, running: ParallelPlan) -> Mapping[str, Any]:
+    def _plan_for_survivors(
+        self, strategy: str, survivors: Survivors, running: ParallelPlan, timeout_s: float
+    ) -> Mapping[str, Any]:
         alive = survivors.held.keys()
         request = self._request(strategy, survivors.job, running, self._speeds.of(alive), self._speeds.links(alive))
         known = self._foresight.answer(request)
-        answer = self._in_recoveries.ask(request, IN_A_RECOVERY_S) if known is None else known
-        return {**self._named(answer, alive), "made_ahead": known is not None}
+        began = time.monotonic()
+        answer = self._in_recoveries.ask(request, timeout_s) if known is None else known
+        waited_s = time.monotonic() - began
+        return {**self._named(answer, alive), "made_ahead": known is not None, "waited_s": waited_s}
 
     def _plan_by_choice(
         self, strategy: str, plan: ParallelPlan, speeds: Mapping[int, float], links: Mapping[tuple[int, int], float]
@@ -194,13 +198,14 @@ class Strategist:
                 between = event.get("seconds_between_changes", defaults.seconds_between_changes)
                 begins = event.get("begins_with_a_plan", defaults.begins_with_a_plan)
                 self._policy = Policy(Settings(event.get("act", defaults.act), between, begins))
+                if self._job.get("strategy", RECTANGULAR) != RECTANGULAR:
+                    self._in_recoveries.start()
             case "model":
                 self._job["arguments"] = event["arguments"]
+                self._rehearse()
             case "epoch_started":
                 self._plan = ParallelPlan.from_dict(event["plan"])
                 self._newcomers.difference_update(self._plan.members)
-                if event["epoch"] == 0:
-                    self._rehearse(self._plan)
                 self._to_take_in = True
             case "worker_waiting":
                 self._newcomers.add(event["waiting"])
@@ -214,16 +219,24 @@ class Strategist:
         if self._policy is not None:
             self._do(self._policy.note(event, time.monotonic()))
 
-    def _rehearse(self, plan: ParallelPlan) -> None:
-        """The first plan takes longer: libraries are loaded and, once per installation, machine code is made for most
-        of a minute. No recovery shall wait for that, and no change that pays; plans that are made ahead may."""
-        strategy = self._job.get("strategy", RECTANGULAR)
-        if strategy != RECTANGULAR:
-            speeds = {worker: REHEARSED_SPEED if worker == 0 else 1.0 for worker in plan.members}
-            request = request_of(strategy, self._job, *self._sizes, plan, speeds, {}, None)
-            self._in_recoveries.rehearse(request)
-            if self._job.get("act", OBSERVE) != OBSERVE:
-                self._by_choice.rehearse(request)
+    def _rehearse(self) -> None:
+        """The first plan takes longer: machine code is loaded or, once per installation, made for most of a minute. No
+        recovery shall wait for that, and no change that pays; plans that are made ahead may. So this job's own plans,
+        for somebody slow and for a death, are practised while the workers build the model."""
+        job, strategy = self._job, self._job.get("strategy", RECTANGULAR)
+        if strategy == RECTANGULAR:
+            return
+        shape = JobShape(job["tensor_parallel"], job["pipeline_parallel"], job["micro_batches"], self._sizes[1])
+        try:
+            plan = initial_plan(shape, self._workers, job["pipeline_last"])
+        except NoPlanError:
+            return  # the coordinator ends the job for that
+        well = dict.fromkeys(plan.members, 1.0)
+        slow, alive = {**well, plan.members[0]: REHEARSED_SPEED}, dict(list(well.items())[:-1])
+        requests = [request_of(strategy, job, *self._sizes, plan, speeds, {}, None) for speeds in (slow, alive)]
+        self._in_recoveries.rehearse(*requests)
+        if job.get("act", OBSERVE) != OBSERVE:
+            self._by_choice.rehearse(*requests)
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:

@@ -135,6 +135,7 @@ def job_fields(args: Any, config: ResihpConfig, own: OwnLayout) -> dict[str, Any
         "false_alarms_per_job": config.resihp_false_alarms_per_job,
         "distributed_optimizer": bool(args.use_distributed_optimizer),
         "strategy": config.resihp_strategy,
+        "plan_wait": config.resihp_plan_wait,
         "act": config.resihp_act,
         "begins_with_a_plan": config.begins_with_a_plan,
         "seconds_between_changes": config.resihp_seconds_between_changes,
@@ -184,6 +185,8 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
 
     @functools.wraps(original)
     def setup_model_and_optimizer(*positional: Any, **options: Any) -> Any:
+        if runtime.worker == 0:  # first, so that planners practise meanwhile
+            runtime.control.tell("model", arguments=model_fields(runtime.args))
         # What a newcomer will hold comes from others, not from a checkpoint.
         with _without_loading(runtime.args) if runtime.newcomer else nullcontext():
             model, optimizer, scheduler = original(*positional, **options)
@@ -194,8 +197,6 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
         options.pop("pg_collection", None)
         runtime.build_trained = functools.partial(_build_again, runtime, original, hooks, positional, options)
         install_step(runtime)
-        if runtime.worker == 0:
-            runtime.control.tell("model", arguments=model_fields(runtime.args))
         return model, optimizer, scheduler
 
     return setup_model_and_optimizer

@@ -111,7 +111,7 @@ def test_a_plan_that_is_asked_for_is_taken(
 def test_survivors_are_planned_for_by_a_strategy(launch: Launch, tmp_path: Path, strategy: str) -> None:
     """In a process of its own; where that has no plan, by rectangles."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "job").write_text(json.dumps({"strategy": strategy}))
+    (tmp_path / "run" / "job").write_text(json.dumps({"strategy": strategy, "plan_wait": WAIT_S}))
     run = launch()
     pids = begun(run)
     kill(pids[1])

@@ -47,7 +47,8 @@ def test_a_strategy_gives_it_work(jobs: Jobs) -> None:
     """Between the death and the return three workers share the work, in stages of the planner's choice."""
     model = {"num_layers": 4, "global_batch_size": 8, "train_iters": 12, "pipeline_model_parallel_size": 2}
     reference = jobs.reference(tiny(**model), workers=WORKERS)
-    arguments = tiny(**model, resihp_emulate="h800", resihp_strategy="joint", resihp_drill="kill:3@3")
+    strategy = {"resihp_strategy": "joint", "resihp_plan_wait": 60.0}
+    arguments = tiny(**model, **strategy, resihp_emulate="h800", resihp_drill="kill:3@3")
     job = jobs.start(arguments, workers=WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
     job.await_event("plan_change", why="worker 7 came back")
     job.wish("go_on")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control.next_plan import StrategicPlan, Survivors
+from megatron_resihp.control.planner_process import UNANSWERED
 from megatron_resihp.control.planning import answer, request_of
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, even_chunks, rules, spelled_out
 from megatron_resihp.planner import JobShape, initial_plan
@@ -25,7 +26,7 @@ JOB = {
     "seq_length": 64, "sequence_parallel": False,
     "arguments": ARGUMENTS,
 }  # fmt: skip
-NUMBERS = {"planning_s": 0.1, "made_ahead": False, "iteration_s": 1.0, "bound_s": 0.9, "moving_s": 2.0}
+NUMBERS = {"planning_s": 0.1, "waited_s": 0.2, "made_ahead": False, "iteration_s": 1.0, "bound_s": 0.9, "moving_s": 2.0}
 
 
 def survivors(*workers: int, running: ParallelPlan | None = START, **job: Any) -> Survivors:
@@ -35,7 +36,7 @@ def survivors(*workers: int, running: ParallelPlan | None = START, **job: Any) -
 
 
 def strategic(found: Mapping[str, Any]) -> StrategicPlan:
-    return StrategicPlan(lambda strategy, survivors, running: {**NUMBERS, **found})
+    return StrategicPlan(lambda strategy, survivors, running, timeout_s: {**NUMBERS, **found})
 
 
 UNLIKE = ParallelPlan((Replica(((2,), (1, 3)), (0, 1, 2, 3), (Chunk(0, 0, 2), Chunk(1, 2, 6))),))
@@ -77,6 +78,46 @@ def test_rectangles_where_there_is_no_such_plan(found: dict[str, Any], changed: 
     [planned] = told
     assert (planned["strategy"], planned["instead_of"]) == ("rectangular", "joint")
     assert reason in planned["reason"]
+
+
+class TestWaiting:
+    """For a planner that has not answered yet."""
+
+    def late(self, *workers: int, **job: Any) -> tuple[float, list[dict[str, Any]]]:
+        """How long it was waited for, and what the log gets."""
+        waited: list[float] = []
+
+        def ask(strategy: str, survivors: Survivors, running: ParallelPlan, timeout_s: float) -> dict[str, Any]:
+            waited.append(timeout_s)
+            return {"no_plan": f"no plan within {timeout_s:g} s", UNANSWERED: True}
+
+        _, told = StrategicPlan(ask)(survivors(*workers, **job))
+        [timeout_s] = waited
+        return timeout_s, told
+
+    @pytest.mark.parametrize(("job", "timeout_s"), [({}, 2.0), ({"plan_wait": 7.0}, 7.0), ({"plan_wait": 0.0}, 0.0)])
+    def test_rectangles_overtake_a_plan_that_is_not_there_in_time(self, job: dict[str, Any], timeout_s: float) -> None:
+        waited_s, [planned] = self.late(1, 2, 3, **job)
+        assert waited_s == timeout_s and planned["overtaken"] and planned["strategy"] == "rectangular"
+        assert planned["reason"] == f"no plan within {timeout_s:g} s"
+
+    def test_where_no_rectangle_exists_the_plan_is_worth_waiting_for(self) -> None:
+        """The one worker that is left has everything, and the job's own layout has two stages."""
+        whole = ParallelPlan((Replica(((0,),), (0, 1), (Chunk(0, 0, 6),)), Replica(((1,),), (2, 3), (Chunk(0, 0, 6),))))
+        asked: list[float] = []
+
+        def ask(strategy: str, survivors: Survivors, running: ParallelPlan, timeout_s: float) -> dict[str, Any]:
+            asked.append(timeout_s)
+            one = ParallelPlan((Replica(((0,),), (0, 1, 2, 3), (Chunk(0, 0, 6),)),))
+            return {**NUMBERS, "plan": one.to_dict()}
+
+        alone = Survivors(SHAPE, OWN, {0: whole.shards_of(0)}, whole, whole, JOB, 4)
+        StrategicPlan(ask)(alone)
+        assert asked == [30.0]
+
+    def test_no_plan_at_all_is_not_a_late_one(self) -> None:
+        _, [planned] = strategic({"no_plan": "too little memory"})(survivors(1, 2, 3))
+        assert "overtaken" not in planned
 
 
 def test_rectangles_where_its_ops_would_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

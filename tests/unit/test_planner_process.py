@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import queue
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import psutil
 import pytest
 
+from megatron_resihp.control import planner_process
 from megatron_resihp.control.planner_process import UNANSWERED, PlannerProcess
 from megatron_resihp.control.planning import request_of
 from megatron_resihp.plan import ParallelPlan, Replica
@@ -22,6 +26,13 @@ def planner() -> Iterator[PlannerProcess]:
     process.close()
 
 
+def niceness() -> int:
+    """Of the process that plans."""
+    children = psutil.Process().children()
+    [nice] = [child.nice() for child in children if "megatron_resihp.control.planning" in child.cmdline()]
+    return int(nice)
+
+
 def request(**job: Any) -> dict[str, Any]:
     return request_of("joint", {"chunks": [[0, 0, 2], [1, 2, 4]], **job}, 2, 2, PLAN, {0: 1.0, 1: 0.5}, {}, None)
 
@@ -30,6 +41,7 @@ def test_nobody_gets_the_answer_to_a_rehearsal(planner: PlannerProcess) -> None:
     """Which differs from that to the request."""
     planner.rehearse(request())
     unlike = planner.ask(request(arguments={}), WAIT_S)["no_plan"]
+    assert niceness() == psutil.Process().nice(), "training stands still for it"
     assert unlike == planner.ask(request(arguments={}), WAIT_S)["no_plan"]
     assert unlike != planner.ask(request(), WAIT_S)["no_plan"]
 
@@ -43,3 +55,36 @@ def test_one_that_is_closed_is_not_started_again(planner: PlannerProcess) -> Non
 def test_an_answer_that_takes_too_long_is_not_the_planners(planner: PlannerProcess) -> None:
     assert planner.ask(request(), 0.0) == {"no_plan": "no plan within 0 s", UNANSWERED: True}
     assert UNANSWERED not in planner.ask(request(), WAIT_S), "it has been started again"
+
+
+def test_one_that_nobody_stands_still_for_stands_back() -> None:
+    process = PlannerProcess(low_priority=True)
+    try:
+        process.ask(request(), WAIT_S)
+        assert niceness() == 19
+    finally:
+        process.close()
+
+
+def test_one_that_was_too_late_is_soon_ready_again(planner: PlannerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It practises the same once more, and nobody waits for that."""
+    written: queue.Queue[Mapping[str, Any]] = queue.Queue()
+    write = planner_process._write
+
+    def noted(process: Any, request: Mapping[str, Any], deadline: float) -> bool:
+        written.put(request)
+        return write(process, request, deadline)
+
+    monkeypatch.setattr(planner_process, "_write", noted)
+    planner.rehearse(request())
+    rehearsed = written.get(timeout=WAIT_S)
+    planner.ask(request(arguments={}), 0.0)
+    assert written.get(timeout=WAIT_S) == request(arguments={})
+    assert written.get(timeout=WAIT_S) == rehearsed and rehearsed["rehearsal"]
+
+
+def test_a_question_too_large_for_a_pipe_is_given_up_in_time(planner: PlannerProcess) -> None:
+    """The process, which has just been started, doesn't read yet."""
+    began = time.monotonic()
+    assert UNANSWERED in planner.ask(request(arguments={"filler": "x" * 10_000_000}), 0.01)
+    assert time.monotonic() - began < WAIT_S / 2

@@ -250,3 +250,38 @@ class TestBeginning:
 
     def test_nobody_asks_who_was_not_told_to(self) -> None:
         assert not Run().began
+
+
+class TestAPlanThatTheRecoveryDidNotWaitFor:
+    """Rectangles train meanwhile."""
+
+    def recover(self, **planned: Any) -> tuple[Run, list[Action]]:
+        """A job that only observes, after a recovery that stood still for five seconds."""
+        run = Run(act="observe")
+        run.tell("planned", strategy="rectangular", instead_of="joint", reason="no plan within 2 s", **planned)
+        run.tell("epoch_started", plan=OTHER.to_dict(), epoch=1)
+        return run, run.tell("recovery", resumed_at=1005.0, broken_at=1000.0)
+
+    def test_it_is_taken_once_it_pays(self) -> None:
+        run, [asked] = self.recover(overtaken=True)
+        assert isinstance(asked, AskPlanner) and asked.plan == OTHER
+        run.train(3)
+        assert not run.answer(asked)
+        assert not run.train(9)
+        [found] = run.train(1)
+        assert isinstance(found, Recommend)
+        assert found.act == "act"
+        assert found.why == "the plan that the recovery did not wait for: iterations 25 % shorter"
+
+    def test_it_is_not_taken_where_it_is_no_better(self) -> None:
+        run, [asked] = self.recover(overtaken=True)
+        assert isinstance(asked, AskPlanner)
+        assert not run.answer(asked, gain=0.005)
+        again = run.verdict()
+        run.answer(again)
+        [found] = run.train(20)
+        assert isinstance(found, Recommend) and found.act == "observe", "a job that only observes"
+
+    def test_where_there_was_none_nothing_is_asked(self) -> None:
+        _, actions = self.recover()
+        assert not actions

@@ -47,20 +47,26 @@ def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypa
     asked: list[dict[str, float]] = []
 
     class Planner:
+        def __init__(self, low_priority: bool = False) -> None:
+            pass
+
+        def start(self) -> None:
+            pass
+
         def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
             asked.append(request["speeds"])
             if len(asked) == 1:
                 desk.note(verdict(1))
             return {"plan": NEXT.to_dict(), "iteration_s": 0.5, "current_s": 1.0, "moving_s": 0.0}
 
-        def rehearse(self, request: Mapping[str, Any]) -> None:
+        def rehearse(self, *requests: Mapping[str, Any]) -> None:
             pass
 
         def close(self) -> None:
             pass
 
     monkeypatch.setattr(strategist, "PlannerProcess", Planner)
-    desk = Strategist(tmp_path, 2, 2, lambda event: None, orders.put)
+    desk = Strategist(tmp_path, JobSize(1, 2), lambda event: None, orders.put)
     desk.note({"event": "job", **SIZES, "act": "act", "seconds_between_changes": 0.0})
     desk.note({"event": "epoch_started", "epoch": 0, "plan": PLAN.to_dict()})
     desk.note({"event": "iteration", "iteration": 3, "duration_s": 1.0})
@@ -91,7 +97,8 @@ class Desk:
 
     Attributes:
         asked: what the planner for recoveries was asked.
-        asked_ahead: the same of the other one.
+        asked_ahead: the same of the other one, which has a low priority.
+        rehearsed: what the former has practised, first of all nothing.
         answer, answer_ahead: what they say.
         orders: to the coordinator.
     """
@@ -99,21 +106,26 @@ class Desk:
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: queue.Queue[Mapping[str, Any]] = queue.Queue()
         self.asked_ahead: queue.Queue[Mapping[str, Any]] = queue.Queue()
+        self.rehearsed: queue.Queue[Sequence[Mapping[str, Any]]] = queue.Queue()
         self.answer: Answer = replicas_of_the_living
         self.answer_ahead: Answer = replicas_of_the_living
-        desk, made = self, []
+        desk = self
 
         class Planner:
-            def __init__(self) -> None:
-                made.append(self)
+            def __init__(self, low_priority: bool = False) -> None:
+                self._ahead = low_priority
+
+            def start(self) -> None:
+                if not self._ahead:
+                    desk.rehearsed.put(())
 
             def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-                ahead = self is made[1]
-                (desk.asked_ahead if ahead else desk.asked).put(request)
-                return (desk.answer_ahead if ahead else desk.answer)(request)
+                (desk.asked_ahead if self._ahead else desk.asked).put(request)
+                return (desk.answer_ahead if self._ahead else desk.answer)(request)
 
-            def rehearse(self, request: Mapping[str, Any]) -> None:
-                pass
+            def rehearse(self, *requests: Mapping[str, Any]) -> None:
+                if not self._ahead:
+                    desk.rehearsed.put(requests)
 
             def close(self) -> None:
                 pass
@@ -121,7 +133,7 @@ class Desk:
         monkeypatch.setattr(strategist, "PlannerProcess", Planner)
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
         self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.strategist = Strategist(run_dir, 4, 4, self.events.put, self.orders.put)
+        self.strategist = Strategist(run_dir, JobSize(1, 4), self.events.put, self.orders.put)
 
     def note(self, event: str, **fields: Any) -> None:
         self.strategist.note({"time": 0.0, "epoch": 0, "worker": None, "event": event, **fields})
@@ -184,6 +196,24 @@ def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
     assert planned["made_ahead"] and planned["planning_s"] == 0.1
     assert desk.asked.empty()
     assert membership.plan is not None and membership.plan.working == (0, 2, 3)
+
+
+def test_the_planner_of_recoveries_has_practised_this_jobs_plans_before_the_first_iteration(desk: Desk) -> None:
+    desk.note("job", **SIZES)
+    assert desk.rehearsed.get(timeout=WAIT_S) == (), "libraries are loaded while the workers start"
+    desk.note("model", arguments={"num_layers": 4})
+    slow, dead = desk.rehearsed.get(timeout=WAIT_S)
+    assert slow["speeds"] == without() | {"0": 0.7} and dead["speeds"] == without(3)
+    for request in (slow, dead):
+        assert ParallelPlan.from_dict(request["plan"]).working == (0, 1, 2, 3)
+        assert request["strategy"] == "joint" and request["job"]["arguments"] == {"num_layers": 4}
+
+
+def test_no_planner_is_started_for_rectangles(desk: Desk) -> None:
+    desk.note("job", **SIZES | {"strategy": "rectangular"})
+    desk.note("model", arguments={"num_layers": 4})
+    desk.strategist.close(WAIT_S)
+    assert desk.rehearsed.empty()
 
 
 def test_who_has_come_back_is_known_by_its_place(desk: Desk) -> None:
