@@ -30,6 +30,7 @@ class PublishPlan:
 
     Attributes:
         groups_of_change: number of the change for which all members have made this plan's groups ahead; None: not all.
+        leaving: who was in the epoch before and leaves the job in order.
     """
 
     epoch: int
@@ -37,6 +38,7 @@ class PublishPlan:
     commit: Commit | None
     held: dict[int, tuple[Shard, ...]]
     groups_of_change: int | None = None
+    leaving: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

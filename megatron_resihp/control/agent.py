@@ -38,6 +38,9 @@ RESTART_AFTER_S: Final = 1.0
 """From a worker's death to its restart: survivors go on first, and a job that ends for it is not held up."""
 LEAVE_AFTER_S: Final = RESTART_AFTER_S
 """From the failure of a joining node's last worker to its leaving: where the job ends for it, that says why."""
+ASK_TO_LEAVE_AFTER_S: Final = RESTART_AFTER_S
+"""From SIGTERM on another node than node 0 to asking whether the job can do without: where all nodes are told to end,
+as at the end of the job's time, node 0 says so meanwhile, and nobody plans for less."""
 SHOWN_FAILURES: Final = 3
 
 
@@ -55,6 +58,7 @@ class Agent:
         max_restarts: how often at most, for each place.
         nodes: the lifelines of the other nodes, on node 0 of several.
         joins: whether the node joins a job that runs. It goes again if all its workers fail: the job doesn't need it.
+        node: its rank.
     """
 
     def __init__(
@@ -69,7 +73,9 @@ class Agent:
         max_restarts: int = 0,
         nodes: NodeWatcher | None = None,
         joins: bool = False,
+        node: int = 0,
     ) -> None:
+        self._node = node
         self._workers = {worker.number: worker for worker in workers}
         self._watcher = watcher
         self._mailbox = mailbox
@@ -82,6 +88,7 @@ class Agent:
         self._joins = joins
         self._ending: Ending | None = None
         self._stop_asked = False
+        self._told_to_end = False
         self._abandoned = False
         self._schedule: list[tuple[float, Callable[[], None]]] = []
         self._exits: list[Worker] = []
@@ -206,16 +213,26 @@ class Agent:
             linux.kill_group(worker.pid)
 
     def _on_signal(self, number: int, now: float) -> None:
-        if number not in (signal.SIGTERM, signal.SIGINT):
-            for worker in self._living():
-                signal.pidfd_send_signal(worker.pidfd, number)
-        elif not self._stop_asked:
-            self._stop_asked = True
-            self._link.post("stop", signal=number)
-        else:
+        if number == signal.SIGUSR2:
+            self._link.post("save")
+            return
+        # SIGUSR1 comes ahead of a SIGTERM, and may come twice, from a script that passes it on.
+        if number != signal.SIGUSR1 and self._told_to_end:
             self._ending = Ending(128 + number, f"killed by a second {signal.Signals(number).name}")
             self._kill()
             self._schedule = [(now + ABANDON_S, self._abandon)]
+            return
+        self._told_to_end = self._told_to_end or number != signal.SIGUSR1
+        if self._stop_asked:
+            return
+        self._stop_asked = True
+        if number == signal.SIGTERM and self._node > 0:
+            self._schedule.append((now + ASK_TO_LEAVE_AFTER_S, self._ask_to_leave))
+        else:
+            self._link.post("stop", signal=number)
+
+    def _ask_to_leave(self) -> None:
+        self._link.post("leave", node=self._node, agent=self._link.name)
 
     def _end(self, ending: Ending, now: float) -> None:
         if self._ending is not None:

@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import threading
@@ -43,6 +44,7 @@ class _End:
 def main(command: Sequence[str]) -> NoReturn:
     """Run the script as Python would, and end the process."""
     let_no_full_disk_end_this()
+    _leave_signals_to_agent()
     lifeline = _tie_to_agent()
     try:
         _run(command)
@@ -66,6 +68,12 @@ def main(command: Sequence[str]) -> NoReturn:
     # Threads that sit in C++ code, as those that listen to the store do, abort the process when the interpreter is
     # taken down under them.
     os._exit(end.code)
+
+
+def _leave_signals_to_agent() -> None:
+    """Job managers may send them to every process of a job; they are for the agent. A script may handle them."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _tie_to_agent() -> Lifeline:

@@ -31,12 +31,14 @@ class Change:
         plan: what to change to.
         why: in words.
         first_mustered_at: when the first worker stopped for it; None: nobody has yet.
+        leaving: workers that it is made for to be rid of.
     """
 
     number: int
     plan: ParallelPlan
     why: str
     first_mustered_at: float | None = None
+    leaving: frozenset[int] = frozenset()
 
 
 def plan_of(data: Any) -> ParallelPlan:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.messages import SLOWNESS
+from megatron_resihp.control.messages import LEFT, SAVE, SLOWNESS
 from megatron_resihp.control.record import Stage
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
 from megatron_resihp.plan import Chunk, PlanError
@@ -121,7 +121,8 @@ _POSITIVE = _is_int(1)
 
 _OUTCOME: Final = _object_of({
     "epoch": _NATURAL, "grad_norm": _none_or(_is_number), "losses": _list_of(_row_of(_is_number, _is_number)),
-    "loss_names": _list_of(_is_text), "stop": _is_flag, "skipped": _is_flag, "experts": _list_of(_is_number),
+    "loss_names": _list_of(_is_text), "stop": _is_flag, "save": _is_flag, "skipped": _is_flag,
+    "experts": _list_of(_is_number),
 })  # fmt: skip
 _RECORD: Final = _object_of({
     "iteration": _NATURAL, "stage": _one_of(*(stage.name for stage in Stage)), "works": _is_flag,
@@ -175,6 +176,8 @@ _FIELDS: Final[Mapping[str, Fields]] = {
     "restarted": _of_worker(instead_of=_NATURAL, time=_is_finite),
     "node_lost": {"node": _NATURAL, "cause": _is_text, "time": _is_finite},
     "stop": {"signal": _is_int(1, 64), "time": _is_finite},
+    "leave": {"node": _NATURAL, "agent": _NATURAL, "time": _is_finite},
+    "save": {"time": _is_finite},
 }  # fmt: skip
 TYPES: Final = frozenset(_FIELDS)
 """Of messages that the coordinator takes."""
@@ -193,7 +196,7 @@ _EVENTS: Final[Mapping[str, Fields]] = {
 _OTHERS_EVENTS: Final = frozenset({
     "run_started", "job", "model", "epoch_started", "epoch_broken", "recovery", "agreed", "plan_change",
     "change_refused", "reconfiguration", "worker_dead", "worker_failed", "worker_restarted", "worker_waiting",
-    "run_finished", "verdict",
+    "node_left", "run_finished", "verdict",
 })  # fmt: skip
 """Events that no worker writes, and to which somebody on node 0 reacts, or a reader of the log."""
 
@@ -262,6 +265,8 @@ _NOTICES: Final[Mapping[str, Fields]] = {
     "change": {"number": _POSITIVE, "epoch": _NATURAL, "plan": _object_of({})},
     "join": {"epoch": _NATURAL, "workers": _list_of(_NATURAL)},
     "dismissed": {"worker": _NATURAL, "reason": _is_text},
+    LEFT: {"agent": _NATURAL, "workers": _list_of(_NATURAL)},
+    SAVE: {"number": _POSITIVE},
 }  # fmt: skip
 _END: Final[Fields] = {
     "code": _is_int(0, 255), "reason": _is_text, "grace_s": _is_finite, "members?": _none_or(_list_of(_NATURAL)),

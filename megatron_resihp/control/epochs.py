@@ -3,11 +3,13 @@
 Pure: no sockets, no clock, no processes. May import `plan`, `planner` and this room's other pure modules.
 """
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_resihp.config import RECTANGULAR
+from megatron_resihp.control import messages
 from megatron_resihp.control.actions import (
     Action,
     Answer,
@@ -30,6 +32,7 @@ from megatron_resihp.control.change import (
     plan_to_change_to,
     without_parts_kept,
 )
+from megatron_resihp.control.departures import Departures
 from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfiguration, recovery
 from megatron_resihp.control.holdings import Held, require_all_parts, written_once
 from megatron_resihp.control.job_size import JobSize
@@ -41,6 +44,7 @@ from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError
 
 Message = Mapping[str, Any]
+WhoHolds = dict[int, tuple[Shard, ...]]
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Epochs:
         shape, own: sizes of its work, and its own split into layers, once a worker has told them.
         job: all that workers have told of it.
         newcomers: workers that were not there at the start.
+        departures: nodes that were told to leave.
     """
 
     size: JobSize
@@ -69,8 +74,11 @@ class Epochs:
     dead: dict[int, str] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     newcomers: Newcomers = field(init=False)
+    departures: Departures = field(init=False)
     trained: bool = False
     stop_signal: int | None = None
+    _stop_reason: str = ""
+    _saves: int = 0
     _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
     _records: dict[int, Record] = field(default_factory=dict)
     _held: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
@@ -94,6 +102,7 @@ class Epochs:
 
     def __post_init__(self) -> None:
         self.newcomers = Newcomers(self.size)
+        self.departures = Departures(self.newcomers)
 
     @property
     def living(self) -> set[int]:
@@ -115,11 +124,12 @@ class Epochs:
             actions.append(Log(reconfiguration(self.epoch, self.commit, ready, self._change, ahead, now)))
         elif self.commit is not None:
             ready = self._ready.values()
-            actions.append(Log(recovery(self.epoch, self.commit, ready, set(self.dead), self._broken_at, now)))
+            dead = self.dead.keys() - self.departures.left
+            actions.append(Log(recovery(self.epoch, self.commit, ready, dead, self._broken_at, now)))
         self.phase, self._left_s, self._change, self._running = Phase.RUNNING, None, None, plan
         waiting, self._waiting = self._waiting, []
         actions += [action for message in waiting for action in self._ask_for(message)]
-        return actions + self._grow()
+        return actions + self._depart() + self._grow()
 
     # Changes by choice
 
@@ -195,6 +205,51 @@ class Epochs:
         taken = sorted(self.newcomers.waiting.intersection(plan.working))
         why = arrival(taken, self.size.places)
         return self._begin(Change(self._changes + 1, plan, why), {"why": why}) if taken else []
+
+    # Nodes that leave
+
+    def _depart(self) -> list[Action]:
+        """Plan around the nodes that are to leave, once training goes on; where no plan is left, all stop in order."""
+        actions = self._let_go()
+        leaving = self.departures.among(self.living)
+        try:
+            self._check_that_changes_can_be()
+        except ChangeRefused:
+            return actions
+        if not leaving:
+            return actions
+        assert self.plan is not None
+        full = spelled_out(self.plan, self.own)
+        nodes = ", ".join(f"node {node}" for node in sorted(self.departures.agents))
+        try:
+            plan, told = self._plan_for({worker: full.shards_of(worker) for worker in self.living - leaving})
+        except NoPlanError as error:
+            reason = f"{nodes} is to leave, and there is no plan without its workers: {error}"
+            return actions + self._stop(signal.SIGTERM, reason)
+        why = f"{nodes} leaves"
+        change = Change(self._changes + 1, plan, why, leaving=leaving)
+        return [*actions, *map(Log, told), *self._begin(change, {"why": why})]
+
+    def _let_go(self) -> list[Action]:
+        """Nodes that are to leave, and have no members any more, may."""
+        actions: list[Action] = []
+        for node in self.departures.without_members(self.living):
+            agent = self.departures.agents.pop(node)
+            known = {*range(self.size.workers), *self.newcomers.waiting, *self._records} - self.dead.keys()
+            workers = sorted(worker for worker in known if self.newcomers.node_of(worker) == node)
+            self.dead.update(dict.fromkeys(workers, "left"))
+            self.departures.left.update(workers)
+            self.newcomers.waiting.difference_update(workers)
+            actions.append(Log({"event": "node_left", "node": node, "left": workers}))
+            actions.append(Notify({"kind": messages.LEFT, "agent": agent, "workers": workers}))
+        return actions
+
+    def _stop(self, number: int, reason: str) -> list[Action]:
+        """Let all end in order after an iteration."""
+        self.stop_signal, self._stop_reason = number, reason
+        if self.phase is Phase.STARTING:
+            return self._end(128 + number, f"{reason} during start-up")
+        return [Notify({"kind": "stop", "signal": number})]
 
     # Deaths, and what comes after an epoch
 
@@ -272,13 +327,8 @@ class Epochs:
         # Who waits to be taken in holds nothing, and need not muster.
         taken_in = self.newcomers.held(self._change.plan.members) if self._change is not None else {}
         held = {worker: self._held[worker] for worker in self._records} | taken_in
-        survivors = self._survivors(held)
         try:
-            if self._running is not None and self._optimizer_is_shared_out:
-                require_all_parts(self._running, held)
-            plan, told = self._next_plan(survivors, now)
-            if self._optimizer_is_shared_out:
-                plan = without_parts_kept(plan)
+            plan, held, told = self._plan_after(held, now)
         except NoPlanError as error:
             degree = self.shape.tensor_parallel
             missing = tuple(shard for lost in error.missing for shard in shards_at(self.own, lost, degree))
@@ -289,8 +339,29 @@ class Epochs:
         joined = self.newcomers.taken_in(plan)
         called = [Notify({"kind": "join", "epoch": self.epoch, "workers": joined})] if joined else []
         self._made_ahead = self._groups_of_change(plan)
-        published = PublishPlan(self.epoch, plan, commit, dict(survivors.held), self._made_ahead)
-        return [*map(Log, told), *step, published, *called]
+        # In the very plan that they are not in they read that this is why.
+        leaving = tuple(sorted(self.departures.among(self._records.keys() - held.keys())))
+        published = PublishPlan(self.epoch, plan, commit, held, self._made_ahead, leaving)
+        return [*map(Log, told), *step, published, *called, *self._let_go()]
+
+    def _plan_after(self, held: WhoHolds, now: float) -> tuple[ParallelPlan, WhoHolds, list[dict[str, Any]]]:
+        """The next plan, what its members hold, and what to write to the log. Who is to leave has no part in it, if
+        there is such a plan and no change is under way that has.
+
+        Raises:
+            NoPlanError.
+        """
+        change, self._change = self._change, None
+        leaving = self.departures.among(held) if change is None or change.leaving else frozenset()
+        if leaving:
+            staying = {worker: shards for worker, shards in held.items() if worker not in leaving}
+            try:
+                plan, told = self._next_plan(change, staying, now)
+                return plan, staying, told
+            except NoPlanError:
+                pass  # all go on together, and stop in order once they do
+        plan, told = self._next_plan(change, held, now)
+        return plan, held, told
 
     def _groups_of_change(self, plan: ParallelPlan) -> int | None:
         """The change for which every member of this plan has made its groups already."""
@@ -302,24 +373,31 @@ class Epochs:
         assert self.shape is not None and self.plan is not None
         return Survivors(self.shape, self.own, held, self.plan, self._running, self.job, self.size.places)
 
-    def _next_plan(self, survivors: Survivors, now: float) -> tuple[ParallelPlan, list[dict[str, Any]]]:
+    def _next_plan(
+        self, change: Change | None, held: WhoHolds, now: float
+    ) -> tuple[ParallelPlan, list[dict[str, Any]]]:
         """What was asked for, if all that it was asked for are still there; and what to write to the log.
 
         Raises:
             NoPlanError.
         """
-        change, self._change = self._change, None
-        if change is None:
-            return self.next_plan(survivors)
-        if set(change.plan.members) == survivors.held.keys():
+        if change is not None and set(change.plan.members) == held.keys():
             self._change = change
             return change.plan, []
-        assert self.plan is not None
-        self._broken_at = change.first_mustered_at or now
-        if set(self.plan.members) == survivors.held.keys():
-            # Who was to be taken in has died: all others go on as before.
-            return self.plan, []
-        return self.next_plan(survivors)
+        if change is not None:
+            assert self.plan is not None
+            self._broken_at = change.first_mustered_at or now
+            if set(self.plan.members) == held.keys():
+                # Who was to be taken in has died: all others go on as before.
+                return self.plan, []
+        return self._plan_for(held)
+
+    def _plan_for(self, held: WhoHolds) -> tuple[ParallelPlan, list[dict[str, Any]]]:
+        """Raises NoPlanError."""
+        if self._running is not None and self._optimizer_is_shared_out:
+            require_all_parts(self._running, held)
+        plan, told = self.next_plan(self._survivors(held))
+        return (without_parts_kept(plan) if self._optimizer_is_shared_out else plan), told
 
     def _salvage(self, reason: str, now: float, missing: tuple[Shard, ...] = ()) -> list[Action]:
         held = {worker: self._held[worker] for worker in self.living if self._held.get(worker)}

@@ -247,10 +247,12 @@ def _serve(
         lambda store: _introduce(options, seat, store, mailbox, uplink),
         mailbox.end,
         lambda slowness: slicer.slow(slowness.speeds),
+        seat.numbers[0],
     )
     agent = Agent(
-        workers, watcher, mailbox, link, slicer, guardian, starter, options.max_restarts, nodes, seat.offered
-    )
+        workers, watcher, mailbox, link, slicer, guardian, starter, options.max_restarts, nodes, seat.offered,
+        options.node,
+    )  # fmt: skip
     ending = agent.run()
     slicer.close()
     if nodes is not None:
@@ -331,5 +333,7 @@ def _show_failure(worker: Worker, lines: list[str]) -> None:
 def _finish(seat: _Seat, ending: Ending) -> None:
     if ending.code:
         print(f"resihp: ended with exit code {ending.code}: {ending.reason}", file=sys.stderr, flush=True)
+    elif not ending.agreed:
+        print(f"resihp: {ending.reason}", flush=True)
     if seat.sink is not None:
         seat.sink.finish()

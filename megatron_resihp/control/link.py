@@ -23,6 +23,8 @@ SLICE_S: Final = 1.0
 """Waiting for the end looks up this often whether it is still wanted."""
 
 END_READ_S: Final = 10.0
+LEAVING_S: Final = 30.0
+"""How long the workers of a node that leaves have to exit by themselves, once nothing needs them."""
 
 
 class Link:
@@ -34,6 +36,7 @@ class Link:
             that it returns is held as long as the link.
         on_end: told, in a thread of the link, how the workers are to end.
         on_slowness: told, in another, what drills have slowed, where the clock is not emulated.
+        name: that no other agent of this run has, nor has had.
     """
 
     def __init__(
@@ -42,7 +45,9 @@ class Link:
         introduce: Callable[[Store], Lifeline | None],
         on_end: Callable[[Ending], None],
         on_slowness: Callable[[Slowness], None],
+        name: int = 0,
     ) -> None:
+        self.name = name
         self._connect = connect
         self._introduce = introduce
         self._on_end = on_end
@@ -120,6 +125,9 @@ class Link:
                         continue
                     if notice["kind"] == messages.SLOWNESS and not notice["emulated"]:
                         self._on_slowness(Slowness.from_dict(notice))
+                    if notice["kind"] == messages.LEFT and notice["agent"] == self.name:
+                        members = frozenset(notice["workers"])
+                        self._on_end(Ending(0, "this node has left the job, which goes on", LEAVING_S, members=members))
                     if notice["kind"] == "end":
                         return
         except (StoreError, TimeoutError) as error:

@@ -70,7 +70,9 @@ class Mailbox:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Have signals delivered here. Of the main thread only."""
-        before = {number: signal.signal(number, self._handle) for number in HANDLED}
+        # Under nohup the end of the terminal is to be outlived.
+        handled = [n for n in HANDLED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._handle) for number in handled}
         # Where it is ignored, as under some process managers, children vanish before anybody can ask for their end.
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:

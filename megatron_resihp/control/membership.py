@@ -4,8 +4,10 @@ A pure state machine: data in (messages, the time), actions out. May import `pla
 pure modules.
 """
 
+import signal
 from dataclasses import dataclass
 
+from megatron_resihp.control import messages
 from megatron_resihp.control.actions import Action, Log, Notify, Phase, PublishPlan, Reopen
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.epochs import Epochs, Message
@@ -187,7 +189,7 @@ class Membership(Epochs):
             if self.phase is Phase.STARTING and self.shape is not None:
                 return self._end(1, "the workers ended before the first iteration; see their logs")
             code = 128 + self.stop_signal if self.stop_signal else 0
-            return self._end(code, f"stopped by signal {self.stop_signal}" if self.stop_signal else "finished")
+            return self._end(code, self._stop_reason if self.stop_signal else "finished")
         # Nobody may wait for it any more: neither those that build an epoch with it nor those that mustered.
         broken = self._break(f"worker {worker} finished", now) if waited_for else []
         return broken + self._decide(now) + self._end_if_stranded()
@@ -237,7 +239,18 @@ class Membership(Epochs):
         return actions if self.phase is Phase.ENDED else [*actions, Reopen(node, self.newcomers.ids_for(node))]
 
     def _on_stop(self, message: Message, now: float) -> list[Action]:
-        self.stop_signal = message["signal"]
+        return self._stop(message["signal"], f"stopped by signal {message['signal']}")
+
+    def _on_leave(self, message: Message, now: float) -> list[Action]:
+        """A node is to be taken away in order; others were told so, too, if the whole job is to end."""
+        if self.stop_signal:
+            return []
+        node = message["node"]
         if self.phase is Phase.STARTING:
-            return self._end(128 + self.stop_signal, f"stopped by signal {self.stop_signal} during start-up")
-        return [Notify({"kind": "stop", "signal": self.stop_signal})]
+            return self._stop(signal.SIGTERM, f"node {node} left")
+        self.departures.agents[node] = message["agent"]
+        return self._depart()
+
+    def _on_save(self, message: Message, now: float) -> list[Action]:
+        self._saves += 1
+        return [Notify({"kind": messages.SAVE, "number": self._saves})]

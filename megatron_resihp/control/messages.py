@@ -27,6 +27,12 @@ ANSWERS: Final = "answer/"
 SLOWNESS: Final = "slowness"
 """Kind of the notice of what drills have slowed: {"emulated", "speeds", "links"}; for agents if not emulated."""
 
+LEFT: Final = "left"
+"""Kind of the notice that a node which was told to leave may: {"agent", "workers"}."""
+
+SAVE: Final = "save"
+"""Kind of the notice that a checkpoint is to be written after an iteration: {"number"}, counted from 1."""
+
 REFUSED_EXIT: Final = 2
 """Exit code of a worker that refuses its arguments, as argparse does, and of the job that it was to begin."""
 
@@ -37,7 +43,7 @@ FENCED_EXIT: Final = 75
 def plan_key(epoch: int) -> str:
     """Key of an epoch's plan.
 
-    {"plan", "digest", "commit", "held", "groups_of_change"}, or {"impossible", "commit", "missing"}
+    {"plan", "digest", "commit", "held", "groups_of_change", "leaving"}, or {"impossible", "commit", "missing"}
     """
     return f"plan/{epoch}"
 
@@ -50,6 +56,7 @@ def go_key(epoch: int) -> str:
 def notice_key(number: int) -> str:
     """Key of the notice with this number.
 
-    {"kind": "broken" | "stop" | "finishing" | "end" | "slowness" | "validate" | "change" | "join" | "dismissed", ...}
+    {"kind": "broken" | "stop" | "finishing" | "end" | "slowness" | "validate" | "change" | "join" | "dismissed"
+    | "left" | "save", ...}
     """
     return f"notice/{number}"

@@ -35,6 +35,7 @@ class Outcome:
         losses: of each loss the sum over the global batch and the number of tokens it was taken over.
         loss_names: their names; empty on a worker that computes no losses, which agrees on their numbers only.
         stop: somebody asked for an orderly end after this iteration.
+        save: somebody asked for a checkpoint after this iteration.
         skipped: a gradient has overflowed; the step only moves the loss scale.
         experts: what mixtures of experts reported of their balance, summed over all workers; empty if there are none.
     """
@@ -46,6 +47,7 @@ class Outcome:
     stop: bool = False
     skipped: bool = False
     experts: tuple[float, ...] = ()
+    save: bool = False
 
     @property
     def means(self) -> dict[str, float]:
@@ -60,7 +62,8 @@ class Outcome:
     def from_dict(cls, data: Mapping[str, Any]) -> "Outcome":
         losses = tuple((float(total), float(tokens)) for total, tokens in data["losses"])
         names, flags = tuple(data["loss_names"]), (bool(data["stop"]), bool(data["skipped"]))
-        return cls(data["epoch"], data["grad_norm"], losses, names, *flags, tuple(data["experts"]))
+        save = bool(data["save"])
+        return cls(data["epoch"], data["grad_norm"], losses, names, *flags, tuple(data["experts"]), save)
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ class WorkerControl:
 
     Attributes:
         slowness: what drills have slowed, as far as this worker has heard.
+        to_save: number of the last order to write a checkpoint that this worker has heard of; 0: none.
         on_change: called in the notice thread with the notice of a change of plan.
     """
 
@@ -91,6 +92,7 @@ class WorkerControl:
         self.worker = worker
         self.epoch = epoch
         self.stop_signal: int | None = None
+        self.to_save = 0
         self.peer_ports: set[int] = set()
         self.slowness = Slowness()
         self.on_change: Callable[[dict[str, Any]], None] = lambda notice: None
@@ -225,6 +227,8 @@ class WorkerControl:
             writers, own = data["writers"], _shards(data["writers"].get(str(self.worker), ()))
             return SalvageOrder(epoch, data["impossible"], commit, own, len(writers), _shards(data["missing"]))
         plan = ParallelPlan.from_dict(data["plan"])
+        if self.worker in data["leaving"]:
+            raise JobEnded(0, "its node leaves")
         if self.worker not in plan.members:
             raise JobEnded(messages.FENCED_EXIT, "this worker was given up for dead and is fenced")
         self.epoch = epoch
@@ -313,6 +317,12 @@ class WorkerControl:
     def _hear(self, notice: dict[str, Any]) -> None:
         if notice["kind"] == "stop":
             self.stop_signal = notice["signal"]
+            return
+        if notice["kind"] == messages.SAVE:
+            # What was ordered before a worker was there has been done.
+            self.to_save = 0 if self.epoch == NO_EPOCH else notice["number"]
+            return
+        if notice["kind"] == messages.LEFT:  # for agents
             return
         if notice["kind"] == messages.SLOWNESS:
             self.slowness = Slowness.from_dict(notice)

@@ -179,7 +179,7 @@ def _agreed_losses(runtime: Runtime, outcome: Outcome) -> dict[str, torch.Tensor
 
 
 def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:
-    """Ends the loop in order, on all workers after the same iteration, when somebody asked for it."""
+    """Saves, and ends the loop in order, on all workers after the same iteration, when somebody asked for it."""
 
     @functools.wraps(original)
     def checkpoint_and_decide_exit(
@@ -189,14 +189,16 @@ def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bo
         if original(model, optimizer, scheduler, iteration, flops, context, iterator):
             return True
         outcome = runtime.progress.outcomes.get(runtime.progress.iteration)
-        if outcome is None or not outcome.stop:
+        if outcome is None or not (outcome.stop or outcome.save):
             return False
         args = runtime.args
         if args.save and not (args.save_interval and iteration % args.save_interval == 0):
             training.save_checkpoint_and_time(
                 iteration, model, optimizer, scheduler, flops, context, train_data_iterator=iterator
             )
-        return True
+        elif runtime.reports and not args.save:
+            print("resihp: asked for a checkpoint, but there is no --save to say where; none is written", flush=True)
+        return outcome.stop
 
     return checkpoint_and_decide_exit
 

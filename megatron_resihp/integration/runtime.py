@@ -134,6 +134,7 @@ class Runtime:
         to_validate: micro-benchmarks that all workers begin after this step.
         plans: that are still to be asked for, each with its JSON: its file may be gone by then.
         to_change: whether all workers leave for another plan after this step.
+        saves: number of the last order to write a checkpoint that was agreed on.
         preparation: what makes groups for the next plan while this one is run.
         padding: what makes ops and transfers last as long as on an emulated device; None: nothing does.
     """
@@ -196,6 +197,7 @@ class Runtime:
         self.padding: Padding | None = None
         self.to_validate: dict[str, Any] | None = None
         self.to_change = False
+        self.saves = 0
         self.preparation: Preparation | None = None
         self.drills = Drills(config.drills(), self.worker, self._announce_drill)
         self.plans = [(plan, read_plan(plan.path)) for plan in config.plans()]

@@ -30,7 +30,8 @@ SHARED_COUNTERS = (
     "iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "scheduler_steps",
 )  # fmt: skip
 VALIDATION, CHANGE = 2, 3
-COUNTERS_FROM = 4
+SAVE, SAVERS = 4, 5
+COUNTERS_FROM = 6
 LOSSES_FROM = COUNTERS_FROM + len(SHARED_COUNTERS)
 EXPERTS_FROM = LOSSES_FROM + 2 * LOSS_SLOTS
 DOCUMENTS_FROM = EXPERTS_FROM + len(expert_metrics.NAMES)
@@ -140,8 +141,9 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         note_counters(runtime, values)
     losses = tuple((total, tokens) for total, tokens in values[LOSSES_FROM:EXPERTS_FROM].view(LOSS_SLOTS, 2).tolist())
     norm, stop = None if skipped else math.sqrt(float(values[0])), bool(values[1] > 0)
+    save = _to_save(runtime, values)
     experts = tuple(values[EXPERTS_FROM:DOCUMENTS_FROM].tolist()) if runtime.args.num_experts else ()
-    return Outcome(runtime.epoch, norm, losses, runtime.loss_names, stop, skipped, experts)
+    return Outcome(runtime.epoch, norm, losses, runtime.loss_names, stop, skipped, experts, save)
 
 
 def tell_of_experts(runtime: Runtime, outcome: Outcome) -> None:
@@ -160,6 +162,8 @@ def _brought(
     values[1] = 1.0 if runtime.control.stop_signal else 0.0
     values[VALIDATION] = _number(validation)
     values[CHANGE] = _number(change)
+    if runtime.control.to_save > runtime.saves:
+        values[SAVE], values[SAVERS] = runtime.control.to_save, 1.0
     if runtime.reports:
         counters = runtime.progress.counters[runtime.progress.iteration]
         values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
@@ -194,6 +198,14 @@ def _heard_by_all(runtime: Runtime, order: dict[str, Any] | None, total: torch.T
     """Whether everybody has heard of an order; everybody sees that in the same step."""
     assert runtime.everybody is not None
     return order is not None and float(total) == _number(order) * len(runtime.everybody.workers)
+
+
+def _to_save(runtime: Runtime, values: torch.Tensor) -> bool:
+    """Whether somebody has heard that a checkpoint is wanted; who hears of the same order later saves no second one."""
+    if values[SAVERS] == 0:
+        return False
+    runtime.saves = max(runtime.saves, round(float(values[SAVE] / values[SAVERS])))
+    return True
 
 
 def _add_losses(runtime: Runtime, values: torch.Tensor) -> None:

@@ -119,6 +119,7 @@ class _Run:
             names.WORKER_DEAD: self._worker_dead,
             names.WORKER_RESTARTED: _worker_restarted,
             names.WORKER_WAITING: _worker_waiting,
+            names.NODE_LEFT: lambda e: [f"node {e['node']} has left with {count(len(e['left']), 'worker')}"],
             names.WORKER_FAILED: lambda e: [f"worker {e['failed']} raised: {e['error']}"],
             names.RECOVERY: self._recovery,
             names.PLAN_CHANGE: lambda e: [

@@ -227,6 +227,14 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("place", INTEGER, "its place: the id of who was there first, which may be itself"),
         ),
     ),
+    names.NODE_LEFT: EventSchema(
+        "coordinator",
+        "A node that was told to end has left; no plan has its workers any more.",
+        (
+            Field("node", INTEGER, "its rank"),
+            Field("left", INTEGERS, "the workers that it had"),
+        ),
+    ),
     names.EPOCH_BROKEN: EventSchema(
         "coordinator",
         "An epoch was given up; its members stop and agree on the next.",

@@ -34,6 +34,8 @@ WARM_UP_S = 120.0
 JOB_S = 90.0
 """Longer than any job of these tests takes on two cores that others use too."""
 DUMP_S = 3.0
+DUMP_SIGNAL = signal.SIGXCPU
+"""That workers write the stacks of their threads at."""
 SUSPECTS = (0, 1)
 """Workers that a judge which "suspects" cannot tell apart."""
 TAIL_LINES = 40
@@ -164,7 +166,9 @@ class Job:
 
     def _ask_where_they_hang(self) -> None:
         """Let every worker write the stacks of its threads to its log."""
-        self.signal(signal.SIGUSR1)
+        for pid in self.worker_pids().values():
+            if is_alive(pid):
+                os.kill(pid, DUMP_SIGNAL)
         deadline = time.monotonic() + DUMP_S
         while time.monotonic() < deadline:
             running = [worker for worker, pid in self.worker_pids().items() if is_alive(pid)]
@@ -537,7 +541,7 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
 
 
 def _take_notes(run_dir: Path) -> None:
-    """Write down each worker's process and exit code, and let workers say where they hang when SIGUSR1 comes."""
+    """Write down each worker's process and exit code, and let workers say where they hang when asked to."""
     import faulthandler
 
     from megatron_resihp.control import bootstrap
@@ -554,7 +558,7 @@ def _take_notes(run_dir: Path) -> None:
         append("exits", worker.number, worker.code)
 
     def noted_main(command: Sequence[str]) -> NoReturn:
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        faulthandler.register(DUMP_SIGNAL, all_threads=True)
         append("pids", os.environ["RESIHP_WORKER"], os.getpid())
         main(command)
 

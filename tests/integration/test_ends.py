@@ -57,22 +57,33 @@ def test_a_loss_that_is_no_number_ends_the_job_as_megatron_does(jobs: Jobs, layo
     assert failure["error"] in ("exit code 16", "exit code 17"), job.tails()
 
 
-@pytest.mark.parametrize("save", [True, False], ids=["saved", "not saved"])
-def test_a_termination_ends_after_the_iteration(jobs: Jobs, save: bool) -> None:
-    directory = jobs.directory / "terminated"
-    saving = {"save": directory, "save_interval": 1000} if save else {}
-    arguments = tiny(**PIPELINE, **saving, train_iters=2000)
-    job = jobs.start(arguments, workers=4)
+def test_a_termination_ends_after_the_iteration(jobs: Jobs) -> None:
+    """Without --save there is nothing to save."""
+    job = jobs.start(tiny(**PIPELINE, train_iters=2000), workers=4)
     job.await_event("iteration", iteration=3)
     job.signal(signal.SIGTERM)
     job.wait()
     assert job.code == 143, job.tails()
     assert 3 <= job.summary.iterations < 2000
     assert set(job.exits().values()) <= {0, 143}, job.tails()
+
+
+def test_one_signal_saves_and_another_one_saves_and_ends(jobs: Jobs) -> None:
+    directory = jobs.directory / "warned"
+    saving = {"save": directory, "save_interval": 1000, "ckpt_format": "torch"}
+    job = jobs.start(tiny(**PIPELINE, **saving, train_iters=2000), workers=4)
+    job.await_event("iteration", iteration=3)
+    job.signal(signal.SIGUSR2)
+    asked_for = job.await_event("checkpoint")["iteration"]
+    job.await_event("iteration", iteration=asked_for + 1)
+    job.signal(signal.SIGUSR1)
+    job.wait()
+    assert job.code == 138, job.tails()
+    assert asked_for < job.summary.iterations < 2000
+    assert [event["iteration"] for event in job.events("checkpoint")] == [asked_for, job.summary.iterations]
     tracker = directory / "latest_checkpointed_iteration.txt"
-    if save:
-        assert int(tracker.read_text()) == job.summary.iterations
-        assert job.summary.last_checkpoint == str(directory)
+    assert int(tracker.read_text()) == job.summary.iterations
+    assert job.summary.last_checkpoint == str(directory)
 
 
 def test_too_few_survivors_save_what_they_hold(jobs: Jobs) -> None:

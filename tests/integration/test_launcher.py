@@ -288,10 +288,15 @@ def test_an_exit_code_without_a_word_ends_the_job(launch: Launch) -> None:
     assert "worker 0 failed: exit code 3" in run.output()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)]
+)
 def test_a_signal_ends_the_job_in_order(launch: Launch, number: signal.Signals, code: int) -> None:
+    """Some job managers send it to the workers, too."""
     run = launch()
     pids = begun(run)
+    for pid in pids if number == signal.SIGUSR1 else []:
+        os.kill(pid, number)
     os.kill(run.pid, number)
     assert run.end() == code
     assert f"stopped by signal {number}" in run.output()
@@ -329,14 +334,17 @@ def test_a_killed_agent_takes_its_workers_with_it(launch: Launch) -> None:
     eventually("workers die, and all that they have started", lambda: not any(map(is_alive, pids)), 5.0)
 
 
-def test_signals_for_workers_are_passed_on(launch: Launch) -> None:
-    run = launch()
+def test_a_termination_after_a_warning_leaves_the_end_to_the_workers(launch: Launch) -> None:
+    """A script may pass SIGUSR1 on that has come by itself, and SIGTERM follows when the job's time is over."""
+    run = launch("deaf_0", "deaf_1", "deaf_2")
     pids = begun(run)
-    os.kill(run.pid, signal.SIGUSR1)
-    # Nobody handles it there, so it kills.
-    eventually("workers get it", lambda: not any(map(is_alive, pids)))
-    assert run.end() == 1
-    assert "exit signal 10" in run.output()
+    for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        os.kill(run.pid, number)
+        time.sleep(0.05)  # Not to wait for anything: two signals at the same moment are one.
+    eventually("workers hear of the checkpoint that is wanted", lambda: "save 1" in run.log(0))
+    assert all(map(is_alive, pids))
+    run.ask("finish")
+    assert run.end() == 138, run.output()
 
 
 @pytest.mark.parametrize("mode", ["prefix", "both"])
@@ -530,11 +538,31 @@ def test_the_other_nodes_end_with_the_coordinators(launch: Launch, port: int) ->
     assert not any(map(is_alive, pids))
 
 
-def test_two_nodes_end_together(launch: Launch, port: int) -> None:
+def test_a_node_that_is_told_to_end_leaves_the_job(launch: Launch, port: int) -> None:
+    """Nobody dies; and it may come back."""
+    first, second = two_nodes(launch, port)
+    pids = begun(first, 4)
+    os.kill(second.pid, signal.SIGTERM)
+    assert second.end() == 0, second.output()
+    assert "resihp: this node has left the job, which goes on" in second.output()
+    assert not any(map(is_alive, pids[2:]))
+    assert first.await_event("reconfiguration", to_epoch=1)["why"] == "node 1 leaves"
+    assert first.await_event("node_left", node=1)["left"] == [2, 3]
+    options = {"nodes": 2, "workers_per_node": 2, "coordinator": Address("127.0.0.1", port)}
+    eventually("its place is free", (first.run_dir / "returning" / "node_1.json").exists)
+    again = launch(node=1, **options)
+    eventually("it is taken in", lambda: "members [0, 1, 6, 7]" in first.log(0))
+    for run in (again, first):
+        os.kill(run.pid, signal.SIGTERM)
+    assert (first.end(), again.end()) == (143, 143), "told at once, all end"
+    assert not first.events("worker_dead") and not first.events("epoch_broken")
+
+
+def test_an_interrupt_of_any_node_ends_the_job(launch: Launch, port: int) -> None:
     first, second = two_nodes(launch, port)
     begun(first, 4)
-    os.kill(second.pid, signal.SIGTERM)
-    assert (first.end(), second.end()) == (143, 143)
+    os.kill(second.pid, signal.SIGINT)
+    assert (first.end(), second.end()) == (130, 130)
 
 
 def test_nodes_that_disagree_about_the_job(launch: Launch, port: int) -> None:

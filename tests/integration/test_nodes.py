@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from pathlib import Path
@@ -37,6 +38,26 @@ def test_a_whole_node_dies(jobs: Jobs) -> None:
     second.kill()
     check_training(first.wait(), reference)
     assert {death.worker for death in first.summary.deaths} == {2, 3}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "optimizer", [{}, {"use_distributed_optimizer": True}], ids=["whole optimizers", "a shared one"]
+)
+def test_a_node_is_told_to_end(jobs: Jobs, optimizer: dict[str, Any]) -> None:
+    """Its workers finish the step; nothing is computed twice."""
+    arguments = tiny(**TWO_NODES | optimizer)
+    reference = jobs.reference(arguments, workers=4)
+    coordinator = ["127.0.0.1", free_port()]
+    options = {"workers": 2, "nodes": 2, "coordinator": coordinator, "script": WISHING, "wishes": ["hold-0-5"]}
+    first, second = (jobs.start(arguments, node=node, **options) for node in range(2))
+    first.await_event("iteration", iteration=3)
+    second.signal(signal.SIGTERM)
+    first.await_event("plan_change")
+    first.wish("go_on")
+    assert second.wait().code == 0, second.output()
+    check_training(first.wait(), reference)
+    assert not first.summary.deaths and first.events("reconfiguration")[0]["steps_redone"] == 0
 
 
 @pytest.mark.nightly

@@ -71,8 +71,12 @@ def train(control: WorkerControl, news: threading.Event) -> None:
     while True:
         try:
             begin(control, plan)
+            saved = 0
             while not (asked("finish") or (control.stop_signal and not asked(f"deaf_{WORKER}"))):
                 news.wait(TICK_S)
+                if control.to_save > saved:
+                    saved = control.to_save
+                    print(f"save {saved}", flush=True)
                 control.check()
                 if control.change is not None:
                     control.drop_change(control.change)

@@ -61,6 +61,7 @@ MESSAGES: tuple[dict[str, Any], ...] = (
     {"type": "restarted", "worker": 6, "instead_of": 2, "time": 10.0},
     {"type": "node_lost", "node": 1, "cause": "connection lost", "time": 10.0},
     {"type": "stop", "signal": 15, "time": 10.0},
+    {"type": "leave", "node": 1, "agent": 2, "time": 10.0}, {"type": "save", "time": 10.0},
 )  # fmt: skip
 
 BAD_TEXTS = (

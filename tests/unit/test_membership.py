@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,7 +148,10 @@ class Job:
     # Ways to a state
 
     def start(self) -> Job:
-        self.describe(0)
+        return self.start_with()
+
+    def start_with(self, **changed: Any) -> Job:
+        self.describe(0, **changed)
         self.ready(*range(self.membership.size.workers))
         assert self.membership.phase is Phase.RUNNING
         return self
@@ -1192,6 +1196,95 @@ class TestComingBack:
         actions = job.leave(0, 1, 2)
         assert only(PublishPlan, actions).plan.working == (0, 2, 1, 7)
         assert notices(actions) == ["join"]
+
+
+REPLICA_PER_NODE = {"pipeline_last": False}
+"""Two workers on each node, which are a replica together."""
+
+
+class TestLeaving:
+    """A node other than node 0 is told to end."""
+
+    def leave(self, job: Job, node: int) -> list[Action]:
+        return job.tell("leave", node=node, agent=2 * node, signal=signal.SIGTERM)
+
+    def test_its_workers_are_planned_around_after_a_step(self) -> None:
+        job = Job().start_with(**REPLICA_PER_NODE)
+        begun = self.leave(job, 1)
+        assert notices(begun) == ["change"]
+        assert events(begun, "plan_change")[0]["why"] == "node 1 leaves"
+        left = job.leave(0, 1, 2, 3)
+        published = only(PublishPlan, left)
+        assert published.plan.members == (0, 1) and published.held.keys() == {0, 1} and published.leaving == (2, 3)
+        assert [notice for action in left if isinstance(action, Notify) for notice in [action.notice]] == [
+            {"kind": "left", "agent": 2, "workers": [2, 3]}
+        ]
+        assert not job.tell("exited", 2, code=0, time=job.now) and not job.tell("done", 3)
+        done = job.ready(0, 1)
+        assert events(done, "reconfiguration")[0]["steps_redone"] == 1 and not events(done, "recovery")
+        gone = job.tell("node_lost", node=1, cause="connection lost", time=job.now)
+        assert gone == [Reopen(1, (6, 7))], "nobody has died, and the node may come back"
+
+    def test_where_no_plan_is_left_all_stop(self) -> None:
+        """The second stage is nowhere else."""
+        job = Job().start()
+        assert notices(self.leave(job, 1)) == ["stop"]
+        [end] = [action for w in range(4) for action in job.tell("done", w) if isinstance(action, End)]
+        assert end.code == 143
+        assert end.reason.startswith("node 1 is to leave, and there is no plan without its workers: the state of")
+
+    def test_when_all_are_told_to_end_nobody_is_planned_around(self) -> None:
+        job = Job().start_with(**REPLICA_PER_NODE)
+        job.tell("stop", signal=signal.SIGTERM)
+        assert not self.leave(job, 1)
+        [end] = [action for w in range(4) for action in job.tell("done", w) if isinstance(action, End)]
+        assert end.code == 143
+
+    def test_during_start_up_the_job_ends(self) -> None:
+        job = Job()
+        job.describe(0)
+        assert only(End, self.leave(job, 1)).code == 143
+
+    def test_a_death_on_the_way_makes_it_a_recovery_without_them(self) -> None:
+        job = Job(workers=6, micro_batches=6).start_with(**REPLICA_PER_NODE)
+        self.leave(job, 2)
+        job.leave(0)
+        job.kill(1)
+        actions = job.muster(2, 3, 4, 5)
+        published = only(PublishPlan, actions)
+        assert published.plan.working == (2, 3) and published.leaving == (4, 5)
+        assert notices(actions) == ["left"]
+        [recovery] = events(job.ready(*job.members), "recovery")
+        assert recovery["dead"] == [1]
+
+    def test_a_node_that_is_told_during_a_recovery_has_no_part_in_the_next_plan(self) -> None:
+        job = Job(workers=6, micro_batches=6).start_with(**REPLICA_PER_NODE)
+        job.kill(1)
+        self.leave(job, 2)
+        assert only(PublishPlan, job.muster(0, 2, 3, 4, 5)).leaving == (4, 5)
+
+    def test_a_change_that_is_under_way_comes_first(self) -> None:
+        job = Job(workers=6, micro_batches=6).start_with(**REPLICA_PER_NODE)
+        assert job.membership.plan is not None
+        one, two, three = job.membership.plan.replicas
+        shares = zip((one, two, three), deal((3, 2, 1)), strict=True)
+        job.apply(ParallelPlan(tuple(replace(replica, micro_batches=share) for replica, share in shares)))
+        assert not self.leave(job, 2)
+        job.leave(*range(6))
+        assert notices(job.ready(*job.members)) == ["change"]
+        assert only(PublishPlan, job.leave(*range(6))).leaving == (4, 5)
+
+    def test_two_nodes_at_once(self) -> None:
+        job = Job(workers=6, micro_batches=6).start_with(**REPLICA_PER_NODE)
+        self.leave(job, 1)
+        self.leave(job, 2)
+        assert only(PublishPlan, job.leave(*range(6))).leaving == (2, 3, 4, 5)
+
+    def test_a_node_whose_workers_are_in_no_plan_leaves_at_once(self) -> None:
+        job = Job(late_nodes=1).start_with(**REPLICA_PER_NODE)
+        job.come_back(4)
+        assert notices(self.leave(job, 2)) == ["left"]
+        assert not job.membership.newcomers.waiting
 
 
 class TestWhateverHappens:
