@@ -193,7 +193,9 @@ class ResihpConfig:
         False, "Write a digest of every worker's parameters and optimizer state to the event log at the end."
     )
     resihp_answer_timeout: float = _flag(
-        60.0, "Seconds that a worker with a communication error waits for the coordinator before it gives up.",
+        1800.0,
+        "Seconds that a worker with a communication error waits for a coordinator that is stopped, with its node say, "
+        "before it counts as lost.",
         metavar="SECONDS",
     )  # fmt: skip
     resihp_emulate: str | None = _flag(

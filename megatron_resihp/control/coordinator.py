@@ -7,7 +7,10 @@ writer, which is handed in.
 import json
 import queue
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from megatron_resihp.config import ConfigError, Slowdown
@@ -30,7 +33,7 @@ from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.next_plan import NextPlan, rectangles_or_less
 from megatron_resihp.control.slowness import SlownessDesk
-from megatron_resihp.control.store import Store
+from megatron_resihp.control.store import Store, StoreError
 
 POLL_S = 0.5
 """How often bounded waits are looked at when no message comes."""
@@ -41,6 +44,10 @@ MOST_AT_ONCE = 1000
 """So many messages are taken before bounded waits are looked at again."""
 DROPPED_SHOWN = 10
 """So many malformed messages are told of, each in an event; whoever sends more must not fill the log."""
+
+
+class ForeignWriterError(RuntimeError):
+    """Somebody else writes to this job's store."""
 
 
 class Coordinator:
@@ -82,24 +89,48 @@ class Coordinator:
         self._notices = 0
         self._struck: dict[int, float] = {}
         self._dropped = 0
+        self._to_do: deque[Action] = deque()
+        self._doing: Action | None = None
         self._clock = clock
         self._ticked_at = clock()
         self._absence = Absence(AWAY_S)
         self._slowness = SlownessDesk(size.workers)
 
     def run(self) -> int:
-        """Serve until the job is over; returns the exit code of the job."""
+        """Serve until the job is over; returns the exit code of the job.
+
+        After an error of its own it has survivors write what they hold, and ends the job.
+
+        Raises:
+            StoreError: the store is gone.
+            Exception: a second error.
+        """
         size = self._membership.size
         self._log({
             "event": "run_started", "world_size": size.workers, "nproc_per_node": size.workers_per_node,
             "nnodes": size.nodes, "most_nodes": size.most_nodes, "command": self._command,
         })  # fmt: skip
+        try:
+            return self._serve([])
+        except StoreError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"the coordinator failed: {type(error).__name__}: {error}"
+        unpublished = isinstance(self._doing, PublishPlan)
+        return self._serve(self._membership.save_and_end(reason, time.time(), unpublished))
+
+    def _serve(self, actions: list[Action]) -> int:
         while True:
-            for actions in self._turn():
-                for action in actions:
-                    code = self._carry_out(action)
+            for decided in chain([actions], self._turn()):
+                self._to_do.extend(decided)
+                while self._to_do:
+                    self._doing = self._to_do.popleft()
+                    code = self._carry_out(self._doing)
                     if code is not None:
                         return code
+                self._doing = None
+            actions = []
 
     def _turn(self) -> Iterator[list[Action]]:
         """Hear everybody who has said something, and only then find out who is late."""
@@ -180,27 +211,28 @@ class Coordinator:
             case Notify(notice):
                 self._notify(json.dumps(notice))
             case PublishPlan(epoch, plan, commit, held, groups_of_change, leaving):
-                self._publish(epoch, {
+                self._publish(messages.plan_key(epoch), {
                     "plan": plan.to_dict(), "digest": plan.digest, "commit": commit and commit.to_dict(),
                     "held": {str(worker): shards for worker, shards in held.items()},
                     "groups_of_change": groups_of_change, "leaving": leaving,
                 })  # fmt: skip
             case OrderSalvage(epoch, reason, commit, writers, missing):
-                self._publish(epoch, {
+                self._publish(messages.plan_key(epoch), {
                     "impossible": reason, "commit": commit and commit.to_dict(),
                     "writers": {str(worker): shards for worker, shards in writers.items()}, "missing": missing,
                 })  # fmt: skip
             case Reopen(node, workers):
                 self._reopen(node, workers)
             case Go(epoch, ports):
-                self._store.set_once(messages.go_key(epoch), json.dumps({"ports": ports}))
+                self._publish(messages.go_key(epoch), {"ports": ports})
             case End(code, reason):
                 self._drain_events()
                 last = self._membership.plan
                 # Workers that were started anew and are in no plan yet have nothing to bring to an end.
                 members = None if last is None else last.members
                 end = {"code": code, "reason": reason, "grace_s": self._grace_s, "members": members}
-                self._store.set_once(messages.END, json.dumps(end))
+                # Whatever a stranger has put there: agents read on until this comes.
+                self._store.set(messages.END, json.dumps(end))
                 return code
         return None
 
@@ -210,11 +242,16 @@ class Coordinator:
             self._notices += 1
         self._notices += 1
 
-    def _publish(self, epoch: int, plan: dict[str, Any]) -> None:
-        self._store.set_once(messages.plan_key(epoch), json.dumps(plan))
+    def _publish(self, key: str, value: dict[str, Any]) -> None:
+        """What binds all members, who may have read it already: if it is somebody else's, nothing can be agreed on."""
+        text = json.dumps(value)
+        if self._store.set_once(key, text) != text:
+            raise ForeignWriterError(f"{key!r} was in the store before the coordinator wrote it")
 
     def _drain_events(self) -> None:
-        while (text := self._store.pop(messages.INBOX, 0.0)) is not None:
+        for _ in range(MOST_AT_ONCE):
+            if (text := self._store.pop(messages.INBOX, 0.0)) is None:
+                break
             message = self._read(text)
             if message is not None:
                 self._took_events(message)

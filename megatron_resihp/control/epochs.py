@@ -97,6 +97,8 @@ class Epochs:
     """Plans that are asked for as soon as training goes on."""
     _recoveries_here: int = 0
     _broken_at: float = 0.0
+    _to_save: str = ""
+    """Why the job is to end once survivors have written what they hold; empty: it isn't."""
     _salvage_left: set[int] = field(default_factory=set)
     _salvage_reason: str = ""
 
@@ -321,6 +323,8 @@ class Epochs:
         step: list[Action] = []
         if commit.outcome is not None:
             step = [Log(agreed(self.epoch, commit, commit.outcome))]
+        if self._to_save:
+            return step + self._salvage(self._to_save, now)
         if self._recoveries_here > self.limits.recoveries_per_iteration:
             return step + self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
                                         f"{commit.iteration}", now)  # fmt: skip
@@ -405,9 +409,27 @@ class Epochs:
         writers = held if self._optimizer_is_shared_out else written_once(held)
         self.epoch += 1
         self.phase, self._left_s = Phase.SALVAGING, self.limits.salvage_s
-        self._salvage_left, self._salvage_reason = set(writers), f"no plan fits the survivors: {reason}"
+        self._salvage_left = set(writers)
+        self._salvage_reason = self._to_save or f"no plan fits the survivors: {reason}"
         order = OrderSalvage(self.epoch, reason, self.commit, writers, missing)
         return [order] if writers else [order, *self._end(1, self._salvage_reason)]
+
+    def save_and_end(self, reason: str, now: float, unpublished: bool = False) -> list[Action]:
+        """Have survivors write what they hold, since nothing better can be done, and end the job with code 1.
+
+        Args:
+            unpublished: nobody can know the plan of this epoch: members wait for one, or for an order in its place.
+        """
+        if self.phase is Phase.ENDED:
+            return []
+        if self.phase is Phase.STARTING or not self.living:
+            return self._end(1, reason)
+        self._to_save, self._waiting = reason, []
+        if self.phase is Phase.SALVAGING:
+            return []
+        if unpublished and self.phase is Phase.BUILDING:
+            self.phase, self.epoch, self._left_s = Phase.MUSTERING, self.epoch - 1, self.limits.muster_s
+        return self._break(reason, now) + self._decide(now)
 
     def _end_if_stranded(self) -> list[Action]:
         """Who is ready at the start waits for all; those that finished without having been ready never come."""

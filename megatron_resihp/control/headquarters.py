@@ -100,12 +100,12 @@ class Headquarters:
 
     def close(self, ending: Ending, timeout_s: float) -> None:
         """End the coordinator, which is told nothing more, and the store."""
+        self._closing.set()
         if not ending.agreed:
             if self._connection is not None:
                 self._connection.close()
             finished = {"event": "run_finished", "time": time.time(), "exit_code": ending.code, "reason": ending.reason}
             self._write(finished)
-        self._closing.set()
         self._stalls_thread.join(timeout_s)
         self._strategist.close(timeout_s)
         self._thread.join(timeout_s)
@@ -121,14 +121,20 @@ class Headquarters:
             return
         try:
             self._coordinator(store).run()
-        except StoreError:
-            # Closed under it: there is nobody left to coordinate.
-            pass
+        except StoreError as error:
+            if not self._closing.is_set():
+                self._on_end(Ending(1, f"the coordinator is cut off: {error}"))
         except Exception as error:
             traceback.print_exc()
-            reason = f"the coordinator failed: {type(error).__name__}: {error}"
-            end = {"code": 1, "reason": reason, "grace_s": FAILED_GRACE_S}
-            store.set_once(messages.END, json.dumps(end))
+            self._end(store, f"the coordinator failed: {type(error).__name__}: {error}")
+
+    def _end(self, store: TcpStore, reason: str) -> None:
+        """In the place of a coordinator that has failed, again while survivors were to write what they hold."""
+        self._write({"event": "run_finished", "time": time.time(), "exit_code": 1, "reason": reason})
+        try:
+            store.set(messages.END, json.dumps({"code": 1, "reason": reason, "grace_s": FAILED_GRACE_S}))
+        except StoreError as error:
+            self._on_end(Ending(1, f"{reason}; and {error}"))
 
     def _coordinator(self, store: TcpStore) -> Coordinator:
         job = self._job

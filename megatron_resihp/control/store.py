@@ -20,6 +20,7 @@ MAX_VALUE_BYTES: Final = 8 * 1024 * 1024
 CLONE_TIMEOUT_S: Final = 10.0
 TORCH_TIMEOUT: Final = timedelta(seconds=300)
 PROBE_PERIOD_S: Final = 0.05
+EMPTY_PAUSE_S: Final = 0.01
 LONGEST_WAIT_S: Final = 24 * 3600.0
 
 
@@ -148,13 +149,15 @@ class TcpStore:
         from torch.distributed import QueueEmptyError
 
         deadline = time.monotonic() + timeout_s
-        # A queue is a key while it holds something, but another taker may be faster.
+        # A queue is a key while it holds something, but another taker may be faster, or the key be no queue's.
         while self.wait(queue, deadline - time.monotonic()):
             try:
                 # Who pushes what is no text gets it back as something else that is none.
                 return self._call("queue_pop", PREFIX + queue, False).decode(errors="replace")
             except QueueEmptyError:
-                continue
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(EMPTY_PAUSE_S)
         return None
 
     def delete(self, key: str) -> bool:

@@ -175,16 +175,20 @@ class WorkerControl:
     def suspect(self, error: BaseException, timeout_s: float) -> None:
         """Report a communication error and wait until the control plane has marked the epoch as broken.
 
+        The agent, which lives as long as this worker, ends the wait if it loses the coordinator; one that is stopped
+        with node 0 goes on some time.
+
         Raises:
-            JobEnded: the job ended meanwhile.
-            TimeoutError: the coordinator did not react.
+            JobEnded: the job ended meanwhile, or the coordinator counts as lost, having said nothing for `timeout_s`.
         """
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         if not self.broken():
             self.tell("suspect", epoch=self.epoch, error=first_line)
         with self._news:
-            if not self._news.wait_for(lambda: self._finishing or self.broken(), timeout_s):
-                raise TimeoutError(f"the coordinator did not answer within {timeout_s:g} s")
+            answered = self._news.wait_for(lambda: self._finishing or self.broken(), timeout_s)
+        if not answered:
+            self._lose(f"it has not answered for {timeout_s:g} s")
+        with self._news:
             # The others are leaving because they are done, unless one of them dies on the way. Either is heard of,
             # and so is the end of the coordinator.
             self._news.wait_for(self.broken)
@@ -301,8 +305,12 @@ class WorkerControl:
                     pass
                 self._read(self._notice_store.get(messages.notice_key(number), READ_S))
                 number += 1
-        except StoreError as error:
-            self._hear({"kind": "end", "code": 1, "reason": f"the coordinator is gone: {error}"})
+        except (StoreError, TimeoutError) as error:
+            self._lose(str(error))
+
+    def _lose(self, why: str) -> None:
+        """There is no coordinator any more, as far as this worker can know."""
+        self._hear({"kind": "end", "code": 1, "reason": f"the coordinator is gone: {why}"})
 
     def _read(self, text: str) -> None:
         try:

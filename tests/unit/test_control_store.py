@@ -166,3 +166,9 @@ def test_what_cannot_be_served_or_reached_is_one_line() -> None:
         assert time.monotonic() - started < 1.0
     with pytest.raises(StoreError, match="the host 'no host' is unknown"):
         reserve("no host", 0)
+
+
+def test_taking_from_what_is_no_queue_ends(store: TcpStore) -> None:
+    store.set("queue", "no queue")
+    assert store.pop("queue", 0.0) is None
+    assert store.pop("queue", SHORT_S) is None

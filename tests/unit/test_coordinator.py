@@ -96,3 +96,60 @@ def test_a_clock_that_is_set_gives_up_nobody(monkeypatch: pytest.MonkeyPatch) ->
     began = time.time()
     monkeypatch.setattr(coordinator.time, "time", lambda: began + next(later))
     assert dead_after(0.5, muster(0), 0.5, muster(1), 0.5, muster(2)) == [3]
+
+
+def salvaged(worker: int) -> dict[str, Any]:
+    return {"type": "salvaged", "worker": worker}
+
+
+MUSTERED = (muster(0), muster(1), muster(2))
+
+
+def ends_after(store: Played, **options: Any) -> list[dict[str, Any]]:
+    """The events of a job that ends with 1."""
+    events: list[dict[str, Any]] = []
+    assert Coordinator(store, events.append, JobSize(4, 1), [], Limits(), **options).run() == 1  # type: ignore[arg-type]
+    assert json.loads(store.values["end"])["code"] == 1
+    assert events[-1]["event"] == "run_finished"
+    return events
+
+
+def test_an_error_of_its_own_has_survivors_save_what_they_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    def next_plan(survivors: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    store = Played(*trained_until_a_death(), *MUSTERED, salvaged(0))
+    events = ends_after(store, next_plan=next_plan)
+    order = json.loads(store.values["plan/1"])
+    assert events[-1]["reason"] == "the coordinator failed: ZeroDivisionError: a bug" == order["impossible"]
+    assert order["writers"] == {"0": [[0, 3, 0, 1]]}, "each shard once"
+    assert "a bug" in capsys.readouterr().err
+
+
+def test_a_plan_that_can_not_be_published_has_them_save_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for it, and get the order in its place."""
+    store = Played(*trained_until_a_death(), *MUSTERED, salvaged(0))
+    put = store.set_once
+
+    def set_once(key: str, value: str) -> str:
+        if key == "plan/1" and "impossible" not in json.loads(value):
+            raise ValueError("'plan/1': the store takes values up to 8388608 bytes")
+        return put(key, value)
+
+    monkeypatch.setattr(store, "set_once", set_once)
+    assert "the store takes values up to" in ends_after(store)[-1]["reason"]
+    assert "impossible" in json.loads(store.values["plan/1"])
+
+
+def test_a_go_that_somebody_else_has_given_binds_nobody() -> None:
+    store = Played(*trained_until_a_death(), *MUSTERED, *(ready(worker, 1) for worker in range(3)),
+                   *({**each, "epoch": 1} for each in MUSTERED), salvaged(0))  # fmt: skip
+    store.values["go/1"] = '{"ports": []}'
+    assert "'go/1' was in the store before" in ends_after(store)[-1]["reason"]
+    assert "impossible" in json.loads(store.values["plan/2"])
+
+
+def test_before_the_first_iteration_there_is_nothing_to_save() -> None:
+    store = Played({"type": "job", "worker": 0, **SIZES})
+    store.values["plan/0"] = "{}"
+    assert "'plan/0' was in the store before" in ends_after(store)[-1]["reason"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control import messages
-from megatron_resihp.control.worker import EpochBroken, WorkerControl
+from megatron_resihp.control.worker import EpochBroken, JobEnded, WorkerControl
 
 HEARD_S = 30.0
 
@@ -89,3 +89,18 @@ def test_a_change_that_can_not_be_prepared_is_heard_of(capsys: pytest.CaptureFix
     control._hear({"kind": "change", "number": 1, "epoch": 0})
     assert control.change == {"kind": "change", "number": 1, "epoch": 0}
     assert "worker 1 does not prepare a change: can't start new thread" in capsys.readouterr().err
+
+
+def test_a_coordinator_that_never_answers_is_lost_in_the_end() -> None:
+    """No error of this worker's own, of which nobody would be told: it ends as where the store is gone."""
+    control = WorkerControl(Published(), 1, lambda: None)
+    with pytest.raises(JobEnded, match=r"the coordinator is gone: it has not answered for 0\.1 s"):
+        control.suspect(RuntimeError("gloo: Connection closed by peer"), 0.1)
+
+
+def test_a_coordinator_that_was_away_is_waited_for() -> None:
+    store = Published()
+    control = WorkerControl(store, 1, lambda: None)
+    threading.Timer(0.2, control._hear, [BROKEN]).start()
+    control.suspect(RuntimeError("gloo: Connection closed by peer"), HEARD_S)
+    assert control.broken() and [message["type"] for message in store.told] == ["suspect"]

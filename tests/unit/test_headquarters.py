@@ -1,0 +1,59 @@
+"""What node 0 leaves behind where the coordinator's thread fails; the coordinator itself is stood in for."""
+
+from __future__ import annotations
+
+import json
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_resihp.control import messages
+from megatron_resihp.control.address import Address
+from megatron_resihp.control.headquarters import Headquarters, Job
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.mailbox import Ending
+from megatron_resihp.control.store import StoreError, connect, reserve
+
+HEARD_S = 30.0
+
+
+Events = queue.SimpleQueue[dict[str, Any]]
+
+
+def headquarters(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> tuple[Headquarters, Address, Events, queue.SimpleQueue[Ending]]:
+    """Of a job whose coordinator raises this."""
+
+    def run() -> int:
+        raise error
+
+    monkeypatch.setattr(Headquarters, "_coordinator", lambda self, store: SimpleNamespace(run=run))
+    beside: Any = SimpleNamespace(note=lambda event: None, close=lambda timeout_s: None)
+    listener, events, ends = reserve("127.0.0.1", 0), Events(), queue.SimpleQueue[Ending]()
+    address = Address("127.0.0.1", listener.getsockname()[1])
+    job = Job(JobSize(1, 1), [], SimpleNamespace(), "token", tmp_path)  # type: ignore[arg-type]
+    return Headquarters(address, listener, events.put, job, None, beside, beside, ends.put), address, events, ends
+
+
+def test_a_coordinator_that_fails_leaves_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    made, address, events, _ = headquarters(ZeroDivisionError("twice"), monkeypatch, tmp_path)
+    event = events.get(timeout=HEARD_S)
+    assert (event["event"], event["exit_code"]) == ("run_finished", 1)
+    assert event["reason"] == "the coordinator failed: ZeroDivisionError: twice"
+    end = json.loads(connect(*address, HEARD_S).get(messages.END, HEARD_S))
+    assert (end["code"], end["reason"]) == (1, event["reason"])
+    made.close(Ending(1, event["reason"], agreed=True), HEARD_S)
+    assert events.empty()
+
+
+def test_a_coordinator_that_is_cut_off_from_the_store_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    made, _, events, ends = headquarters(StoreError("the connection is lost"), monkeypatch, tmp_path)
+    ending = ends.get(timeout=HEARD_S)
+    assert (ending.code, ending.reason) == (1, "the coordinator is cut off: the connection is lost")
+    made.close(ending, HEARD_S)
+    assert events.get(timeout=HEARD_S)["event"] == "run_finished"
