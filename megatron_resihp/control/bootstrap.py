@@ -122,7 +122,9 @@ def _read_exit(problem: SystemExit) -> _End:
         return _End(1, _shorten(str(problem.code)))
     code = (problem.code or 0) & 0xFF
     told_to = code == messages.FENCED_EXIT or isinstance(problem.__context__, JobEnded)
-    return _End(code, None if code == 0 or told_to else f"exit code {code}")
+    # What refuses an argument says why in the exit's cause, and has said it to the user.
+    why = f"exit code {code}" if problem.__cause__ is None else _shorten(str(problem.__cause__))
+    return _End(code, None if code == 0 or told_to else why)
 
 
 def _read_problem(problem: BaseException) -> _End:

@@ -268,6 +268,7 @@ class Epochs:
             for worker, cause in fresh.items()
         ]  # fmt: skip
         for worker in fresh:
+            self.newcomers.heard_of(worker)
             self._records.pop(worker, None)
         if not fresh.keys() & members:
             return actions

@@ -21,6 +21,9 @@ RECORDS_ADDRESS: Final = "records_address"
 RUN: Final = "run"
 """Key of a token that this run alone has, by which others know that they talk to it."""
 
+IDENTITY: Final = "identity"
+"""Key of a digest of what the job's first worker was started with; what it stands for is under `identity/DIGEST`."""
+
 ANSWERS: Final = "answer/"
 """What the keys begin with under which commands find the coordinator's answers."""
 

@@ -62,9 +62,12 @@ class Newcomers:
         return node_of(worker, self.size.places, self.size.workers_per_node)
 
     def ids_for(self, node: int) -> tuple[int, ...]:
-        """Of workers that are to be started on a node, so that no id is used twice."""
-        places = self.size.places
-        return tuple(self._latest.get(place, place) + places for place in self.size.places_on(node))
+        """Of workers that are to be started on a node, so that no id is used twice: they are used up,
+        since who is started may end before it has said anything."""
+        workers = [self._latest.get(place, place) + self.size.places for place in self.size.places_on(node)]
+        for worker in workers:
+            self.heard_of(worker)
+        return tuple(workers)
 
 
 def arrival(workers: Sequence[int], places: int) -> str:

@@ -6,9 +6,11 @@ May import everything; megatron only inside functions, after the CPU stand-in is
 import functools
 import os
 import sys
+from collections.abc import Callable
 
 from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
+from megatron_resihp.control.identity import Identity, UnlikeError
 from megatron_resihp.integration.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patch import Patch, PatchError, apply_all
 
@@ -70,7 +72,7 @@ def _mismatch(error: PatchError) -> str:
     return f"this Megatron ({__version__}) is not what the patches were written for: {error}; use megatron-core 0.19"
 
 
-def _switch_on(config: ResihpConfig, derived: DerivedArguments) -> None:
+def _switch_on(config: ResihpConfig, derived: DerivedArguments, identify: Callable[[], Identity]) -> None:
     """Called by Megatron's argument validation: the plugin connects when start-up reaches initialize_megatron."""
     from megatron_resihp.integration.flags import fail
 
@@ -78,7 +80,7 @@ def _switch_on(config: ResihpConfig, derived: DerivedArguments) -> None:
         fail("--resihp needs the control plane; start the job with `resihp launch`")
     patch = Patch(
         "megatron.training.training:initialize_megatron",
-        functools.partial(_first_initialize, config, derived),
+        functools.partial(_first_initialize, config, derived, identify),
         ("allow_no_cuda", "skip_mpu_initialization", "get_embedding_ranks", "get_position_embedding_ranks", "store"),
         "joins the world through the control plane's store",
     )
@@ -88,7 +90,7 @@ def _switch_on(config: ResihpConfig, derived: DerivedArguments) -> None:
         fail(_mismatch(error))
 
 
-def _first_initialize(config: ResihpConfig, derived: DerivedArguments, original):  # type: ignore[no-untyped-def]
+def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify: Callable[[], Identity], original):  # type: ignore[no-untyped-def]
     """initialize_megatron that connects, applies all other patches, and goes on."""
 
     @functools.wraps(original)
@@ -99,7 +101,10 @@ def _first_initialize(config: ResihpConfig, derived: DerivedArguments, original)
         from megatron_resihp.integration.seams import training_patches
         from megatron_resihp.integration.startup import create_runtime, wrap_initialize_megatron
 
-        runtime = create_runtime(config, derived)
+        try:
+            runtime = create_runtime(config, derived, identify)
+        except UnlikeError as error:
+            fail(str(error))
         try:
             apply_all(training_patches(runtime) + probe_patches(runtime) + drill_patches(runtime))
         except PatchError as error:

@@ -16,11 +16,17 @@ from megatron_resihp import cpu
 from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
 from megatron_resihp.control.change import ChangeRefused, plan_of
 from megatron_resihp.control.environment import MAX_RESTARTS, PLACES
+from megatron_resihp.control.identity import Identity
+from megatron_resihp.control.messages import REFUSED_EXIT
 from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.derived_arguments import DerivedArguments
+from megatron_resihp.integration.identity import identity_of
 from megatron_resihp.integration.support import refusals
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.files import read_plan
+
+SwitchOn = Callable[[ResihpConfig, DerivedArguments, Callable[[], Identity]], None]
+"""Called with our flags, what Megatron derives for other degrees, and what finds out with what this one was started."""
 
 _parser: argparse.ArgumentParser | None = None
 
@@ -52,7 +58,7 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-def make_wrap_validate_args(switch_on: Callable[[ResihpConfig, DerivedArguments], None]) -> Callable[[Any], Any]:
+def make_wrap_validate_args(switch_on: SwitchOn) -> Callable[[Any], Any]:
     """Validation that refuses what is not known to work and, with --resihp, switches the plugin on."""
 
     def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,11 +68,12 @@ def make_wrap_validate_args(switch_on: Callable[[ResihpConfig, DerivedArguments]
                 return original(args, defaults)
             config = _checked(args)
             derived = DerivedArguments(original, args, defaults)
+            given = {**vars(args), **{name: value for name, value in defaults.items() if vars(args).get(name) is None}}
             result = _megatron_validates(original, args, defaults)
             _check_batches(args)
             _check_evaluation(args)
             _check_data(args)
-            switch_on(config, derived)
+            switch_on(config, derived, functools.partial(identity_of, given, _known_parser()._actions))
             return result
 
         return validate_args
@@ -100,14 +107,19 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
         fail(f"--resihp-emulate: {error}; docs/usage.md says what is in a profile")
     except ConfigError as error:
         fail(str(error))
-    assert _parser is not None
-    defaults = vars(_parser.parse_args([]))
-    flags = {action.dest: action.option_strings[0] for action in _parser._actions}
+    parser = _known_parser()
+    defaults = vars(parser.parse_args([]))
+    flags = {action.dest: action.option_strings[0] for action in parser._actions}
     lines = refusals(vars(args), defaults, flags)
     if lines:
         fail("; ".join(lines))
     _check_sizes(args)
     return config
+
+
+def _known_parser() -> argparse.ArgumentParser:
+    assert _parser is not None, "Megatron has parsed its arguments"
+    return _parser
 
 
 def _check_drills(config: ResihpConfig, world_size: int) -> None:
@@ -194,4 +206,4 @@ def _check_batches(args: argparse.Namespace) -> None:
 def fail(text: str) -> NoReturn:
     """End with one line on stderr and argparse's exit code."""
     print(f"resihp: {text}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    raise SystemExit(REFUSED_EXIT) from ConfigError(text)

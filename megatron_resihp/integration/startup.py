@@ -24,6 +24,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.address import parse_address
+from megatron_resihp.control.identity import Identity, check_in
 from megatron_resihp.control.shipping import Outbox
 from megatron_resihp.control.store import connect
 from megatron_resihp.control.worker import NO_EPOCH, WorkerControl
@@ -51,10 +52,20 @@ CONFIG_HOOKS = (
 )  # fmt: skip
 
 
-def create_runtime(config: ResihpConfig, derived: DerivedArguments) -> Runtime:
-    """Connect this worker to the control plane."""
+def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Callable[[], Identity]) -> Runtime:
+    """Connect this worker to the control plane.
+
+    Args:
+        identify: finds out what this worker was started with.
+
+    Raises:
+        UnlikeError: it was started otherwise than the job.
+    """
     store = connect(*parse_address(os.environ["RESIHP_STORE"]), CONNECT_TIMEOUT_S)
     worker = int(os.environ["RESIHP_WORKER"])
+    newcomer = is_newcomer()
+    for name, value in check_in(store, identify(), newcomer).items():
+        setattr(get_args(), name, value)
     # The notice thread starts before there is anything to abort.
     communicators: list[Communicators] = []
 
@@ -62,7 +73,6 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments) -> Runtime:
         for each in communicators:
             abort_or_die(each.abort_if_interrupted)
 
-    newcomer = is_newcomer()
     control = WorkerControl(store, worker, abort, NO_EPOCH if newcomer else 0)
     communicators.append(Communicators(store.clone().torch_store, worker, control.broken))
     nccl_watch.begin(communicators[0], control)

@@ -132,19 +132,25 @@ def test_a_node_that_was_not_there_at_the_start_joins(jobs: Jobs, tmp_path: Path
 
 @pytest.mark.nightly
 def test_a_node_whose_workers_are_refused_may_try_again(jobs: Jobs, tmp_path: Path) -> None:
-    """Its own command is wrong: it says so and goes, and the job goes on."""
+    """Its own command is wrong, or not the job's: it says so and goes, and the job goes on. How it logs, how many load
+    its data and what it would load may be otherwise."""
     arguments = tiny(**ONE_REPLICA)
     reference = jobs.reference(arguments, workers=2)
     options = {"late_nodes": 1, "coordinator": ["127.0.0.1", free_port()], "workers": 2, "script": WISHING}
     first = jobs.start(arguments, node=0, wishes=["hold-0-5"], **options)
     first.await_event("iteration", iteration=2)
-    wrong = late_node(first, tmp_path / "wrong", [*arguments, "--resihp-act", "no"], node=1, **options)
-    # Not `wait`: the other node's workers, who share the directory, go on.
-    assert first.nursery.serve_until(lambda: wrong.code is not None, time.monotonic() + 30.0)
-    assert wrong.code == 2, wrong.output()
-    assert "--resihp-act no is none of them" in wrong.output() and "the job goes on without" in wrong.output()
-    offer = first.run_dir / "returning" / "node_1.json"
-    assert first.nursery.serve_until(offer.exists, time.monotonic() + 10.0), "its loss was not noticed"
+    for wrong, said in (
+        (["--resihp-act", "no"], "--resihp-act no is none of them"),
+        (["--lr", "3e-3", "--seed", "7"], "--lr 0.003 (the job's: 0.001), --seed 7 (the job's: 1234)"),
+    ):
+        late = late_node(first, tmp_path / wrong[0], [*arguments, *wrong], node=1, **options)
+        # Not `wait`: the other node's workers, who share the directory, go on.
+        assert first.nursery.serve_until(lambda job=late: job.code is not None, time.monotonic() + 30.0)
+        assert late.code == 2, late.output()
+        assert said in late.output() and "the job goes on without" in late.output()
+        offer = first.run_dir / "returning" / "node_1.json"
+        assert first.nursery.serve_until(offer.exists, time.monotonic() + 10.0), "its loss was not noticed"
+    arguments += ["--num-workers", "1", "--log-interval", "4", "--load", str(tmp_path / "none")]
     right = late_node(first, tmp_path / "right", arguments, node=1, **options)
     for place in (2, 3):
         first.await_event("worker_waiting", place=place)
@@ -152,6 +158,8 @@ def test_a_node_whose_workers_are_refused_may_try_again(jobs: Jobs, tmp_path: Pa
     check_training(first.wait(), reference)
     assert right.wait().code == 0, right.output()
     assert replicas(first) == [1, 2]
+    causes = [event["cause"] for event in first.events("worker_dead")]
+    assert any("would not train what the job trains: --lr 0.003" in cause for cause in causes), causes
 
 
 THREE_SHARES: dict[str, Any] = {

@@ -1025,6 +1025,15 @@ class TestLateNodes:
         lost = job.tell("node_lost", node=2, cause="gone", time=0.0)
         assert lost == [Reopen(2, (12, 13))] and job.membership.phase is Phase.RUNNING
 
+    @pytest.mark.parametrize("said", ["a word", "nothing"])
+    def test_its_workers_fail_again_and_again(self, said: str) -> None:
+        """Each time it may come with ids that nobody has had, whether or not these were heard of."""
+        job = self.job().start()
+        for worker, offered in ((4, (12, 13)), (12, (20, 21)), (20, (28, 29))):
+            if said == "a word":
+                job.tell("failed", worker, error="refused", code=2)
+            assert only(Reopen, job.tell("node_lost", node=2, cause="gone", time=0.0)) == Reopen(2, offered)
+
     def test_who_fails_before_it_is_taken_in_ends_nothing(self) -> None:
         job = self.job().start()
         job.come_back(4)

@@ -51,7 +51,8 @@ def check(parser: argparse.ArgumentParser, tmp_path: Path, monkeypatch: pytest.M
         args.virtual_pipeline_model_parallel_size = None
         args.eval_global_batch_size = args.eval_global_batch_size or args.global_batch_size
         switched_on: list[ResihpConfig] = []
-        args = flags.make_wrap_validate_args(lambda config, _: switched_on.append(config))(megatron)(args, {})
+        switch_on = flags.make_wrap_validate_args(lambda config, *_: switched_on.append(config))
+        args = switch_on(megatron)(args, {})
         args.switched_on = switched_on
         return args
 
