@@ -38,7 +38,8 @@ setup(
     ],
     extras_require={
         # NVIDIA's Apex is not on the package index: the project of that name there is another one.
-        "gpu": ["transformer-engine[pytorch]"],
+        # nvidia-ml-py tells which of a machine's GPUs a worker has.
+        "gpu": ["nvidia-ml-py", "transformer-engine[pytorch]"],
         "test": TEST_REQUIREMENTS,
     },
     entry_points={"console_scripts": ["resihp = megatron_resihp.cli:main"]},

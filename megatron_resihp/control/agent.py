@@ -17,6 +17,7 @@ from functools import partial
 from typing import Final
 
 from megatron_resihp.control import linux, messages
+from megatron_resihp.control.causes import MemoryKills, known_cause
 from megatron_resihp.control.guardian import Guardian
 from megatron_resihp.control.lifeline import Finding, Kind, Watcher
 from megatron_resihp.control.link import Link
@@ -86,6 +87,7 @@ class Agent:
         self._restarts_left = Counter({place_of(w.number, starter.places): max_restarts for w in workers})
         self._nodes = nodes
         self._joins = joins
+        self._memory_kills = MemoryKills()
         self._ending: Ending | None = None
         self._stop_asked = False
         self._told_to_end = False
@@ -123,6 +125,7 @@ class Agent:
         return self._abandoned or not (self._living() or others)
 
     def _look(self, dead: list[Worker], now: float) -> None:
+        self._memory_kills.look(now)
         # Lifelines first: what a worker said last is still in them.
         for finding in self._watcher.look(now):
             self._take_note(finding, now)
@@ -151,7 +154,7 @@ class Agent:
         self._guardian.forget(worker.pid)
         _, status = os.waitpid(worker.pid, 0)
         worker.code = os.waitstatus_to_exitcode(status)
-        self._link.post("exited", worker=worker.number, code=worker.code)
+        self._link.post("exited", worker=worker.number, code=worker.code, cause=self._cause(worker))
         if worker.failed is None:
             worker.failed = self._ending is None and worker.code not in (0, messages.FENCED_EXIT)
         self._exits.append(worker)
@@ -163,6 +166,14 @@ class Agent:
         self._plan_restart(worker, time.monotonic())
         if self._joins and all(worker.failed for worker in self._workers.values()):
             self._schedule.append((time.monotonic() + LEAVE_AFTER_S, self._leave))
+
+    def _cause(self, worker: Worker) -> str | None:
+        """What killed a worker that has ended with a code that doesn't say."""
+        assert worker.code is not None
+        if worker.code in (0, messages.FENCED_EXIT):
+            return None
+        killed = worker.code == -signal.SIGKILL and self._memory_kills.take(time.monotonic())
+        return known_cause(worker.code, self._starter.last_lines(worker.number), killed)
 
     def _plan_restart(self, worker: Worker, now: float) -> None:
         """Who died comes back; who has failed would fail again."""

@@ -11,7 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 from megatron_resihp.config import ConfigError, Slowdown
 from megatron_resihp.control import messages
@@ -44,6 +44,9 @@ MOST_AT_ONCE = 1000
 """So many messages are taken before bounded waits are looked at again."""
 DROPPED_SHOWN = 10
 """So many malformed messages are told of, each in an event; whoever sends more must not fill the log."""
+
+FATAL: Final = ("kill", "stop")
+"""Actions of drills that nobody survives."""
 
 
 class ForeignWriterError(RuntimeError):
@@ -269,11 +272,12 @@ class Coordinator:
         return True
 
     def _note_drill(self, event: dict[str, Any]) -> None:
-        if event["event"] == "drill":
+        if event["event"] == "drill" and event["action"] in FATAL:
             self._struck[event["target"]] = event["time"]
 
     def _log(self, event: dict[str, Any]) -> None:
         if event["event"] == "worker_dead" and event["dead"] in self._struck:
             # The victim of a drill says when it strikes; its agent sees it only after the kernel has taken it down.
-            event = {**event, "died_at": min(event["died_at"], self._struck[event["dead"]])}
+            struck_at = self._struck[event["dead"]]
+            event = {**event, "died_at": min(event["died_at"], struck_at), "cause": f"drill, {event['cause']}"}
         self._write_event({"time": time.time(), "epoch": self._membership.epoch, "worker": None, **event})

@@ -134,7 +134,8 @@ _JOB: Final[Fields] = {
     "tensor_parallel": _is_int(1, MOST_SHARES), "pipeline_parallel": _is_int(1, MOST_LAYERS),
     "micro_batches": _is_int(1, MOST_MICRO_BATCHES), "pipeline_last": _is_flag, "seq_length": _POSITIVE,
     "sequence_parallel": _is_flag, "chunks": _list_of(_row_of(*3 * [_is_int(0, MOST_LAYERS)])),
-    "train_iters?": _none_or(_NATURAL), "distributed_optimizer?": _is_flag, "strategy?": _is_text, "act?": _is_text,
+    "train_iters?": _none_or(_NATURAL), "eval_interval?": _none_or(_NATURAL), "save_interval?": _none_or(_NATURAL),
+    "distributed_optimizer?": _is_flag, "strategy?": _is_text, "act?": _is_text,
     "begins_with_a_plan?": _is_flag, "seconds_between_changes?": _is_number, "emulated?": _none_or(_is_text),
     "gemm?": _list_of(_NATURAL), "transfer_bytes?": _NATURAL, "false_alarms_per_job?": _is_number,
     "device_memory?": _none_or(_NATURAL), "cost_model?": _none_or(_is_text),
@@ -170,7 +171,7 @@ _FIELDS: Final[Mapping[str, Fields]] = {
         "workers": _list_of(_NATURAL), "factor": _is_number, "iteration": _none_or(_NATURAL), "number?": _NATURAL,
         **_ANSWERED,
     },
-    "exited": _of_worker(code=_is_int(-64, 255), time=_is_finite),
+    "exited": _of_worker(code=_is_int(-64, 255), time=_is_finite, **{"cause?": _none_or(_is_text)}),
     "silent": _of_worker(time=_is_finite, **{"silence_s?": _is_finite}),
     "lost": _of_worker(time=_is_finite),
     "restarted": _of_worker(instead_of=_NATURAL, time=_is_finite),
@@ -190,7 +191,7 @@ _EVENTS: Final[Mapping[str, Fields]] = {
     "validation": {
         "number": _NATURAL, "iteration": _NATURAL, "worker": _NATURAL, "gemm_seconds": _list_of(_is_finite),
     },
-    "drill": {"target": _NATURAL},
+    "drill": {"target": _NATURAL, "action": _is_text},
 }  # fmt: skip
 """Events of workers that somebody on node 0 reacts to. All others are only written down."""
 _OTHERS_EVENTS: Final = frozenset({

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron_resihp.control import messages
 from megatron_resihp.control.actions import Action, Log, Notify, Phase, PublishPlan, Reopen
+from megatron_resihp.control.causes import ending
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.epochs import Epochs, Message
 from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
@@ -221,9 +222,10 @@ class Membership(Epochs):
             return []
         if code == FENCED_EXIT:
             return self._die({worker: "fenced itself"}, message["time"], now)
+        ended = ending(code, message.get("cause"))
         if code > 0:
-            return self._on_failed({"worker": worker, "error": f"exit code {code}", "code": code}, now)
-        return self._die({worker: f"exit signal {-code}"}, message["time"], now)
+            return self._on_failed({"worker": worker, "error": ended, "code": code}, now)
+        return self._die({worker: ended}, message["time"], now)
 
     def _on_silent(self, message: Message, now: float) -> list[Action]:
         cause = f"no heartbeat for {message['silence_s']:.1f} s" if "silence_s" in message else "no heartbeat"

@@ -1,6 +1,6 @@
 """Whether training stands still: no iteration was finished for three times as long as one usually takes.
 
-Pure: events and the time in, events out. Imports nothing of this package.
+Pure: events and the time in, events out. May import this room's other pure modules.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
+
+from megatron_resihp.control.absence import Absence
 
 Event = dict[str, Any]
 
@@ -27,7 +29,7 @@ FEWEST: Final = 3
 LONGEST_SILENCE_S: Final = 600.0
 """Between two lines while nothing happens; at first they come when the time has tripled."""
 AWAY_S: Final = 2.0
-"""Who was not asked for as long was stopped itself, and has not seen what came meanwhile."""
+"""Who was not asked for as long was stopped itself."""
 
 RECOVERY: Final = "recovery"
 CHANGE: Final = "change of plan"
@@ -42,7 +44,7 @@ class StallWatch:
     _job: Event = field(default_factory=dict)
     _iteration: int | None = None
     _last_at: float | None = None
-    _looked_at: float | None = None
+    _absence: Absence = field(default_factory=lambda: Absence(AWAY_S))
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
     _busy_with: str | None = None
     _longest_due: dict[str, float] = field(default_factory=dict)
@@ -67,7 +69,9 @@ class StallWatch:
 
     def look(self, now: float) -> list[Event]:
         """Time has passed."""
-        self._excuse_own_absence(now)
+        if self._last_at is not None:
+            # Nobody is late for what this process could not hear.
+            self._last_at = min(self._last_at + self._absence.before(now), now)
         if self._ended or self._last_at is None or self._iteration == self._job.get("train_iters"):
             return []
         usual_s, lasted = self.usual_s, now - self._last_at
@@ -114,9 +118,3 @@ class StallWatch:
         """What the job does after this iteration beside training."""
         every = {EVALUATION: self._job.get("eval_interval"), CHECKPOINT: self._job.get("save_interval")}
         return [what for what, count in every.items() if count and self._iteration and self._iteration % count == 0]
-
-    def _excuse_own_absence(self, now: float) -> None:
-        away_s = 0.0 if self._looked_at is None else now - self._looked_at
-        self._looked_at = now
-        if away_s > AWAY_S and self._last_at is not None:
-            self._last_at = min(self._last_at + away_s, now)

@@ -65,6 +65,10 @@ class Starter:
         """How many workers the job has when all are there."""
         return self._environment.size.places
 
+    def last_lines(self, number: int) -> list[str]:
+        """The end of what a worker wrote."""
+        return self._outputs.last_lines(number)
+
     def start_all(self, numbers: Sequence[int]) -> list[Worker]:
         """Start the workers that this node begins with, before any thread is started; see `spawn`."""
         workers: list[Worker] = []

@@ -42,6 +42,7 @@ from megatron_resihp.integration.preparing import Preparation
 from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.step import install_step
+from megatron_resihp.integration.whereabouts import whereabouts
 from megatron_resihp.integration.world import build_world
 
 CONNECT_TIMEOUT_S = 300.0
@@ -104,6 +105,7 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
         args = runtime.args
         runtime.own_layout = own = own_layout(args)
         runtime.shares_optimizer = bool(args.use_distributed_optimizer)
+        runtime.control.event("worker_started", **whereabouts(args.local_rank))
         if runtime.newcomer:
             torch.cuda.set_device(args.local_rank)
             build_lonely_world(runtime)

@@ -17,7 +17,7 @@ from megatron_resihp.report import shape
 from megatron_resihp.report.events import Event
 from megatron_resihp.report.nonfinite import number
 from megatron_resihp.report.schema import problems
-from megatron_resihp.report.words import count, duration, listing, size, verdict
+from megatron_resihp.report.words import count, duration, listing, size, verdict, where, worker_at
 
 INTERVAL_S = 10.0
 """Seconds between two progress lines where lines can't be rewritten, as in a file."""
@@ -105,6 +105,8 @@ class _Run:
         self._loss: float | None = None
         self._rate: float | None = None
         self._plan: shape.Plan | None = None
+        self._places: dict[int, str] = {}
+        """Where workers run."""
         self._dead: set[int] = set()
         """Workers of the plan in force that have died."""
         self._died_at: float | None = None
@@ -116,11 +118,12 @@ class _Run:
             names.JOB: self._job,
             names.EPOCH_STARTED: self._epoch_started,
             names.ITERATION: self._iteration_done,
+            names.WORKER_STARTED: self._worker_started,
             names.WORKER_DEAD: self._worker_dead,
             names.WORKER_RESTARTED: _worker_restarted,
             names.WORKER_WAITING: _worker_waiting,
             names.NODE_LEFT: lambda e: [f"node {e['node']} has left with {count(len(e['left']), 'worker')}"],
-            names.WORKER_FAILED: lambda e: [f"worker {e['failed']} raised: {e['error']}"],
+            names.WORKER_FAILED: lambda e: [f"{self._who(e['failed'])} raised: {e['error']}"],
             names.RECOVERY: self._recovery,
             names.PLAN_CHANGE: lambda e: [
                 f"change {e['number']} of the plan, {e['why']}:", *(f"  {line}" for line in e["changes"])
@@ -141,8 +144,8 @@ class _Run:
             names.CHECKPOINT: self._checkpoint,
             names.SALVAGE: self._salvage,
             names.STALL: _stall,
-            names.VERDICT: lambda e: [f"iteration {e['iteration']}: {verdict(e)}"],
-            names.SUSPICION: _suspicion,
+            names.VERDICT: lambda e: [f"iteration {e['iteration']}: {verdict(e, self._places)}"],
+            names.SUSPICION: self._suspicion,
             names.VALIDATION: lambda e: [
                 f"iteration {e['iteration']}: worker {e['worker']} was tested for {duration(number(e['seconds']))}"
             ],
@@ -197,11 +200,19 @@ class _Run:
             self._rate = event["samples"] / number(event["duration_s"])
         return []
 
+    def _worker_started(self, event: Event) -> list[str]:
+        if event.get("worker") is not None:
+            self._places[event["worker"]] = where(event)
+        return []
+
+    def _who(self, worker: int) -> str:
+        return worker_at(worker, self._places)
+
     def _worker_dead(self, event: Event) -> list[str]:
         if event["dead"] in self._dead:
             return []
         self._dead.add(event["dead"])
-        line = f"worker {event['dead']} died ({event['cause']})"
+        line = f"{self._who(event['dead'])} died ({event['cause']})"
         if event.get("died_at") is None:
             return [line]
         died_at = number(event["died_at"])
@@ -255,6 +266,14 @@ class _Run:
         state = "all state" if event["complete"] else "INCOMPLETE state"
         return [f"no plan is left; survivors wrote {state} of iteration {event['iteration']}: {event['path']}"]
 
+    def _suspicion(self, event: Event) -> list[str]:
+        workers = listing(map(self._who, event["workers"]))
+        if event["tested"]:
+            return [f"iteration {event['iteration']}: the test of {workers} named nobody; they stay under suspicion"]
+        speed = f"{100 * event['speed']:.0f} %"
+        slow = f"one of {workers} runs at {speed} of its healthy speed"
+        return [f"iteration {event['iteration']}: {slow}; they are tested"]
+
     def _run_finished(self, event: Event) -> list[str]:
         if event["exit_code"] == 0:
             return []
@@ -303,14 +322,6 @@ def _reconfiguration(event: Event) -> list[str]:
 def _change_measured(event: Event) -> list[str]:
     before, after = (duration(number(event[name])) for name in ("before_s", "after_s"))
     return [f"change {event['number']}: iterations took {before} before it, and take {after} now"]
-
-
-def _suspicion(event: Event) -> list[str]:
-    workers = listing(f"worker {worker}" for worker in event["workers"])
-    if event["tested"]:
-        return [f"iteration {event['iteration']}: the test of {workers} named nobody; they stay under suspicion"]
-    speed = f"{100 * event['speed']:.0f} %"
-    return [f"iteration {event['iteration']}: one of {workers} runs at {speed} of its healthy speed; they are tested"]
 
 
 def _detection_resumed(event: Event) -> list[str]:

@@ -130,6 +130,8 @@ class RunSummary:
     job: Job | None = None
     workers_at_start: Workers | None = None
     workers_at_end: Workers | None = None
+    places: Mapping[int, str] = field(default_factory=dict)
+    """Where workers ran, by id: machine and GPU."""
     deaths: tuple[Death, ...] = ()
     came_back: tuple[int, ...] = ()
     """Workers that were started anew and taken in."""
@@ -216,6 +218,7 @@ def _salvage(value: Mapping[str, Any]) -> Salvage:
 _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "job": lambda value: Job(**value),
     "workers_at_start": lambda value: Workers(**value),
+    "places": lambda value: {int(worker): place for worker, place in value.items()},
     "workers_at_end": lambda value: Workers(**value),
     "deaths": _each(lambda value: Death(**value)),
     "came_back": tuple,

@@ -193,6 +193,19 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             ),
         ),
     ),
+    names.WORKER_STARTED: EventSchema(
+        "each worker",
+        "A worker knows its device, before it joins others.",
+        (
+            Field("host", TEXT, "name of its machine"),
+            Field("node", INTEGER, "its node's rank"),
+            Field("local_rank", INTEGER, "its place on the node"),
+            Field("pid", INTEGER, "its process"),
+            Field("gpu", INTEGER, "index of its GPU on the machine; null: none, or not known", required=False),
+            Field("gpu_uuid", TEXT, "what `nvidia-smi -L` calls it", required=False),
+            Field("gpu_name", TEXT, "its model", required=False),
+        ),
+    ),
     names.WORKER_DEAD: EventSchema(
         "coordinator",
         "A worker was given up for dead.",
@@ -203,7 +216,8 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
                 "cause",
                 TEXT,
                 '"exit signal 9", "no heartbeat for 5.0 s", "connection lost", "fenced itself" (it was cut off and '
-                'ended), "did not report within 60 s", "node lost: …"; of one not taken in yet also why it ended',
+                'ended), "did not report within 60 s", "node lost: …"; of one not taken in yet also why it ended. '
+                'Where that is known, first why: "drill, …", "out-of-memory killer, …", or its last words',
             ),
             Field("died_at", NUMBER, "best known time of death, in Unix seconds", required=False),
             Field("noticed_at", NUMBER, "when the coordinator knew", required=False),

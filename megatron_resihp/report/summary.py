@@ -32,6 +32,7 @@ from megatron_resihp.report.run_summary import (
 from megatron_resihp.report.samples import Feed, SampleCount, count_samples
 from megatron_resihp.report.schema import EVENTS, problems
 from megatron_resihp.report.steps import Step, applied_attempts, applied_steps, usual_duration
+from megatron_resihp.report.words import where
 
 __all__ = ["RunSummary", "compare", "summarize", "summarize_log", "with_reference"]
 
@@ -71,6 +72,7 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0, damaged: bool 
         job=job,
         workers_at_start=_workers_at_start(run),
         workers_at_end=_workers_at_end(run),
+        places={e["worker"]: where(e) for e in _all(run, names.WORKER_STARTED) if e.get("worker") is not None},
         deaths=tuple(deaths),
         came_back=_taken_in(run, anew=True),
         joined=_taken_in(run, anew=False),

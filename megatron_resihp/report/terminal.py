@@ -32,9 +32,11 @@ from megatron_resihp.report.words import (
     relative_difference,
     size,
     verdict,
+    worker_at,
 )
 
 WIDTH = 100
+DEATHS = "Deaths (iteration: the last one applied; ms: until noticed)"
 MAX_ROWS = 20
 """Rows of a table; a run that failed more often shows its last ones."""
 
@@ -56,7 +58,7 @@ def render(summary: RunSummary, console: Console) -> None:
     for line in _facts(summary):
         console.print(Text(f"  {line}"), soft_wrap=True)
     if summary.deaths:
-        _section(console, "Deaths", _deaths(summary), len(summary.deaths))
+        _section(console, DEATHS, _deaths(summary), len(summary.deaths))
     if summary.recoveries:
         _section(
             console,
@@ -114,7 +116,7 @@ def _speeds(summary: RunSummary) -> Iterator[str]:
         warm = "" if summary.detection.warm else ", too few to learn what is normal"
         yield f"no worker or link was found slow ({judged} judged{warm})"
     for found in summary.verdicts[-MAX_ROWS:]:
-        yield f"iteration {found.iteration:,}: {verdict(asdict(found))}"
+        yield f"iteration {found.iteration:,}: {verdict(asdict(found), summary.places)}"
     if len(summary.verdicts) > MAX_ROWS:
         yield f"the last {MAX_ROWS} of {len(summary.verdicts):,} verdicts; --json has them all"
     if summary.detection is not None and summary.detection.faults:
@@ -138,7 +140,7 @@ def _stalls(summary: RunSummary) -> Iterator[str]:
 
 def _trouble(summary: RunSummary) -> Iterator[str]:
     for failure in summary.failures[-MAX_ROWS:]:
-        yield f"worker {failure.worker} raised: {failure.error}"
+        yield f"{worker_at(failure.worker, summary.places)} raised: {failure.error}"
     if summary.salvages:
         yield _salvages(summary.salvages)
     if summary.unreadable_lines:
@@ -184,11 +186,12 @@ def _comparison(summary: RunSummary) -> str:
 
 
 def _deaths(summary: RunSummary) -> Table:
-    table = _table("worker:", "node", "died at", "into the run:", "after iteration:", "noticed by", "after ms:")
+    table = _table("worker:", "where", "died at", "into run:", "iteration:", "cause", "ms:")
+    table.columns[1].no_wrap = True
     for death in _shown(summary.deaths):
         table.add_row(
             str(death.worker),
-            NONE if death.node is None else str(death.node),
+            Text(summary.places.get(death.worker, NONE if death.node is None else f"node {death.node}")),
             *_moment(death, summary.started_at),
             NONE if death.iteration is None else f"{death.iteration:,}",
             Text(death.cause),

@@ -5,10 +5,12 @@ May import: the standard library.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 NONE = "-"
+_ADDRESS = re.compile(r"[\d.]+")
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
@@ -53,10 +55,26 @@ def size(number: int | None) -> str:
     return f"{value:,.1f} TB"
 
 
-def verdict(found: Mapping[str, Any]) -> str:
-    """The fields of a verdict, for example "worker 5 runs at 80 % of its speed since iteration 60"."""
+def where(started: Mapping[str, Any]) -> str:
+    """The fields of the event `worker_started`, for example "node7, GPU 2"."""
+    host, gpu = started["host"], started.get("gpu")
+    machine = host if _ADDRESS.fullmatch(host) else host.partition(".")[0]
+    return machine if gpu is None else f"{machine}, GPU {gpu}"
+
+
+def worker_at(worker: int, places: Mapping[int, str]) -> str:
+    """For example "worker 3 (node7, GPU 2)"; "worker 3" where its place is not known."""
+    return f"worker {worker} ({places[worker]})" if worker in places else f"worker {worker}"
+
+
+def verdict(found: Mapping[str, Any], places: Mapping[int, str]) -> str:
+    """The fields of a verdict, for example "worker 5 (node7, GPU 2) runs at 80 % of its speed since iteration 60"."""
     workers = found["workers"]
-    who = f"worker {workers[0]}" if found["kind"] == "compute" else f"the link between workers {listing(workers)}"
+    if found["kind"] == "compute":
+        who = worker_at(workers[0], places)
+    else:
+        ends = (f"{worker} ({places[worker]})" if worker in places else worker for worker in workers)
+        who = f"the link between workers {listing(ends)}"
     if found["change"] == "recovery":
         return f"{who} is back at full speed since iteration {found['since']}"
     speed = f"{100 * found['speed']:.0f} %"

@@ -48,6 +48,11 @@ class Played:
         return self.values.setdefault(key, value)
 
 
+def drill(action: str, worker: int, struck_at: float) -> dict[str, Any]:
+    event = {"event": "drill", "time": struck_at, "epoch": 0, "worker": worker, "action": action, "target": worker}
+    return {"type": "event", "worker": worker, "event": event}
+
+
 def ready(worker: int, epoch: int) -> dict[str, Any]:
     return {"type": "ready", "worker": worker, "epoch": epoch, "digests": {"0/0": "a"}, "ports": [9000 + worker],
             "bytes_received": 0, "steps_redone": 0}  # fmt: skip
@@ -153,3 +158,23 @@ def test_before_the_first_iteration_there_is_nothing_to_save() -> None:
     store = Played({"type": "job", "worker": 0, **SIZES})
     store.values["plan/0"] = "{}"
     assert "'plan/0' was in the store before" in ends_after(store)[-1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("action", "exited", "cause", "died_at"),
+    [
+        ("kill", {}, "drill, exit signal 9", 0.25),
+        ("rebuild", {}, "exit signal 9", 1.0),
+        ("rebuild", {"cause": "out-of-memory killer"}, "out-of-memory killer, exit signal 9", 1.0),
+    ],
+)
+def test_the_cause_of_a_death_is_told_where_it_is_known(
+    action: str, exited: dict[str, Any], cause: str, died_at: float
+) -> None:
+    *trained, death = trained_until_a_death()
+    assert isinstance(death, dict)
+    store = Played(*trained, drill(action, 3, struck_at=0.25), {**death, **exited}, END)
+    events: list[dict[str, Any]] = []
+    Coordinator(store, events.append, JobSize(4, 1), [], clock=lambda: store.now).run()  # type: ignore[arg-type]
+    (dead,) = [event for event in events if event["event"] == "worker_dead"]
+    assert (dead["cause"], dead["died_at"]) == (cause, died_at)

@@ -51,6 +51,21 @@ def test_a_terminal_gets_one_line_that_rewrites_itself(recovered_run: Any) -> No
     assert text.endswith("\n")
 
 
+def test_workers_are_named_with_their_machines_and_gpus(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.write("worker_started", 3, host="node7", node=1, local_rank=3, pid=9, gpu=2)
+    run.write("worker_started", 5, host="node8", node=2, local_rank=1, pid=9, gpu=None)
+    run.die(3, "out-of-memory killer, exit signal 9")
+    run.write("worker_failed", failed=5, error="ValueError: no")
+    run.write("verdict", **VERDICT)
+    run.write("suspicion", workers=[4, 5], speed=0.8, since=7, iteration=9, tested=False)
+    lines = follow(run.events, isatty=False).splitlines()
+    assert "worker 3 (node7, GPU 2) died (out-of-memory killer, exit signal 9), noticed after 12 ms" in lines
+    assert "worker 5 (node8) raised: ValueError: no" in lines
+    assert any(line.startswith("iteration 63: worker 5 (node8) runs at 80 %") for line in lines)
+    assert any(line.startswith("iteration 9: one of worker 4 and worker 5 (node8) runs at 80 %") for line in lines)
+
+
 def test_the_line_fits_the_terminal(recovered_run: Any) -> None:
     text = follow(recovered_run.events, isatty=True, columns=40)
     shown = [part.split("\x1b")[0] for part in text.split("\r")]

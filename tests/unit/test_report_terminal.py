@@ -12,7 +12,7 @@ from megatron_resihp.report.run_summary import RunSummary
 from megatron_resihp.report.shape import describe, layers, micro_batches
 from megatron_resihp.report.standing import Launcher, with_standing
 from megatron_resihp.report.summary import summarize, with_reference
-from megatron_resihp.report.terminal import WIDTH, console_for, render
+from megatron_resihp.report.terminal import DEATHS, WIDTH, console_for, render
 from megatron_resihp.report.words import duration, size
 
 
@@ -161,6 +161,21 @@ def test_lost_and_repeated_samples_are_in_the_headline(synthetic_run: Callable[.
     run.finish()
     headline = page(summarize(run.events)).splitlines()[0]
     assert headline.endswith("samples: 8 LOST, 8 REPEATED and 8 OUT OF PLACE")
+
+
+def test_the_dead_are_named_with_their_machines_and_gpus(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.write("worker_started", 3, host="node7", node=1, local_rank=3, pid=9, gpu=2, gpu_uuid="GPU-1")
+    run.die(3)
+    run.die(4)
+    run.write("worker_failed", failed=3, error="ValueError: no")
+    summary = summarize(run.events)
+    lines = page(summary).splitlines()
+    table = lines[lines.index(DEATHS) :]
+    assert any(line.strip().startswith("3   node7, GPU 2 ") for line in table)
+    assert any(line.strip().startswith("4   node 0 ") for line in table)
+    assert "  worker 3 (node7, GPU 2) raised: ValueError: no" in lines
+    assert RunSummary.from_json(summary.to_json()) == summary
 
 
 def test_causes_are_printed_as_they_are(synthetic_run: Callable[..., Any]) -> None:
