@@ -43,6 +43,18 @@ NCCL: Final[Mapping[str, str]] = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
 """What recovery needs of torch's NCCL, whatever the user's environment says."""
+HARMFUL: Final[Mapping[str, tuple[str, str]]] = {
+    "NCCL_CUMEM_ENABLE": ("0", "survivors may fault on the memory of a dead peer, and die with it"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "torch may end survivors when a peer dies"),
+    "TORCH_NCCL_DESYNC_DEBUG": ("1", "torch may end survivors when a peer dies"),
+}
+"""Settings that recovery suffers from, and how. They are the user's to mend: each may have a reason on its cluster."""
+
+
+def warnings_of(inherited: Mapping[str, str] = os.environ) -> list[str]:
+    """One line for each setting that recovery suffers from."""
+    found = [(name, value, harm) for name, (value, harm) in HARMFUL.items() if inherited.get(name) == value]
+    return [f"{name}={value}: {harm}; unset it" for name, value, harm in found]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megatron_resihp.control.address import Address
 from megatron_resihp.control.agent import Agent
 from megatron_resihp.control.contact import Contact
 from megatron_resihp.control.detection import Detection, Judge
-from megatron_resihp.control.environment import JobEnvironment
+from megatron_resihp.control.environment import JobEnvironment, warnings_of
 from megatron_resihp.control.guardian import Guardian
 from megatron_resihp.control.headquarters import EventSink, Headquarters, Job
 from megatron_resihp.control.launch_options import RUNS, LaunchError, LaunchOptions, check, options_of
@@ -321,6 +321,8 @@ def _announce(options: LaunchOptions, seat: _Seat) -> None:
     elif options.late_nodes:
         node += f" ({options.late_nodes} more may join)"
     print(f"resihp: {workers}{node}, run directory {seat.run_dir}", flush=True)
+    for warning in [] if options.stand_in else warnings_of():
+        print(f"resihp: {warning}", file=sys.stderr, flush=True)
 
 
 def _show_failure(worker: Worker, lines: list[str]) -> None:

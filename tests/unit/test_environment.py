@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_resihp.control.address import Address
-from megatron_resihp.control.environment import JobEnvironment
+from megatron_resihp.control.environment import JobEnvironment, warnings_of
 from megatron_resihp.control.job_size import JobSize
 
 STORE = Address("localhost", 1)
@@ -32,3 +32,10 @@ def test_what_recovery_needs_of_nccl_is_no_choice_of_the_user() -> None:
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert found["TORCH_DIST_USE_NCCL2"] == "0"
     assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("INFO", "4")
+
+
+def test_settings_that_recovery_suffers_from() -> None:
+    """A user may have a reason for them, so they stay; but nobody should learn of it from a lost job."""
+    assert warnings_of({"NCCL_CUMEM_ENABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "INFO"}) == []
+    (warning,) = warnings_of({"NCCL_CUMEM_ENABLE": "0"})
+    assert warning == "NCCL_CUMEM_ENABLE=0: survivors may fault on the memory of a dead peer, and die with it; unset it"
