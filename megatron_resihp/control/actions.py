@@ -31,6 +31,7 @@ class PublishPlan:
     Attributes:
         groups_of_change: number of the change for which all members have made this plan's groups ahead; None: not all.
         leaving: who was in the epoch before and leaves the job in order.
+        on_trial: whether another plan follows if the first step fails; see `control.first_step`.
     """
 
     epoch: int
@@ -39,6 +40,7 @@ class PublishPlan:
     held: dict[int, tuple[Shard, ...]]
     groups_of_change: int | None = None
     leaving: tuple[int, ...] = ()
+    on_trial: bool = False
 
 
 @dataclass(frozen=True)

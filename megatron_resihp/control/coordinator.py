@@ -213,11 +213,11 @@ class Coordinator:
                     self._store.set(key, json.dumps(content))
             case Notify(notice):
                 self._notify(json.dumps(notice))
-            case PublishPlan(epoch, plan, commit, held, groups_of_change, leaving):
+            case PublishPlan(epoch, plan, commit, held, groups_of_change, leaving, on_trial):
                 self._publish(messages.plan_key(epoch), {
                     "plan": plan.to_dict(), "digest": plan.digest, "commit": commit and commit.to_dict(),
                     "held": {str(worker): shards for worker, shards in held.items()},
-                    "groups_of_change": groups_of_change, "leaving": leaving,
+                    "groups_of_change": groups_of_change, "leaving": leaving, "on_trial": on_trial,
                 })  # fmt: skip
             case OrderSalvage(epoch, reason, commit, writers, missing):
                 self._publish(messages.plan_key(epoch), {

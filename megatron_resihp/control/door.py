@@ -158,6 +158,7 @@ _FIELDS: Final[Mapping[str, Fields]] = {
         bytes_received=_NATURAL, steps_redone=_NATURAL,
     ),
     "suspect": _of_worker(epoch=_is_int(-1), error=_is_text),
+    "plan_failed": _of_worker(epoch=_NATURAL, error=_is_text),
     "muster": _of_worker(epoch=_NATURAL, record=_RECORD, held=_list_of(_is_shard)),
     "prepared": _of_worker(number=_NATURAL),
     "trained": _of_worker(),
@@ -197,7 +198,7 @@ _EVENTS: Final[Mapping[str, Fields]] = {
 _OTHERS_EVENTS: Final = frozenset({
     "run_started", "job", "model", "epoch_started", "epoch_broken", "recovery", "agreed", "plan_change",
     "change_refused", "reconfiguration", "worker_dead", "worker_failed", "worker_restarted", "worker_waiting",
-    "node_left", "run_finished", "verdict",
+    "node_left", "run_finished", "verdict", "plan_failed",
 })  # fmt: skip
 """Events that no worker writes, and to which somebody on node 0 reacts, or a reader of the log."""
 

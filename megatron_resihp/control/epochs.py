@@ -34,6 +34,7 @@ from megatron_resihp.control.change import (
 )
 from megatron_resihp.control.departures import Departures
 from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfiguration, recovery
+from megatron_resihp.control.first_step import FirstSteps
 from megatron_resihp.control.holdings import Held, require_all_parts, written_once
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.newcomers import Newcomers, arrival
@@ -95,6 +96,7 @@ class Epochs:
     """The change whose groups the plan that was published last is run in."""
     _waiting: list[Message] = field(default_factory=list)
     """Plans that are asked for as soon as training goes on."""
+    _first_steps: FirstSteps = field(default_factory=FirstSteps)
     _recoveries_here: int = 0
     _broken_at: float = 0.0
     _to_save: str = ""
@@ -171,6 +173,9 @@ class Epochs:
         plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living | self.newcomers.waiting)
         if self._optimizer_is_shared_out:
             plan = without_parts_kept(plan)
+        error = self._first_steps.failed.get(plan.work_digest)
+        if error is not None and not message.get("answer"):  # people may know better
+            raise ChangeRefused(f"this plan has failed in the first step: {error}")
         try:
             check_degrees(plan, self.job)
             check_ops(plan, self.own, self.job)
@@ -203,6 +208,8 @@ class Epochs:
             assert self._first is not None
             plan = first_again(self._first, survivors) or rectangles(survivors)[0]
         except (ChangeRefused, NoPlanError):
+            return []
+        if plan.work_digest in self._first_steps.failed:
             return []
         taken = sorted(self.newcomers.waiting.intersection(plan.working))
         why = arrival(taken, self.size.places)
@@ -338,6 +345,7 @@ class Epochs:
             degree = self.shape.tensor_parallel
             missing = tuple(shard for lost in error.missing for shard in shards_at(self.own, lost, degree))
             return step + self._salvage(str(error), now, missing)
+        on_trial = self._first_steps.published(plan, self.plan, self._change, told)
         self.epoch += 1
         self.plan, self.phase, self._ready = plan, Phase.BUILDING, {}
         self._left_s = self.limits.build_s
@@ -346,7 +354,7 @@ class Epochs:
         self._made_ahead = self._groups_of_change(plan)
         # In the very plan that they are not in they read that this is why.
         leaving = tuple(sorted(self.departures.among(self._records.keys() - held.keys())))
-        published = PublishPlan(self.epoch, plan, commit, held, self._made_ahead, leaving)
+        published = PublishPlan(self.epoch, plan, commit, held, self._made_ahead, leaving, on_trial)
         return [*map(Log, told), *step, published, *called, *self._let_go()]
 
     def _plan_after(self, held: WhoHolds, now: float) -> tuple[ParallelPlan, WhoHolds, list[dict[str, Any]]]:
@@ -376,7 +384,8 @@ class Epochs:
 
     def _survivors(self, held: Held) -> Survivors:
         assert self.shape is not None and self.plan is not None
-        return Survivors(self.shape, self.own, held, self.plan, self._running, self.job, self.size.places)
+        failed = self._first_steps.failed
+        return Survivors(self.shape, self.own, held, self.plan, self._running, self.job, self.size.places, failed)
 
     def _next_plan(
         self, change: Change | None, held: WhoHolds, now: float
@@ -401,7 +410,8 @@ class Epochs:
         """Raises NoPlanError."""
         if self._running is not None and self._optimizer_is_shared_out:
             require_all_parts(self._running, held)
-        plan, told = self.next_plan(self._survivors(held))
+        survivors = self._survivors(held)
+        plan, told = self._first_steps.answer(survivors) or self.next_plan(survivors)
         return (without_parts_kept(plan) if self._optimizer_is_shared_out else plan), told
 
     def _salvage(self, reason: str, now: float, missing: tuple[Shard, ...] = ()) -> list[Action]:

@@ -147,6 +147,16 @@ class Membership(Epochs):
             return [Notify({"kind": "finishing"})]
         return self._break(f"communication error on worker {message['worker']}: {message['error']}", now)
 
+    def _on_plan_failed(self, message: Message, now: float) -> list[Action]:
+        """An error of its own ends a worker, and the job; in a chosen plan's first step it may be the plan's."""
+        if message["epoch"] != self.epoch or self.phase not in (Phase.BUILDING, Phase.RUNNING):
+            return []
+        worker, error = message["worker"], message["error"]
+        failed = self._first_steps.fail(worker, error)
+        if worker in self.dead or failed is None:
+            return []
+        return [Log(failed), *self._break(f"the plan's first step failed on worker {worker}: {error}", now)]
+
     def _on_muster(self, message: Message, now: float) -> list[Action]:
         worker = message["worker"]
         if worker not in self.living or message["epoch"] != self.epoch or self.phase is Phase.SALVAGING:

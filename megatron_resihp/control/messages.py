@@ -46,7 +46,8 @@ FENCED_EXIT: Final = 75
 def plan_key(epoch: int) -> str:
     """Key of an epoch's plan.
 
-    {"plan", "digest", "commit", "held", "groups_of_change", "leaving"}, or {"impossible", "commit", "missing"}
+    {"plan", "digest", "commit", "held", "groups_of_change", "leaving", "on_trial"}, or
+    {"impossible", "commit", "missing"}
     """
     return f"plan/{epoch}"
 

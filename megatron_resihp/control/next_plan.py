@@ -6,8 +6,8 @@ May import `plan`, `planner` and this room's modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megatron_resihp.config import PLAN_WAIT_S, RECTANGULAR
@@ -39,6 +39,7 @@ class Survivors:
         running: the plan that was run last.
         job: all that workers have told of the job.
         places: how many workers the job may have; see `plan.places`.
+        failed: the errors of plans whose first step failed, by `ParallelPlan.work_digest`.
     """
 
     shape: JobShape
@@ -48,6 +49,7 @@ class Survivors:
     running: ParallelPlan | None
     job: Mapping[str, Any]
     places: int
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 NextPlan = Callable[[Survivors], tuple[ParallelPlan, list[Event]]]
@@ -131,7 +133,14 @@ class StrategicPlan:
             raise (_TooLate if UNANSWERED in answer else _Unusable)(answer["no_plan"])
         plan = planned(answer["plan"], held, own, survivors.shape.tensor_parallel)
         check_ops(plan, own, survivors.job)
+        if plan.work_digest in survivors.failed:
+            raise _Unusable(f"its plan has failed in the first step: {survivors.failed[plan.work_digest]}")
         return plan, answer
+
+
+def was_chosen(told: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a plan is one of a strategy, of which all that was told is this; others need no more than sizes."""
+    return any(event["event"] == "planned" and "instead_of" not in event for event in told)
 
 
 class _Unusable(Exception):

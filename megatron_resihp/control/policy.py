@@ -108,6 +108,12 @@ class Policy:
         self._heard = False
         """Whether there was a verdict that no recommendation was made for yet."""
         self._changing = False
+        self._recommended: tuple[str, Mapping[str, Any]] | None = None
+        """Why, and the plan: what was recommended last."""
+        self._tried: tuple[int | None, Mapping[str, Any]] | None = None
+        """Number of the change to a plan that was recommended, and the plan."""
+        self._failed: list[Mapping[str, Any]] = []
+        """Plans whose first step has failed."""
         self._trial = Trial()
         self._before: ParallelPlan | None = None
         """To go back to, where the change that was recommended doesn't pay."""
@@ -139,9 +145,13 @@ class Policy:
                 return self._ask() if self._beginning else []
             case "plan_change":
                 self._changing = True
+                if self._recommended is not None and event["why"] == self._recommended[0]:
+                    self._tried = event.get("number"), self._recommended[1]
                 self._before = self._plan if event["why"] == self._said else None
             case "planned":
                 self._overtaken = bool(event.get("overtaken"))
+            case "plan_failed" if self._tried is not None and event["number"] == self._tried[0]:
+                self._failed.append(self._tried[1])
             case "recovery":
                 self._before = None
                 self._stand_still_s = event["resumed_at"] - event["broken_at"]
@@ -170,9 +180,12 @@ class Policy:
         if number != self._asked or "no_plan" in answer or not answer["current_s"]:
             return []
         gain = 1.0 - answer["iteration_s"] / answer["current_s"]
+        if answer["plan"] in self._failed:
+            gain = 0.0
         if self._beginning and gain >= LEAST_GAIN:
             self._beginning = False
             why = f"the planner's own layout: {_shorter(gain)}"
+            self._recommended = why, answer["plan"]
             return [Recommend(ACT, answer["plan"], why, gain, 0.0, answer["moving_s"], answer["iteration_s"])]
         if gain < LEAST_GAIN:
             self._since, self._overtaken = None, False
@@ -243,7 +256,7 @@ class Policy:
         else:
             self._said, self._between_s = None, 2 * self._between_s
         found = Recommend(act, candidate.plan, why, candidate.gain, self._lost_s, cost_s, candidate.iteration_s)
-        self._candidate, self._heard = None, False  # said once
+        self._candidate, self._heard, self._recommended = None, False, (why, candidate.plan)  # said once
         return [found]
 
 

@@ -36,7 +36,7 @@ Event = dict[str, Any]
 
 FOLLOWED: Final = (
     "job", "model", "epoch_started", "recovery", "epoch_broken", "plan_change", "reconfiguration", "change_refused",
-    "verdict", "iteration", "worker_waiting", "worker_dead", "planned",
+    "verdict", "iteration", "worker_waiting", "worker_dead", "planned", "plan_failed",
 )  # fmt: skip
 """Events that planning needs."""
 BY_CHOICE_S: Final = 600.0

@@ -47,6 +47,7 @@ class EpochPlan:
 
     Attributes:
         groups_of_change: number of the change for which all members have made this plan's groups ahead; None: not all.
+        on_trial: whether another plan follows if the first step fails.
     """
 
     epoch: int
@@ -54,6 +55,7 @@ class EpochPlan:
     commit: Commit | None
     held: dict[int, tuple[Shard, ...]]
     groups_of_change: int | None = None
+    on_trial: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,17 @@ class WorkerControl:
         Raises:
             JobEnded: the job ended meanwhile, or the coordinator counts as lost, having said nothing for `timeout_s`.
         """
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        self._report("suspect", _first_line(error), timeout_s)
+
+    def blame_plan(self, error: BaseException, timeout_s: float) -> None:
+        """Report that the first step under a plan on trial has failed, and wait as in `suspect`; raises the same."""
+        name = type(error).__name__
+        said = _first_line(error)
+        self._report("plan_failed", said if said == name else f"{name}: {said}", timeout_s)
+
+    def _report(self, kind: str, error: str, timeout_s: float) -> None:
         if not self.broken():
-            self.tell("suspect", epoch=self.epoch, error=first_line)
+            self.tell(kind, epoch=self.epoch, error=error)
         with self._news:
             answered = self._news.wait_for(lambda: self._finishing or self.broken(), timeout_s)
         if not answered:
@@ -237,7 +247,7 @@ class WorkerControl:
             raise JobEnded(messages.FENCED_EXIT, "this worker was given up for dead and is fenced")
         self.epoch = epoch
         all_held = {int(worker): _shards(shards) for worker, shards in data["held"].items()}
-        return EpochPlan(epoch, plan, commit, all_held, data["groups_of_change"])
+        return EpochPlan(epoch, plan, commit, all_held, data["groups_of_change"], data["on_trial"])
 
     def first_plan(self) -> ParallelPlan:
         """Wait for the plan of epoch 0."""
@@ -363,6 +373,10 @@ class WorkerControl:
                 self._on_broken()
             except Exception as error:  # the thread must live on: it is the only one that hears of the end
                 print(f"resihp: worker {self.worker} could not abort its groups: {error}", file=sys.stderr, flush=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def _shards(data: Iterable[Iterable[int]]) -> tuple[Shard, ...]:

@@ -4,6 +4,7 @@ May import megatron and everything of this room. Nothing of the old shard is giv
 failure at any point leads back to the old state or on to a newer plan, never to a mixture (DESIGN contract 4).
 """
 
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -82,10 +83,22 @@ class Phases:
 
 
 def is_ours(runtime: Runtime, error: BaseException) -> bool:
-    """Whether an error starts a recovery: a communicator's, or any while the epoch is marked as broken."""
+    """Whether an error starts a recovery: a communicator's, any while the epoch is marked as broken, or, once, any in
+    the first step of a plan that was chosen."""
+    if blames_plan(runtime, error):
+        return True
     if is_out_of_memory(error):
         return False
     return isinstance(error, PlanChange | TakenIn) or _is_an_interruption(error) or runtime.control.broken()
+
+
+def blames_plan(runtime: Runtime, error: BaseException) -> bool:
+    """Whether another plan may be spared this error: no step has been agreed on under one that was chosen.
+
+    A worker that no plan has been run with yet just ends: the others go on without it.
+    """
+    others = isinstance(error, PlanChange | TakenIn | JobEnded | ContractBroken) or _is_an_interruption(error)
+    return runtime.on_trial and not runtime.newcomer and (is_out_of_memory(error) or not others)
 
 
 def recover(runtime: Runtime, error: Exception) -> None:
@@ -102,10 +115,17 @@ def recover(runtime: Runtime, error: Exception) -> None:
         die_of_fault(runtime.control, error)
         if not is_ours(runtime, error):
             raise error
+        blamed = blames_plan(runtime, error) and not runtime.control.broken()
+        if blamed:
+            print("resihp: the first step under a plan that was chosen has failed:", file=sys.stderr)
+            traceback.print_exception(error)
         _let_go_of_frames(error)
         if not isinstance(error, PlanChange | TakenIn):
+            tell = runtime.control.blame_plan if blamed else runtime.control.suspect
             with phases.phase("notice"):
-                runtime.control.suspect(error, runtime.config.resihp_answer_timeout)
+                tell(error, runtime.config.resihp_answer_timeout)
+        # What strikes on the way to the next plan is none of this one.
+        runtime.on_trial = False
         if runtime.recovered_from is None:
             runtime.recovered_from = runtime.control.broken_at() or time.time()
         try:
@@ -173,6 +193,7 @@ def _enter_first_epoch(runtime: Runtime, phases: Phases, order: EpochPlan | Salv
 
 
 def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> None:
+    runtime.on_trial = order.on_trial
     with phases.phase("rebuild"):
         runtime.reach("recovery-rebuild")
         trained = _rebuild(runtime, order)

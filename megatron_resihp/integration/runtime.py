@@ -123,6 +123,7 @@ class Runtime:
         losses: what the schedule returned in this iteration (only the last stage has any).
         replay: the outcome of a step that is applied already; train_step returns it instead of computing.
         newcomer: whether this worker was started anew and no plan has been run with it yet.
+        on_trial: whether no step has been agreed on under a plan that was chosen (`control.first_step`).
         in_loop: whether this worker runs Megatron's train() (False: a standby, or not there yet).
         calls: the calls that pretrain() has made of all workers together: train(), then final saves and evaluations.
         position: number of the call that this worker is in or comes to next.
@@ -186,6 +187,7 @@ class Runtime:
         self.fed: list[int] = []
         self.replay: Outcome | None = None
         self.newcomer = False
+        self.on_trial = False
         self.in_loop = False
         self.calls: list[Callable[[], Any]] = []
         self.position = 0

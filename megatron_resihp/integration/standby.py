@@ -26,6 +26,7 @@ def keep_current(runtime: Runtime) -> None:
         runtime.progress.stage = Stage.REDUCED
         outcome = agree(runtime, 0.0)
         runtime.progress.agreed(outcome)
+        runtime.on_trial = False
         take_step(runtime, outcome)
         if runtime.to_validate is not None:
             validate(runtime)

@@ -61,6 +61,7 @@ def agreed_step(runtime: Runtime) -> StepResult:
     with runtime.probes.span(SpanKind.AGREEMENT):
         outcome = agree(runtime, norm_squared)
     runtime.progress.agreed(outcome)
+    runtime.on_trial = False
     tell_of_experts(runtime, outcome)
     runtime.reach("step")
     with runtime.probes.marked_span(SpanKind.OPTIMIZER):

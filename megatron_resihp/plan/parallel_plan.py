@@ -6,7 +6,7 @@ Imports only the standard library, so that planning answers on a laptop in a sec
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final
@@ -220,6 +220,11 @@ class ParallelPlan:
         data = self.to_dict()
         del data["version"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def work_digest(self) -> str:
+        """The same of who works and how, whatever others keep."""
+        return replace(self, standbys={}).digest
 
 
 def _replica_to_dict(replica: Replica) -> dict[str, Any]:

@@ -5,7 +5,7 @@ May import: the standard library and this room's modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ def find_plans(
     """All plans of a run, in the order in which they were in force; one that broke before anybody went on is none."""
     job: Event = next((event for event in events if event["event"] == names.JOB), {})
     answers = {recovery.to_epoch: recovery for recovery in recoveries}
+    failed = {event.get("epoch") for event in events if event["event"] == names.PLAN_FAILED}
     changes = {event["to_epoch"]: event for event in events if event["event"] == names.RECONFIGURATION}
     started = [(event.get("epoch") or 0, event["plan"]) for event in events if event["event"] == names.EPOCH_STARTED]
     found: list[PlanInForce] = []
@@ -66,7 +67,7 @@ def find_plans(
             continue
         found.append(PlanInForce(
             epoch=epoch,
-            **(_origin(answers.get(epoch), changes.get(epoch)) if found else _start(job)),
+            **(_origin(answers.get(epoch), changes.get(epoch), failed) if found else _start(job)),
             shape=shape.describe(plan),
             layers=shape.layers(plan, job.get("chunks") or ()),
             micro_batches=shape.micro_batches(plan),
@@ -82,10 +83,12 @@ def _start(job: Mapping[str, Any]) -> dict[str, Any]:
     return {"after": job.get("first_iteration") or 0, "why": AT_THE_START, "by_choice": False}
 
 
-def _origin(recovery: Recovery | None, change: Event | None) -> dict[str, Any]:
+def _origin(recovery: Recovery | None, change: Event | None, failed: Container[int | None]) -> dict[str, Any]:
+    """`failed`: epochs whose plan has failed in its first step."""
     if recovery is not None:
         dead = [death.worker for death in recovery.dead]
-        why = f"worker{'s' if len(dead) > 1 else ''} {listing(dead)} died" if dead else "groups were rebuilt"
+        nobody = "the plan before failed" if recovery.from_epoch in failed else "groups were rebuilt"
+        why = f"worker{'s' if len(dead) > 1 else ''} {listing(dead)} died" if dead else nobody
         return {
             "after": recovery.resumed_iteration, "why": why, "by_choice": False, "bytes_moved": recovery.bytes_moved,
         }  # fmt: skip

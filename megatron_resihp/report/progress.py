@@ -124,6 +124,7 @@ class _Run:
             names.WORKER_WAITING: _worker_waiting,
             names.NODE_LEFT: lambda e: [f"node {e['node']} has left with {count(len(e['left']), 'worker')}"],
             names.WORKER_FAILED: lambda e: [f"{self._who(e['failed'])} raised: {e['error']}"],
+            names.PLAN_FAILED: self._plan_failed,
             names.RECOVERY: self._recovery,
             names.PLAN_CHANGE: lambda e: [
                 f"change {e['number']} of the plan, {e['why']}:", *(f"  {line}" for line in e["changes"])
@@ -204,6 +205,11 @@ class _Run:
         if event.get("worker") is not None:
             self._places[event["worker"]] = where(event)
         return []
+
+    def _plan_failed(self, event: Event) -> list[str]:
+        follows = "complete rectangles" if event.get("number") is None else "the plan before"
+        who = self._who(event["failed"])
+        return [f"the plan's first step failed, so {follows} will follow; {who} raised: {event['error']}"]
 
     def _who(self, worker: int) -> str:
         return worker_at(worker, self._places)

@@ -228,6 +228,17 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
         "A worker raised an error that is no communication failure.",
         (Field("failed", INTEGER, "the worker"), Field("error", TEXT, "its error")),
     ),
+    names.PLAN_FAILED: EventSchema(
+        "coordinator",
+        "An error struck in the first step of a plan that was chosen. It is answered once: after a change by choice by "
+        "the plan before, after a loss by complete rectangles. The plan is not chosen again.",
+        (
+            Field("failed", INTEGER, "the worker that raised it"),
+            Field("error", TEXT, "the error"),
+            Field("digest", TEXT, "digest of the plan"),
+            Field("number", INTEGER, "of the change by choice; null: the plan came after a loss", required=False),
+        ),
+    ),
     names.WORKER_RESTARTED: EventSchema(
         "coordinator",
         "A worker that died has been started anew, with an id of its own.",

@@ -1,8 +1,10 @@
 """scripts/pretrain_gpt.py with a forward step that does what files in RUN_DIR/wishes ask for: ACTION-WORKER-ITERATION.
 
 Actions: `oom` and `error` raise, `nan` spoils the output, `spoil` its gradient only, `hold` waits for the file `go_on`
-or, in iteration 7, for `go_on-7`. The wish `packing` has no worker and iteration: the bounds of packed documents are
-written to RUN_DIR/packing_WORKER, a line per micro-batch.
+or, in iteration 7, for `go_on-7`. `ACTION-degree-2` is done in every stage of two members,
+and with `lasting-ACTION-degree-2` in such a stage's first iteration, whatever stage the worker is in when it is redone.
+The wish `packing` has no worker and iteration: the bounds of packed documents are written to RUN_DIR/packing_WORKER, a
+line per micro-batch.
 """
 
 import os
@@ -26,7 +28,12 @@ plain_packing = pretrain_gpt.packing
 
 
 def wished(action: str) -> bool:
-    return (WISHES / f"{action}-{os.environ['RESIHP_WORKER']}-{get_args().curr_iteration + 1}").exists()
+    own = WISHES / f"{action}-{os.environ['RESIHP_WORKER']}-{get_args().curr_iteration + 1}"
+    of_degree = f"{action}-degree-{get_args().tensor_model_parallel_size}"
+    lasting = WISHES / f"lasting-{of_degree}"
+    if lasting.exists():
+        own.touch()
+    return own.exists() or (WISHES / of_degree).exists()
 
 
 def forward_step(*positional: Any) -> Any:

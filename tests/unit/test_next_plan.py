@@ -164,3 +164,11 @@ class TestAnswer:
         assert "have not told" in answer(
             request_of("joint", {key: JOB[key] for key in JOB if key != "arguments"}, 4, 4, START, {1: 1.0}, {}, None)
         )["no_plan"]  # fmt: skip
+
+
+def test_a_plan_whose_first_step_has_failed_is_not_taken_again() -> None:
+    """Whatever others keep under it."""
+    failed = {replace(UNLIKE, standbys={5: None}).work_digest: "RuntimeError: no such kernel"}
+    plan, told = strategic({"plan": UNLIKE.to_dict()})(replace(survivors(1, 2, 3), failed=failed))
+    assert plan.not_rectangular is None
+    assert told[0]["reason"] == "its plan has failed in the first step: RuntimeError: no such kernel"

@@ -285,3 +285,17 @@ class TestAPlanThatTheRecoveryDidNotWaitFor:
     def test_where_there_was_none_nothing_is_asked(self) -> None:
         _, actions = self.recover()
         assert not actions
+
+
+def test_a_plan_whose_first_step_has_failed_is_not_recommended_again() -> None:
+    run = Run(seconds_between_changes=0.0)
+    run.answer(run.verdict())
+    [found] = run.train(10)
+    assert isinstance(found, Recommend)
+    run.tell("plan_change", why=found.why, number=3)
+    run.tell("plan_failed", number=3, failed=1, error="CUDA out of memory")
+    run.tell("epoch_started", plan=PLAN.to_dict(), epoch=2)
+    [asked] = run.tell("recovery", resumed_at=5.0, broken_at=0.0)
+    assert isinstance(asked, AskPlanner)
+    run.answer(asked)
+    assert run.train(100) == []

@@ -44,8 +44,9 @@ OUT_OF_MEMORY = [
 ]
 
 
-def runtime(broken: bool) -> Any:
+def runtime(broken: bool, on_trial: bool = False) -> Any:
     return SimpleNamespace(
+        on_trial=on_trial, newcomer=False,
         control=SimpleNamespace(
             broken=lambda: broken, broken_at=lambda: 1.0, suspect=lambda error, timeout_s: None
         ),
@@ -131,3 +132,64 @@ def test_the_old_models_memory_goes_back_to_the_device(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.append(len(vars(module))))
     recovery._take_apart([module])
     assert held == [0]
+
+
+class OnTrial:
+    """A worker in the first step of a plan that was chosen; others follow without an error unless there is one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> None:
+        self.runtime = runtime(broken=False, on_trial=True)
+        self.blamed: list[BaseException] = []
+        self.suspected: list[BaseException] = []
+        self.runtime.control.blame_plan = lambda error, timeout_s: self.blamed.append(error)
+        self.runtime.control.suspect = lambda error, timeout_s: self.suspected.append(error)
+        following = list(errors)
+
+        def enter(runtime: Any, phases: Any, by_choice: bool) -> None:
+            assert not runtime.on_trial
+            if following:
+                raise following.pop(0)
+
+        monkeypatch.setattr(recovery, "_enter_next_epoch", enter)
+
+
+@pytest.mark.parametrize("error", [*OF_THE_USER, *OUT_OF_MEMORY], ids=repr)
+def test_an_error_in_a_chosen_plans_first_step_is_answered_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    worker = OnTrial(monkeypatch)
+    recovery.recover(worker.runtime, error)
+    assert worker.blamed == [error] and not worker.suspected
+    assert type(error).__name__ in capsys.readouterr().err, "with its traceback, in the worker's log"
+    with pytest.raises(type(error)) as caught:
+        recovery.recover(worker.runtime, error)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [*OF_COMMUNICATORS, EpochBroken("worker 3")], ids=repr)
+def test_a_lost_peer_is_not_the_plans_fault(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    worker = OnTrial(monkeypatch)
+    recovery.recover(worker.runtime, error)
+    assert worker.suspected == [error] and not worker.blamed
+
+
+@pytest.mark.parametrize("error", [JobEnded(1, "worker 2 failed"), recovery.ContractBroken("state differs")], ids=repr)
+def test_what_ends_a_job_ends_it_under_a_chosen_plan_too(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    worker = OnTrial(monkeypatch)
+    with pytest.raises(type(error)):
+        recovery.recover(worker.runtime, error)
+    assert not worker.blamed
+
+
+def test_who_has_never_been_in_a_plan_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = OnTrial(monkeypatch)
+    worker.runtime.newcomer = True
+    with pytest.raises(ValueError, match="connection"):
+        recovery.recover(worker.runtime, OF_THE_USER[0])
+
+
+def test_too_little_memory_for_a_chosen_plan_that_others_have_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = OnTrial(monkeypatch)
+    worker.runtime.control.broken = lambda: True
+    recovery.recover(worker.runtime, OUT_OF_MEMORY[0])
+    assert not worker.blamed

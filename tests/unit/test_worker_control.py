@@ -104,3 +104,22 @@ def test_a_coordinator_that_was_away_is_waited_for() -> None:
     threading.Timer(0.2, control._hear, [BROKEN]).start()
     control.suspect(RuntimeError("gloo: Connection closed by peer"), HEARD_S)
     assert control.broken() and [message["type"] for message in store.told] == ["suspect"]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("shards (2) must be >= 4\nas they are"), "ValueError: shards (2) must be >= 4"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_a_plan_is_blamed_once(error: Exception, told: str) -> None:
+    """By an error and its kind; not in an epoch that others have given up."""
+    store = Published()
+    control = WorkerControl(store, 1, lambda: None)
+    with pytest.raises(JobEnded):
+        control.blame_plan(error, 0.0)
+    assert store.told == [{"type": "plan_failed", "worker": 1, "epoch": 0, "error": told}]
+    broken = Published(notice_0=BROKEN)
+    control_of(broken).blame_plan(error, 0.0)
+    assert not broken.told
