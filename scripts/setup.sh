@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly VENV=.venv
 readonly STAMP=$VENV/.resihp-setup
+readonly COMPILED=$VENV/.resihp-compiled
 readonly SUPPORTED='sys.version_info >= (3, 12)'
 
 fail() {
@@ -54,7 +55,24 @@ fingerprint() {
     grep '^version' "$VENV/pyvenv.cfg"
 }
 
+# What the planners' machine code was made from.
+loops() {
+    find megatron_resihp/pipeline megatron_resihp/planner -name '*.py' -exec cksum {} + | sort
+}
+
+# Or else the first plan of a job would wait for that.
+compile_planners() {
+    [[ -f $COMPILED && $(<"$COMPILED") == "$(loops)" ]] && return
+    echo "setup.sh: compiling the planners (a minute or two of one core)"
+    if "$VENV/bin/python" -m megatron_resihp.planner.practice; then
+        loops >"$COMPILED"
+    else
+        echo "setup.sh: that failed (the message is above); whoever plans first will try again" >&2
+    fi
+}
+
 if [[ -x $VENV/bin/python && -f $STAMP && $(<"$STAMP") == "$(fingerprint)" ]]; then
+    compile_planners
     exit 0
 fi
 
@@ -73,3 +91,4 @@ echo "setup.sh: installing megatron-resihp and its test tools into $VENV (severa
 "$VENV/bin/python" -m pip install --quiet --editable '.[test]' ||
     fail "pip could not install the packages of setup.py (its message is above); check the network and the disk, then run this again"
 fingerprint >"$STAMP"
+compile_planners

@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,9 +56,14 @@ def request_of(
     }  # fmt: skip
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask the strategy: a `planner.bridge.Proposal` as plain values, or {"no_plan": reason}."""
+def answer(request: Mapping[str, Any], on_compiling: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Ask the strategy: a `planner.bridge.Proposal` as plain values, or {"no_plan": reason}.
+
+    Args:
+        on_compiling: called if machine code has to be made first.
+    """
     from megatron_resihp.cost.running import UnknownCost, cost_of_job
+    from megatron_resihp.pipeline.compiled import PlanningClock
     from megatron_resihp.planner import NoPlanError
     from megatron_resihp.planner.bridge import propose
     from megatron_resihp.planner.health import Health
@@ -68,18 +74,28 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         {int(worker): speed for worker, speed in request["speeds"].items()},
         {(one, other): speed for one, other, speed in request["links"]},
     )
-    began = time.monotonic()
-    try:
-        fitted = _fitted(request["cost_model"])
-        cost = cost_of_job(job, request["workers"], request["workers_per_node"], own, fitted)
-        proposal = propose(request["strategy"], ParallelPlan.from_dict(request["plan"]), own, health, cost)
-    except (UnknownCost, NoPlanError) as error:
-        return {"no_plan": str(error)}
+    with PlanningClock(time.monotonic, on_compiling) as clock:
+        began = clock()
+        try:
+            fitted = _fitted(request["cost_model"])
+            cost = cost_of_job(job, request["workers"], request["workers_per_node"], own, fitted)
+            proposal = propose(request["strategy"], ParallelPlan.from_dict(request["plan"]), own, health, cost)
+        except (UnknownCost, NoPlanError) as error:
+            return {"no_plan": str(error)}
+        planning_s = clock() - began
     numbers = ("iteration_s", "current_s", "healthy_s", "moving_s", "bound_s")
     return {
-        "plan": proposal.plan.to_dict(), "planning_s": time.monotonic() - began,
+        "plan": proposal.plan.to_dict(), "planning_s": planning_s,
         **{name: getattr(proposal, name) for name in numbers},
     }  # fmt: skip
+
+
+@cache  # said once
+def _tell_of_compiling() -> None:
+    from megatron_resihp.pipeline.compiled import COMPILING
+
+    if LOW_PRIORITY not in sys.argv:  # the other one says so, too
+        print(f"resihp: {COMPILING}", file=sys.stderr, flush=True)
 
 
 def _load() -> None:
@@ -108,7 +124,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            found = answer(request)
+            found = answer(request, _tell_of_compiling)
         except Exception as error:  # a strategy's bug must not end the process, which others ask, too
             found = {"no_plan": f"{type(error).__name__}: {error}"}
         if not request.get(REHEARSAL):

@@ -123,6 +123,8 @@ class Policy:
         """Whether the plan is awaited that the job is to begin with."""
         self._overtaken = False
         """Whether a recovery went on without the strategy's plan, because that took too long."""
+        self._tried_late = False
+        """Whether the last change was to such a plan, and has not been judged yet."""
         self._iteration = 0
         self._iteration_s: float | None = None
         self._train_iters: int | None = None
@@ -149,7 +151,7 @@ class Policy:
                     self._tried = event.get("number"), self._recommended[1]
                 self._before = self._plan if event["why"] == self._said else None
             case "planned":
-                self._overtaken = bool(event.get("overtaken"))
+                self._overtaken, self._tried_late = bool(event.get("overtaken")), False
             case "plan_failed" if self._tried is not None and event["number"] == self._tried[0]:
                 self._failed.append(self._tried[1])
             case "recovery":
@@ -159,7 +161,7 @@ class Policy:
                 wanted = self._overtaken or self._settings.act != OBSERVE or self._somebody_is_slow()
                 return self._ask() if wanted else []
             case "reconfiguration":
-                self._overtaken = False
+                self._overtaken, self._tried_late = False, self._overtaken
                 self._stand_still_s, self._changed_at = event["stood_still_s"], now
                 # What was found for a verdict that came on the way was a change of the plan before.
                 return self._ask() if self._heard else []
@@ -168,7 +170,7 @@ class Policy:
                 return self._ask()
             case "verdict":
                 self._speeds.note(event)
-                self._heard = True
+                self._heard, self._tried_late = True, False
                 self._since = event["since"] if self._since is None else min(self._since, event["since"])
                 return self._ask()
             case "iteration":
@@ -249,8 +251,9 @@ class Policy:
             return []
         because = _OVERTAKEN if self._overtaken else self._speeds.in_words(self._plan.members)
         why = candidate.why or f"{because}: {_shorter(candidate.gain)}"
-        # Whose plan is to be taken when workers die was said; it only comes late.
-        act = ACT if self._overtaken and candidate.why is None else self._settings.act
+        # Whose plan is to be taken when workers die was said; it only comes late, and may have to go again.
+        late = self._overtaken if candidate.why is None else self._tried_late
+        act = ACT if late else self._settings.act
         if candidate.why is None:
             self._said = why
         else:

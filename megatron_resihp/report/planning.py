@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -26,6 +25,7 @@ from megatron_resihp.report.health_flags import HealthFlagError, health_of
 from megatron_resihp.report.plan_answer import Answer, Situation, ask, to_json
 from megatron_resihp.report.plan_source import Source, SourceError, source_of
 from megatron_resihp.report.plan_terminal import render
+from megatron_resihp.report.planning_clock import planning_clock
 from megatron_resihp.report.terminal import console_for, progress_bar
 
 DEFAULT: Final = "joint" if "joint" in STRATEGIES else next(iter(STRATEGIES))
@@ -97,12 +97,11 @@ def _by_places(strategy: Strategy, places: int) -> Strategy:
 
 def _ask(strategies: Mapping[str, Strategy], situation: Situation) -> dict[str, Answer]:
     answers = {}
-    with progress_bar() as progress:
+    with progress_bar() as progress, planning_clock(progress) as clock:
         task = progress.add_task("planning", total=len(strategies))
         for name, strategy in strategies.items():
-            # Drawn at once: while a search is compiled on its first use, nothing else is.
-            progress.update(task, description=name, refresh=True)
-            answers[name] = ask(name, strategy, situation, time.perf_counter)
+            progress.update(task, description=name)
+            answers[name] = ask(name, strategy, situation, clock)
             progress.advance(task)
     return answers
 

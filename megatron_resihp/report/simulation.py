@@ -9,7 +9,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 from megatron_resihp.planner.strategies.joint import DEFAULT, joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
+from megatron_resihp.report.planning_clock import planning_clock
 from megatron_resihp.report.simulation_terminal import render
 from megatron_resihp.report.terminal import console_for, progress_bar
 from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, run
@@ -133,14 +133,14 @@ def _first_step_only(entry: Entry, namespace: argparse.Namespace) -> Entry:
 
 
 def _run(scenario: Scenario, strategies: Mapping[str, Entry], namespace: argparse.Namespace) -> Simulation:
-    judge = scenario.judge(time.perf_counter)
     delays = replace(scenario.delays, planning_s=None) if namespace.measure_planning else scenario.delays
     plan = scenario.sizes.plan()
     outcomes: dict[str, list[Outcome]] = {}
-    with progress_bar() as progress:
+    with progress_bar() as progress, planning_clock(progress) as clock:
+        judge = scenario.judge(clock)
         task = progress.add_task("simulating", total=len(strategies) * len(scenario.traces))
         for name, entry in strategies.items():
-            progress.update(task, description=name, refresh=True)
+            progress.update(task, description=name)
             for trace in scenario.traces:
                 free = namespace.free and entry is not UNMITIGATED
                 outcomes.setdefault(name, []).append(run(entry, trace, plan, judge, delays, free))

@@ -273,6 +273,20 @@ class TestAPlanThatTheRecoveryDidNotWaitFor:
         assert found.act == "act"
         assert found.why == "the plan that the recovery did not wait for: iterations 25 % shorter"
 
+    def test_it_goes_again_where_it_has_not_paid(self) -> None:
+        run, [asked] = self.recover(overtaken=True)
+        assert isinstance(asked, AskPlanner)
+        run.train(3)
+        run.answer(asked)
+        [found] = run.train(20)
+        assert isinstance(found, Recommend)
+        run.tell("plan_change", why=found.why, number=1)
+        run.tell("epoch_started", plan=PLAN.to_dict(), epoch=2)
+        run.tell("reconfiguration", number=1, stood_still_s=1.0)
+        outcome, back = run.train(60, seconds=3.0)
+        assert isinstance(outcome, Outcome)
+        assert isinstance(back, Recommend) and back.act == "act" and "has not paid" in back.why
+
     def test_it_is_not_taken_where_it_is_no_better(self) -> None:
         run, [asked] = self.recover(overtaken=True)
         assert isinstance(asked, AskPlanner)
