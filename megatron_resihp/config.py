@@ -21,6 +21,7 @@ STRATEGIES: Final = (
 """Who may plan in place."""
 ACTS: Final = ("observe", "ask", "act")
 
+MOST_PLAN_WAIT_S: Final = 3600.0
 PLAN_WAIT_S: Final = 2.0
 """How long a recovery waits for a strategy's plan where complete rectangles exist and nobody says otherwise."""
 
@@ -280,8 +281,9 @@ class ResihpConfig:
         if not self.resihp_answer_timeout > 0:
             seconds = f"{self.resihp_answer_timeout:g}"
             raise ConfigError(f"--resihp-answer-timeout {seconds} is no time to wait; give more than 0 seconds")
-        if not self.resihp_plan_wait >= 0:  # not NaN either
-            raise ConfigError(f"--resihp-plan-wait {self.resihp_plan_wait:g} can't be; give 0 or more seconds")
+        if not 0 <= self.resihp_plan_wait <= MOST_PLAN_WAIT_S:  # not NaN either
+            seconds = f"{self.resihp_plan_wait:g}"
+            raise ConfigError(f"--resihp-plan-wait {seconds} can't be; give 0 to {MOST_PLAN_WAIT_S:g} seconds")
         if not self.resihp_seconds_between_changes >= 0:
             seconds = f"{self.resihp_seconds_between_changes:g}"
             raise ConfigError(f"--resihp-seconds-between-changes {seconds} can't be; give 0 or more")

@@ -136,7 +136,8 @@ _JOB: Final[Fields] = {
     "sequence_parallel": _is_flag, "chunks": _list_of(_row_of(*3 * [_is_int(0, MOST_LAYERS)])),
     "train_iters?": _none_or(_NATURAL), "eval_interval?": _none_or(_NATURAL), "save_interval?": _none_or(_NATURAL),
     "distributed_optimizer?": _is_flag, "strategy?": _is_text, "act?": _is_text,
-    "begins_with_a_plan?": _is_flag, "seconds_between_changes?": _is_number, "emulated?": _none_or(_is_text),
+    "begins_with_a_plan?": _is_flag, "seconds_between_changes?": _is_number, "plan_wait?": _is_finite,
+    "emulated?": _none_or(_is_text),
     "gemm?": _list_of(_NATURAL), "transfer_bytes?": _NATURAL, "false_alarms_per_job?": _is_number,
     "device_memory?": _none_or(_NATURAL), "cost_model?": _none_or(_is_text),
 }  # fmt: skip

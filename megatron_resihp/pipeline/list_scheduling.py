@@ -105,6 +105,8 @@ def _job(
             raise ProgramError(f"device {device} needs {needed:g} for one micro-batch; its limit is {most:g}")
     by_device = np.argsort(home, kind="stable")
     offsets = np.searchsorted(home[by_device], np.arange(len(limits) + 1))
+    # One kind of array, whatever came: the functions below are compiled for each.
+    ops, edges = np.ascontiguousarray(ops), np.ascontiguousarray(edges)
     return _Job(home, by_device, offsets, ops, edges, limits, sizes, sizes * kept)
 
 

@@ -101,7 +101,7 @@ class _Rectangles(NamedTuple):
         rows = np.array(
             [(owner, *shard) for owner, shards in enumerate(shards_of) for shard in shards], np.int64
         ).reshape(-1, 5)
-        owner, first, end, rank, degree = rows.T
+        owner, first, end, rank, degree = rows.T.copy()  # contiguous, or else functions are compiled once more
         return cls(owner, first, end, rank / degree, (rank + 1) / degree)
 
 

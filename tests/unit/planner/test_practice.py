@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+from numba import njit
 from numba.core import event
 from planner_instances import first_plan, healthy, job
 
-from megatron_resihp.pipeline.compiled import PlanningClock, compiled
+from megatron_resihp.pipeline.compiled import PlanningClock
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.practice import practise
@@ -56,7 +57,7 @@ def test_compiling_is_no_planning() -> None:
     """A clock that ticks once whenever it is read."""
     ticks, told = itertools.count(), []
 
-    @compiled
+    @njit
     def twice(number: int) -> int:
         return 2 * number
 
