@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from megatron_resihp.control import messages
 from megatron_resihp.control.address import Address, parse_address
+from megatron_resihp.control.claim import Owner, claimed
 from megatron_resihp.control.store import Store, StoreError, connect
 
 FILE_NAME: Final = "coordinator.json"
@@ -30,23 +31,23 @@ class Contact:
     store: Address
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
-    @contextmanager
-    def published(self, run_dir: Path) -> Iterator[None]:
+    def published(self, run_dir: Path) -> AbstractContextManager[None]:
         """Leave the file in the run directory for as long as the job runs.
 
         Raises:
+            ClaimedError: the directory is another job's, which runs.
             OSError: it cannot be written.
         """
-        path, text = run_dir / FILE_NAME, json.dumps({"store": str(self.store), "token": self.token}) + "\n"
-        unfinished = path.with_suffix(f".{self.token}")
-        unfinished.write_text(text)
-        unfinished.replace(path)
-        try:
-            yield
-        finally:
-            # Another job may have been started in the same directory.
-            if path.exists() and path.read_text() == text:
-                path.unlink(missing_ok=True)
+        said = {"store": str(self.store), "token": self.token, **asdict(Owner.this())}
+        return claimed(run_dir / FILE_NAME, json.dumps(said) + "\n", lambda: _answers(run_dir))
+
+
+def _answers(run_dir: Path) -> bool:
+    try:
+        reach(run_dir).close()
+    except StoreError:
+        return False
+    return True
 
 
 def reach(run_dir: Path) -> Store:

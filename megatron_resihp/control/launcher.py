@@ -22,7 +22,8 @@ from megatron_resihp.control import returning
 from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.address import Address
 from megatron_resihp.control.agent import Agent
-from megatron_resihp.control.contact import Contact
+from megatron_resihp.control.claim import ClaimedError, living_owner, touched
+from megatron_resihp.control.contact import FILE_NAME, Contact
 from megatron_resihp.control.detection import Detection, Judge
 from megatron_resihp.control.environment import JobEnvironment, warnings_of
 from megatron_resihp.control.guardian import Guardian
@@ -126,6 +127,8 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
             raise LaunchError(f"a worker cannot be started ({error}); mend that and try again") from error
         # From here on there are threads.
         outputs.start()
+        if seat.token:
+            stack.enter_context(touched(seat.run_dir / FILE_NAME))
         ending, failures = _serve(options, seat, starter, workers, watcher, mailbox, relay, guardian)
         outputs.close(CLOSING_S)
         if ending.code:
@@ -148,16 +151,23 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
         lifelines = stack.enter_context(reserve(address.host, 0)) if others else None
         records = stack.enter_context(reserve(address.host, 0)) if others else None
     except StoreError as error:
-        raise LaunchError(f"{error}; check --coordinator, and node 0") from error
+        # Of the same command started twice on one machine the port is told first, but is not what is wrong.
+        owner = living_owner(options.run_dir / FILE_NAME) if options.node == 0 and options.run_dir else None
+        raise LaunchError(
+            _taken(options.run_dir, owner) if owner is not None else f"{error}; check --coordinator, and node 0"
+        ) from error
     run_dir = _make_run_dir(options)
     address = Address(address.host, listener.getsockname()[1])
     contact = Contact(address)
-    sink = _make_sink(make_event_sink, run_dir)
     try:
-        returning.begin(run_dir, options.size)
+        # Before anything is written that a job which runs there would read, or has written.
         stack.enter_context(contact.published(run_dir))
+        returning.begin(run_dir, options.size)
     except OSError as error:
         raise _unwritable(run_dir, error) from error
+    except ClaimedError as error:
+        raise LaunchError(_taken(run_dir, error)) from error
+    sink = _make_sink(make_event_sink, run_dir)
     return _Seat(address, run_dir, options.size.places_on(0), False, listener, lifelines, records, sink, contact.token)
 
 
@@ -186,18 +196,29 @@ def _give_back(options: LaunchOptions, seat: _Seat) -> None:
 
 
 def _make_run_dir(options: LaunchOptions) -> Path:
-    run_dir = options.run_dir or _unused(RUNS / time.strftime("%Y%m%d-%H%M%S"))
+    run_dir = options.run_dir
     try:
+        run_dir = run_dir or _unused(RUNS / time.strftime("%Y%m%d-%H%M%S"))
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=run_dir / "logs"):
             return run_dir
     except OSError as error:
-        raise _unwritable(run_dir, error) from error
+        raise _unwritable(run_dir or RUNS, error) from error
 
 
 def _unused(path: Path) -> Path:
-    candidates = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return next(candidate for candidate in chain([path], candidates) if not candidate.exists())
+    """A new directory of that name, or of one like it."""
+    for candidate in chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2))):
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")
+
+
+def _taken(run_dir: Path | None, by: object) -> str:
+    return f"a job runs in {run_dir} already, launched by {by}; give another --run-dir, or end that job first"
 
 
 def _make_sink(make_event_sink: MakeEventSink, run_dir: Path) -> EventSink:

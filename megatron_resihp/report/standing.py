@@ -1,19 +1,18 @@
 """How a run stands whose log has no end: does it go on, stand still, or has it ended without a word?
 
-May import: the standard library, `control.contact` and this room's modules.
+May import: the standard library, `control.contact`, `control.claim` and this room's modules.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import socket
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control import contact
+from megatron_resihp.control.claim import Owner
 from megatron_resihp.control.store import StoreError
 from megatron_resihp.report.run_summary import RunSummary, Standing
 
@@ -62,27 +61,16 @@ def standing(summary: RunSummary, launcher: Launcher, now: float) -> Standing:
 def launcher_of(run_dir: Path) -> Launcher:
     """Look for the launcher of a run's node 0; may take as long as `contact.CONNECT_S`."""
     try:
-        told = json.loads((run_dir / contact.FILE_NAME).read_text())
-        host, pid = told.get("host"), told.get("pid")
+        owner = Owner.of(json.loads((run_dir / contact.FILE_NAME).read_text()))
     except FileNotFoundError:
         return Launcher.GONE
     except (OSError, ValueError, AttributeError):
         return Launcher.UNKNOWN
-    here = host == socket.gethostname() and isinstance(pid, int)
-    if here and not _lives(pid):
+    here = owner is not None and owner.here
+    if owner is not None and here and not owner.lives():
         return Launcher.GONE
     try:
         contact.reach(run_dir)
         return Launcher.ANSWERS
     except StoreError:
         return Launcher.SILENT if here else Launcher.UNKNOWN
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # somebody else's
-        return True
-    return True

@@ -63,8 +63,11 @@ def kill(pid: int) -> float:
 def test_a_run_that_reaches_its_end(launch: Launch) -> None:
     run = launch(arguments=("--iterations", "5"))
     pids = begun(run)
+    again = launch()
+    assert again.end() == 2 and f"launched by process {run.pid} on {socket.gethostname()}; give" in run.output()
     run.ask("finish")
     assert run.end() == 0, run.output()
+    assert len(run.events("run_started")) == 1, "the second launch has left the first one's log alone"
     assert "arguments ['--iterations', '5'] rank 2 of 3" in run.log(2)
     assert [event["reason"] for event in run.events("run_finished")] == ["finished"]
     assert "no worker dead" in run.output()
