@@ -223,8 +223,7 @@ def steady_series(seed: int) -> dict[str, int]:
         slow = range(onset, onset + 60)
         series[slow.start - 1 : slow.stop - 1] *= factor
         culprit = Finding(Kind.COMPUTE, (0,), float(1 / factor))
-        unknown = np.full((series.size, 1), np.nan)
-        table = Table(np.zeros(1, np.int64), np.arange(1, 301), series[:, None], unknown, unknown, False, ())
+        table = Table.of(series[:, None])
         detector = Greyhound(
             table.layout(), FALSE_ALARMS_PER_JOB, series.size,
             validate=lambda iteration, slow=slow, culprit=culprit: [culprit] if iteration in slow else [],

@@ -100,9 +100,8 @@ def pai_job(path: Path) -> Table:
     times, place = np.unique([int(row["time"]) for row in rows], return_inverse=True)
     seconds = np.full((len(times), len(workers)), np.nan)
     seconds[place, column] = [float(row["batch_time_norm"]) / 1000 for row in rows]
-    unknown = np.full_like(seconds, np.nan)
     # Mini-batches are numbered anew: `time` counts seconds or records, and leaves most numbers out.
-    return Table(workers, np.arange(1, len(times) + 1), seconds, unknown, unknown, True, ())
+    return Table.of(seconds, workers)
 
 
 def judge(layout: Layout, steps: Sequence[IterationObservations], warm_up: int) -> Replay:

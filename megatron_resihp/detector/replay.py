@@ -35,7 +35,10 @@ class Replay:
         verdicts, notices: in order.
         workers: ids of all workers seen.
         judged: how many iterations were judged, not only learned from.
-        micro_batch_mape, iteration_mape: of the predictions in the last epoch's warm-up.
+        unknown: iterations whose workload was outside what had been learned, so that they could not be judged.
+        smallest_seen: the slow-down that would be found at the end, as a share of speed lost; NaN where not computed.
+        micro_batch_mape, iteration_mape: of the predictions in the last epoch's warm-up; of a series, in all healthy
+            iterations.
     """
 
     iterations: list[int] = field(default_factory=list)
@@ -46,6 +49,8 @@ class Replay:
     notices: list[Notice] = field(default_factory=list)
     workers: set[int] = field(default_factory=set)
     judged: int = 0
+    unknown: int = 0
+    smallest_seen: float = math.nan
     micro_batch_mape: float = math.nan
     iteration_mape: float = math.nan
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--warm-up", type=int, metavar="N", default=Settings.warm_up,
-        help="iterations to learn from (default %(default)s)",
+        help="iterations to learn from (default %(default)s); tables without workers need none",
     )  # fmt: skip
     parser.set_defaults(parser=parser)
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
-from megatron_resihp.report.words import count
+from megatron_resihp.report.words import count, listing
 
 if TYPE_CHECKING:
     from megatron_resihp.report.detection import Detection
@@ -28,6 +28,13 @@ def render(found: Detection, console: Console) -> None:
     if math.isfinite(result.iteration_mape):
         console.print(f"healthy iterations were predicted with a mean error of {result.iteration_mape:.1%}",
                       highlight=False)  # fmt: skip
+    if found.restarts:
+        rows = listing(found.restarts[:MOST_LEFT_OUT]) + (" …" if len(found.restarts) > MOST_LEFT_OUT else "")
+        console.print(f"the numbering begins anew at row {rows}: each start is judged as a segment of its own",
+                      highlight=False)  # fmt: skip
+    if result.unknown:
+        console.print(f"unknown, not slow: {count(result.unknown, 'iteration')} with a workload outside what had been "
+                      "learned", highlight=False)  # fmt: skip
     for line in found.left_out[:MOST_LEFT_OUT]:
         console.print(f"left out: {escape(line)}", highlight=False)
     if len(found.left_out) > MOST_LEFT_OUT:
@@ -38,7 +45,10 @@ def render(found: Detection, console: Console) -> None:
         console.print(f"no device's doing: {name} held up {count(len(seconds), 'iteration')}, "
                       f"by up to {max(seconds):.2g} s", highlight=False)  # fmt: skip
     if not result.verdicts:
-        console.print("[green]nobody is slow[/green]")
+        if found.doubts:
+            console.print(f"[yellow]insufficient evidence[/yellow]: {'; '.join(found.doubts)}", highlight=False)
+        else:
+            console.print("[green]nobody is slow[/green]")
         return
     table = Table("iteration", "who", "what", "speed (95 %)", "since", box=None, pad_edge=False, header_style="bold")
     for verdict in result.verdicts:

@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from megatron_resihp.config import FALSE_ALARMS_PER_JOB, ConfigError, check_false_alarms
 from megatron_resihp.detector import recording, table
 from megatron_resihp.detector.counters import Counters
 from megatron_resihp.detector.replay import Replay, Step, replay, steps_of
+from megatron_resihp.detector.series.judge import FEWEST_ROWS, judge_series
 from megatron_resihp.detector.settings import Settings
-from megatron_resihp.detector.verdict import Verdict
+from megatron_resihp.detector.verdict import Change, Verdict
 from megatron_resihp.report.detect_command import PICTURE_NAME, VERDICTS_NAME
+from megatron_resihp.report.terminal import progress_bar
+
+CERTAIN_ERROR: Final = 0.15
+"""Mean error of predictions above which nothing is said of who is healthy."""
+CERTAIN_SLOWDOWN: Final = 0.20
+"""Nor where a slow-down by this share of the speed would not have been found."""
+FEWEST_JUDGED: Final = 5
+"""Nor from fewer judged iterations."""
 
 
 class BadInput(Exception):
@@ -34,12 +43,36 @@ class Detection:
         result: what the detector said.
         left_out: what could not be used, in words.
         named: whether workers can be told apart.
+        restarts: rows of the file at which the numbering begins anew.
     """
 
     source: Path
     result: Replay
     left_out: Sequence[str]
     named: bool
+    restarts: tuple[int, ...] = ()
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why nothing can be said of who is healthy; empty if it can."""
+        result, reasons = self.result, []
+        if result.judged < FEWEST_JUDGED:
+            reasons.append(f"only {result.judged} iterations could be judged")
+        if result.iteration_mape > CERTAIN_ERROR:
+            reasons.append(f"healthy iterations differ by {result.iteration_mape:.0%} on average from the prediction")
+        if result.smallest_seen > CERTAIN_SLOWDOWN:
+            reasons.append(f"a loss of up to {result.smallest_seen:.0%} of the speed would not have been found")
+        if result.unknown > result.judged:
+            reasons.append("most iterations had a workload outside what had been learned")
+        return reasons
+
+    @property
+    def conclusion(self) -> str:
+        """What is known at the end: somebody is slow, was slow, nobody is, or the evidence is insufficient."""
+        if self.result.verdicts:
+            last = {verdict.workers: verdict.change for verdict in self.result.verdicts}
+            return "slow" if any(change is not Change.RECOVERY for change in last.values()) else "recovered"
+        return "insufficient evidence" if self.doubts else "nobody is slow"
 
 
 def detect(source: Path, false_alarms_per_job: float | None, warm_up: int) -> Detection:
@@ -65,6 +98,11 @@ def detect(source: Path, false_alarms_per_job: float | None, warm_up: int) -> De
         raise BadInput(str(error)) from None
     if not found.result.judged:
         needed = settings.skipped + settings.warm_up
+        if len(found.result.workers) == 1 and source.is_file():
+            raise BadInput(
+                f"{source} holds {len(found.result.iterations)} iterations, too few to judge any; give at least "
+                f"{FEWEST_ROWS}"
+            )
         raise BadInput(
             f"{source} holds {len(found.result.iterations)} iterations, and the first {needed} are learned from; "
             "give a longer record, or a smaller --warm-up"
@@ -88,13 +126,29 @@ def _of_run(run_dir: Path, rate: float | None, settings: Settings) -> Detection:
 
 
 def _of_table(path: Path, rate: float | None, settings: Settings) -> Detection:
-    read = table.read(path)
-    steps: list[Step] = [read.layout(), *read.observations()]
-    result = replay(steps, rate or FALSE_ALARMS_PER_JOB, len(read.iterations), settings)
-    if not read.has_workers:
-        # The one "worker" is the job: who it is that is slow is not known.
-        result.verdicts = [replace(verdict, workers=()) for verdict in result.verdicts]
-    return Detection(path, result, read.left_out, read.has_workers)
+    with progress_bar() as progress:
+        reading = progress.add_task("reading", total=None)
+        read = table.read(path, lambda rows: progress.update(reading, advance=rows))
+        progress.update(reading, visible=False)
+        count = len(read.iterations)
+        judging = progress.add_task("judging", total=count)
+
+        def advance(rows: int) -> None:
+            progress.update(judging, advance=rows)
+
+        budget = rate or FALSE_ALARMS_PER_JOB
+        if len(read.workers) == 1:
+            result = judge_series(read, budget, settings, advance)
+        else:
+            result = replay(_counted(read.steps(), advance), budget, count, settings)
+    return Detection(path, result, read.left_out, read.has_workers, tuple(read.restarts))
+
+
+def _counted(steps: Iterable[Step], advance: Callable[[int], None]) -> Iterator[Step]:
+    for number, step in enumerate(steps, 1):
+        yield step
+        if number % 100 == 0:
+            advance(100)
 
 
 def write(found: Detection, out: Path) -> None:
@@ -125,6 +179,11 @@ def to_json(found: Detection) -> dict[str, Any]:
         ],
         "micro_batch_mape": _finite(result.micro_batch_mape),
         "iteration_mape": _finite(result.iteration_mape),
+        "conclusion": found.conclusion,
+        "doubts": found.doubts,
+        "smallest_seen": _finite(result.smallest_seen),
+        "unknown_workload": result.unknown,
+        "restarts_at_row": list(found.restarts),
         "left_out": list(found.left_out),
     }  # fmt: skip
 

@@ -168,7 +168,7 @@ def bad_source(tmp_path: Path, kind: str) -> Path:
         case "words":
             path.write_text("seconds\nfast\nslow\n")
         case "short":
-            path.write_text("seconds\n" + "0.5\n" * 20)
+            path.write_text("seconds\n" + "0.5\n" * 8)
         case "binary":
             path.write_bytes(bytes(range(256)))
         case "suffix" | "empty":
@@ -186,7 +186,7 @@ def bad_source(tmp_path: Path, kind: str) -> Path:
         ("empty", "no column `seconds`"),
         ("columns", "its first line holds: time, node"),
         ("words", "line 2: seconds is 'fast', not a number"),
-        ("short", "20 iterations, and the first 52 are learned from"),
+        ("short", "8 iterations, too few to judge any; give at least 10"),
         ("binary", "no text table"),
     ],
 )

@@ -1,0 +1,177 @@
+"""How much the mean of some healthy rows of a series differs from the mean of others before it. Imports numpy, scipy.
+
+Rows are logarithms of times. What is tested is D(n): the mean of the last n rows (outliers clipped) minus the level of
+the reference rows before them. Its variance comes from two sources, together:
+
+- a model: σ² (g(n) / n + g(r) / r) for r reference rows, with the variance inflation g(n) = 1 + 2 Σ (1 − k/n) ρ(k) of
+  rows with the autocorrelation ρ (Bayley and Hammersley, 1946). While little is known, σ and ρ lean on what iteration
+  times usually have.
+- D(n)² itself, as it was in healthy rows: whatever noise and drift there is, it is in there.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import t
+
+Array = NDArray[np.float64]
+
+WINDOWS: Final = np.array((3, 4, 5, 6, 8, 12, 16, 24, 32))
+"""Rows under test."""
+LONGEST: Final = int(WINDOWS[-1])
+REFERENCE: Final = 96
+"""Rows before those under test that tell the level, at most: it may drift."""
+USUAL_NOISE: Final = 0.03
+USUAL_ROWS: Final = 4.0
+"""The usual noise counts like so many rows."""
+USUAL_CORRELATION: Final = 0.3
+CORRELATION_ROWS: Final = 12.0
+"""The usual autocorrelation counts like so many rows."""
+LAGS: Final = 16
+MOST_BIAS: Final = 0.3
+MEMORY: Final = 400.0
+"""Rows after which noise is forgotten."""
+SEEN_WORTH: Final = 0.5
+"""Independent values that n rows' worth of D(n) count for: they overlap."""
+_LAG = np.arange(1.0, LAGS + 1)
+_USUAL = USUAL_CORRELATION ** np.arange(LAGS + 1)
+CLIP: Final = 4.0
+"""A row counts as at most so many standard deviations."""
+LEAST_NOISE: Final = 1e-3
+
+
+@dataclass(frozen=True)
+class Level:
+    """Where some rows are.
+
+    Attributes:
+        mean: of the rows, robust.
+        variance: of one of them.
+        correlation: [LAGS + 1] autocorrelation, from lag 0.
+        rows: how many.
+    """
+
+    mean: float
+    variance: float
+    correlation: Array
+    rows: int
+
+
+class Noise:
+    """What is known of a series' noise, from all its segments."""
+
+    def __init__(self) -> None:
+        self._square = self._weight = 0.0
+        self._products = np.zeros(LAGS + 1)
+        self._seen = np.zeros(WINDOWS.size)
+        self._seen_weight = np.zeros(WINDOWS.size)
+
+    def describe(self, rows: Array) -> Level:
+        """The level of some rows, with noise as these rows and all earlier segments show it."""
+        mean, deviations = _centred(rows)
+        square, products, weight = _moments(deviations)
+        return self._level(mean, square, products, weight, rows.size)
+
+    def _level(self, mean: float, square: float, products: Array, weight: float, rows: int) -> Level:
+        total = self._weight + weight
+        products = self._products + products
+        correlation = products / products[0] if products[0] > 0 else np.zeros(LAGS + 1)
+        # A mean taken from the rows themselves makes each autocorrelation look smaller by about g / rows, and their
+        # variance by the same share.
+        bias = min((1.0 + 2.0 * max(float(correlation[1:].sum()), 0.0)) / max(rows, 1.0), MOST_BIAS)
+        square /= 1.0 - bias
+        variance = (self._square + square + USUAL_ROWS * USUAL_NOISE**2) / (total + USUAL_ROWS)
+        correlation = (total * (correlation + bias) + CORRELATION_ROWS * _USUAL) / (total + CORRELATION_ROWS)
+        return Level(mean, max(variance, LEAST_NOISE**2), _positive(correlation), rows)
+
+    def learn(self, rows: Array) -> None:
+        """A segment, or a part of one, is over: its noise is that of the series."""
+        if rows.size < 3:
+            return
+        _, deviations = _centred(rows)
+        square, products, weight = _moments(deviations)
+        keep = max(0.0, 1.0 - weight / MEMORY)
+        self._square = keep * self._square + square
+        self._weight = keep * self._weight + weight
+        self._products = keep * self._products + products
+
+    def learn_differences(self, differences: Array) -> None:
+        """D(n) of healthy rows, [rows, WINDOWS], NaN where there was none."""
+        known = np.isfinite(differences)
+        count = known.sum(axis=0)
+        keep = np.maximum(0.0, 1.0 - count / MEMORY)
+        self._seen = keep * self._seen + (np.where(known, differences, 0.0) ** 2).sum(axis=0)
+        self._seen_weight = keep * self._seen_weight + count
+
+    def of_differences(self, level: Level, windows: Array) -> tuple[Array, float]:
+        """Variance of D(n) against this level, and its degrees of freedom, for each of the windows.
+
+        Args:
+            level: of the reference rows.
+            windows: the n, all of WINDOWS or the first of them.
+        """
+        model = level.variance * (inflation(level.correlation, windows) / windows + level_share(level))
+        seen, worth = self._seen[: windows.size], SEEN_WORTH * self._seen_weight[: windows.size] / windows
+        prior = 8.0
+        seen_mean = seen / np.maximum(self._seen_weight[: windows.size], 1.0)
+        variance = np.maximum((prior * model + worth * seen_mean) / (prior + worth), 0.5 * model)
+        # Squares of correlated rows say less of the variance than as many independent ones.
+        overlap = 1.0 + 2.0 * float((level.correlation[1:] ** 2).sum())
+        return variance, USUAL_ROWS + (self._weight + level.rows - 1) / overlap
+
+
+def level_share(level: Level) -> float:
+    """The variance of the level, as a share of a row's."""
+    rows = min(level.rows, REFERENCE)
+    return float(inflation(level.correlation, np.array([rows]))[0]) / rows
+
+
+def inflation(correlation: Array, windows: Array) -> Array:
+    """g(n) for each n."""
+    share = np.maximum(1.0 - _LAG / windows[:, None], 0.0)
+    result: Array = 1.0 + 2.0 * share @ correlation[1:]
+    return result
+
+
+@lru_cache(maxsize=4096)
+def quantile(probability: float, freedom: int) -> float:
+    """What Student's t exceeds with this probability."""
+    return float(t.isf(probability, max(freedom, 3)))
+
+
+def median(values: Array) -> float:
+    """Of a few values, at a fraction of what numpy.median takes."""
+    ordered = np.sort(values)
+    half = ordered.size // 2
+    return float(ordered[half]) if ordered.size % 2 else float(ordered[half - 1] + ordered[half]) / 2
+
+
+def _centred(rows: Array) -> tuple[float, Array]:
+    """A robust mean, and the rows' clipped deviations from it."""
+    middle = median(rows)
+    reach = 3.0 * max(1.4826 * median(np.abs(rows - middle)), LEAST_NOISE)
+    clipped = np.minimum(np.maximum(rows, middle - reach), middle + reach)
+    mean = float(clipped.sum()) / rows.size
+    return mean, clipped - mean
+
+
+def _moments(deviations: Array) -> tuple[float, Array, float]:
+    """Σ d², Σ d(i) d(i+k) for each lag, and the degrees of freedom."""
+    products = np.zeros(LAGS + 1)
+    size = deviations.size
+    lags = min(LAGS + 1, max(size // 3, 2))
+    products[:lags] = np.correlate(deviations, deviations, "full")[size - 1 : size - 1 + lags]
+    return float(products[0]) * size / max(size - 1, 1), products, float(size - 1)
+
+
+def _positive(correlation: Array) -> Array:
+    """Up to where pairs of lags stop being positive: beyond is chance (Geyer, 1992)."""
+    result = np.clip(correlation, -0.2, 0.98)
+    result[0] = 1.0
+    stop = np.flatnonzero(result[1:] < 0.02)
+    if stop.size:
+        result[1 + int(stop[0]) :] = 0.0
+    return result
