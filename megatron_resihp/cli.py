@@ -6,6 +6,7 @@ May import: every room; the rooms of a sub-command only when it is asked for.
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -36,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="resihp", description="Keeps a Megatron-LM training job running in place when workers die."
     )
+    parser.add_argument("--version", action=_Version, help="say which versions of this and of what it needs are there")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     launch = commands.add_parser("launch", help="start a training script on this node and keep the job running")
     launch_options.add_arguments(launch)
@@ -47,6 +49,25 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "plan", plan_command, "say how a job should go on when workers are dead or slow")
     _add(commands, "simulate", simulate_command, "say what strategies make of failures on a simulated cluster")
     return parser
+
+
+class _Version(argparse.Action):
+    """Looked up only when asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        found = []
+        for name in ("megatron-resihp", "megatron-core", "torch"):
+            try:
+                found.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                found.append(f"{name} is not installed")
+        print(", ".join([*found, f"Python {platform.python_version()}"]))
+        parser.exit()
 
 
 def _add(commands: Any, name: str, module: ModuleType, what: str) -> None:

@@ -3,8 +3,9 @@
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,12 @@ FALSE_ALARMS_PER_JOB: Final = 0.01
 
 SLOWEST: Final = 0.01
 """The smallest factor of a slowdown."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """For a name that isn't known: "do you mean NEAREST? ", or nothing where none is near."""
+    near = get_close_matches(name, list(known), 1)
+    return f"do you mean {near[0]}? " if near else ""
 
 
 class ConfigError(ValueError):
@@ -271,8 +278,8 @@ class ResihpConfig:
         """
         check_false_alarms("--resihp-false-alarms-per-job", self.resihp_false_alarms_per_job)
         if self.resihp_strategy not in STRATEGIES:
-            known = ", ".join(STRATEGIES)
-            raise ConfigError(f"--resihp-strategy {self.resihp_strategy} is none of them; choose from {known}")
+            mend = f"{suggestion(self.resihp_strategy, STRATEGIES)}choose from {', '.join(STRATEGIES)}"
+            raise ConfigError(f"--resihp-strategy {self.resihp_strategy} is none of them; {mend}")
         if self.resihp_act not in ACTS:
             raise ConfigError(f"--resihp-act {self.resihp_act} is none of them; choose from {', '.join(ACTS)}")
         if self.resihp_act != ACTS[0] and self.resihp_strategy == RECTANGULAR:
@@ -291,6 +298,10 @@ class ResihpConfig:
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> "ResihpConfig":
         return cls(**{item.name: getattr(namespace, item.name) for item in fields(cls)})
+
+
+def _said(default: Any) -> str:
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _read(path: str) -> list[str]:
@@ -313,5 +324,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         else:
             options["type"] = float if item.type is float else str
             options["default"] = item.default
+            if item.default not in (None, ()):
+                options["help"] = f"{options['help']} (default {_said(item.default)})"
         group.add_argument("--" + item.name.replace("_", "-"), **options)
     return parser

@@ -13,6 +13,7 @@ from typing import Final
 from megatron_resihp.control.address import Address, parse_address
 from megatron_resihp.control.job_size import JobSize, parse_nodes
 from megatron_resihp.control.output import MODES
+from megatron_resihp.control.torchrun_flags import add_refusals, add_spellings
 
 RUNS: Final = Path("resihp-runs")
 LONGEST_PERIOD_S: Final = 1.0
@@ -68,7 +69,7 @@ class LaunchOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp launch`."""
     add = parser.add_argument
-    add("--nproc-per-node", type=int, default=1, metavar="N", help="workers on each node (default 1)")
+    add("--nproc-per-node", type=_workers, default=1, metavar="N", help="workers on each node (default 1)")
     add("--nnodes", default="1", metavar="N", help="nodes of the job, or MIN:MAX: it begins with nodes 0 to MIN-1, and "
         "the others up to MAX-1 may be launched at any later time and join it (default 1)")  # fmt: skip
     add("--node-rank", type=int, default=0, metavar="RANK", help="this node's rank, from 0 (default 0)")
@@ -86,8 +87,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-restarts", type=int, default=0, metavar="N", help="start each worker that died anew at most N times; "
         "the others train on meanwhile and then take it in (default 0)")  # fmt: skip
     add("--stand-in", action="store_true", help="train on CPUs, with a stand-in for CUDA")
+    add_spellings(parser, {"nproc_per_node": _workers, "node_rank": int, "max_restarts": int})
+    add_refusals(parser)
     add("script", metavar="SCRIPT", help="training script; all that follows belongs to it")
     add("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _workers(text: str) -> int:
+    """A number; torchrun takes words too."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; give how many workers each node is to have") from None
 
 
 def options_of(namespace: argparse.Namespace) -> LaunchOptions:

@@ -45,6 +45,14 @@ class MemoryUse:
         return self.weights + self.gradients + self.optimizer + self.activations + self.working
 
 
+def _size(count: int) -> str:
+    """Bytes in words, in the units that memory is sold in: 80 GiB."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} bytes"
+
+
 def check_plan(plan: ParallelPlan, model: Model, training: Training, capacity: int | Mapping[int, int]) -> None:
     """Whether a plan can be run with this model on these devices.
 
@@ -62,7 +70,7 @@ def check_plan(plan: ParallelPlan, model: Model, training: Training, capacity: i
     }
     worst = max(over, key=lambda worker: (over[worker], -worker))
     if over[worst] > 0:
-        raise PlanError(f"memory exceeded on worker {worst} by {over[worst]} bytes")
+        raise PlanError(f"memory exceeded on worker {worst} by {_size(over[worst])}")
     uneven = any(model.uneven(degree) for replica in plan.replicas for degree in set(replica.shape) - {0})
     if uneven and not plan.uneven_shards:
         raise PlanError("members of a stage hold unlike shards, and the plan isn't marked so")

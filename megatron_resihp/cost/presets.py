@@ -1,4 +1,4 @@
-"""Known models as Megatron's arguments, so that sizes can be given by name. Imports `layers`.
+"""Known models as Megatron's arguments, so that sizes can be given by name. Imports `config` and `layers`.
 
 Sources: the models' own papers and published configurations. "llama2-30b", which was never released, is LLaMA's 30B (as
 in the experiments of ResiHP, arXiv 2605.06374).
@@ -7,6 +7,7 @@ in the experiments of ResiHP, arXiv 2605.06374).
 from collections.abc import Mapping
 from typing import Any, Final
 
+from megatron_resihp.config import suggestion
 from megatron_resihp.cost.layers import Model, ModelError, model_from_arguments
 
 _MODERN: Final = {
@@ -86,5 +87,5 @@ def preset(name: str) -> Model:
         ModelError: the name is not known; the message lists those that are.
     """
     if name not in PRESETS:
-        raise ModelError(f"unknown model {name!r}; known are {', '.join(PRESETS)}")
+        raise ModelError(f"unknown model {name!r}; {suggestion(name, PRESETS)}known are {', '.join(PRESETS)}")
     return model_from_arguments(PRESETS[name])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from megatron_resihp.detector.assemble import Assembler
 from megatron_resihp.detector.counters import Counters
 from megatron_resihp.detector.interface import iteration_seconds
+from megatron_resihp.detector.learned import Learned
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.notices import Notice
 from megatron_resihp.detector.observations import IterationObservations, Layout
@@ -73,7 +74,11 @@ def steps_of(recording: Recording, counters: Counters) -> Iterator[Step]:
 
 
 def replay(
-    steps: Iterable[Step], false_alarms_per_job: float, expected_iterations: int, settings: Settings | None = None
+    steps: Iterable[Step],
+    false_alarms_per_job: float,
+    expected_iterations: int,
+    settings: Settings | None = None,
+    known: Learned | None = None,
 ) -> Replay:
     """Judge recorded iterations.
 
@@ -82,6 +87,7 @@ def replay(
         false_alarms_per_job: how many false alarms are accepted in the whole job, on average.
         expected_iterations: how many iterations the job was to have.
         settings: of the detector.
+        known: what an earlier run of the job has learned, and this one began with.
     """
     settings = settings or Settings()
     result = Replay()
@@ -94,7 +100,7 @@ def replay(
             predictions = _EpochPredictions(step, settings, result)
             result.workers |= set(map(int, step.workers))
             if monitor is None:
-                monitor = Monitor(step, false_alarms_per_job, expected_iterations, settings)
+                monitor = Monitor(step, false_alarms_per_job, expected_iterations, settings, known)
             else:
                 monitor.change_layout(step)
         elif monitor is not None and predictions is not None:

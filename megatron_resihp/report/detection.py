@@ -1,6 +1,6 @@
 """A recorded run, or a table of iteration times, through the detector: what `resihp detect` found, and its files.
 
-May import: the standard library, `config`, `detector` and this room's modules; matplotlib only to draw.
+May import: the standard library, `config`, `cost`, `detector` and this room's modules; matplotlib only to draw.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_resihp.config import FALSE_ALARMS_PER_JOB, ConfigError, check_false_alarms
+from megatron_resihp.cost.store import CostModelError
 from megatron_resihp.detector import recording, table
 from megatron_resihp.detector.counters import Counters
+from megatron_resihp.detector.learned import load
 from megatron_resihp.detector.replay import Replay, Step, replay, steps_of
 from megatron_resihp.detector.series.judge import FEWEST_ROWS, judge_series
 from megatron_resihp.detector.settings import Settings
@@ -122,7 +124,13 @@ def _of_run(run_dir: Path, rate: float | None, settings: Settings) -> Detection:
     left_out = [f"{count} × {name.replace('_', ' ')}" for name, count in counters.nonzero().items()]
     if recorded.cut:
         left_out.append("the end of the file is cut off")
-    return Detection(run_dir, replay(steps, float(budget), int(expected), settings), left_out, named=True)
+    known = None
+    if recorded.job.get("cost_model"):
+        try:
+            known = load(Path(recorded.job["cost_model"]))
+        except CostModelError as error:
+            left_out.append(f"the costs that the job began with: {error}")
+    return Detection(run_dir, replay(steps, float(budget), int(expected), settings, known), left_out, named=True)
 
 
 def _of_table(path: Path, rate: float | None, settings: Settings) -> Detection:

@@ -1,4 +1,4 @@
-"""`--dead`, `--slow` and `--link` → a health. May import: the standard library and `planner.health`."""
+"""`--dead`, `--slow` and `--link` → a health. May import: the standard library, `planner.health` and this room."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from megatron_resihp.planner.health import Health, HealthError
+from megatron_resihp.report.words import ranges
 
 
 class HealthFlagError(ValueError):
@@ -73,7 +74,7 @@ def _each_once(workers: list[int], flag: str, known: Sequence[int]) -> list[int]
 
 def _check_known(worker: int, flag: str, known: Sequence[int]) -> None:
     if worker not in known:
-        raise HealthFlagError(f"{flag} names worker {worker}; the job has workers {known[0]} to {known[-1]}")
+        raise HealthFlagError(f"{flag} names worker {worker}; the job's live workers are {ranges(known)}")
 
 
 def _pair(text: str, known: Sequence[int], gone: Sequence[int]) -> tuple[tuple[int, int], float]:

@@ -7,10 +7,15 @@ May import: the standard library and this room's modules; all that imports numpy
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
+from typing import Final
 
 from megatron_resihp.report.plan_flags import add_health_arguments, add_size_arguments
+
+WORKERS: Final = re.compile(r"[\d,=.–-]+")
+"""How what --dead, --slow and --link take is written, right or wrong."""
 
 EPILOG = """\
 RUN_DIR is the run directory of a job that was started with `resihp launch` and --resihp: its last plan is in force, its
@@ -36,8 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(parser=parser)
 
 
+def _run_dir_after_workers(namespace: argparse.Namespace) -> Path | None:
+    """RUN_DIR where it was given behind a flag that takes any number of words, and was taken for one of them."""
+    for words in (namespace.dead, namespace.slow, namespace.link):
+        if words and (Path(words[-1]).is_dir() or WORKERS.fullmatch(words[-1]) is None):
+            return Path(words.pop())
+    return None
+
+
 def run(namespace: argparse.Namespace) -> int:
     """Do what the parsed arguments ask; the exit code is 0, 1 without a plan, or 2 for bad or no input."""
+    if namespace.run_dir is None and namespace.model is None and namespace.gpus is None:
+        namespace.run_dir = _run_dir_after_workers(namespace)
     if namespace.run_dir is None and namespace.model is None and namespace.gpus is None:
         namespace.parser.print_help()
         return 2

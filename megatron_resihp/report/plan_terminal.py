@@ -6,7 +6,6 @@ May import: rich, `plan`, `planner` and this room's modules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 
 from rich import box
 from rich.console import Console
@@ -19,7 +18,7 @@ from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import Evaluation, stage_seconds
 from megatron_resihp.planner.health import Health
 from megatron_resihp.report.plan_answer import Answer, Situation
-from megatron_resihp.report.words import NONE, count, duration, rate, size
+from megatron_resihp.report.words import NONE, count, duration, ranges, rate, size
 
 MAX_ROWS = 24
 
@@ -143,12 +142,3 @@ def _answers(situation: Situation, answers: Iterable[Answer], shown: Answer) -> 
 def layers_of(replica: Replica, stage: int) -> str:
     """How many layers a stage runs, "5+4" where it holds several chunks."""
     return "+".join(str(chunk.end - chunk.first) for chunk in replica.chunks if chunk.stage == stage)
-
-
-def ranges(workers: Iterable[int]) -> str:
-    """For example "0–3, 7"."""
-    runs = []
-    for _, run in groupby(enumerate(workers), lambda item: item[1] - item[0]):
-        members = [worker for _, worker in run]
-        runs.append(f"{members[0]}–{members[-1]}" if len(members) > 2 else ", ".join(map(str, members)))
-    return ", ".join(runs)

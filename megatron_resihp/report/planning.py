@@ -1,7 +1,7 @@
 """`resihp plan` once its arguments are known: ask strategies, print, draw.
 
-May import: the standard library, rich, `plan`, `cost`, `planner`, `simulator` and this room's modules; matplotlib only
-to draw.
+May import: the standard library, rich, `config`, `plan`, `cost`, `planner`, `simulator` and this room's modules;
+matplotlib only to draw.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from megatron_resihp.config import suggestion
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
@@ -68,7 +69,8 @@ def _situation(source: Source, namespace: argparse.Namespace) -> Situation:
 def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, Strategy]:
     chosen = namespace.strategy or DEFAULT
     if chosen not in STRATEGIES:
-        raise BadInput(f"unknown strategy {chosen!r}; known are {', '.join(STRATEGIES)}")
+        mend = f"{suggestion(chosen, STRATEGIES)}known are {', '.join(STRATEGIES)}"
+        raise BadInput(f"unknown strategy {chosen!r}; {mend}")
     asked = STRATEGIES if namespace.compare else {chosen: STRATEGIES[chosen]}
     return {name: _strategy(name, entry, source.places) for name, entry in asked.items()}
 

@@ -1,6 +1,7 @@
 """`resihp simulate` once its arguments are known: run the strategies, print, write.
 
-May import: the standard library, rich, `planner`, `simulator` and this room's modules; matplotlib only to draw.
+May import: the standard library, rich, `config`, `planner`, `simulator` and this room's modules; matplotlib only to
+draw.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_resihp.config import suggestion
 from megatron_resihp.planner.strategies.joint import DEFAULT, joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
 from megatron_resihp.report.planning_clock import planning_clock
@@ -118,7 +120,8 @@ def _scenario(namespace: argparse.Namespace) -> Scenario:
 def _strategies(names: Sequence[str]) -> Mapping[str, Entry]:
     unknown = [name for name in names if name not in KNOWN]
     if unknown:
-        raise BadInput(f"unknown strategy {unknown[0]!r}; known are {', '.join(KNOWN)}")
+        mend = f"{suggestion(unknown[0], KNOWN)}known are {', '.join(KNOWN)}"
+        raise BadInput(f"unknown strategy {unknown[0]!r}; {mend}")
     return {name: KNOWN[name] for name in dict.fromkeys(names)} or KNOWN
 
 

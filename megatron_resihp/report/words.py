@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 NONE = "-"
@@ -24,6 +25,15 @@ def listing(items: Iterable[object]) -> str:
     """For example "1, 2 and 5"."""
     *most, last = [str(item) for item in items]
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def ranges(workers: Iterable[int]) -> str:
+    """For example "0–3, 7"."""
+    runs = []
+    for _, run in groupby(enumerate(workers), lambda item: item[1] - item[0]):
+        members = [worker for _, worker in run]
+        runs.append(f"{members[0]}–{members[-1]}" if len(members) > 2 else ", ".join(map(str, members)))
+    return ", ".join(runs)
 
 
 def milliseconds(value: float | None) -> str:

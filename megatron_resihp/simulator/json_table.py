@@ -1,8 +1,10 @@
-"""JSON objects whose keys are checked as they are taken. Imports only the standard library."""
+"""JSON objects whose keys are checked as they are taken. Imports `config`."""
 
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+from megatron_resihp.config import suggestion
 
 _INFINITE: Final = float("inf")
 
@@ -27,8 +29,8 @@ class Table:
     def nothing_else(self) -> None:
         unknown = sorted(set(self.data) - self._taken)
         if unknown:
-            known = ", ".join(sorted(self._taken))
-            raise TableError(f"{self.place}: {unknown[0]!r} is not known; known are {known}")
+            mend = f"{suggestion(unknown[0], self._taken)}known are {', '.join(sorted(self._taken))}"
+            raise TableError(f"{self.place}: {unknown[0]!r} is not known; {mend}")
 
     def number(
         self,

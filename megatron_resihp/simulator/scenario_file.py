@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from megatron_resihp.cost.layers import ModelError
-from megatron_resihp.cost.presets import preset
+from megatron_resihp.cost.presets import PRESETS, preset
 from megatron_resihp.cost.training import Recompute, Training
 from megatron_resihp.simulator import traces
 from megatron_resihp.simulator.cluster import Delays
@@ -68,7 +68,7 @@ def _scenario(found: Table, orders: int | None) -> Scenario:
 
 
 def _sizes(job: Table) -> Sizes:
-    model = preset(job.text("model", ""))
+    name = job.text("model", "")
     training = Training(
         sequence_length=job.whole("seq_length", 4096),
         micro_batch_size=job.whole("micro_batch_size", 1),
@@ -82,18 +82,16 @@ def _sizes(job: Table) -> Sizes:
         memory_gb=job.number("memory_gb", 80.0, above=0.0),
         gbps=job.number("gbps", 25.0, above=0.0),
     )
-    sizes = Sizes(
-        model=model,
-        training=training,
-        device=device,
-        tensor=job.whole("tp", 1),
-        pipeline=job.whole("pp", 1),
-        data=job.whole("dp", 1),
-        micro_batches=job.whole("micro_batches", 64),
-        workers_per_node=job.whole("workers_per_node", 8),
-    )
+    degrees = {"tensor": job.whole("tp", 1), "pipeline": job.whole("pp", 1), "data": job.whole("dp", 1)}
+    micro_batches, per_node = job.whole("micro_batches", 64), job.whole("workers_per_node", 8)
+    # Before what is missing is told of, as it may be there under a misspelt key.
     job.nothing_else()
-    return sizes
+    if not name:
+        raise ScenarioError(f"job: model is missing; known are {', '.join(PRESETS)}")
+    return Sizes(
+        model=preset(name), training=training, device=device, **degrees, micro_batches=micro_batches,
+        workers_per_node=per_node,
+    )  # fmt: skip
 
 
 def _recompute(text: str) -> Recompute:

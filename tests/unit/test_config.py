@@ -92,6 +92,7 @@ class TestFlags:
         for field in fields(ResihpConfig):
             assert f"--{field.name.replace('_', '-')}" in text
             assert field.metadata["help"].split(".")[0] in text
+        assert "(default rectangular)" in text and "(default 0.01)" in text
         assert all(point in text for point in DRILL_POINTS)
 
     def test_a_bad_drill_is_found_when_drills_are_asked_for(self) -> None:
@@ -108,6 +109,7 @@ class TestPlanning:
         ("flags", "said"),
         [
             ({"resihp_strategy": "restart"}, "--resihp-strategy restart is none of them"),
+            ({"resihp_strategy": "jiont"}, "--resihp-strategy jiont is none of them; do you mean joint. choose from"),
             ({"resihp_act": "sleep"}, "--resihp-act sleep is none of them; choose from observe, ask, act"),
             ({"resihp_act": "act"}, "needs a strategy that reacts to slow workers"),
             ({"resihp_answer_timeout": 0.0}, "--resihp-answer-timeout 0 is no time to wait; give more than 0"),

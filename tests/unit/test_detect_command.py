@@ -12,9 +12,13 @@ import pytest
 
 from megatron_resihp.cli import main
 from megatron_resihp.config import ConfigError, ResihpConfig
+from megatron_resihp.detector.counters import Counters
 from megatron_resihp.detector.layout import layout_of
-from megatron_resihp.detector.recording import FILE_NAME, Recorder
+from megatron_resihp.detector.learned import save
+from megatron_resihp.detector.monitor import Monitor
+from megatron_resihp.detector.recording import FILE_NAME, Recorder, Recording
 from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
+from megatron_resihp.detector.replay import steps_of
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.plan.parallel_plan import ParallelPlan, Replica
 
@@ -91,18 +95,26 @@ def test_lines_that_cannot_be_used_are_told(tmp_path: Path, capsys: pytest.Captu
     assert len(json.loads((tmp_path / "elsewhere" / "verdicts.json").read_text())["left_out"]) == 4
 
 
-def record_run(run_dir: Path, slow: int | None, damage: Callable[[bytes], bytes] = bytes) -> Path:
+def record_run(
+    run_dir: Path,
+    slow: int | None,
+    damage: Callable[[bytes], bytes] = bytes,
+    iterations: int = ITERATIONS,
+    onset: int = ONSET,
+    **job: Any,
+) -> Path:
     """A recorded job of two replicas of two stages."""
     replicas = (Replica(((0,), (1,)), (0, 2, 4, 6)), Replica(((2,), (3,)), (1, 3, 5, 7)))
     layout = layout_of(ParallelPlan(replicas), 0, dict.fromkeys(range(4), 0))
     run_dir.mkdir()
-    recorder = Recorder(run_dir / FILE_NAME, {"train_iters": ITERATIONS})
+    recorder = Recorder(run_dir / FILE_NAME, {"train_iters": iterations, **job})
     recorder.layout(layout)
     random = np.random.default_rng(0)
-    for iteration in range(1, ITERATIONS + 1):
+    for iteration in range(1, iterations + 1):
         squares = random.uniform(1e6, 3e7, 8)
         for worker in range(4):
-            recorder.message(pack(worker_record(random, worker, iteration, squares, worker == slow)))
+            is_slow = worker == slow and iteration >= onset
+            recorder.message(pack(worker_record(random, worker, iteration, squares, is_slow)))
     recorder.close()
     (run_dir / FILE_NAME).write_bytes(damage((run_dir / FILE_NAME).read_bytes()))
     return run_dir
@@ -116,7 +128,7 @@ def worker_record(
     seconds = (0.01 + 1e-9 * squares[indices]) * (1 + worker % 2)
     ops = np.zeros(8, OP)
     ops["kind"], ops["micro_batch"] = np.repeat([OpKind.F, OpKind.B], 4), np.tile(indices, 2)
-    factor = SLOWNESS if slow and iteration >= ONSET else 1.0
+    factor = SLOWNESS if slow else 1.0
     length = np.concatenate([seconds, 2 * seconds]) * factor * (1 + 0.01 * random.standard_normal(8))
     ops["start"] = iteration + 0.1 * np.arange(8)
     ops["end"], ops["waited"] = ops["start"] + length, np.nan
@@ -135,6 +147,26 @@ def test_a_recorded_run_is_judged_again(tmp_path: Path, capsys: pytest.CaptureFi
     out = " ".join(capsys.readouterr().out.split())
     assert "90 iterations of 4 workers" in out
     assert "data held up 1 iteration, by up to 0.5 s" in out
+
+
+def test_a_run_that_began_with_anothers_costs_is_judged_with_them_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is too short to learn from, and the job itself judged it."""
+    costs = tmp_path / "cost_model.json"
+    steps = list(steps_of(Recording(record_run(tmp_path / "before", slow=None) / FILE_NAME), Counters()))
+    monitor = Monitor(steps[0])
+    for step in steps[1:]:
+        monitor.observe(step)
+    save(monitor.learned(), costs)
+    run_dir = record_run(tmp_path / "run", slow=1, iterations=40, onset=25, cost_model=str(costs))
+    assert detect(run_dir) == 0
+    (verdict,) = verdicts_in(run_dir)
+    assert verdict["workers"] == [1] and 25 <= verdict["iteration"] <= 30
+    costs.unlink()
+    capsys.readouterr()
+    assert detect(run_dir) == 2
+    assert "holds 40 iterations, and the first 52 are learned from" in capsys.readouterr().err
 
 
 def test_a_damaged_recording_is_judged_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
             for value in (0, -1, "nan", "inf", 1e308, 1e-308)
         ),
         (("--model", "llama2-7b", "--gpus", 16, "--tp", 16), "TP groups of 16 don't fit into nodes of 8"),
-        (("--model", "llama2-70b", "--gpus", 8, "--tp", 8), "memory exceeded on worker"),
+        (("--model", "llama2-70b", "--gpus", 8, "--tp", 8), "memory exceeded on worker 0 by "),
         (("--model", "llama2-7b", "--gpus", 80, "--pp", 40), "40 stages are more than"),
         (("--model", "llama2-7b", "--gpus", 16, "--micro-batches", 4), "fewer than 16 replicas"),
         ((*SIZES, "--slow", "3=0"), "speed 0"),
@@ -116,7 +116,7 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
         ((*SIZES, "--dead", "3", "3"), "names worker 3 twice"),
         ((*SIZES, "--dead", "x"), "--dead x can't be read"),
         ((*SIZES, "--dead", "15-8"), "--dead 15-8 ends before it begins; give the lower worker first, as in 8-15"),
-        ((*SIZES, "--dead", "0-99999999999"), "--dead names worker 99999999999; the job has workers 0 to 15"),
+        ((*SIZES, "--dead", "0-99999999999"), "--dead names worker 99999999999; the job's live workers are 0–15"),
         ((*SIZES, "--slow", "7-4=0.5"), "--slow 7-4=0.5 ends before it begins"),
         ((*SIZES, "--slow", "0-99999999999=0.5"), "--slow names worker 99999999999"),
         ((*SIZES, "--dead", "0-15"), "all workers are dead"),
@@ -126,6 +126,8 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
         ((*SIZES, "--dead", "3", "--link", "3-4=0.5"), "worker 3 is given as dead and as an end"),
         ((*SIZES, "--strategy", "prayer"), "unknown strategy 'prayer'"),
         (("missing-run",), "missing-run has no events.jsonl"),
+        (("--dead", 3, "missing-run"), "missing-run has no events.jsonl"),
+        ((*SIZES, "--strategy", "jont"), "unknown strategy 'jont'; do you mean joint? known are "),
     ],
 )
 def test_bad_input_gets_one_line(arguments: tuple[Any, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +170,7 @@ FOUR: dict[str, Any] = {"replicas": [{"stages": [[0, 1, 2, 3]], "micro_batches":
 
 def test_a_running_job_is_offered_what_it_can_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path / "run", LARGE, [FOUR])
-    assert plan(run_dir, "--dead", 3, "--json") == 0
+    assert plan("--dead", 3, run_dir, "--json") == 0
     found = ParallelPlan.from_dict(as_json(capsys)["strategies"]["joint"]["plan"])
     assert 3 not in found.members and not found.uneven_shards
 

@@ -180,7 +180,9 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("{", "is no JSON"),
         ("[]", "must be a JSON object"),
-        ({"job": {}}, "job: unknown model ''"),
+        ({"job": {}}, "job: model is missing; known are llama2-7b, "),
+        ({"job": {"modle": "llama2-7b"}}, "job: 'modle' is not known; do you mean model? known are "),
+        ({"job": {"model": "lama2-7b"}}, "job: unknown model 'lama2-7b'; do you mean llama2-7b? known are "),
         ({"job": JOB | {"tp": 3}}, "TP groups of 3"),
         ({"job": JOB | {"tp": 0}}, "tp must be a whole number of at least 1"),
         ({"job": JOB | {"colour": 1}}, "'colour' is not known"),

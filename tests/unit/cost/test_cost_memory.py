@@ -196,6 +196,8 @@ class TestChecks:
         worst = next(w for w, use in memory_of(plan, MODEL, TRAINING).items() if use.total == most)
         with pytest.raises(PlanError, match=f"memory exceeded on worker {worst} by 7 bytes"):
             self.check(plan, capacity=most - 7)
+        with pytest.raises(PlanError, match=f"memory exceeded on worker {worst} by 1.5 KiB"):
+            self.check(plan, capacity=most - 1536)
 
     def test_each_worker_has_its_own_capacity(self) -> None:
         plan = rectangle(1, 1, 2, 1)
