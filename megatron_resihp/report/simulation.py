@@ -22,7 +22,7 @@ from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
 from megatron_resihp.report.planning_clock import planning_clock
 from megatron_resihp.report.simulation_terminal import render
 from megatron_resihp.report.terminal import console_for, progress_bar
-from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, run
+from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, capacity_asked, run
 from megatron_resihp.simulator.scenario import Scenario, ScenarioError, published_names, published_scenario
 from megatron_resihp.simulator.scenario_file import scenario_of
 from megatron_resihp.simulator.sizes import SizesError
@@ -64,8 +64,10 @@ class Simulation:
         return statistics.fmean(capacity(trace, self.scenario.sizes.workers) for trace in traces)
 
     def share(self, name: str) -> float:
-        """A strategy's throughput ÷ (capacity × throughput with all workers well)."""
-        return self.samples_per_s(name) / (self.capacity * self.healthy_samples_per_s)
+        """A strategy's throughput ÷ (capacity × throughput with all workers well), the capacity of the whole time."""
+        traces = self.scenario.traces
+        asked = statistics.fmean(capacity_asked(trace, self.scenario.sizes.workers) for trace in traces)
+        return self.samples_per_s(name) / (asked * self.healthy_samples_per_s)
 
     def samples_per_s(self, name: str) -> float:
         return statistics.fmean(outcome.samples_per_s for outcome in self.outcomes[name])

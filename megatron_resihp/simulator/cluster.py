@@ -205,6 +205,16 @@ def capacity(trace: Trace, workers: int) -> float:
     return work / (trace.duration_s * workers)
 
 
+def capacity_asked(trace: Trace, workers: int) -> float:
+    """`capacity`, but that time in which nobody is left counts as what was there before: it was asked for, and a job
+    that died has not trained in it."""
+    work, last = 0.0, float(workers)
+    for start, end, health in healths(trace, workers):
+        last = sum(health.speed.values()) or last
+        work += (end - start) * last
+    return work / (trace.duration_s * workers)
+
+
 def run(
     entry: Entry, trace: Trace, plan: ParallelPlan, judge: Judge, delays: Delays = Delays(), free: bool = False
 ) -> Outcome:

@@ -44,6 +44,14 @@ def test_a_file_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (tmp_path / "out" / "throughput.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_job_that_died_half_way_had_not_all_of_its_capacity(tmp_path: Path) -> None:
+    path = scenario(tmp_path, events=[{"at_h": 2, "dead": list(range(16))}])
+    assert simulate(path, *QUICK, "--out", tmp_path / "out") == 0
+    found = results(tmp_path / "out")
+    assert found["capacity"] == pytest.approx(0.5)
+    assert found["strategies"]["drop-replica"]["share_of_capacity"] == pytest.approx(0.5, abs=0.01)
+
+
 def test_a_published_experiment_is_simulated(tmp_path: Path) -> None:
     name = "fail-stop/llama2-7b/1h"
     assert simulate(name, "--strategies", "drop-replica", "--micro-batches", 16, "--out", tmp_path) == 0

@@ -21,7 +21,16 @@ from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Change, Entry, ReactsTo
 from megatron_resihp.simulator import traces
 from megatron_resihp.simulator.calibration import calibrated
-from megatron_resihp.simulator.cluster import UNMITIGATED, Delays, Judge, Outcome, capacity, run, run_from
+from megatron_resihp.simulator.cluster import (
+    UNMITIGATED,
+    Delays,
+    Judge,
+    Outcome,
+    capacity,
+    capacity_asked,
+    run,
+    run_from,
+)
 from megatron_resihp.simulator.sizes import Sizes, a100
 from megatron_resihp.simulator.traces import HOUR, Event, Trace, What, trace
 
@@ -161,6 +170,12 @@ def test_a_rejoined_worker_keeps_no_job_waiting(judge: Judge, start: ParallelPla
 def test_capacity_counts_speeds_over_time() -> None:
     events = [Event(0.0, What.SPEED, (0,), 0.5), death(1800.0, 1), Event(2700.0, What.REJOIN, (1,))]
     assert capacity(trace(HOUR, events), 4) == pytest.approx((3.5 - 0.25) / 4)
+
+
+def test_time_in_which_nobody_is_left_was_asked_for() -> None:
+    events = [death(900.0, 0), *(death(1800.0, worker) for worker in (1, 2, 3))]
+    assert capacity(trace(HOUR, events), 4) == pytest.approx((1 + 0.75) / 4)
+    assert capacity_asked(trace(HOUR, events), 4) == pytest.approx((1 + 3 * 0.75) / 4)
 
 
 def test_iterations_that_vary_take_their_mean_time(start: ParallelPlan) -> None:
