@@ -21,7 +21,7 @@ from megatron_resihp.control.causes import MemoryKills, known_cause
 from megatron_resihp.control.guardian import Guardian
 from megatron_resihp.control.lifeline import Finding, Kind, Watcher
 from megatron_resihp.control.link import Link
-from megatron_resihp.control.mailbox import Ending, Mailbox
+from megatron_resihp.control.mailbox import Ending, GivenUp, Mailbox
 from megatron_resihp.control.nodes import NodeWatcher
 from megatron_resihp.control.slicing import Slicer
 from megatron_resihp.control.starting import Starter, Worker
@@ -141,6 +141,8 @@ class Agent:
         for letter in self._mailbox.take():
             if isinstance(letter, Ending):
                 self._end(letter, now)
+            elif isinstance(letter, GivenUp):
+                self._end_given_up(letter.workers)
             else:
                 self._on_signal(letter, now)
         while self._schedule and self._schedule[0][0] <= now:
@@ -222,6 +224,13 @@ class Agent:
         if self._restarts_left[place_of(worker.number, self._starter.places)]:
             # Nobody can take its place while it is there, and it may be stopped for good.
             linux.kill_group(worker.pid)
+
+    def _end_given_up(self, workers: frozenset[int]) -> None:
+        """What the coordinator has given up may run on, cut off from it alone: its place is another one's now."""
+        for worker in self._living():
+            if worker.number in workers and not worker.given_up:
+                self._give_up(worker)
+                linux.kill_group(worker.pid)
 
     def _on_signal(self, number: int, now: float) -> None:
         if number == signal.SIGUSR2:

@@ -49,6 +49,10 @@ FATAL: Final = ("kill", "stop")
 """Actions of drills that nobody survives."""
 
 
+RECENT = 10_000
+"""Ids of so many messages are remembered."""
+
+
 class ForeignWriterError(RuntimeError):
     """Somebody else writes to this job's store."""
 
@@ -92,6 +96,7 @@ class Coordinator:
         self._notices = 0
         self._struck: dict[int, float] = {}
         self._dropped = 0
+        self._recent: dict[str, None] = {}
         self._to_do: deque[Action] = deque()
         self._doing: Action | None = None
         self._clock = clock
@@ -160,13 +165,25 @@ class Coordinator:
     def _read(self, text: str) -> dict[str, Any] | None:
         """A message from the store, in which any process may write; None: it is none, and dropped."""
         try:
-            return read_message(text, self._membership.size, self._membership.newcomers.may_exist)
+            message = read_message(text, self._membership.size, self._membership.newcomers.may_exist)
+            return message if self._is_new(message.pop("id", None)) else None
         except MalformedError as error:
             self._dropped += 1
             if self._dropped <= DROPPED_SHOWN:
                 more = "" if self._dropped < DROPPED_SHOWN else "; further ones are dropped without a word"
                 self._log({"event": "message_dropped", "reason": f"{error}{more}", "text": shown(text)})
             return None
+
+    def _is_new(self, letter: str | None) -> bool:
+        """Whether a message has not come before: who loses the connection may not know that it has, and sends again."""
+        if letter is None:
+            return True
+        if letter in self._recent:
+            return False
+        self._recent[letter] = None
+        if len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
+        return True
 
     def _react(self, message: dict[str, Any]) -> list[Action]:
         if self._took_events(message):

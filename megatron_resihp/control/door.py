@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.messages import LEFT, SAVE, SLOWNESS
+from megatron_resihp.control.messages import GIVEN_UP, LEFT, SAVE, SLOWNESS
 from megatron_resihp.control.record import Stage
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
 from megatron_resihp.plan import Chunk, PlanError
@@ -234,6 +234,7 @@ def read_message(text: str, size: JobSize, may_exist: Callable[[int], bool]) -> 
         MalformedError: it is none.
     """
     message = _read_object(text)
+    _require(message, {"id?": _is_text}, "")
     kind = message.get("type")
     if not isinstance(kind, str) or kind not in TYPES:
         raise MalformedError(f"its type {_cut(repr(kind), 60)} is unknown")
@@ -267,6 +268,7 @@ _NOTICES: Final[Mapping[str, Fields]] = {
                  "transfers": _list_of(_object_of({}))},
     "change": {"number": _POSITIVE, "epoch": _NATURAL, "plan": _object_of({})},
     "join": {"epoch": _NATURAL, "workers": _list_of(_NATURAL)},
+    GIVEN_UP: {"workers": _list_of(_NATURAL), "reason": _is_text},
     "dismissed": {"worker": _NATURAL, "reason": _is_text},
     LEFT: {"agent": _NATURAL, "workers": _list_of(_NATURAL)},
     SAVE: {"number": _POSITIVE},

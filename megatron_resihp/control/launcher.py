@@ -28,6 +28,7 @@ from megatron_resihp.control.detection import Detection, Judge
 from megatron_resihp.control.environment import JobEnvironment, warnings_of
 from megatron_resihp.control.guardian import Guardian
 from megatron_resihp.control.headquarters import EventSink, Headquarters, Job
+from megatron_resihp.control.lasting import LastingStore
 from megatron_resihp.control.launch_options import RUNS, LaunchError, LaunchOptions, check, options_of
 from megatron_resihp.control.lifeline import Lifeline, Watcher
 from megatron_resihp.control.link import Link
@@ -264,10 +265,11 @@ def _serve(
     relay.start(uplink.deliver if headquarters is None else headquarters.detection.inbox.deliver)
     slicer = Slicer({worker.number: (worker.pid, worker.pidfd) for worker in workers})
     link = Link(
-        lambda: connect(*seat.address, options.connect_timeout_s),
+        lambda: LastingStore(connect(*seat.address, options.connect_timeout_s)),
         lambda store: _introduce(options, seat, store, mailbox, uplink),
         mailbox.end,
         lambda slowness: slicer.slow(slowness.speeds),
+        mailbox.give_up,
         seat.numbers[0],
     )
     agent = Agent(

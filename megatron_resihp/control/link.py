@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class Link:
             that it returns is held as long as the link.
         on_end: told, in a thread of the link, how the workers are to end.
         on_slowness: told, in another, what drills have slowed, where the clock is not emulated.
+        on_given_up: told, in that one too, which workers the coordinator has given up.
         name: that no other agent of this run has, nor has had.
     """
 
@@ -45,6 +47,7 @@ class Link:
         introduce: Callable[[Store], Lifeline | None],
         on_end: Callable[[Ending], None],
         on_slowness: Callable[[Slowness], None],
+        on_given_up: Callable[[frozenset[int]], None] = lambda workers: None,
         name: int = 0,
     ) -> None:
         self.name = name
@@ -52,6 +55,8 @@ class Link:
         self._introduce = introduce
         self._on_end = on_end
         self._on_slowness = on_slowness
+        self._on_given_up = on_given_up
+        self._letterhead, self._posted = secrets.token_hex(4), 0
         self._letters: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._lifeline: Lifeline | None = None
         self._closed = False
@@ -67,7 +72,8 @@ class Link:
 
     def post(self, kind: str, **fields: Any) -> None:
         """Send a message to the coordinator, soon and in order."""
-        self._letters.put({"type": kind, "time": time.time(), **fields})
+        self._posted += 1
+        self._letters.put({"type": kind, "time": time.time(), "id": f"{self._letterhead}.{self._posted}", **fields})
 
     def close(self, timeout_s: float) -> None:
         """Send what is waiting and let go of the store."""
@@ -87,7 +93,7 @@ class Link:
             self._introduced.wait()
             while self._belongs and (letter := self._letters.get()) is not None:
                 store.push(messages.INBOX, json.dumps(letter))
-        except StoreError as error:
+        except (StoreError, TimeoutError) as error:
             self._lost(error)
 
     def _hear(self) -> None:
@@ -125,6 +131,8 @@ class Link:
                         continue
                     if notice["kind"] == messages.SLOWNESS and not notice["emulated"]:
                         self._on_slowness(Slowness.from_dict(notice))
+                    if notice["kind"] == messages.GIVEN_UP:
+                        self._on_given_up(frozenset(notice["workers"]))
                     if notice["kind"] == messages.LEFT and notice["agent"] == self.name:
                         members = frozenset(notice["workers"])
                         self._on_end(Ending(0, "this node has left the job, which goes on", LEAVING_S, members=members))

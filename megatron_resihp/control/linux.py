@@ -70,6 +70,30 @@ def shared_memory_of_group(leader: int) -> list[Path]:
     return found
 
 
+def own_connections_to(port: int) -> list[socket.socket]:
+    """Duplicates of this process's TCP connections to a port of another process, or of its own."""
+    found = []
+    for number in _socket_numbers(os.getpid()):
+        try:
+            sock = socket.socket(fileno=os.dup(number))
+        except OSError:  # closed meanwhile
+            continue
+        if _port_of_peer(sock) == port:
+            found.append(sock)
+        else:
+            sock.close()
+    return found
+
+
+def _port_of_peer(sock: socket.socket) -> int | None:
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    try:
+        return int(sock.getpeername()[1])
+    except OSError:
+        return None
+
+
 def _is_in_group(pid: int, leader: int) -> bool:
     try:
         return os.getpgid(pid) == leader

@@ -36,14 +36,21 @@ class Ending:
     members: frozenset[int] | None = None
 
 
+@dataclass(frozen=True)
+class GivenUp:
+    """The coordinator has given up workers, which may be of any node."""
+
+    workers: frozenset[int]
+
+
 class Mailbox:
-    """Endings from any thread and signals from their handlers; whatever comes makes `fileno` readable."""
+    """Letters from any thread and signals from their handlers; whatever comes makes `fileno` readable."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        self._endings: deque[Ending] = deque()
+        self._letters: deque[Ending | GivenUp] = deque()
         self._signals: deque[int] = deque()
 
     def fileno(self) -> int:
@@ -51,20 +58,25 @@ class Mailbox:
 
     def end(self, ending: Ending) -> None:
         """Thread-safe; the first one counts."""
-        self._endings.append(ending)
+        self._letters.append(ending)
         self._wake()
 
-    def take(self) -> list[Ending | int]:
+    def give_up(self, workers: frozenset[int]) -> None:
+        """Thread-safe."""
+        self._letters.append(GivenUp(workers))
+        self._wake()
+
+    def take(self) -> list[Ending | GivenUp | int]:
         """Everything that came, signals first."""
         try:
             self._reader.recv(4096)
         except BlockingIOError:
             pass
-        taken: list[Ending | int] = []
+        taken: list[Ending | GivenUp | int] = []
         while self._signals:
             taken.append(self._signals.popleft())
-        while self._endings:
-            taken.append(self._endings.popleft())
+        while self._letters:
+            taken.append(self._letters.popleft())
         return taken
 
     @contextmanager

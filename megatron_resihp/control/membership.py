@@ -51,7 +51,9 @@ class Membership(Epochs):
             return self._break(f"not all have left for change {number} within {bound:g} s", now)
         if self.phase is Phase.MUSTERING:
             late = self.living - set(self._records)
-            return self._die({w: f"did not report within {self.limits.muster_s:g} s" for w in late}, now, now)
+            cause = f"did not report within {self.limits.muster_s:g} s"
+            given_up = Notify({"kind": messages.GIVEN_UP, "workers": sorted(late), "reason": cause})
+            return [given_up, *self._die(dict.fromkeys(late, cause), now, now)]
         if self.phase is Phase.BUILDING:
             # Most of them wait for one that hangs. That one will not report either, and is given up then.
             names = ", ".join(str(worker) for worker in sorted(self.living - set(self._ready)))

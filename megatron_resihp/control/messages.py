@@ -30,6 +30,9 @@ ANSWERS: Final = "answer/"
 SLOWNESS: Final = "slowness"
 """Kind of the notice of what drills have slowed: {"emulated", "speeds", "links"}; for agents if not emulated."""
 
+GIVEN_UP: Final = "given_up"
+"""Kind of the notice that workers count as dead, whatever their processes do: {"workers", "reason"}."""
+
 LEFT: Final = "left"
 """Kind of the notice that a node which was told to leave may: {"agent", "workers"}."""
 
@@ -61,6 +64,6 @@ def notice_key(number: int) -> str:
     """Key of the notice with this number.
 
     {"kind": "broken" | "stop" | "finishing" | "end" | "slowness" | "validate" | "change" | "join" | "dismissed"
-    | "left" | "save", ...}
+    | "left" | "save" | "given_up", ...}
     """
     return f"notice/{number}"

@@ -1,6 +1,7 @@
 """The key-value store that all processes of a job share: what it promises, and TCPStore's way of keeping it.
 
-May import: the standard library, `control.address`; torch only inside functions, because importing it costs seconds.
+May import: the standard library, `control.address` and `control.linux`; torch only inside functions, because importing
+it costs seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from datetime import timedelta
 from typing import Any, Final, Protocol, Self
 
+from megatron_resihp.control import linux
 from megatron_resihp.control.address import Address
 
 PREFIX: Final = "resihp/"
@@ -22,6 +24,8 @@ TORCH_TIMEOUT: Final = timedelta(seconds=300)
 PROBE_PERIOD_S: Final = 0.05
 EMPTY_PAUSE_S: Final = 0.01
 LONGEST_WAIT_S: Final = 24 * 3600.0
+SILENT_S: Final = 20
+"""Seconds; well below the time in which workers have to report after a death, so that who was cut off still can."""
 
 
 class StoreError(RuntimeError):
@@ -96,6 +100,11 @@ class TcpStore:
         if self._raw is None:
             raise StoreError(f"this connection to the store at {self.address} is closed")
         return self._raw
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._raw is None
 
     def set(self, key: str, value: str) -> None:
         self._check_size(key, value)
@@ -201,6 +210,7 @@ def reserve(host: str, port: int) -> socket.socket:
         raise StoreError(f"the host {host!r} is unknown ({error.strerror})") from error
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    keep_alive(listener)  # What it accepts inherits that.
     try:
         listener.bind((found[0] if _is_loopback(str(found[0])) else "", port))
     except OSError as error:
@@ -246,7 +256,19 @@ def _torch_store(host: str, port: int, **options: Any) -> Any:
     except DistError as error:
         raise StoreError(f"no store answers at {Address(host, port)} ({_first_line(error)})") from error
     raw.set_timeout(TORCH_TIMEOUT)
+    for connection in linux.own_connections_to(raw.port):
+        with connection:
+            keep_alive(connection)
     return raw
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel end a connection whose other end does not answer any more, idle or not, within SILENT_S."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_S // 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
 
 
 def wait_until_reachable(address: Address, timeout_s: float) -> None:

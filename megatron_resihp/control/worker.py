@@ -4,6 +4,7 @@ May import `plan` and this room's other modules.
 """
 
 import json
+import secrets
 import sys
 import threading
 import time
@@ -20,6 +21,8 @@ from megatron_resihp.plan import ParallelPlan, Shard
 
 NO_EPOCH = -1
 """That of a worker which was started anew, until a plan has it in it."""
+NOTICE_S = 10.0
+"""The thread that hears notices asks again this often, whatever the connection's state."""
 SLICE_S = 0.1
 """Bounded waits look up this often whether what they wait for can still come."""
 READ_S = 60.0
@@ -100,6 +103,7 @@ class WorkerControl:
         self.on_change: Callable[[dict[str, Any]], None] = lambda notice: None
         self._store = store
         self._lock = threading.Lock()
+        self._name, self._told = secrets.token_hex(4), 0
         self._on_broken = on_broken
         self._broken: dict[int, tuple[str, float]] = {}
         self._finishing = False
@@ -116,7 +120,9 @@ class WorkerControl:
     def tell(self, kind: str, **fields: Any) -> None:
         """Send a message to the coordinator."""
         with self._lock:
-            self._store.push(messages.INBOX, json.dumps({"type": kind, "worker": self.worker, **fields}))
+            self._told += 1
+            letter = {"type": kind, "worker": self.worker, "id": f"{self._name}.{self._told}", **fields}
+            self._store.push(messages.INBOX, json.dumps(letter))
 
     def event(self, name: str, **fields: Any) -> None:
         """Write an event to the run's log."""
@@ -311,7 +317,7 @@ class WorkerControl:
         number = 0
         try:
             while True:
-                while not self._notice_store.wait(messages.notice_key(number), 3600.0):
+                while not self._notice_store.wait(messages.notice_key(number), NOTICE_S):
                     pass
                 self._read(self._notice_store.get(messages.notice_key(number), READ_S))
                 number += 1
@@ -360,6 +366,9 @@ class WorkerControl:
                 self._finishing = True
             elif notice["kind"] == "join":
                 self._joins = notice["epoch"] if self.worker in notice["workers"] else self._joins
+            elif notice["kind"] == messages.GIVEN_UP:
+                if self.worker in notice["workers"]:
+                    self._end = self._end or JobEnded(messages.FENCED_EXIT, notice["reason"])
             elif notice["kind"] == "dismissed":
                 if self.worker == notice["worker"]:
                     self._end = self._end or JobEnded(messages.REFUSED_EXIT, notice["reason"])

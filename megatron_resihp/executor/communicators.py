@@ -46,12 +46,15 @@ class Communicators:
         me: this worker's id.
         interrupted: whether the epoch under construction is broken.
         abort_s: how long NCCL may take to let go of an epoch.
+        reopen: makes another such store, where the connection of this one is lost; None: that can't be.
     """
 
     def __init__(
-        self, store: dist.Store, me: int, interrupted: Callable[[], bool], abort_s: float = ABORT_S
-    ) -> None:
+        self, store: dist.Store, me: int, interrupted: Callable[[], bool], abort_s: float = ABORT_S,
+        reopen: Callable[[], dist.Store] | None = None,
+    ) -> None:  # fmt: skip
         self._inner = store
+        self._reopen = reopen
         self._me = me
         self._interrupted = interrupted
         self._foreign = gloo_sockets.identities()
@@ -80,9 +83,19 @@ class Communicators:
             KeyError, AttributeError, TypeError: this torch makes its groups in another way.
         """
         self._install_hand_over()
-        prefixed = dist.PrefixStore(f"resihp/groups-of-change/{change}/{plan_digest}", self._inner)
+        prefixed = dist.PrefixStore(f"resihp/groups-of-change/{change}/{plan_digest}", self._connected())
         store = InterruptibleStore(prefixed, self._interrupted)
         return GroupsAhead(store, self._me, self._waiter)
+
+    def _connected(self) -> dist.Store:
+        """The store, whose connection may have been lost while nobody needed it."""
+        try:
+            self._inner.check(["resihp"])
+        except dist.DistError:
+            if self._reopen is None:
+                raise
+            self._inner = self._reopen()
+        return self._inner
 
     def _install_hand_over(self) -> None:
         if not self._hand_over_installed:
@@ -105,7 +118,7 @@ class Communicators:
         if ahead is not None:
             self._epoch_store = ahead.store
             return
-        prefixed = dist.PrefixStore(f"resihp/groups/{epoch}/{plan_digest}", self._inner)
+        prefixed = dist.PrefixStore(f"resihp/groups/{epoch}/{plan_digest}", self._connected())
         self._epoch_store = InterruptibleStore(prefixed, self._interrupted)
 
     def join_world(self, backend: str, order: Sequence[int], timeout: timedelta) -> None:

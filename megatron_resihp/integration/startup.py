@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import get_args
@@ -25,6 +26,7 @@ from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.address import parse_address
 from megatron_resihp.control.identity import Identity, check_in
+from megatron_resihp.control.lasting import LastingStore
 from megatron_resihp.control.shipping import Outbox
 from megatron_resihp.control.store import connect
 from megatron_resihp.control.worker import NO_EPOCH, WorkerControl
@@ -62,7 +64,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     Raises:
         UnlikeError: it was started otherwise than the job.
     """
-    store = connect(*parse_address(os.environ["RESIHP_STORE"]), CONNECT_TIMEOUT_S)
+    store = LastingStore(connect(*parse_address(os.environ["RESIHP_STORE"]), CONNECT_TIMEOUT_S))
     worker = int(os.environ["RESIHP_WORKER"])
     newcomer = is_newcomer()
     for name, value in check_in(store, identify(), newcomer).items():
@@ -75,7 +77,12 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
             abort_or_die(each.abort_if_interrupted)
 
     control = WorkerControl(store, worker, abort, NO_EPOCH if newcomer else 0)
-    communicators.append(Communicators(store.clone().torch_store, worker, control.broken))
+
+    def open_store() -> dist.Store:
+        opened: dist.Store = store.clone().torch_store
+        return opened
+
+    communicators.append(Communicators(open_store(), worker, control.broken, reopen=open_store))
     nccl_watch.begin(communicators[0], control)
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), _pack)
     atexit.register(outbox.close, LAST_RECORDS_S)

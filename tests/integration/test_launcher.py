@@ -174,6 +174,18 @@ def test_a_worker_that_died_is_started_anew_and_taken_in(launch: Launch) -> None
     assert len(run.events("worker_restarted")) == 1
 
 
+def test_a_worker_that_runs_on_unheard_is_ended_and_started_anew(launch: Launch) -> None:
+    """As one does whose connections a network has dropped."""
+    run = launch("mute_2", max_restarts=1, muster_timeout_s=1.0)
+    pids = begun(run)
+    kill(pids[1])
+    assert run.await_event("worker_dead", dead=2)["cause"] == "did not report within 1 s"
+    run.await_event("worker_restarted", restarted=5, instead_of=2)
+    assert not is_alive(pids[2])
+    run.ask("finish")
+    assert run.end() == 0, run.output()
+
+
 @pytest.mark.nightly
 def test_a_worker_that_was_stopped_for_good_is_started_anew(launch: Launch) -> None:
     run = launch(max_restarts=1, heartbeat_timeout_s=1.0)

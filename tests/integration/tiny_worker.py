@@ -3,8 +3,8 @@
 Run by test_launcher.py, which steers it with files in RUN_DIR: `finish` lets all workers reach the end, `fail_3` makes
 worker 3 raise, `crash_3` end without a word, `deaf_3` ignore an order to stop, `hang_3` outlive SIGTERM. At the start
 `idle_3` makes it do nothing for now, `breed_3` start children, and `knock_3` connect to the port that the file holds;
-`dawdle_3` keeps it from getting ready for an epoch. `job` holds what is to be told of the job, and `events` what worker
-0 tells when training begins.
+`dawdle_3` keeps it from getting ready for an epoch, `mute_3` from reporting when one has broken.
+`job` holds what is to be told of the job, and `events` what worker 0 tells when training begins.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def begin(control: WorkerControl, plan: ParallelPlan) -> None:
 
 
 def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
+    while asked(f"mute_{WORKER}"):
+        time.sleep(TICK_S)
     record = Record(iteration=1, stage=Stage.COMPUTE, counters={0: {}, 1: {}})
     held = plan.coordinate_of(WORKER)
     order = control.muster(record, shards_at([Chunk(0, 0, 4)], held, 1) if held else ())

@@ -278,3 +278,16 @@ def await_search(member: Summing) -> None:
     while not store._sought:
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_an_epoch_begins_on_a_connection_that_works() -> None:
+    class Lost(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    opened = dist.HashStore()
+    communicators = Communicators(Lost(), 0, lambda: False, reopen=lambda: opened)
+    communicators.begin(1, "plan")
+    assert communicators._epoch_store is not None
+    communicators._epoch_store.set("key", "value")
+    assert opened.check(["resihp/groups/1/plan/key"])

@@ -46,6 +46,7 @@ MESSAGES: tuple[dict[str, Any], ...] = (
     {"type": "suspect", "worker": 1, "epoch": 0, "error": "Connection closed by peer [127.0.0.1]:9000"},
     *({"type": "muster", "worker": worker, "epoch": 0, "record": json.loads(json.dumps(RECORD.to_dict())),
        "held": [[3 * (worker // 2), 3 * (worker // 2) + 3, 0, 1]]} for worker in range(4)),
+    {"type": "plan_failed", "worker": 1, "epoch": 0, "error": "ValueError: shards (2) must be >= 4"},
     {"type": "prepared", "worker": 1, "number": 1},
     {"type": "trained", "worker": 1},
     {"type": "salvaged", "worker": 1},

@@ -20,13 +20,18 @@ class Published:
     def __init__(self, **values: Any) -> None:
         self.values = {name.replace("_", "/"): json.dumps(value) for name, value in values.items()}
         self.told: list[dict[str, Any]] = []
+        self.ids: set[str] = set()
         self.answers_after_s = 0.0
 
     def clone(self) -> Published:
         return self
 
     def push(self, queue: str, item: str) -> None:
-        self.told.append(json.loads(item))
+        message = json.loads(item)
+        letter = message.pop("id")
+        assert letter not in self.ids, "each has one of its own"
+        self.ids.add(letter)
+        self.told.append(message)
 
     def check(self, key: str) -> bool:
         return key in self.values

@@ -1,0 +1,164 @@
+"""Connections to the store that are lost on the way, with a go-between that cuts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from megatron_resihp.control import linux, messages
+from megatron_resihp.control.address import Address
+from megatron_resihp.control.lasting import LastingStore
+from megatron_resihp.control.store import SILENT_S, StoreError, TcpStore, connect, serve
+from megatron_resihp.control.worker import WorkerControl
+
+SHORT_S = 0.05
+HEARD_S = 30.0
+
+
+class GoBetween:
+    """Passes on what comes to its port, until it cuts all connections; it takes new ones."""
+
+    def __init__(self, target: Address) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = Address("127.0.0.1", self._listener.getsockname()[1])
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def cut(self) -> None:
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                one, _ = self._listener.accept()
+            except OSError:
+                return
+            other = socket.create_connection(self._target)
+            self._ends += [one, other]
+            for source, sink in ((one, other), (other, one)):
+                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+@pytest.fixture
+def served() -> Iterator[TcpStore]:
+    store = serve("127.0.0.1")
+    store.set(messages.RUN, "this run")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def between(served: TcpStore) -> Iterator[GoBetween]:
+    between = GoBetween(served.address)
+    yield between
+    between.close()
+
+
+def lasting(between: GoBetween) -> LastingStore:
+    return LastingStore(connect(*between.address, HEARD_S))
+
+
+def test_the_kernel_watches_both_ends(served: TcpStore) -> None:
+    client = served.clone()
+    ends = linux.own_connections_to(client.address.port)
+    assert len(ends) == 2, "that of who serves, and the clone's"
+    servers = [socket.socket(fileno=fd) for fd in _accepted_at(client.address.port)]
+    assert servers
+    for end in (*ends, *servers):
+        with end:
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * SILENT_S
+
+
+def _accepted_at(port: int) -> list[int]:
+    """Duplicates of what this process has accepted at a port of its own."""
+    found = []
+    for number in (int(entry.name) for entry in Path("/proc/self/fd").iterdir()):
+        try:
+            with socket.socket(fileno=os.dup(number)) as sock:
+                if sock.family == socket.AF_INET and sock.getsockname()[1] == port and sock.getpeername():
+                    found.append(os.dup(sock.fileno()))
+        except OSError:
+            continue
+    return found
+
+
+def test_calls_outlive_a_lost_connection(between: GoBetween, served: TcpStore) -> None:
+    store = lasting(between)
+    for call in (
+        lambda: store.set("key", "value"), lambda: store.get("key", HEARD_S), lambda: store.check("key"),
+        lambda: store.push("queue", "item"), lambda: store.clone().check("key"),
+    ):  # fmt: skip
+        between.cut()
+        call()
+    between.cut()
+    assert served.get("key", SHORT_S) == "value" and store.pop("queue", HEARD_S) == "item"
+
+
+def test_who_waits_goes_on_waiting(between: GoBetween, served: TcpStore) -> None:
+    store = lasting(between)
+    threading.Timer(SHORT_S, between.cut).start()
+    threading.Timer(4 * SHORT_S, served.clone().set, ["key", "v"]).start()
+    assert store.get("key", HEARD_S) == "v"
+
+
+def test_a_counter_is_not_counted_twice(between: GoBetween) -> None:
+    store = lasting(between)
+    assert store.add("count", 1) == 1
+    between.cut()
+    with pytest.raises(StoreError):
+        store.add("count", 1)
+
+
+def test_a_store_that_is_gone_stays_so(between: GoBetween) -> None:
+    store = lasting(between)
+    between.close()
+    started = time.monotonic()
+    with pytest.raises(StoreError, match="is lost"):
+        store.check("key")
+    assert time.monotonic() - started < 5.0
+
+
+def test_another_jobs_store_is_none(between: GoBetween, served: TcpStore) -> None:
+    store = lasting(between)
+    served.set(messages.RUN, "another run")
+    between.cut()
+    with pytest.raises(StoreError, match="another job has the port by now"):
+        store.check("key")
+
+
+def test_a_worker_hears_and_is_heard_again(between: GoBetween, served: TcpStore) -> None:
+    broken = threading.Event()
+    control = WorkerControl(lasting(between), 1, broken.set)
+    between.cut()
+    served.set(messages.notice_key(0), json.dumps({"kind": "broken", "epoch": 0, "cause": "worker 0: exit signal 9"}))
+    assert broken.wait(HEARD_S)
+    control.tell("trained")
+    message = json.loads(served.pop(messages.INBOX, HEARD_S) or "")
+    assert (message["type"], message["worker"]) == ("trained", 1) and message["id"]
