@@ -92,8 +92,11 @@ class Log:
 
 @dataclass(frozen=True)
 class End:
+    """The job is over. `at_once`: workers are told by a signal, as nothing else reaches them."""
+
     code: int
     reason: str
+    at_once: bool = False
 
 
 Action = PublishPlan | OrderSalvage | Go | Notify | Answer | Reopen | Log | End

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from megatron_resihp.control import linux, messages
+from megatron_resihp.control import exit_codes, linux, messages
 from megatron_resihp.control.causes import MemoryKills, known_cause
 from megatron_resihp.control.guardian import Guardian
 from megatron_resihp.control.lifeline import Finding, Kind, Watcher
@@ -202,7 +202,7 @@ class Agent:
     def _leave(self) -> None:
         if not self._living():
             code = max(worker.code or 0 for worker in self._workers.values())
-            ending = Ending(max(code, 1), "all workers of this node failed; the job goes on without")
+            ending = Ending(max(code, exit_codes.FAILED), "all workers of this node failed; the job goes on without")
             self._end(ending, time.monotonic())
 
     def _take_note(self, finding: Finding, now: float) -> None:
@@ -238,7 +238,7 @@ class Agent:
             return
         # SIGUSR1 comes ahead of a SIGTERM, and may come twice, from a script that passes it on.
         if number != signal.SIGUSR1 and self._told_to_end:
-            self._ending = Ending(128 + number, f"killed by a second {signal.Signals(number).name}")
+            self._ending = Ending(exit_codes.stopped_by(number), f"killed by a second {signal.Signals(number).name}")
             self._kill()
             self._schedule = [(now + ABANDON_S, self._abandon)]
             return
@@ -263,7 +263,7 @@ class Agent:
             if worker.given_up or outside:
                 linux.kill_group(worker.pid)
         terminate_at = now + ending.grace_s
-        kill_at = terminate_at + TERMINATE_S
+        kill_at = terminate_at + (TERMINATE_S if ending.terminate_s is None else ending.terminate_s)
         self._schedule = [
             (terminate_at, self._terminate), (kill_at, self._kill), (kill_at + ABANDON_S, self._abandon),
         ]  # fmt: skip

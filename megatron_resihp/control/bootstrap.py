@@ -44,7 +44,7 @@ class _End:
 def main(command: Sequence[str]) -> NoReturn:
     """Run the script as Python would, and end the process."""
     let_no_full_disk_end_this()
-    _leave_signals_to_agent()
+    leave_to_agent(signal.SIGUSR1, signal.SIGUSR2)
     lifeline = _tie_to_agent()
     try:
         _run(command)
@@ -70,9 +70,9 @@ def main(command: Sequence[str]) -> NoReturn:
     os._exit(end.code)
 
 
-def _leave_signals_to_agent() -> None:
-    """Job managers may send them to every process of a job; they are for the agent. A script may handle them."""
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
+def leave_to_agent(*signals: signal.Signals) -> None:
+    """SLURM sends signals to every process of a job; the agent says what follows. A script may handle them."""
+    for number in signals:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -42,6 +42,8 @@ AWAY_S = 5.0
 could be heard, and no wait has come closer to its end."""
 MOST_AT_ONCE = 1000
 """So many messages are taken before bounded waits are looked at again."""
+TERMINATE_S = 30.0
+"""How long workers that nothing but a signal reaches have to end, as under torchrun: they may save."""
 DROPPED_SHOWN = 10
 """So many malformed messages are told of, each in an event; whoever sends more must not fill the log."""
 
@@ -245,12 +247,14 @@ class Coordinator:
                 self._reopen(node, workers)
             case Go(epoch, ports):
                 self._publish(messages.go_key(epoch), {"ports": ports})
-            case End(code, reason):
+            case End(code, reason, at_once):
                 self._drain_events()
                 last = self._membership.plan
                 # Workers that were started anew and are in no plan yet have nothing to bring to an end.
                 members = None if last is None else last.members
                 end = {"code": code, "reason": reason, "grace_s": self._grace_s, "members": members}
+                if at_once:
+                    end |= {"grace_s": 0.0, "terminate_s": TERMINATE_S}
                 # Whatever a stranger has put there: agents read on until this comes.
                 self._store.set(messages.END, json.dumps(end))
                 return code

@@ -275,6 +275,7 @@ _NOTICES: Final[Mapping[str, Fields]] = {
 }  # fmt: skip
 _END: Final[Fields] = {
     "code": _is_int(0, 255), "reason": _is_text, "grace_s": _is_finite, "members?": _none_or(_list_of(_NATURAL)),
+    "terminate_s?": _is_finite,
 }  # fmt: skip
 
 

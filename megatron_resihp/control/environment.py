@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -43,6 +44,8 @@ NCCL: Final[Mapping[str, str]] = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
 """What recovery needs of torch's NCCL, whatever the user's environment says."""
+USERS_NCCL: Final = "RESIHP_USERS_NCCL"
+"""What it says, as JSON, for a job without --resihp."""
 HARMFUL: Final[Mapping[str, tuple[str, str]]] = {
     "NCCL_CUMEM_ENABLE": ("0", "survivors may fault on the memory of a dead peer, and die with it"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "torch may end survivors when a peer dies"),
@@ -55,6 +58,13 @@ def warnings_of(inherited: Mapping[str, str] = os.environ) -> list[str]:
     """One line for each setting that recovery suffers from."""
     found = [(name, value, harm) for name, (value, harm) in HARMFUL.items() if inherited.get(name) == value]
     return [f"{name}={value}: {harm}; unset it" for name, value, harm in found]
+
+
+def give_back_nccl(environment: MutableMapping[str, str] = os.environ) -> None:
+    """In a worker that does without the plugin: let torch's NCCL be as the user's environment has it."""
+    for name in NCCL:
+        environment.pop(name, None)
+    environment.update(json.loads(environment.pop(USERS_NCCL, "{}")))
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,7 @@ class JobEnvironment:
             # Connections between pairs that never talk would only be more to lose.
             "TORCH_GLOO_LAZY_INIT": "1",
             **NCCL,
+            USERS_NCCL: json.dumps({name: inherited[name] for name in NCCL if name in inherited}),
             "RANK": str(place % size.workers),
             "LOCAL_RANK": str(place % size.workers_per_node),
             "WORLD_SIZE": str(size.workers),
@@ -94,6 +105,8 @@ class JobEnvironment:
             "GROUP_RANK": str(self.node),
             "MASTER_ADDR": self.store.host,
             "MASTER_PORT": str(self.store.port),
+            # torch's own rendezvous meets in the store that is served there, as under torchrun.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             WORKER: str(worker),
             PLACES: str(size.places),
             NODE: str(self.node),

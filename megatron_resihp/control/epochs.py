@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_resihp.config import RECTANGULAR
-from megatron_resihp.control import messages
+from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.actions import (
     Action,
     Answer,
@@ -257,7 +257,7 @@ class Epochs:
         """Let all end in order after an iteration."""
         self.stop_signal, self._stop_reason = number, reason
         if self.phase is Phase.STARTING:
-            return self._end(128 + number, f"{reason} during start-up")
+            return self._end(exit_codes.stopped_by(number), f"{reason} during start-up")
         return [Notify({"kind": "stop", "signal": number})]
 
     # Deaths, and what comes after an epoch
@@ -281,10 +281,13 @@ class Epochs:
             return actions
         if self.phase is Phase.STARTING:
             names = ", ".join(f"worker {w} ({cause})" for w, cause in fresh.items())
-            return actions + self._end(1, f"{names} died during start-up, before the first iteration")
+            if self.shape is None:
+                reason = f"{names} died during start-up, or of a job without --resihp"
+                return actions + self._end(exit_codes.RETRY, reason)
+            return actions + self._end(exit_codes.RETRY, f"{names} died during start-up, before the first iteration")
         if self.phase is Phase.SALVAGING:
             self._salvage_left -= set(fresh)
-            return actions + ([] if self._salvage_left else self._end(1, self._salvage_reason))
+            return actions + ([] if self._salvage_left else self._end_salvaged())
         cause = "; ".join(f"worker {w}: {cause}" for w, cause in fresh.items())
         return actions + self._break(cause, now) + self._decide(now)
 
@@ -317,14 +320,14 @@ class Epochs:
         if self.phase is not Phase.MUSTERING:
             return []
         if not self.living:
-            return self._end(1, "no worker survived")
+            return self._end(exit_codes.RETRY, "no worker survived")
         if self.living - set(self._records):
             return []
         assert self.shape is not None and self.plan is not None
         try:
             commit = resolve(self._records.values(), self.commit)
         except NoCommitError as error:
-            return self._end(1, str(error))
+            return self._end(exit_codes.RETRY, str(error))
         same = self.commit is not None and self.commit.iteration == commit.iteration
         self._recoveries_here = (self._recoveries_here if same else 0) + (self._change is None)
         self.commit = commit
@@ -423,10 +426,13 @@ class Epochs:
         self._salvage_left = set(writers)
         self._salvage_reason = self._to_save or f"no plan fits the survivors: {reason}"
         order = OrderSalvage(self.epoch, reason, self.commit, writers, missing)
-        return [order] if writers else [order, *self._end(1, self._salvage_reason)]
+        return [order] if writers else [order, *self._end_salvaged()]
+
+    def _end_salvaged(self) -> list[Action]:
+        return self._end(exit_codes.RETRY if self._to_save else exit_codes.NO_PLAN, self._salvage_reason)
 
     def save_and_end(self, reason: str, now: float, unpublished: bool = False) -> list[Action]:
-        """Have survivors write what they hold, since nothing better can be done, and end the job with code 1.
+        """Have survivors write what they hold, since nothing better can be done, and end the job.
 
         Args:
             unpublished: nobody can know the plan of this epoch: members wait for one, or for an order in its place.
@@ -434,7 +440,7 @@ class Epochs:
         if self.phase is Phase.ENDED:
             return []
         if self.phase is Phase.STARTING or not self.living:
-            return self._end(1, reason)
+            return self._end(exit_codes.RETRY, reason)
         self._to_save, self._waiting = reason, []
         if self.phase is Phase.SALVAGING:
             return []
@@ -447,14 +453,15 @@ class Epochs:
         if self.phase is not Phase.STARTING or not self._ready or self.living - set(self._ready):
             return []
         gone = ", ".join(f"worker {w}" for w in sorted(self.done - set(self._ready)))
-        return self._end(1, f"{gone} finished during start-up, and the others wait for them")
+        return self._end(exit_codes.FAILED, f"{gone} finished during start-up, and the others wait for them")
 
     def _end(self, code: int, reason: str) -> list[Action]:
         self.phase = Phase.ENDED
         return [
             Notify({"kind": "end", "code": code, "reason": reason}),
             Log({"event": "run_finished", "exit_code": code, "reason": reason}),
-            End(code, reason),
+            # Who has not told of a job hears no notice either.
+            End(code, reason, at_once=self.shape is None and code != exit_codes.FINISHED),
         ]
 
 

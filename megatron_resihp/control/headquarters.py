@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from megatron_resihp.control import messages, returning
+from megatron_resihp.control import exit_codes, messages, returning
 from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.address import Address
 from megatron_resihp.control.coordinator import Coordinator
@@ -117,24 +117,25 @@ class Headquarters:
         try:
             store = self._open()
         except StoreError as error:
-            self._on_end(Ending(2, str(error)))
+            self._on_end(Ending(exit_codes.REFUSED, str(error)))
             return
         try:
             self._coordinator(store).run()
         except StoreError as error:
             if not self._closing.is_set():
-                self._on_end(Ending(1, f"the coordinator is cut off: {error}"))
+                self._on_end(Ending(exit_codes.RETRY, f"the coordinator is cut off: {error}"))
         except Exception as error:
             traceback.print_exc()
             self._end(store, f"the coordinator failed: {type(error).__name__}: {error}")
 
     def _end(self, store: TcpStore, reason: str) -> None:
         """In the place of a coordinator that has failed, again while survivors were to write what they hold."""
-        self._write({"event": "run_finished", "time": time.time(), "exit_code": 1, "reason": reason})
+        code = exit_codes.RETRY
+        self._write({"event": "run_finished", "time": time.time(), "exit_code": code, "reason": reason})
         try:
-            store.set(messages.END, json.dumps({"code": 1, "reason": reason, "grace_s": FAILED_GRACE_S}))
+            store.set(messages.END, json.dumps({"code": code, "reason": reason, "grace_s": FAILED_GRACE_S}))
         except StoreError as error:
-            self._on_end(Ending(1, f"{reason}; and {error}"))
+            self._on_end(Ending(code, f"{reason}; and {error}"))
 
     def _coordinator(self, store: TcpStore) -> Coordinator:
         job = self._job

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
 
-from megatron_resihp.control import returning
+from megatron_resihp.control import exit_codes, returning
 from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.address import Address
 from megatron_resihp.control.agent import Agent
@@ -43,6 +43,8 @@ from megatron_resihp.control.store import Store, StoreError, connect, reserve, w
 from megatron_resihp.control.strategist import Strategist
 
 LOCAL_HOST: Final = "127.0.0.1"
+RESULT: Final = "exit_code"
+"""File of the run directory with the code that the job has ended with; not there while it runs."""
 STILL_THERE_S: Final = 5.0
 """How long node 0 may not answer a node that waits to join."""
 CLOSING_S: Final = 5.0
@@ -84,7 +86,7 @@ def launch(
 
 def _refuse(problem: str) -> int:
     print(f"resihp: {problem}", file=sys.stderr)
-    return 2
+    return exit_codes.REFUSED
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
         # Before anything is written that a job which runs there would read, or has written.
         stack.enter_context(contact.published(run_dir))
         returning.begin(run_dir, options.size)
+        (run_dir / RESULT).unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(run_dir, error) from error
     except ClaimedError as error:
@@ -325,7 +328,7 @@ def _introduce(
         period_s=options.heartbeat_s,
         first_worker=seat.numbers[0],
     )
-    lost = Ending(1, "the coordinator is lost: node 0 closed the lifeline")
+    lost = Ending(exit_codes.RETRY, "the coordinator is lost: node 0 closed the lifeline")
     try:
         lifeline = join(store, joining, lambda: mailbox.end(lost))
     except StoreError:
@@ -362,3 +365,12 @@ def _finish(seat: _Seat, ending: Ending) -> None:
         print(f"resihp: {ending.reason}", flush=True)
     if seat.sink is not None:
         seat.sink.finish()
+        _tell_result(seat.run_dir, ending.code)
+
+
+def _tell_result(run_dir: Path, code: int) -> None:
+    """The job's exit code, for scripts that can't tell node 0's launcher from others."""
+    try:
+        (run_dir / RESULT).write_text(f"{code}\n")
+    except OSError as error:
+        print(f"resihp: {run_dir / RESULT} can't be written ({error.strerror})", file=sys.stderr)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from megatron_resihp.control import messages
+from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.door import MalformedError, read_end, read_notice
 from megatron_resihp.control.lifeline import Lifeline
 from megatron_resihp.control.mailbox import Ending
@@ -101,7 +101,7 @@ class Link:
             store = self._connect()
             self._lifeline = self._introduce(store)
         except (StoreError, TimeoutError) as error:
-            self._on_end(Ending(2, str(error)))
+            self._on_end(Ending(exit_codes.REFUSED, str(error)))
             return
         self._belongs = True
         self._introduced.set()
@@ -114,7 +114,8 @@ class Link:
                         time.sleep(SLICE_S)
                         continue
                     members = None if end.get("members") is None else frozenset(end["members"])
-                    self._on_end(Ending(end["code"], end["reason"], end["grace_s"], agreed=True, members=members))
+                    waits = end["grace_s"], end.get("terminate_s")
+                    self._on_end(Ending(end["code"], end["reason"], waits[0], True, members, waits[1]))
                     return
         except (StoreError, TimeoutError) as error:
             self._lost(error)
@@ -134,8 +135,8 @@ class Link:
                     if notice["kind"] == messages.GIVEN_UP:
                         self._on_given_up(frozenset(notice["workers"]))
                     if notice["kind"] == messages.LEFT and notice["agent"] == self.name:
-                        members = frozenset(notice["workers"])
-                        self._on_end(Ending(0, "this node has left the job, which goes on", LEAVING_S, members=members))
+                        members, reason = frozenset(notice["workers"]), "this node has left the job, which goes on"
+                        self._on_end(Ending(exit_codes.FINISHED, reason, LEAVING_S, members=members))
                     if notice["kind"] == "end":
                         return
         except (StoreError, TimeoutError) as error:
@@ -143,7 +144,7 @@ class Link:
 
     def _lost(self, error: Exception) -> None:
         if not self._closed:
-            self._on_end(Ending(1, f"the coordinator is lost: {error}"))
+            self._on_end(Ending(exit_codes.RETRY, f"the coordinator is lost: {error}"))
 
 
 def _read(reader: Callable[[str], dict[str, Any]], text: str) -> dict[str, Any] | None:

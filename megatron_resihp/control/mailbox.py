@@ -25,6 +25,7 @@ class Ending:
         code: exit code of the agent.
         reason: for people.
         grace_s: how long the workers have to exit by themselves.
+        terminate_s: and from SIGTERM, which comes then, to SIGKILL; None: as usual.
         agreed: the coordinator said so; False: this agent could not go on.
         members: workers that have a part in the job's end, all others are ended at once; None: all have.
     """
@@ -34,6 +35,7 @@ class Ending:
     grace_s: float = 0.0
     agreed: bool = False
     members: frozenset[int] | None = None
+    terminate_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ pure modules.
 import signal
 from dataclasses import dataclass
 
-from megatron_resihp.control import messages
+from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.actions import Action, Log, Notify, Phase, PublishPlan, Reopen
 from megatron_resihp.control.causes import ending
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
@@ -59,7 +59,7 @@ class Membership(Epochs):
             names = ", ".join(str(worker) for worker in sorted(self.living - set(self._ready)))
             return self._break(f"not ready within {self.limits.build_s:g} s: {names}", now)
         if self.phase is Phase.SALVAGING:
-            return self._end(1, self._salvage_reason)
+            return self._end_salvaged()
         return []
 
     # What workers say
@@ -68,13 +68,14 @@ class Membership(Epochs):
         shape, own = self._sizes_in(message)
         if self.shape is not None:
             if (shape, own) != (self.shape, self.own):
-                return self._end(1, f"workers were started with different sizes: {self.shape} and {shape}")
+                unlike = f"workers were started with different sizes: {self.shape} and {shape}"
+                return self._end(exit_codes.REFUSED, unlike)
             return []
         self.shape, self.own, self.job = shape, own, dict(message)
         try:
             self.plan = self._first = initial_plan(shape, self.size.workers, message["pipeline_last"])
         except NoPlanError as error:
-            return self._end(2, str(error))
+            return self._end(exit_codes.REFUSED, str(error))
         return [
             Log({"event": "job", **{k: v for k, v in message.items() if k not in ("type", "epoch")}}),
             PublishPlan(0, self.plan, None, {}),
@@ -122,7 +123,7 @@ class Membership(Epochs):
         if unlike:
             cause = f"state differs between holders of {', '.join(name_of(key) for key in unlike)}"
             if self.phase is Phase.STARTING:
-                return self._end(1, f"{cause} before the first iteration")
+                return self._end(exit_codes.FAILED, f"{cause} before the first iteration")
             if self._change is not None:
                 # A change by choice is no reason to end a job: what was held before it still is.
                 return self._break(cause, now)
@@ -184,7 +185,7 @@ class Membership(Epochs):
     def _on_salvaged(self, message: Message, now: float) -> list[Action]:
         self._salvage_left.discard(message["worker"])
         if self.phase is Phase.SALVAGING and not self._salvage_left:
-            return self._end(1, self._salvage_reason)
+            return self._end_salvaged()
         return []
 
     def _on_done(self, message: Message, now: float) -> list[Action]:
@@ -200,9 +201,10 @@ class Membership(Epochs):
         working = set(self.plan.working) if self.plan else self.living
         if self.done >= working - set(self.dead):
             if self.phase is Phase.STARTING and self.shape is not None:
-                return self._end(1, "the workers ended before the first iteration; see their logs")
-            code = 128 + self.stop_signal if self.stop_signal else 0
-            return self._end(code, self._stop_reason if self.stop_signal else "finished")
+                return self._end(exit_codes.FAILED, "the workers ended before the first iteration; see their logs")
+            if self.stop_signal:
+                return self._end(exit_codes.stopped_by(self.stop_signal), self._stop_reason)
+            return self._end(exit_codes.FINISHED, "finished")
         # Nobody may wait for it any more: neither those that build an epoch with it nor those that mustered.
         broken = self._break(f"worker {worker} finished", now) if waited_for else []
         return broken + self._decide(now) + self._end_if_stranded()
@@ -216,7 +218,7 @@ class Membership(Epochs):
         refused = self.phase is Phase.STARTING and message["code"] == REFUSED_EXIT
         return [
             Log({"event": "worker_failed", "failed": worker, "error": error}),
-            *self._end(REFUSED_EXIT if refused else 1, f"worker {worker} failed: {error}"),
+            *self._end(exit_codes.REFUSED if refused else exit_codes.FAILED, f"worker {worker} failed: {error}"),
         ]
 
     # What people and the policy ask for

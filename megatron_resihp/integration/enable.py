@@ -5,11 +5,13 @@ May import everything; megatron only inside functions, after the CPU stand-in is
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable
 
 from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
+from megatron_resihp.control.bootstrap import leave_to_agent
 from megatron_resihp.control.identity import Identity, UnlikeError
 from megatron_resihp.integration.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patch import Patch, PatchError, apply_all
@@ -78,6 +80,7 @@ def _switch_on(config: ResihpConfig, derived: DerivedArguments, identify: Callab
 
     if "RESIHP_STORE" not in os.environ:
         fail("--resihp needs the control plane; start the job with `resihp launch`")
+    leave_to_agent(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     patch = Patch(
         "megatron.training.training:initialize_megatron",
         functools.partial(_first_initialize, config, derived, identify),

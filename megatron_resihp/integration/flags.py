@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from megatron_resihp import cpu
 from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
 from megatron_resihp.control.change import ChangeRefused, plan_of
-from megatron_resihp.control.environment import MAX_RESTARTS, PLACES
+from megatron_resihp.control.environment import MAX_RESTARTS, PLACES, give_back_nccl
 from megatron_resihp.control.identity import Identity
 from megatron_resihp.control.messages import REFUSED_EXIT
 from megatron_resihp.cost.profile import ProfileError, load_profile
@@ -65,6 +65,7 @@ def make_wrap_validate_args(switch_on: SwitchOn) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def validate_args(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
             if not args.resihp:
+                give_back_nccl()
                 return original(args, defaults)
             config = _checked(args)
             derived = DerivedArguments(original, args, defaults)

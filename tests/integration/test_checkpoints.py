@@ -17,6 +17,8 @@ from test_plans import FOUR, LLAMA, MODEL, RECTANGLE
 from torch.distributed import checkpoint as checkpoints
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_resihp.control import exit_codes
+
 SAVED = 6
 """Halfway, four iterations after the change of plan."""
 LATER = 10
@@ -231,7 +233,7 @@ def test_survivors_of_a_plan_that_lost_state_write_slices(jobs: Jobs, tmp_path: 
     """Worker 2 was the only one with its half of the last layer and of the head."""
     plan = change_to("other layers", tmp_path, 2)
     job = jobs.run(tiny(**MODEL | RECTANGLE | plan, resihp_drill="kill:2@5:backward"), workers=4)
-    assert job.code == 1, job.tails()
+    assert job.code == exit_codes.NO_PLAN, job.tails()
     assert {salvage.complete for salvage in job.summary.salvages} == {False}
     contents = [json.loads(path.read_text()) for path in job.run_dir.glob("salvage/iter_0000004/worker_*.json")]
     pieces = {piece for each in contents for piece in each["slices"]}

@@ -13,6 +13,7 @@ import torch
 from jobs import BF16, EXPERTS, FP32, WISHING, Job, Jobs, Tolerance, ask_for, check_training, tiny
 from test_plans import GROUPED, LLAMA, explicit
 
+from megatron_resihp.control import exit_codes
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Schedule
 
 SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
@@ -190,7 +191,7 @@ def test_a_part_that_dies_with_its_copy_ends_the_job(jobs: Jobs) -> None:
     job.await_event("worker_dead", dead=1)
     job.await_event("worker_dead", dead=2)
     job.wish("go_on")
-    assert job.wait().code == 1
+    assert job.wait().code == exit_codes.NO_PLAN
     assert "a part of the optimizer's state of stage 0 TP rank 0 died with its copy" in job.output(), job.tails()
     assert {salvage.complete for salvage in job.summary.salvages} == {False}
     saved = [load(job.run_dir / "salvage" / "iter_0000002" / f"worker_{worker}.pt")["parts"] for worker in (0, 3)]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from jobs import WISHING, Job, Jobs, tiny
 
+from megatron_resihp.control import exit_codes
+
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
 FAILED_S = 8.0
@@ -89,7 +91,7 @@ def test_one_signal_saves_and_another_one_saves_and_ends(jobs: Jobs) -> None:
 def test_too_few_survivors_save_what_they_hold(jobs: Jobs) -> None:
     """Both holders of the second stage die."""
     job = jobs.run(tiny(**PIPELINE, resihp_drill=["kill:2@3:backward", "kill:3@3:backward"]), workers=4)
-    assert job.code == 1, job.tails()
+    assert job.code == exit_codes.NO_PLAN, job.tails()
     [salvage] = job.summary.salvages
     assert salvage.missing == ((1, 0),) and not salvage.complete
     assert Path(salvage.path).is_file()
@@ -99,7 +101,7 @@ def test_too_few_survivors_save_what_they_hold(jobs: Jobs) -> None:
 def test_one_survivor_of_each_shard_is_too_few_once_another_is_lost(jobs: Jobs) -> None:
     drills = ["kill:1@2:forward", "kill:2@3:forward", "kill:0@5:step"]
     job = jobs.run(tiny(**PIPELINE, resihp_drill=drills), workers=4)
-    assert job.code == 1, job.tails()
+    assert job.code == exit_codes.NO_PLAN, job.tails()
     assert len(job.summary.recoveries) == 2
     assert "the state of stage 0 TP rank 0 is held by no survivor" in job.output()
     assert job.summary.salvages[0].iteration == 5
@@ -109,7 +111,7 @@ def test_recoveries_without_a_step_are_bounded(jobs: Jobs) -> None:
     """A worker whose communication fails again and again, with nobody dead."""
     drills = [f"rebuild:0@3:{point}" for point in ["backward"] * 12]
     job = jobs.run(tiny(**PIPELINE, resihp_drill=drills), workers=4)
-    assert job.code == 1, job.tails()
+    assert job.code == exit_codes.NO_PLAN, job.tails()
     assert "8 recoveries without a step after iteration 2" in job.output()
     assert len(job.events("recovery")) == 8
     assert {Path(salvage.path).is_file() for salvage in job.summary.salvages} == {True}

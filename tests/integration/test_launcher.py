@@ -18,7 +18,7 @@ import pytest
 from launched import WAIT_S, Launched, eventually, is_alive
 
 from megatron_resihp.cli import main
-from megatron_resihp.control import launcher, messages, nodes
+from megatron_resihp.control import exit_codes, launcher, messages, nodes
 from megatron_resihp.control.address import Address
 from megatron_resihp.plan import ParallelPlan, Replica, deal
 
@@ -70,6 +70,7 @@ def test_a_run_that_reaches_its_end(launch: Launch) -> None:
     assert len(run.events("run_started")) == 1, "the second launch has left the first one's log alone"
     assert "arguments ['--iterations', '5'] rank 2 of 3" in run.log(2)
     assert [event["reason"] for event in run.events("run_finished")] == ["finished"]
+    assert (run.run_dir / "exit_code").read_text() == "0\n"
     assert "no worker dead" in run.output()
     assert not any(map(is_alive, pids))
 
@@ -386,7 +387,7 @@ def script(tmp_path: Path, text: str) -> Path:
         ("import sys; sys.exit('no data')", "no data", 1),
         ("import nothing_of_that_name", "ModuleNotFoundError: No module named 'nothing_of_that_name'", 1),
         ("1 +", "SyntaxError: invalid syntax", 1),
-        ("import os; os.kill(os.getpid(), 9)", "worker 0 (exit signal 9) died during start-up", 1),
+        ("import os; os.kill(os.getpid(), 9)", "worker 0 (exit signal 9) died during start-up", exit_codes.RETRY),
     ],
 )
 def test_scripts_that_fail(launch: Launch, tmp_path: Path, text: str, error: str, code: int) -> None:
@@ -394,6 +395,31 @@ def test_scripts_that_fail(launch: Launch, tmp_path: Path, text: str, error: str
     assert run.end() == code
     assert error in run.events("run_finished")[-1]["reason"]
     assert "worker 0 ended with" in run.output()
+
+
+MEETING = """
+import datetime, os, signal, torch
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+ones = torch.ones(1)
+dist.all_reduce(ones)
+print("there are", int(ones))
+if "--die" in os.sys.argv and dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(ones)
+"""
+
+
+def test_a_script_without_the_plugin_runs_as_under_torchrun(launch: Launch, tmp_path: Path) -> None:
+    """Its processes find each other by themselves."""
+    run = launch(script=script(tmp_path, MEETING), workers_per_node=2)
+    assert run.end() == 0, run.output()
+    assert run.log(1) == "there are 2\n"
+
+
+def test_nothing_is_recovered_without_the_plugin(launch: Launch, tmp_path: Path) -> None:
+    run = launch(script=script(tmp_path, MEETING), workers_per_node=2, arguments=("--die",))
+    assert run.end() != 0, run.output()
 
 
 def test_a_script_runs_as_python_would_run_it(launch: Launch, tmp_path: Path) -> None:
@@ -538,7 +564,7 @@ def test_a_silent_node_is_given_up_and_ends_itself(launch: Launch, port: int) ->
     assert death["cause"].startswith("node lost: no heartbeat for 1.")
     eventually("node 0 goes on", lambda: "epoch 1 members [0, 1]" in first.log(0))
     os.kill(second.pid, signal.SIGCONT)
-    assert second.end() == 1
+    assert second.end() == exit_codes.RETRY
     assert not any(map(is_alive, pids[2:]))
     first.ask("finish")
     assert first.end() == 0
@@ -548,8 +574,8 @@ def test_the_other_nodes_end_with_the_coordinators(launch: Launch, port: int) ->
     first, second = two_nodes(launch, port)
     pids = begun(first, 4)
     os.kill(first.pid, signal.SIGKILL)
-    assert second.end() == 1
-    assert "resihp: ended with exit code 1: the coordinator is lost" in second.output()
+    assert second.end() == exit_codes.RETRY
+    assert "resihp: ended with exit code 75: the coordinator is lost" in second.output()
     assert not any(map(is_alive, pids))
 
 
@@ -593,5 +619,5 @@ def test_nodes_that_disagree_about_the_job(launch: Launch, port: int) -> None:
 
 def test_a_node_that_does_not_come(launch: Launch, port: int) -> None:
     run = launch(nodes=2, coordinator=Address("127.0.0.1", port), connect_timeout_s=1.0)
-    assert run.end() == 1
+    assert run.end() == exit_codes.RETRY
     assert "node lost: did not connect" in run.output()

@@ -13,6 +13,7 @@ from jobs import WISHING, Job, Jobs, ask_at, check_training, tiny
 from test_plans import V_SHAPE, chunks, explicit, in_order, stages
 from test_recovery_points import EVALUATION, RECOVERY_POINTS, evaluations
 
+from megatron_resihp.control import exit_codes
 from megatron_resihp.detector.inquiry import PAUSE
 from megatron_resihp.plan import Migration, ParallelPlan, Replica, Shard
 
@@ -246,7 +247,7 @@ def test_survivors_are_too_few_for_a_replica(jobs: Jobs, tmp_path: Path) -> None
 def test_the_only_holder_of_a_layer_dies(jobs: Jobs, tmp_path: Path) -> None:
     plans = ask_at(tmp_path, (LONE, 1))
     job = jobs.run(tiny(**PIPELINE, resihp_plan=plans, resihp_drill="kill:0@3:backward"), workers=4)
-    assert job.code == 1, job.tails()
+    assert job.code == exit_codes.NO_PLAN, job.tails()
     assert "no plan fits the survivors" in job.events("run_finished")[0]["reason"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control import coordinator, messages
+from megatron_resihp.control import coordinator, exit_codes, messages
 from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.coordinator import Coordinator
 from megatron_resihp.control.job_size import JobSize
@@ -110,12 +110,13 @@ def salvaged(worker: int) -> dict[str, Any]:
 MUSTERED = (muster(0), muster(1), muster(2))
 
 
-def ends_after(store: Played, **options: Any) -> list[dict[str, Any]]:
-    """The events of a job that ends with 1."""
+def ends_after(store: Played, code: int = exit_codes.RETRY, **options: Any) -> list[dict[str, Any]]:
+    """The events of a job that ends with this code."""
     events: list[dict[str, Any]] = []
     options = {"clock": lambda: store.now, **options}
-    assert Coordinator(store, events.append, JobSize(4, 1), [], Limits(), **options).run() == 1  # type: ignore[arg-type]
-    assert json.loads(store.values["end"])["code"] == 1
+    made = Coordinator(store, events.append, JobSize(4, 1), [], Limits(), **options)  # type: ignore[arg-type]
+    assert made.run() == code
+    assert json.loads(store.values["end"])["code"] == code
     assert events[-1]["event"] == "run_finished"
     return events
 
@@ -184,13 +185,13 @@ def test_the_cause_of_a_death_is_told_where_it_is_known(
 def test_what_is_sent_again_counts_once() -> None:
     event = {"event": "samples", "time": 1.0, "epoch": 0, "worker": 1}
     once = {"type": "event", "worker": 1, "id": "a.1", "event": event}
-    events = ends_after(Played(once, once, {**once, "id": "a.2"}, END))
+    events = ends_after(Played(once, once, {**once, "id": "a.2"}, END), code=exit_codes.FAILED)
     assert [each["event"] for each in events].count("samples") == 2
 
 
 def test_who_is_given_up_is_named_to_its_agent() -> None:
     store = Played(*trained_until_a_death(), muster(0), muster(1), *HALF_SECONDS, END)
-    ends_after(store)
+    ends_after(store, code=exit_codes.FAILED)
     notices = [json.loads(value) for key, value in store.values.items() if key.startswith("notice/")]
     given_up = [notice for notice in notices if notice["kind"] == messages.GIVEN_UP]
     assert given_up == [{"kind": "given_up", "workers": [2], "reason": "did not report within 60 s"}]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control import messages
+from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.address import Address
 from megatron_resihp.control.headquarters import Headquarters, Job
 from megatron_resihp.control.job_size import JobSize
@@ -41,10 +41,10 @@ def headquarters(
 def test_a_coordinator_that_fails_leaves_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     made, address, events, _ = headquarters(ZeroDivisionError("twice"), monkeypatch, tmp_path)
     event = events.get(timeout=HEARD_S)
-    assert (event["event"], event["exit_code"]) == ("run_finished", 1)
+    assert (event["event"], event["exit_code"]) == ("run_finished", exit_codes.RETRY)
     assert event["reason"] == "the coordinator failed: ZeroDivisionError: twice"
     end = json.loads(connect(*address, HEARD_S).get(messages.END, HEARD_S))
-    assert (end["code"], end["reason"]) == (1, event["reason"])
+    assert (end["code"], end["reason"]) == (exit_codes.RETRY, event["reason"])
     made.close(Ending(1, event["reason"], agreed=True), HEARD_S)
     assert events.empty()
 
@@ -54,6 +54,6 @@ def test_a_coordinator_that_is_cut_off_from_the_store_ends_the_job(
 ) -> None:
     made, _, events, ends = headquarters(StoreError("the connection is lost"), monkeypatch, tmp_path)
     ending = ends.get(timeout=HEARD_S)
-    assert (ending.code, ending.reason) == (1, "the coordinator is cut off: the connection is lost")
+    assert (ending.code, ending.reason) == (exit_codes.RETRY, "the coordinator is cut off: the connection is lost")
     made.close(ending, HEARD_S)
     assert events.get(timeout=HEARD_S)["event"] == "run_finished"

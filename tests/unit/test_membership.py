@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_resihp.control import exit_codes
 from megatron_resihp.control.actions import (
     Action,
     Answer,
@@ -205,7 +206,7 @@ class TestStartUp:
             job.describe(0)
             job.ready(0, 1)
         end = only(End, job.kill(3))
-        assert end.code == 1
+        assert end.code == exit_codes.RETRY
         assert "worker 3 (exit signal 9) died during start-up" in end.reason
 
     def test_sizes_that_do_not_fit(self) -> None:
@@ -216,7 +217,7 @@ class TestStartUp:
         job = Job()
         job.describe(0)
         end = only(End, job.describe(1, micro_batches=8))
-        assert end.code == 1 and "different sizes" in end.reason
+        assert end.code == exit_codes.REFUSED and "different sizes" in end.reason
 
     def test_holders_that_start_with_different_state(self) -> None:
         job = Job()
@@ -561,7 +562,7 @@ class TestEnd:
         job = Job(workers=2).start()
         job.kill(0)
         end = only(End, job.kill(1))
-        assert end.code == 1 and "no worker survived" in end.reason
+        assert end.code == exit_codes.RETRY and "no worker survived" in end.reason
 
     def test_nothing_happens_after_the_end(self) -> None:
         job = Job().start()
@@ -626,7 +627,7 @@ class TestNoPlan:
         assert order.missing == (Shard(3, 6, 0, 1),)
         assert "stage 1 TP rank 0 is held by no survivor" in order.reason
         end = only(End, job.tell("salvaged", 0))
-        assert end.code == 1
+        assert end.code == exit_codes.NO_PLAN
         assert "no plan fits the survivors: the state of stage 1 TP rank 0 is held by no survivor" in end.reason
 
     def test_the_step_that_is_saved_is_told_once(self) -> None:
@@ -643,17 +644,17 @@ class TestNoPlan:
     def test_who_does_not_finish_writing_is_not_waited_for_forever(self) -> None:
         job, _ = self.lose_a_shard()
         assert not job.wait(49.0)
-        assert only(End, job.wait(2.0)).code == 1
+        assert only(End, job.wait(2.0)).code == exit_codes.NO_PLAN
 
     def test_a_writer_dies(self) -> None:
         job, _ = self.lose_a_shard()
-        assert only(End, job.kill(0)).code == 1
+        assert only(End, job.kill(0)).code == exit_codes.NO_PLAN
 
     def test_another_death_while_writing(self) -> None:
         job, _ = self.lose_a_shard()
         actions = job.kill(1)
         assert not [action for action in actions if isinstance(action, End | Notify)]
-        assert only(End, job.tell("salvaged", 0)).code == 1
+        assert only(End, job.tell("salvaged", 0)).code == exit_codes.NO_PLAN
 
     def test_nobody_holds_anything(self) -> None:
         job = Job(workers=2, pipeline=1).start()
@@ -661,7 +662,7 @@ class TestNoPlan:
         job.kill(0)
         actions = job.muster(1)
         assert only(OrderSalvage, actions).writers == {}
-        assert only(End, actions).code == 1, "there is nothing to wait for"
+        assert only(End, actions).code == exit_codes.NO_PLAN, "there is nothing to wait for"
 
     def test_state_that_differs_between_holders(self) -> None:
         """Training another model silently is worse than ending."""
@@ -676,7 +677,7 @@ class TestNoPlan:
         assert notices(actions) == ["broken"], "members wait for Go and would not hear of the order"
         assert order.epoch == 2 and order.writers == {1: (Shard(0, 3, 0, 1),), 2: (Shard(3, 6, 0, 1),)}
         assert not job.tell("salvaged", 1)
-        assert only(End, job.tell("salvaged", 2)).code == 1
+        assert only(End, job.tell("salvaged", 2)).code == exit_codes.NO_PLAN
 
     def test_who_is_on_the_move_writes_what_it_still_holds(self) -> None:
         """Its plan says stage 1, but until Go its state is that of stage 0."""
@@ -700,7 +701,7 @@ class TestNoPlan:
         job.kill(0)
         empty = Record(5, Stage.COMPUTE).to_dict()
         end = only(End, job.muster(1, 2, 3, record=empty))
-        assert end.code == 1 and "no survivor knows" in end.reason
+        assert end.code == exit_codes.RETRY and "no survivor knows" in end.reason
 
 
 def plan_of(*replicas: tuple[Any, ...], counts: tuple[int, ...] = (2, 2)) -> ParallelPlan:

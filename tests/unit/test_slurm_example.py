@@ -1,4 +1,7 @@
-"""The example for SLURM starts launchers that have all that they need. SLURM's own commands are made up here."""
+"""The example for SLURM starts launchers that have all that they need, and ends as the job does.
+
+SLURM's own commands are made up here.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,82 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from megatron_resihp.control import exit_codes
 from megatron_resihp.control.launch_options import add_arguments, check, options_of
+from megatron_resihp.control.launcher import RESULT
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = (ROOT / "scripts" / "slurm.sbatch").read_text()
 COMMANDS = {
-    "scontrol": "echo node0; echo node1",
+    "scontrol": 'if [[ $1 == show ]]; then echo node0; echo node1; else echo "scontrol $*"; fi',
     # As SLURM does for the task on the second node.
-    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 exec "$@"',
-    "resihp": 'printf "%s\\n" "$@"',
+    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 "$@"; exit ${SRUN_CODE:-0}',
+    "resihp": 'printf "%s\\n" "$@"; [[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
+    "sleep": "",
 }
 
 
-def test_every_node_gets_a_launcher_of_one_job(tmp_path: Path) -> None:
+def run(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script where the checkout would be."""
     for name, does in COMMANDS.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
-        (tmp_path / name).chmod(0o755)
+        (directory / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
+        (directory / name).chmod(0o755)
+    (directory / "resihp-runs" / "slurm-7").mkdir(parents=True)
     environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "RESIHP_BIN": str(tmp_path), "SLURM_JOB_NODELIST": "node[0-1]",
-        "SLURM_NNODES": "2", "SLURM_JOB_ID": "7",
+        "PATH": f"{directory}:{os.environ['PATH']}", "RESIHP_BIN": str(directory), "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "resihp", **variables,
     }  # fmt: skip
     command = ["bash", ROOT / "scripts" / "slurm.sbatch", "data/prefix"]
-    told = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=30.0, check=True)
-    subcommand, *arguments = told.stdout.splitlines()
+    return subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=30.0)
+
+
+def test_every_node_gets_a_launcher_of_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subcommand, *arguments = run(tmp_path, JOB_CODE="0").stdout.splitlines()
     assert subcommand == "launch"
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     options = options_of(parser.parse_args(arguments))
+    monkeypatch.chdir(ROOT)  # the training script is there
     check(options)
     assert (options.nodes, options.node, options.workers_per_node) == (2, 1, 8)
-    assert options.coordinator == ("node0", 29400) and options.run_dir == ROOT / "resihp-runs" / "slurm-7"
+    assert options.coordinator == ("node0", 29400) and options.run_dir == tmp_path / "resihp-runs" / "slurm-7"
     assert "--resihp" in options.command and "--eval-interval" in options.command
+    for flag in ("--save", "--load"):
+        assert options.command[options.command.index(flag) + 1] == str(tmp_path / "checkpoints" / "resihp")
+
+
+def test_its_result_is_the_jobs(tmp_path: Path) -> None:
+    """Whatever srun says of a node that was lost on the way."""
+    done = run(tmp_path, JOB_CODE="0", SRUN_CODE="9")
+    assert done.returncode == exit_codes.FINISHED, done.stderr
+    assert "scontrol requeue" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "again"),
+    [
+        ({"JOB_CODE": str(exit_codes.RETRY)}, exit_codes.RETRY, True),
+        ({"JOB_CODE": str(exit_codes.stopped_by(10))}, 138, True),
+        ({"JOB_CODE": str(exit_codes.RETRY), "SLURM_RESTART_COUNT": "20"}, exit_codes.RETRY, False),
+        ({"JOB_CODE": str(exit_codes.NO_PLAN)}, exit_codes.NO_PLAN, False),
+        ({"JOB_CODE": str(exit_codes.FAILED)}, exit_codes.FAILED, False),
+        ({"JOB_CODE": str(exit_codes.stopped_by(15))}, 143, False),
+        ({"SRUN_CODE": "137"}, exit_codes.RETRY, True),
+        ({"SRUN_CODE": str(exit_codes.REFUSED)}, exit_codes.REFUSED, False),
+    ],
+    ids=[
+        "lost", "time is over", "lost too often", "no plan", "failed", "told to end", "launcher killed", "refused",
+    ],
+)  # fmt: skip
+def test_it_is_queued_again_where_that_helps(tmp_path: Path, variables: dict[str, str], code: int, again: bool) -> None:
+    done = run(tmp_path, **variables)
+    assert done.returncode == code, done.stderr
+    assert ("scontrol requeue 7" in done.stdout) == again
+
+
+def test_it_knows_the_names_that_the_launcher_uses() -> None:
+    assert f"$RUN_DIR/{RESULT}" in SCRIPT
+    known = {"REFUSED": exit_codes.REFUSED, "RETRY": exit_codes.RETRY, "WARNED": exit_codes.stopped_by(10)}
+    assert all(f"\n{name}={code}\n" in SCRIPT for name, code in known.items())

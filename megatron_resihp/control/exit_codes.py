@@ -1,0 +1,19 @@
+"""Exit codes of `resihp launch`, of which job scripts read what to do next (docs/usage.md). Imports nothing."""
+
+from typing import Final
+
+FINISHED: Final = 0
+"""Training came to its end."""
+FAILED: Final = 1
+"""The program's own error: it would fail again."""
+REFUSED: Final = 2
+"""Bad arguments, as argparse ends: nothing has begun."""
+NO_PLAN: Final = 69
+"""Survivors could not go on, and have written what they hold."""
+RETRY: Final = 75
+"""What the job ran on was lost: node 0, the coordinator, a worker before the first iteration."""
+
+
+def stopped_by(signal: int) -> int:
+    """The job was told to end, and ended in order."""
+    return 128 + signal
