@@ -182,14 +182,19 @@ def _read(path: Path) -> str:
 
 
 class Nursery:
-    """The warmed-up process, seen from the test runner."""
+    """The warmed-up process, seen from the test runner.
 
-    def __init__(self) -> None:
+    Args:
+        script: what its jobs run unless they say otherwise. What is beside it is found before what is installed.
+    """
+
+    def __init__(self, script: Path = PRETRAIN) -> None:
+        self._script = script
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | NURSERY_ENVIRONMENT,
+            env=environment_of(script),
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests: IO[bytes] = self._process.stdin
@@ -200,12 +205,12 @@ class Nursery:
         assert self.serve_until(lambda: self._ready, time.monotonic() + WARM_UP_S), "the nursery does not get ready"
 
     def start(
-        self, run_dir: Path, arguments: Sequence[str], *, workers: int, script: Path = PRETRAIN, **options: Any
+        self, run_dir: Path, arguments: Sequence[str], *, workers: int, script: Path | None = None, **options: Any
     ) -> Job:
         """Launch a job; `options` are those of LaunchOptions, and `judge`: it "hangs", "fails" or "suspects"."""
         job = Job(self, run_dir, workers, time.monotonic())
         self._jobs[str(run_dir)] = job
-        command = [str(script), *arguments]
+        command = [str(script or self._script), *arguments]
         request = {"run_dir": str(run_dir), "command": command, "workers_per_node": workers, **options}
         self._requests.write(json.dumps(request).encode() + b"\n")
         self._requests.flush()
@@ -245,13 +250,19 @@ class Nursery:
 
 
 MOCK_DATA_SIZE = 1000
-NURSERY_ENVIRONMENT = {
+JOB_ENVIRONMENT = {
     "RESIHP_CPU": "1",
     "OMP_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
     "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(":"),
 }
+
+
+def environment_of(script: Path) -> dict[str, str]:
+    """What jobs of a script are run with: CPUs stand in, and imports are from its own directory first, as Python's."""
+    path = f"{script.parent}{os.pathsep}{JOB_ENVIRONMENT['PYTHONPATH']}"
+    return {**os.environ, **JOB_ENVIRONMENT, "PYTHONPATH": path}
 
 
 @dataclass
@@ -452,7 +463,7 @@ def _warm_up() -> None:
     megatron_resihp.enable()
     import torch._dynamo  # noqa: F401
 
-    runpy.run_path(str(PRETRAIN), run_name="warm_up")
+    runpy.run_path(sys.argv[1], run_name="warm_up")
     _import_what_jobs_import_late()
     _save_megatron_some_work()
     _keep_spawned_processes_small()

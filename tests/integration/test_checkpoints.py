@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import BF16, EXPERTS, FP32, MOCK_DATA_SIZE, NURSERY_ENVIRONMENT, PRETRAIN, Job, Jobs, Tolerance, tiny
+from jobs import BF16, EXPERTS, FP32, MOCK_DATA_SIZE, PRETRAIN, Job, Jobs, Tolerance, environment_of, tiny
 from test_plans import FOUR, LLAMA, MODEL, RECTANGLE
 from torch.distributed import checkpoint as checkpoints
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -110,7 +109,7 @@ runpy.run_path({str(script)!r}, run_name="__main__")
     log = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers),
          "--no-python", sys.executable, "-c", code, *tiny(**flags | ours)],
-        env=os.environ | NURSERY_ENVIRONMENT, capture_output=True, text=True, timeout=STOCK_S,
+        env=environment_of(script), capture_output=True, text=True, timeout=STOCK_S,
     )  # fmt: skip
     assert log.returncode == 0, log.stdout[-3000:] + log.stderr[-3000:]
     lines = re.findall(r"iteration +(\d+)/.* lm loss: (\S+) ", log.stdout)
