@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Checks everything: set-up, ruff, mypy, the import contracts, then the unit and the integration tests.
 # Arguments go to pytest: scripts/test.sh -k store, scripts/test.sh tests/unit. All steps run even if one fails, so that one
-# run shows all there is to mend; the exit code is non-zero if any failed.
+# run shows all there is to mend; the exit code is non-zero if any failed. The last lines name tests that were left out
+# because a program or a variable is missing. Tests for the night are left out, too: scripts/nightly.sh runs those.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -17,6 +18,8 @@ run() {
 }
 
 bash scripts/setup.sh || exit 1
+# shellcheck source=scripts/left_out.sh
+source scripts/left_out.sh
 
 run "$BIN/ruff" check --output-format concise .
 run "$BIN/mypy"
@@ -31,6 +34,7 @@ else
     run "$BIN/pytest" tests/integration
 fi
 
+tell_what_was_left_out
 if ((${#failed[@]})); then
     echo "test.sh: FAILED: ${failed[*]}" >&2
     exit 1
