@@ -283,13 +283,16 @@ class Coordinator:
     def _took_events(self, message: dict[str, Any]) -> bool:
         """Write the events that a message carries, if that is what it is for."""
         if message["type"] == "event":
-            self._note_drill(message["event"])
-            self._write_event(message["event"])
+            events = [message["event"]]
         elif message["type"] == "events":
-            for event in message["events"]:
-                self._write_event(event)
+            events = message["events"]
         else:
             return False
+        for event in events:
+            self._note_drill(event)
+            if event["event"] == "iteration":
+                self._membership.progressed(event["iteration"])
+            self._write_event(event)
         return True
 
     def _note_drill(self, event: dict[str, Any]) -> None:

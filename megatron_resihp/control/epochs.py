@@ -58,6 +58,7 @@ class Epochs:
         shape, own: sizes of its work, and its own split into layers, once a worker has told them.
         job: all that workers have told of it.
         newcomers: workers that were not there at the start.
+        reached: the last iteration that anybody has told to be done.
         departures: nodes that were told to leave.
     """
 
@@ -77,6 +78,7 @@ class Epochs:
     newcomers: Newcomers = field(init=False)
     departures: Departures = field(init=False)
     trained: bool = False
+    reached: int = 0
     stop_signal: int | None = None
     _stop_reason: str = ""
     _saves: int = 0
@@ -430,6 +432,18 @@ class Epochs:
 
     def _end_salvaged(self) -> list[Action]:
         return self._end(exit_codes.RETRY if self._to_save else exit_codes.NO_PLAN, self._salvage_reason)
+
+    def progressed(self, iteration: int) -> None:
+        """Somebody has told that this iteration is done."""
+        self.reached = max(self.reached, iteration)
+
+    def _too_early(self) -> str:
+        """In words, how far the job has come, if it may not end in order yet; empty: it may, or nobody knows."""
+        last = self.job.get("train_iters")
+        reached = max(self.reached, 0 if self.commit is None else self.commit.iteration)
+        if last is None or reached >= last or self.stop_signal or self.job.get("ends_early"):
+            return ""
+        return f"after iteration {reached} of {last}"
 
     def save_and_end(self, reason: str, now: float, unpublished: bool = False) -> list[Action]:
         """Have survivors write what they hold, since nothing better can be done, and end the job.

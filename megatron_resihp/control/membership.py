@@ -179,6 +179,7 @@ class Membership(Epochs):
         return []
 
     def _on_trained(self, message: Message, now: float) -> list[Action]:
+        self.progressed(message["iteration"])
         self.trained = self.trained or message["worker"] in self.living
         return []
 
@@ -194,6 +195,10 @@ class Membership(Epochs):
             return []
         if self.newcomers.has_never_run(worker, self._running):
             return self._die({worker: "ended before it was taken in"}, now, now)
+        too_early = self._too_early()
+        if too_early and message["type"] == "done":
+            # If that is so, its agent sees its process end; a word alone ends nothing before its time.
+            return []
         # Its exit comes after its word, and by then others may build an epoch without it.
         waited_for = worker not in self.done and self.phase is Phase.BUILDING
         self.done.add(worker)
@@ -202,6 +207,8 @@ class Membership(Epochs):
         if self.done >= working - set(self.dead):
             if self.phase is Phase.STARTING and self.shape is not None:
                 return self._end(exit_codes.FAILED, "the workers ended before the first iteration; see their logs")
+            if too_early:
+                return self._end(exit_codes.FAILED, f"the workers ended {too_early}; see their logs")
             if self.stop_signal:
                 return self._end(exit_codes.stopped_by(self.stop_signal), self._stop_reason)
             return self._end(exit_codes.FINISHED, "finished")

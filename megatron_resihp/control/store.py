@@ -6,6 +6,7 @@ it costs seconds.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -202,7 +203,7 @@ class TcpStore:
 def reserve(host: str, port: int) -> socket.socket:
     """Take the port that a store will be served on, before anything is started that needs to know it.
 
-    Port 0 takes any free one. A loopback host is served to this machine only, any other one on all interfaces.
+    Port 0 takes any free one. Whatever other addresses this machine has, nobody reaches the port there.
     """
     try:
         family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -212,9 +213,11 @@ def reserve(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     keep_alive(listener)  # What it accepts inherits that.
     try:
-        listener.bind((found[0] if _is_loopback(str(found[0])) else "", port))
+        listener.bind((found[0], port))
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise StoreError(f"{host} is no address of this machine; give node 0's own") from error
         raise StoreError(f"cannot serve the store on port {port} ({error.strerror})") from error
     return listener
 
@@ -283,10 +286,6 @@ def wait_until_reachable(address: Address, timeout_s: float) -> None:
             if remaining <= PROBE_PERIOD_S:
                 raise StoreError(f"nothing answers at {address} ({error.strerror or error})") from error
         time.sleep(PROBE_PERIOD_S)
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host == "::1"
 
 
 def _first_line(error: Exception) -> str:

@@ -85,7 +85,7 @@ def _finish(runtime: Runtime) -> None:
         # From here on, who recovers finds the counters as they are after the last step.
         runtime.args.curr_iteration = progress.iteration
         progress.begin(progress.iteration + 1, snapshot_counters(runtime))
-    runtime.control.tell("trained")
+    runtime.control.tell("trained", iteration=progress.iteration - 1)
 
 
 def wrap_evaluation(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:

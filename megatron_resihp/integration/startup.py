@@ -143,6 +143,7 @@ def job_fields(args: Any, config: ResihpConfig, own: OwnLayout) -> dict[str, Any
         "sequence_parallel": own.sequence_parallel,
         "emulated": config.resihp_emulate,
         "train_iters": args.train_iters,
+        "ends_early": bool(args.exit_interval),
         "eval_interval": args.eval_interval if args.eval_iters else None,
         "save_interval": args.save_interval if args.save else None,
         "pipeline_last": not args.use_tp_pp_dp_mapping,

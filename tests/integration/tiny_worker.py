@@ -135,6 +135,7 @@ def main() -> None:
         control.tell("model", arguments=MODEL)
     try:
         train(control, news)
+        control.tell("trained", iteration=told_of_the_job()["train_iters"])
     except JobEnded as end:
         print(f"ended: {end}", flush=True)
         while asked(f"hang_{WORKER}"):

@@ -48,7 +48,7 @@ MESSAGES: tuple[dict[str, Any], ...] = (
        "held": [[3 * (worker // 2), 3 * (worker // 2) + 3, 0, 1]]} for worker in range(4)),
     {"type": "plan_failed", "worker": 1, "epoch": 0, "error": "ValueError: shards (2) must be >= 4"},
     {"type": "prepared", "worker": 1, "number": 1},
-    {"type": "trained", "worker": 1},
+    {"type": "trained", "worker": 1, "iteration": 3},
     {"type": "salvaged", "worker": 1},
     {"type": "done", "worker": 1, "time": 10.0},
     {"type": "failed", "worker": 1, "error": "ValueError: no", "code": 1},

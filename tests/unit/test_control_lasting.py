@@ -159,6 +159,6 @@ def test_a_worker_hears_and_is_heard_again(between: GoBetween, served: TcpStore)
     between.cut()
     served.set(messages.notice_key(0), json.dumps({"kind": "broken", "epoch": 0, "cause": "worker 0: exit signal 9"}))
     assert broken.wait(HEARD_S)
-    control.tell("trained")
+    control.tell("trained", iteration=3)
     message = json.loads(served.pop(messages.INBOX, HEARD_S) or "")
     assert (message["type"], message["worker"]) == ("trained", 1) and message["id"]

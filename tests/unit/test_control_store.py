@@ -172,3 +172,19 @@ def test_taking_from_what_is_no_queue_ends(store: TcpStore) -> None:
     store.set("queue", "no queue")
     assert store.pop("queue", 0.0) is None
     assert store.pop("queue", SHORT_S) is None
+
+
+def test_a_store_is_served_at_the_address_given_only() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no address but loopback's")
+        own = probe.getsockname()[0]
+    with reserve(own, 0) as listener:
+        listener.listen()
+        assert listener.getsockname()[0] == own
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=LONG_S)
+    with pytest.raises(StoreError, match=r"192\.0\.2\.1 is no address of this machine; give node 0's own"):
+        reserve("192.0.2.1", 0)

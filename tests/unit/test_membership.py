@@ -435,7 +435,7 @@ class TestGivenUp:
             {"kind": "suspect", "epoch": 1, "error": "everybody is gone"},
             {"kind": "ready", "epoch": 1, "state": "old", "ports": [], "bytes_received": 0, "steps_redone": 0},
             {"kind": "failed", "error": "RuntimeError: gloo"},
-            {"kind": "trained"},
+            {"kind": "trained", "iteration": 5},
             {"kind": "done"},
             {"kind": "exited", "code": FENCED_EXIT, "time": 1.0},
             {"kind": "exited", "code": 0, "time": 1.0},
@@ -482,11 +482,35 @@ class TestEnd:
     def test_all_are_done(self) -> None:
         job = Job().start()
         for worker in (0, 1, 2):
-            job.tell("trained", worker)
+            job.tell("trained", worker, iteration=5)
             assert not job.tell("done", worker)
         actions = job.tell("done", 3)
         assert only(End, actions) == End(0, "finished")
         assert notices(actions) == ["end"] and events(actions, "run_finished")[0]["exit_code"] == 0
+
+    def test_a_word_alone_ends_nothing_before_the_last_iteration(self) -> None:
+        """Not with all workers' names under it; and what agents say ends it as what it is."""
+        job = Job()
+        job.sizes["train_iters"] = 20
+        job.start()
+        job.membership.progressed(7)
+        for worker in (*range(4), *range(4)):
+            assert job.tell("done", worker) == []
+        assert job.membership.living == {0, 1, 2, 3}
+        actions = [job.tell("exited", worker, code=0, time=0.0) for worker in range(4)][-1]
+        assert only(End, actions) == End(1, "the workers ended after iteration 7 of 20; see their logs")
+
+    @pytest.mark.parametrize("how", ["trained", "ends_early", "stop"])
+    def test_what_ends_a_job_in_order_before_that(self, how: str) -> None:
+        job = Job()
+        job.sizes |= {"train_iters": 20, "ends_early": how == "ends_early"}
+        job.start()
+        if how == "stop":
+            job.tell("stop", signal=15, time=0.0)
+        if how == "trained":
+            job.tell("trained", 1, iteration=20)
+        ends = [action for worker in range(4) for action in job.tell("done", worker) if isinstance(action, End)]
+        assert [end.code for end in ends] == [143 if how == "stop" else 0]
 
     def test_standbys_and_dead_are_not_waited_for(self) -> None:
         job = Job().start().recover([0])
@@ -515,7 +539,7 @@ class TestEnd:
     def test_a_standby_that_loses_its_peers_while_they_build(self) -> None:
         """Training is over and they are not: without it no epoch comes about."""
         job = Job().start()
-        job.tell("trained", 1)
+        job.tell("trained", 1, iteration=5)
         job.kill(0)
         job.muster(1, 2, 3)
         [standby] = job.membership.plan.standbys if job.membership.plan else []
@@ -526,7 +550,7 @@ class TestEnd:
         job = Job().start().recover([0])
         assert job.membership.plan is not None
         (standby,) = job.membership.plan.standbys
-        job.tell("trained", job.membership.plan.working[0])
+        job.tell("trained", job.membership.plan.working[0], iteration=5)
         answer = job.tell("suspect", standby, epoch=1, error="connection closed by peer")
         assert answer == [Notify({"kind": "finishing"})]
         assert job.membership.phase is Phase.RUNNING
@@ -598,7 +622,7 @@ class TestEnd:
 class TestAfterTraining:
     def test_a_death_is_recovered_from(self) -> None:
         job = Job().start()
-        job.tell("trained", 1)
+        job.tell("trained", 1, iteration=5)
         job.kill(0)
         assert only(PublishPlan, job.muster(1, 2, 3)).commit is not None
 
@@ -609,7 +633,7 @@ class TestAfterTraining:
         job.muster(1, 2, 3)
         job.ready(1, 2, 3)
         [standby] = job.membership.plan.standbys if job.membership.plan else []
-        job.tell("trained", 1)
+        job.tell("trained", 1, iteration=5)
         assert notices(job.tell("suspect", standby, epoch=1, error="connection closed")) == ["finishing"]
 
 
@@ -886,7 +910,7 @@ class TestChangeByChoice:
             assert job.membership.plan is not None and job.membership.plan.replicas == plan.replicas
         assert not events(job.ready(*job.members), "plan_change")
 
-    @pytest.mark.parametrize("news", [{"kind": "trained", "worker": 1}, {"kind": "stop", "signal": 15}])
+    @pytest.mark.parametrize("news", [{"kind": "trained", "worker": 1, "iteration": 5}, {"kind": "stop", "signal": 15}])
     def test_no_change_shortly_before_the_end(self, news: dict[str, Any]) -> None:
         job = Job().start()
         job.tell(**news)
@@ -1185,7 +1209,7 @@ class TestComingBack:
         job = Job().start().recover([3])
         assert job.membership.plan is not None
         working = job.membership.plan.working
-        job.tell("trained", working[0])
+        job.tell("trained", working[0], iteration=5)
         assert not notices(job.come_back(7))
         job.tell("done", working[0])
         assert only(End, job.tell("done", working[1])).code == 0
