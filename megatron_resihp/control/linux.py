@@ -12,6 +12,7 @@ import signal
 import socket
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -70,19 +71,21 @@ def shared_memory_of_group(leader: int) -> list[Path]:
     return found
 
 
-def own_connections_to(port: int) -> list[socket.socket]:
-    """Duplicates of this process's TCP connections to a port of another process, or of its own."""
-    found = []
+def own_connections_to(port: int) -> Iterator[socket.socket]:
+    """This process's TCP connections to a port of another process, or of its own; each is lent until the next step.
+
+    They are no duplicates: gloo ends the process where it closes a socket that has one.
+    """
     for number in _socket_numbers(os.getpid()):
         try:
-            sock = socket.socket(fileno=os.dup(number))
+            sock = socket.socket(fileno=number)
         except OSError:  # closed meanwhile
             continue
-        if _port_of_peer(sock) == port:
-            found.append(sock)
-        else:
-            sock.close()
-    return found
+        try:
+            if _port_of_peer(sock) == port:
+                yield sock
+        finally:
+            sock.detach()
 
 
 def _port_of_peer(sock: socket.socket) -> int | None:

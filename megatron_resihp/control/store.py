@@ -260,8 +260,7 @@ def _torch_store(host: str, port: int, **options: Any) -> Any:
         raise StoreError(f"no store answers at {Address(host, port)} ({_first_line(error)})") from error
     raw.set_timeout(TORCH_TIMEOUT)
     for connection in linux.own_connections_to(raw.port):
-        with connection:
-            keep_alive(connection)
+        keep_alive(connection)
     return raw
 
 
