@@ -35,8 +35,9 @@ def install(force: bool = False) -> bool:
     distributed.install()
     compilation.install()
 
-    from megatron_resihp.cpu import megatron_parts
+    from megatron_resihp.cpu import dataset_helpers, megatron_parts
 
+    dataset_helpers.install()
     megatron_parts.install()
     _installed = True
     return True

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.core import tensor_parallel
-from megatron.core.datasets import utils as dataset_utils
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import layers
@@ -25,17 +24,11 @@ CAUSAL_MASKS = (AttnMaskType.causal, AttnMaskType.padding_causal)
 def install() -> None:
     DotProductAttention.forward = _accepting_packed_documents(DotProductAttention.forward)
     WrappedTorchNorm.__new__ = build_norm
-    # The wheel ships the compiled helper and no Makefile, so building it fails and is not needed.
-    dataset_utils.compile_helpers = _nothing_to_compile
     # Without this, half precision would look for a fused CUDA kernel.
     FusedScaleMaskSoftmax.is_kernel_available = _no_kernel
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = WEIGHT_GRADIENT_KERNELS
         layers._grad_accum_fusion_available = True
-
-
-def _nothing_to_compile() -> None:
-    pass
 
 
 def _no_kernel(self: FusedScaleMaskSoftmax, *_shape: Any) -> bool:
