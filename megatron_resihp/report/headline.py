@@ -5,9 +5,14 @@ May import: the standard library and this room's modules.
 
 from __future__ import annotations
 
+from typing import Final
+
 from megatron_resihp.report import standing
 from megatron_resihp.report.run_summary import RunSummary
 from megatron_resihp.report.words import count, duration, listing
+
+SIGNALLED: Final = 128
+"""Exit codes above it name the signal that was asked with."""
 
 
 def headline(summary: RunSummary) -> str:
@@ -28,7 +33,7 @@ def in_order(summary: RunSummary) -> bool:
 
 def stopped(summary: RunSummary) -> bool:
     """Whether somebody asked the run to stop, and it did."""
-    return (summary.reason or "").startswith("stopped by ")
+    return (summary.exit_code or 0) > SIGNALLED and not (summary.reason or "").startswith("killed")
 
 
 def samples(summary: RunSummary) -> str:

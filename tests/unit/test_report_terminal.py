@@ -101,6 +101,13 @@ def test_a_run_that_was_stopped_did_not_fail(
     assert "reason: stopped by signal 15" in text
 
 
+def test_a_run_that_was_killed_as_it_stopped_was_not_stopped_in_order(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.step(12)
+    run.finish(143, "killed by a second SIGTERM")
+    assert page(summarize(run.events)).startswith("FAILED (exit 143) at iteration 12 of 40;")
+
+
 def test_who_was_lost_in_a_damaged_log_cannot_be_told(synthetic_run: Callable[..., Any]) -> None:
     run = synthetic_run()
     run.step(40)
