@@ -26,6 +26,9 @@ MOST_PLAN_WAIT_S: Final = 3600.0
 PLAN_WAIT_S: Final = 2.0
 """How long a recovery waits for a strategy's plan where complete rectangles exist and nobody says otherwise."""
 
+MEMORY_RESERVE: Final = 8.0
+"""Percent of each device's memory that no plan fills, where nobody says otherwise."""
+
 FALSE_ALARMS_PER_JOB: Final = 0.01
 """How many false reports of a slow worker or link are accepted in a job where nobody says otherwise."""
 
@@ -173,6 +176,14 @@ def check_false_alarms(flag: str, rate: float) -> None:
         raise ConfigError(f"{flag} {rate:g} cannot be; give more than 0 and at most 1")
 
 
+def check_reserve(flag: str, percent: float) -> None:
+    """Raises:
+    ConfigError: so much of the memory, given with `flag`, can't be kept free.
+    """
+    if not 0 <= percent < 100:  # not NaN either
+        raise ConfigError(f"{flag} {percent:g} can't be; give a percentage from 0 to less than 100")
+
+
 def _flag(default: Any, help_text: str, **options: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **options})
 
@@ -224,6 +235,11 @@ class ResihpConfig:
     resihp_plan_wait: float = _flag(
         PLAN_WAIT_S, "How long a recovery waits for the strategy's plan where complete replicas exist. After that they "
         "train, and what the strategy finds is taken as a change by choice once it pays.", metavar="SECONDS",
+    )  # fmt: skip
+
+    resihp_memory_reserve: float = _flag(
+        MEMORY_RESERVE, "Percent of each device's memory that plans leave free, for its context, communicators and "
+        "fragmentation.", metavar="PERCENT",
     )  # fmt: skip
 
     resihp_act: str = _flag(
@@ -291,6 +307,7 @@ class ResihpConfig:
         if not 0 <= self.resihp_plan_wait <= MOST_PLAN_WAIT_S:  # not NaN either
             seconds = f"{self.resihp_plan_wait:g}"
             raise ConfigError(f"--resihp-plan-wait {seconds} can't be; give 0 to {MOST_PLAN_WAIT_S:g} seconds")
+        check_reserve("--resihp-memory-reserve", self.resihp_memory_reserve)
         if not self.resihp_seconds_between_changes >= 0:
             seconds = f"{self.resihp_seconds_between_changes:g}"
             raise ConfigError(f"--resihp-seconds-between-changes {seconds} can't be; give 0 or more")

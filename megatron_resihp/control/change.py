@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.control.holdings import lacking
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
 from megatron_resihp.cost.parts import ShardError
+from megatron_resihp.cost.training import TrainingError, training_from_arguments
 from megatron_resihp.executor.route_check import check_plan
 from megatron_resihp.executor.routes import RouteError
 from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, differences, shortened, spelled_out
@@ -154,6 +156,35 @@ def check_degrees(plan: ParallelPlan, job: Mapping[str, Any]) -> None:
             model.require_even(degree)
     except ShardError as error:
         raise PlanError(f"{error}; ask for stages of another number of members") from None
+
+
+def check_memory(
+    after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]
+) -> None:
+    """Called before a change by choice: who runs out of memory ends the job. Where nobody has told how much there is,
+    on CPUs, nothing is checked.
+
+    Args:
+        after, before: the plan that is asked for, and the one in force.
+        own: the job's own split into layers.
+        job: what workers have told of it.
+
+    Raises:
+        PlanError: the plan, or old and new state together, exceed what may be used of a device's memory.
+    """
+    if "arguments" not in job or not job.get("device_memory"):
+        return
+    try:
+        model, training = model_from_arguments(job["arguments"]), training_from_arguments(job["arguments"])
+    except (ModelError, TrainingError):
+        return
+    # These take a while to import.
+    from megatron_resihp.cost import memory, room
+
+    capacity = room.usable(job["device_memory"], job.get("memory_reserve", MEMORY_RESERVE))
+    after = spelled_out(after, own)
+    memory.check_plan(after, model, training, capacity)
+    room.check_change(spelled_out(before, own), after, model, training, capacity)
 
 
 def with_standbys(

@@ -140,7 +140,7 @@ _JOB: Final[Fields] = {
     "begins_with_a_plan?": _is_flag, "seconds_between_changes?": _is_number, "plan_wait?": _is_finite,
     "emulated?": _none_or(_is_text),
     "gemm?": _list_of(_NATURAL), "transfer_bytes?": _NATURAL, "false_alarms_per_job?": _is_number,
-    "device_memory?": _none_or(_NATURAL), "cost_model?": _none_or(_is_text),
+    "device_memory?": _none_or(_NATURAL), "memory_reserve?": _is_finite, "cost_model?": _none_or(_is_text),
 }  # fmt: skip
 
 # Messages

@@ -27,6 +27,7 @@ from megatron_resihp.control.change import (
     ChangeRefused,
     changes,
     check_degrees,
+    check_memory,
     check_ops,
     plan_of,
     plan_to_change_to,
@@ -181,6 +182,7 @@ class Epochs:
         try:
             check_degrees(plan, self.job)
             check_ops(plan, self.own, self.job)
+            check_memory(plan, self.plan, self.own, self.job)
         except PlanError as error:
             raise ChangeRefused(str(error)) from None
         return Change(self._changes + 1, plan, message["why"])
@@ -215,6 +217,10 @@ class Epochs:
             return []
         taken = sorted(self.newcomers.waiting.intersection(plan.working))
         why = arrival(taken, self.size.places)
+        try:
+            check_memory(plan, self.plan, self.own, self.job)
+        except PlanError as error:
+            return [Log({"event": "change_refused", "why": why, "reason": str(error)})]
         return self._begin(Change(self._changes + 1, plan, why), {"why": why}) if taken else []
 
     # Nodes that leave

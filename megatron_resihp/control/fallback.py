@@ -83,12 +83,15 @@ def _middle(held: Held, worker: int) -> float:
 def _check_memory(
     plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any], workers: int, workers_per_node: int
 ) -> None:
-    """Raises PlanError unless the plan fits into the devices' memory, and NoPlanError where that can't be told."""
+    """Raises PlanError unless the plan fits into the devices' memory, and NoPlanError where that can't be told.
+
+    Nothing is kept in reserve: without this plan the job ends.
+    """
     from megatron_resihp.cost.memory import check_plan
     from megatron_resihp.cost.running import UnknownCost, cost_of_job
 
     try:
-        cost = cost_of_job(job, workers, workers_per_node, own, None)
+        cost = cost_of_job({**job, "memory_reserve": 0.0}, workers, workers_per_node, own, None)
     except UnknownCost as error:
         raise NoPlanError(str(error)) from None
     check_plan(spelled_out(plan, own), cost.model, cost.training, cost.device.memory)

@@ -41,8 +41,12 @@ class MemoryUse:
     working: int
 
     @property
+    def state(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+    @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+        return self.state + self.activations + self.working
 
 
 def _size(count: int) -> str:

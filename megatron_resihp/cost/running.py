@@ -1,6 +1,6 @@
 """What work costs in a job that runs: from what its workers have told, the emulated device, or what was fitted.
 
-Imports numpy, `plan` and this room.
+Imports numpy, `config`, `plan` and this room.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.cost import profile as emulated
 from megatron_resihp.cost.device import Device, layer_work
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S, Array, JobCost
 from megatron_resihp.cost.layers import LayerKind, Model, ModelError, model_from_arguments
 from megatron_resihp.cost.model import CostModel
+from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training, TrainingError, training_from_arguments
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.plan import Chunk
@@ -43,7 +45,8 @@ def cost_of_job(
 
     Args:
         job: what workers told at the start: Megatron's "arguments", "micro_batches", "tensor_parallel"; where known
-            "emulated", the name of a device profile, and "device_memory" in bytes.
+            "emulated", the name of a device profile, "device_memory" in bytes, and "memory_reserve", the percentage
+            of it that is left free.
         workers, workers_per_node: of the job.
         own: the job's own split into layers, which `fitted` was fitted with.
         fitted: what the detector has learned of healthy ops; None: nothing yet.
@@ -59,7 +62,7 @@ def cost_of_job(
         raise UnknownCost(str(error)) from None
     if len(model.layers) != own[-1].end:
         raise UnknownCost(f"the arguments give {len(model.layers)} layers, the job has {own[-1].end}")
-    memory = job.get("device_memory") or _MEMORY
+    memory = usable(job.get("device_memory") or _MEMORY, job.get("memory_reserve", MEMORY_RESERVE))
     device, alone, measured = Device(_FLOPS, bandwidth=_BANDWIDTH, memory=memory), None, {}
     if job.get("emulated"):
         profile = _profile(job["emulated"])

@@ -160,6 +160,7 @@ def job_fields(args: Any, config: ResihpConfig, own: OwnLayout) -> dict[str, Any
         "begins_with_a_plan": config.begins_with_a_plan,
         "seconds_between_changes": config.resihp_seconds_between_changes,
         "device_memory": None if cpu.installed() else torch.cuda.get_device_properties(args.local_rank).total_memory,
+        "memory_reserve": config.resihp_memory_reserve,
         "cost_model": config.resihp_cost_model and os.path.abspath(config.resihp_cost_model),
     }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan
+from megatron_resihp.cost.room import check_change
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.rectangular import NoPlanError
@@ -70,8 +71,10 @@ def propose(name: str, plan: ParallelPlan, own: tuple[Chunk, ...], health: Healt
     before = spelled_out(plan, own)
     after = plainly_ordered(strategy_named(name)(before, health, cost))
     require_runnable(after, health, cost)
-    evaluation = evaluate(after, health, cost)
     alive = set(before.working) <= health.speed.keys()
+    if alive and after.replicas != before.replicas:
+        require_room(before, after, cost)
+    evaluation = evaluate(after, health, cost)
     return Proposal(
         plan=after,
         iteration_s=evaluation.iteration_s,
@@ -80,6 +83,14 @@ def propose(name: str, plan: ParallelPlan, own: tuple[Chunk, ...], health: Healt
         moving_s=seconds_to_get_there(before, after, cost),
         bound_s=evaluation.bound.seconds,
     )
+
+
+def require_room(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> None:
+    """Raises NoPlanError if memory would run short on the way to a plan that nobody has to take."""
+    try:
+        check_change(before, after, cost.model, cost.training, cost.device.memory)
+    except PlanError as error:
+        raise NoPlanError(str(error)) from None
 
 
 def plainly_ordered(plan: ParallelPlan) -> ParallelPlan:

@@ -1,6 +1,7 @@
 """The flags of `resihp plan` that give a job's sizes and its workers' health.
 
-May import: the standard library and `cost.presets`, which needs no numpy, so that the `resihp` command starts quickly.
+May import: the standard library, `config` and `cost.presets`, which needs no numpy, so that the `resihp` command
+starts quickly.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Final
 
+from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.cost.presets import PRESETS
 
 SIZES: Final[Mapping[str, Any]] = {
@@ -44,7 +46,11 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--distributed-optimizer", action="store_true", default=None, help="as in Megatron")
     device = parser.add_argument_group("the devices")
     device.add_argument("--workers-per-node", type=int, metavar="N", help="default 8, or as RUN_DIR says")
-    device.add_argument("--memory-gb", type=float, default=80.0, metavar="GB", help="of each GPU, GiB (default 80)")
+    device.add_argument("--memory-gib", type=float, default=80.0, metavar="GIB", help="of each GPU (default 80)")
+    device.add_argument(
+        "--memory-reserve", type=float, metavar="PERCENT",
+        help=f"of it that plans leave free (default {MEMORY_RESERVE:g}, or as RUN_DIR says)",
+    )  # fmt: skip
     device.add_argument("--tflops", type=float, default=312.0, metavar="X", help="peak (default %(default)g)")
     device.add_argument("--gbps", type=float, default=25.0, metavar="X", help="Gb/s of each GPU to others (default 25)")
 

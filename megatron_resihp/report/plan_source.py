@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_resihp.config import MEMORY_RESERVE, ConfigError, check_reserve
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import Model, ModelError, model_from_arguments
@@ -68,7 +69,10 @@ def source_of(namespace: argparse.Namespace) -> Source:
     Raises:
         SourceError: there is no such job.
     """
-    _check_numbers(namespace)
+    try:
+        _check_numbers(namespace)
+    except ConfigError as error:
+        raise SourceError(str(error)) from None
     given = [name for name in SIZES if getattr(namespace, name) is not None]
     try:
         if namespace.run_dir is None:
@@ -86,10 +90,12 @@ def _expecting(namespace: argparse.Namespace, source: Source) -> Source:
 
 
 def _check_numbers(namespace: argparse.Namespace) -> None:
-    for name in ("memory_gb", "tflops", "gbps", "until_next_event"):
+    for name in ("memory_gib", "tflops", "gbps", "until_next_event"):
         value = getattr(namespace, name)
         if not _LEAST <= value <= _MOST:
             raise SourceError(f"{_flag(name)} must be above 0, from {_LEAST:g} to {_MOST:g}, got {value:g}")
+    if namespace.memory_reserve is not None:
+        check_reserve("--memory-reserve", namespace.memory_reserve)
     for name, most in _MOST_OF.items():
         value = getattr(namespace, name)
         if value is not None and not 1 <= value <= most:
@@ -140,7 +146,10 @@ def _replicas(namespace: argparse.Namespace) -> int:
 
 
 def _device(namespace: argparse.Namespace) -> Device:
-    return a100(flops=namespace.tflops * 1e12, memory_gb=namespace.memory_gb, gbps=namespace.gbps)
+    return a100(
+        flops=namespace.tflops * 1e12, memory_gib=namespace.memory_gib, gbps=namespace.gbps,
+        reserve=MEMORY_RESERVE if namespace.memory_reserve is None else namespace.memory_reserve,
+    )  # fmt: skip
 
 
 # ---- a run directory

@@ -131,6 +131,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("act", TEXT, "what is done when another plan is faster: observe, ask or act", required=False),
             Field("seconds_between_changes", NUMBER, "least time between changes by choice", required=False),
             Field("device_memory", INTEGER, "bytes of each device; null: not known", required=False),
+            Field("memory_reserve", NUMBER, "percent of that which plans leave free", required=False),
             Field("gemm", INTEGERS, "m, n and k of a matrix product of the training", required=False),
             Field("transfer_bytes", INTEGER, "size of a micro-batch's activations", required=False),
             Field("false_alarms_per_job", NUMBER, "what the detector may get wrong, on average", required=False),

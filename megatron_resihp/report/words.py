@@ -54,15 +54,15 @@ def duration(seconds: float) -> str:
 
 
 def size(number: int | None) -> str:
-    """For example "0 bytes", "12.3 MB"."""
+    """For example "0 bytes", "12.3 MiB"."""
     if number is None:
         return NONE
     value = float(number)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if value < 999.5:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1023.5:
             return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:,.1f} TB"
+        value /= 1024
+    return f"{value:,.1f} TiB"
 
 
 def where(started: Mapping[str, Any]) -> str:

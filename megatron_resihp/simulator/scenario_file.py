@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from megatron_resihp.config import MEMORY_RESERVE, ConfigError, check_reserve
 from megatron_resihp.cost.layers import ModelError
 from megatron_resihp.cost.presets import PRESETS, preset
 from megatron_resihp.cost.training import Recompute, Training
@@ -79,7 +80,8 @@ def _sizes(job: Table) -> Sizes:
     device = a100(
         flops=job.number("tflops", 312.0, above=0.0) * 1e12,
         efficiency=job.number("efficiency", 0.45, above=0.0),
-        memory_gb=job.number("memory_gb", 80.0, above=0.0),
+        memory_gib=job.number("memory_gib", 80.0, above=0.0),
+        reserve=_reserve(job),
         gbps=job.number("gbps", 25.0, above=0.0),
     )
     degrees = {"tensor": job.whole("tp", 1), "pipeline": job.whole("pp", 1), "data": job.whole("dp", 1)}
@@ -92,6 +94,15 @@ def _sizes(job: Table) -> Sizes:
         model=preset(name), training=training, device=device, **degrees, micro_batches=micro_batches,
         workers_per_node=per_node,
     )  # fmt: skip
+
+
+def _reserve(job: Table) -> float:
+    percent = job.number("memory_reserve", MEMORY_RESERVE)
+    try:
+        check_reserve("memory_reserve", percent)
+    except ConfigError as error:
+        raise ScenarioError(str(error)) from None
+    return percent
 
 
 def _recompute(text: str) -> Recompute:

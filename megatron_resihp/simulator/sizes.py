@@ -6,11 +6,13 @@ Imports `plan`, `cost` and `planner`.
 from dataclasses import dataclass
 from typing import Final
 
+from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import LayerKind, Model
 from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.cost.parts import ShardError
+from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, deal, even_counts
 from megatron_resihp.plan.layers import chunks_from
@@ -30,14 +32,15 @@ class SizesError(ValueError):
 
 
 def a100(
-    flops: float = A100_FLOPS, efficiency: float = EFFICIENCY, memory_gb: float = 80.0, gbps: float = GBPS
-) -> Device:
-    """A GPU that is known by its data sheet; the defaults are an A100's."""
+    flops: float = A100_FLOPS, efficiency: float = EFFICIENCY, memory_gib: float = 80.0, gbps: float = GBPS,
+    reserve: float = MEMORY_RESERVE,
+) -> Device:  # fmt: skip
+    """A GPU that is known by its data sheet; the defaults are an A100's. `reserve`: percent of the memory."""
     return Device(
         flops=flops,
         efficiency=efficiency,
         tp_efficiency=TP_EFFICIENCY,
-        memory=int(memory_gb * 2**30),
+        memory=usable(int(memory_gib * 2**30), reserve),
         latency=LATENCY_S,
         bandwidth=gbps * 1e9 / 8,
     )

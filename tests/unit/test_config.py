@@ -113,6 +113,7 @@ class TestPlanning:
             ({"resihp_act": "sleep"}, "--resihp-act sleep is none of them; choose from observe, ask, act"),
             ({"resihp_act": "act"}, "needs a strategy that reacts to slow workers"),
             ({"resihp_answer_timeout": 0.0}, "--resihp-answer-timeout 0 is no time to wait; give more than 0"),
+            ({"resihp_memory_reserve": 100.0}, "--resihp-memory-reserve 100 can't be; give a percentage from 0"),
             ({"resihp_plan_wait": -1.0}, "--resihp-plan-wait -1 can't be; give 0 to 3600 seconds"),
             ({"resihp_seconds_between_changes": float("nan")}, "--resihp-seconds-between-changes nan can't be"),
         ],

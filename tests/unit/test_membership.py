@@ -863,6 +863,29 @@ class TestChangeByChoice:
         assert ("refused" in answer) == (reason is not None)
         assert reason is None or reason in answer["refused"]
 
+    @pytest.mark.parametrize(
+        ("memory", "reason"),
+        [
+            (None, None),
+            (20_000_000, None),
+            (1_000_000, "while it changes, old and new state together take"),
+            (200_000, "memory exceeded on worker"),
+        ],
+    )
+    def test_a_change_whose_old_and_new_state_do_not_fit_together(self, memory: int | None, reason: str | None) -> None:
+        """Nobody has to change, and a worker that runs out of memory ends the job."""
+        arguments = {
+            "num_layers": 4, "hidden_size": 48, "ffn_hidden_size": 96, "num_attention_heads": 6,
+            "max_position_embeddings": 8, "padded_vocab_size": 192, "seq_length": 8, "micro_batch_size": 1,
+        }  # fmt: skip
+        job = Job()
+        job.sizes["device_memory"] = memory
+        job.start()
+        job.tell("model", 0, arguments=arguments)
+        answer = only(Answer, job.apply(plan_of((((0, 1),), (Chunk(0, 0, 6),)), counts=(4,)))).content
+        assert ("refused" in answer) == (reason is not None), answer
+        assert reason is None or reason in answer["refused"]
+
     def test_ops_that_would_wait_for_each_other_never_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Even if a plan's own rules were wrong about them: each stage is to compute first what needs the other."""
         job = Job().start()

@@ -99,7 +99,7 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         *(
             ((*SIZES, f"--{name}", value, "--json"), f"--{name} must be above 0")
-            for name in ("memory-gb", "tflops", "gbps", "until-next-event")
+            for name in ("memory-gib", "tflops", "gbps", "until-next-event")
             for value in (0, -1, "nan", "inf", 1e308, 1e-308)
         ),
         (("--model", "llama2-7b", "--gpus", 16, "--tp", 16), "TP groups of 16 don't fit into nodes of 8"),
@@ -189,7 +189,7 @@ def test_a_worker_that_was_started_anew_is_where_its_predecessor_was(
 
 
 def test_plans_that_no_job_can_run_yet_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--model", "llama2-7b", "--tp", 4, "--micro-batches", 2, "--memory-gb", 160)
+    sizes = ("--model", "llama2-7b", "--tp", 4, "--micro-batches", 2, "--memory-gib", 160)
     assert plan(*sizes, "--dead", 3) == 0
     shown = capsys.readouterr().out
     assert shown.count("members of a stage hold unlike shards: no job can run this plan yet\n") == 1

@@ -32,10 +32,10 @@ def test_deaths_and_recoveries_are_tables(recovered_run: Any) -> None:
     death = next(line for line in lines if "exit signal 9" in line)
     assert death.split()[0] == "3"
     assert death.split()[-1] == "12"
-    recovery = next(line for line in lines if line.startswith("1 -> 2") and "MB" in line)
+    recovery = next(line for line in lines if line.startswith("1 -> 2") and "MiB" in line)
     assert "5, 6" in recovery
     assert "2,250" in recovery
-    assert "2.3 MB" in recovery
+    assert "2.2 MiB" in recovery
     assert "35.8 -> 35." in recovery
     assert any("rebuild" in line and "abort" in line for line in lines)
 
@@ -219,7 +219,7 @@ def test_durations(seconds: float, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "words"), [(None, "-"), (0, "0 bytes"), (1500, "1.5 kB"), (2.5e12, "2.5 TB"), (999_960, "1.0 MB")]
+    ("number", "words"), [(None, "-"), (0, "0 bytes"), (1500, "1.5 KiB"), (2.5e12, "2.3 TiB"), (80 << 30, "80.0 GiB")]
 )
 def test_sizes(number: int | None, words: str) -> None:
     assert size(number) == words

@@ -15,6 +15,7 @@ from typing import Final
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan
+from megatron_resihp.cost.room import check_change
 from megatron_resihp.plan import ParallelPlan, PlanError
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.moves import bytes_to_move, seconds_to_move
@@ -118,6 +119,11 @@ def answers(
     if not candidates:
         raise NoPlanError(f"no layout of {len(health.speed)} workers fits their memory")
     candidates = [each if each is kept else keep_places(plan, each, seen, cost) for each in candidates]
+    if set(plan.working) <= health.speed.keys():
+        # Nobody has to change, and who runs out of memory on the way ends the job.
+        candidates = [each for each in candidates if each is kept or _can_be_changed_to(plan, each, cost)]
+        if not candidates:
+            raise NoPlanError("no layout leaves room for the state before it while the job changes")
     yield min(candidates, key=lambda each: _charges(plan, each, health, cost)) if candidates[1:] else candidates[0]
 
 
@@ -157,10 +163,22 @@ def _still_possible(plan: ParallelPlan, health: Health, cost: JobCost) -> Parall
     return plan if kept == plan else kept
 
 
-def _charges(before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost) -> tuple[float, float]:
-    """Seconds of an iteration, getting there shared out over the time until the next event; then bytes to move."""
+def _can_be_changed_to(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> bool:
+    try:
+        check_change(before, after, cost.model, cost.training, cost.device.memory)
+    except PlanError:
+        return False
+    return True
+
+
+def _charges(
+    before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost
+) -> tuple[bool, float, float]:
+    """Whether memory runs short on the way; seconds of an iteration, getting there shared out over the time until the
+    next event; then bytes to move."""
     seconds, moved = iteration_seconds(after, health, cost), bytes_to_move(before, after, cost)
     if before.replicas != after.replicas and cost.until_next_event_s < float("inf"):
         left = 1 - seconds_to_move(moved, cost) / cost.until_next_event_s
         seconds = seconds / left if left > 0 else float("inf")
-    return seconds, sum(moved.values())
+    risky = after.replicas != before.replicas and not _can_be_changed_to(before, after, cost)
+    return risky, seconds, sum(moved.values())

@@ -14,6 +14,7 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import Model, model_from_arguments
 from megatron_resihp.cost.memory import MemoryUse, check_plan, memory_of
 from megatron_resihp.cost.presets import PRESETS, preset
+from megatron_resihp.cost.room import check_change, peak_of_change, usable
 from megatron_resihp.cost.training import Recompute, Training, TrainingError, training_from_arguments
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Schedule, Shard, deal
 from megatron_resihp.simulator.sizes import a100
@@ -261,3 +262,32 @@ class TestArguments:
     def test_what_is_not_modelled_is_refused(self, change: dict[str, Any], message: str) -> None:
         with pytest.raises(TrainingError, match=message):
             training_from_arguments({**GPT, **change})
+
+
+class TestRoom:
+    """For what is not a plan's: a part of the device, and the state before while another plan is built."""
+
+    def test_a_part_of_each_device_is_kept_free(self) -> None:
+        assert usable(100 << 30) == (92 * 2**30)
+        assert a100(memory_gib=80.0).memory == usable(80 << 30)
+        assert a100(memory_gib=80.0, reserve=0.0).memory == 80 << 30
+
+    def test_old_and_new_state_are_there_together(self) -> None:
+        before, after = rectangle(1, 2, 1, 4), rectangle(2, 1, 1, 4)
+        held, wanted = (memory_of(plan, MODEL, TRAINING) for plan in (before, after))
+        peak = peak_of_change(before, after, MODEL, TRAINING)
+        assert peak == {worker: held[worker].state + wanted[worker].state for worker in range(2)}
+        check_change(before, after, MODEL, TRAINING, max(peak.values()))
+        with pytest.raises(PlanError, match=r"old and new state together take \d.* GiB on worker \d; .* may be used"):
+            check_change(before, after, MODEL, TRAINING, max(peak.values()) - 1)
+
+    def test_who_gets_no_work_builds_nothing(self) -> None:
+        before = rectangle(1, 1, 2, 4)
+        alone = ParallelPlan((Replica(((0,),), (0, 1, 2, 3)),), {1: Coordinate(0, 0)})
+        state = memory_of(before, MODEL, TRAINING)[0].state
+        assert peak_of_change(before, alone, MODEL, TRAINING) == {0: 2 * state, 1: state}
+
+    def test_who_comes_holds_nothing_yet(self) -> None:
+        before, after = rectangle(1, 1, 1, 4), rectangle(1, 1, 2, 4)
+        state = memory_of(before, MODEL, TRAINING)[0].state
+        assert peak_of_change(before, after, MODEL, TRAINING) == {0: 2 * state, 1: state}

@@ -138,3 +138,10 @@ def test_a_job_that_can_not_be_told(changed: dict[str, Any], reason: str) -> Non
 def test_a_job_that_says_nothing() -> None:
     with pytest.raises(UnknownCost, match="have not told"):
         cost_of_job({"micro_batches": 8}, 8, 8, OWN, None)
+
+
+@pytest.mark.parametrize(
+    ("told", "free"), [({}, 92_000), ({"memory_reserve": 20.0}, 80_000), ({"memory_reserve": 0.0}, 100_000)]
+)
+def test_plans_leave_a_part_of_the_memory_free(told: dict[str, Any], free: int) -> None:
+    assert cost_of_job({**JOB, "device_memory": 100_000, **told}, 4, 4, OWN, None).device.memory == free

@@ -5,9 +5,14 @@ from dataclasses import replace
 import pytest
 from planner_instances import first_plan, healthy, job
 
-from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Schedule, shortened
-from megatron_resihp.planner.bridge import plainly_ordered, strategy_named
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.cost.memory import memory_of
+from megatron_resihp.cost.room import check_change
+from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, Schedule, shortened
+from megatron_resihp.planner import NoPlanError
+from megatron_resihp.planner.bridge import plainly_ordered, propose, strategy_named
 from megatron_resihp.planner.strategies import joint as search
+from megatron_resihp.planner.strategies.joint import joint
 
 ZERO_BUBBLE = Schedule("zero-bubble-h1")
 
@@ -32,3 +37,28 @@ def test_layers_that_cannot_split_their_backward_get_no_zero_bubble(
     plan = first_plan(cost, 2, 2, 2)
     strategy_named("joint")(plan, healthy(plan), cost)
     assert [(each.zero_bubble, each.uneven) for each in asked] == [(splits, False)]
+
+
+class TestRoomOnTheWay:
+    """Devices that the plan in force almost fills: old and new state are too much for them together."""
+
+    def tight(self) -> tuple[JobCost, ParallelPlan]:
+        cost = job(layers=8, micro_batches=4)
+        plan = first_plan(cost, tensor=1, replicas=2, pipeline=2)
+        most = max(use.total for use in memory_of(plan, cost.model, cost.training).values())
+        return replace(cost, device=replace(cost.device, memory=most * 21 // 20)), plan
+
+    def test_nobody_changes_by_choice_into_too_little_memory(self) -> None:
+        cost, plan = self.tight()
+        health = healthy(plan, slow={1: 0.3})
+        assert joint(plan, health, cost) == plan
+        with pytest.raises(NoPlanError, match="old and new state together take"):
+            propose("resihp", plan, plan.replicas[0].chunks, health, cost)
+        roomy = replace(cost, device=replace(cost.device, memory=10 * cost.device.memory))
+        assert joint(plan, health, roomy) != plan
+
+    def test_after_a_death_what_fits_once_it_runs_is_tried(self) -> None:
+        cost, plan = self.tight()
+        proposal = propose("joint", plan, plan.replicas[0].chunks, healthy(plan, dead=(3,)), cost)
+        with pytest.raises(PlanError):
+            check_change(plan, proposal.plan, cost.model, cost.training, cost.device.memory)
