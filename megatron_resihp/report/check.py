@@ -6,14 +6,10 @@ May import: the standard library and this room's modules.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 from megatron_resihp.report.headline import samples
 from megatron_resihp.report.run_summary import RunSummary
 from megatron_resihp.report.words import listing, relative_difference
-
-LARGEST_DIFFERENCE: Final = 1e-5
-"""Of a loss, relative to an uninterrupted run's; for fp32 without dropout."""
 
 
 def faults(summary: RunSummary) -> list[str]:
@@ -49,5 +45,6 @@ def _loss(summary: RunSummary) -> Iterator[str]:
         yield "no iteration in common with the reference run"
     elif alone:
         yield f"iteration {listing(alone[:5])} has a loss in one of the two runs only"
-    if difference is not None and not difference <= LARGEST_DIFFERENCE:
-        yield f"loss against the reference run: {relative_difference(difference)}"
+    if difference is not None and not difference <= summary.loss_bound:
+        bound = f"sums in another order give {summary.loss_bound:.1e} at most"
+        yield f"loss against the reference run: {relative_difference(difference)}; {bound}"

@@ -11,9 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_resihp.report.check import LARGEST_DIFFERENCE, faults
+from megatron_resihp.report.check import faults
 from megatron_resihp.report.drawing import drawing
 from megatron_resihp.report.events import FILE_NAME, read_events
+from megatron_resihp.report.run_summary import REORDERED
 from megatron_resihp.report.standing import launcher_of, with_standing
 from megatron_resihp.report.summary import RunSummary, summarize_log, with_reference
 
@@ -28,14 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of a page")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw loss and throughput to this file")
     parser.add_argument(
-        "--reference", type=Path, metavar="RUN_DIR", help="a run without failures to compare the loss with"
-    )
+        "--reference", type=Path, metavar="RUN_DIR", action="append", default=[],
+        help="a run without failures to compare the loss with; further ones, of the same job with other data-parallel "
+        "degrees, tell how far the order of sums alone leads, and twice that is the bound of --check",
+    )  # fmt: skip
     parser.add_argument(
         "--check",
         action="store_true",
         help="exit with 1 unless the run reached its last iteration, each sample was recorded once and in its place "
         "and, with --reference, each iteration's loss is the same but for a relative difference of "
-        f"{LARGEST_DIFFERENCE:g}",
+        f"{REORDERED:g}, or what several references tell",
     )
 
 
@@ -54,9 +57,10 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _report(namespace: argparse.Namespace) -> RunSummary:
     summary = _load(namespace.run_dir)
-    reference = _load(namespace.reference) if namespace.reference else None
-    if reference is not None:
-        summary = with_reference(summary, reference)
+    references = [_load(path) for path in namespace.reference]
+    reference = references[0] if references else None
+    if references:
+        summary = with_reference(summary, *references)
     if namespace.plot:
         _draw(summary, reference, namespace.plot)
     if namespace.json:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Final
 
 from megatron_resihp.report import events as names
 from megatron_resihp.report import shape
@@ -18,6 +18,8 @@ from megatron_resihp.report.events import Event, EventFile
 from megatron_resihp.report.nonfinite import number
 from megatron_resihp.report.recoveries import find_deaths
 from megatron_resihp.report.run_summary import (
+    LEAST_BOUND,
+    REORDERED,
     Detection,
     Drill,
     Evaluation,
@@ -33,6 +35,9 @@ from megatron_resihp.report.samples import Feed, SampleCount, count_samples
 from megatron_resihp.report.schema import EVENTS, problems
 from megatron_resihp.report.steps import Step, applied_attempts, applied_steps, usual_duration
 from megatron_resihp.report.words import where
+
+MARGIN: Final = 2.0
+"""How much further than any two runs of other orders a third may be."""
 
 __all__ = ["RunSummary", "compare", "summarize", "summarize_log", "with_reference"]
 
@@ -112,13 +117,20 @@ def compare(loss: Mapping[int, float], loss_reference: Mapping[int, float]) -> f
     return max((_relative_difference(loss[i], loss_reference[i]) for i in shared), default=None)
 
 
-def with_reference(summary: RunSummary, reference: RunSummary) -> RunSummary:
-    """`summary` with its loss compared to the loss of an uninterrupted run."""
+def with_reference(summary: RunSummary, reference: RunSummary, *others: RunSummary) -> RunSummary:
+    """`summary` with its loss compared to the loss of an uninterrupted run.
+
+    Args:
+        others: uninterrupted runs of the same job which sum in other orders, as with another data-parallel degree. How
+            far they are from `reference` is what the order alone can do in this job, and sets the bound.
+    """
+    apart = [apart for other in others if (apart := compare(other.loss, reference.loss)) is not None]
     return replace(
         summary,
         loss_reference=reference.loss,
         loss_max_relative_difference=compare(summary.loss, reference.loss),
         compared_iterations=len(summary.loss.keys() & reference.loss.keys()),
+        loss_bound=max(MARGIN * max(apart), LEAST_BOUND) if apart else REORDERED,
     )
 
 

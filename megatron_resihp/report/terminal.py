@@ -182,7 +182,9 @@ def _comparison(summary: RunSummary) -> str:
     if summary.loss_max_relative_difference is None:
         return "loss against the reference run: no iteration in common"
     shared = count(summary.compared_iterations or 0, "iteration")
-    return f"loss against the reference run: {relative_difference(summary.loss_max_relative_difference)} over {shared}"
+    difference = relative_difference(summary.loss_max_relative_difference)
+    bound = f"sums in another order give {summary.loss_bound:.1e} at most"
+    return f"loss against the reference run: {difference} over {shared}; {bound}"
 
 
 def _deaths(summary: RunSummary) -> Table:
