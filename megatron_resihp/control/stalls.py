@@ -47,6 +47,8 @@ class StallWatch:
     _absence: Absence = field(default_factory=lambda: Absence(AWAY_S))
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
     _busy_with: str | None = None
+    _goes_on: bool = False
+    """What it is busy with is over with the next iteration; before that, iterations may still be finished as ever."""
     _longest_due: dict[str, float] = field(default_factory=dict)
     _next_s: float | None = None
     """How long the stall that goes on has to last to be told again; None: there is none."""
@@ -61,6 +63,8 @@ class StallWatch:
                 self._busy_with = RECOVERY
             case "plan_change":
                 self._busy_with = self._busy_with or CHANGE
+            case "recovery" | "reconfiguration":
+                self._goes_on = True
             case "run_finished":
                 self._ended = True
             case "iteration":
@@ -93,9 +97,11 @@ class StallWatch:
                 found = [self._stall(lasted, usual_s, over=True)]
             for what in due:
                 self._longest_due[what] = max(lasted, self._longest_due.get(what, 0.0))
-            if not due and self._busy_with is None and not told:
+            if not due and not told and not (self._busy_with and self._goes_on):
                 self._usual.append(lasted)
-        self._iteration, self._last_at, self._next_s, self._busy_with = iteration, now, None, None
+        self._iteration, self._last_at, self._next_s = iteration, now, None
+        if self._goes_on:
+            self._busy_with, self._goes_on = None, False
         return found
 
     def _stall(self, lasted: float, usual_s: float, over: bool) -> Event:

@@ -79,12 +79,28 @@ def test_a_recovery_is_a_stall_only_where_it_takes_long() -> None:
     run = Run()
     run.step(10)
     run.note("epoch_broken")
-    run.step(seconds=4.0)
+    run.wait(3.0)
+    run.note("recovery")
+    run.step(seconds=1.0)
     assert run.told == []
     run.step(10)
     run.note("epoch_broken")
     run.wait(12.0)
     assert [event["meanwhile"] for event in run.told] == ["recovery"]
+
+
+def test_a_change_stands_still_some_iterations_after_it_was_asked_for() -> None:
+    run = Run()
+    run.step(10)
+    run.note("plan_change")
+    run.step(3)
+    run.wait(3.0)
+    run.note("reconfiguration")
+    run.step(seconds=1.0)
+    assert run.told == []
+    run.step(10)
+    run.step(seconds=3.0)
+    assert [event["meanwhile"] for event in run.told] == [None, None], "the change is over"
 
 
 def test_evaluations_and_checkpoints_take_their_time() -> None:
