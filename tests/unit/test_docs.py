@@ -27,7 +27,8 @@ def test_usage_names_every_flag_of_the_job(usage: str) -> None:
 def test_usage_names_every_option_of_launch(usage: str) -> None:
     parser = argparse.ArgumentParser(add_help=False)
     launch_options.add_arguments(parser)
-    options = {option for action in parser._actions for option in action.option_strings}
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    options = {option for action in shown for option in action.option_strings}
     assert options and not {option for option in options if f"`{option}" not in usage}
 
 
