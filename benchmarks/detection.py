@@ -8,6 +8,8 @@ of 8K, 16K and 32K tokens of packed documents whose mix shifts every 40 iteratio
 half of the jobs one to three workers or links run 5 to 70 % slower from a random iteration on. A row is a kind of noise
 (`megatron_resihp/simulator/noise.py`) and a cluster size; rows that are not scored are printed and count in no figure.
 
+Series of iteration times without workers are scored apart (`series_rows.py`; `--series`: only these).
+
 What is right is said in `megatron_resihp/simulator/scoring.py`, what the figures are in `summary.py` beside it. The two
 published detectors stop the job to validate after each alarm, which is modelled as perfect: it names whoever is slow
 at that time, with their true speed. Their alarm is a false one where validation finds nobody. All settings are fixed in
@@ -32,6 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import print_result
+from series_rows import run_series, series_missed
 
 from megatron_resihp.config import FALSE_ALARMS_PER_JOB
 from megatron_resihp.detector.baselines.greyhound import Greyhound
@@ -276,10 +279,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timed-every", type=int, default=4, help="TP waits are timed in every so-manieth micro-batch")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--results", type=Path, help="directory in which finished rows are kept")
+    parser.add_argument("--series", action="store_true", help="only series without workers: a few minutes on one core")
+    parser.add_argument("--series-count", type=int, default=40, help="series of each kind, healthy and slow each (40)")
     parser.add_argument("--plot", type=Path, help="draw the figure into this file")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.jobs, arguments.workers = 12, "16,64"
+        arguments.jobs, arguments.workers, arguments.series_count = 12, "16,64", 4
     for option, known in (("detectors", DETECTORS), ("noises", [noise.name for noise in NOISES]),
                           ("workers", [str(shape.workers) for shape in SHAPES])):  # fmt: skip
         chosen = getattr(arguments, option).split(",")
@@ -294,6 +299,10 @@ def main() -> int:
     # The processes share few cores; one thread each is fastest. They read this when they import numpy.
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     purpose = Purpose.TUNING if arguments.tuning else Purpose.SCORING
+    if arguments.series:
+        series = run_series(arguments.seed, arguments.series_count, arguments.results)
+        print_result({"series": series, "seed": arguments.seed, "missed": series_missed(series)}, digits=6)
+        return 0
     draw = Draw(purpose, arguments.seed, arguments.jobs, arguments.timed_every)
     rows = [
         Row(detector, noise, shape)
@@ -317,7 +326,8 @@ def main() -> int:
         "greyhound_on_steady_series": steady_series(arguments.seed), "seconds": time.monotonic() - started,
     }  # fmt: skip
     if "this" in arguments.detectors:
-        result["missed"] = missed(result["this"])
+        result["series"] = run_series(arguments.seed, arguments.series_count, arguments.results)
+        result["missed"] = missed(result["this"]) + series_missed(result["series"])
         print(f"goals missed: {', '.join(result['missed']) or 'none'}", file=sys.stderr)
     if arguments.plot:
         plot(result, arguments.plot)

@@ -55,16 +55,20 @@ class Judge:
         self.expected = Expected(layout, warm_up, shared, costs, settings.peer_slowdown)
         self._units = Units(layout, shared & ~self.expected.hidden.any(axis=(1, 2)))
         numbers = np.array([each.iteration for each in warm_up])
-        history = np.stack([self._units.average(self.expected.workers(each)) for each in warm_up])
-        level, slow = healthy_levels(history, self._units.stage, settings.peer_slowdown)
+        of_workers = np.stack([self._units.average(self.expected.workers(each)) for each in warm_up])
+        level, slow = healthy_levels(of_workers, self._units.stage, settings.peer_slowdown)
         smallest = settings.smallest_slowdown
         noise = known.workers.of(self._units.members) if known else None
-        self.workers = Tracker(self._units.node, history, numbers, smallest, level, slow, noise)
+        self.workers = Tracker(self._units.node, of_workers, numbers, smallest, level, slow, noise)
         history = np.stack([self.expected.links(each) for each in warm_up])
         level, slow = healthy_levels(history, alike_links(layout), settings.peer_slowdown)
         noise = known.links.of(_pairs(layout)) if known else None
         self.links = Tracker(_sender_node(layout), history, numbers, smallest, level, slow, noise)
         self._share_budget()
+        if known is None:
+            # Without peers only its own rows tell what is healthy, and those of warm-up need not be.
+            alone = np.bincount(self._units.stage)[self._units.stage] == 1
+            self.workers.follow_alone(alone, of_workers, numbers)
         self._suspicions: dict[Members, Suspicion] = {}
         self._named: dict[Members, dict[int, float]] = {}
         self._idle_workers: dict[Members, Known] = {}
@@ -126,7 +130,9 @@ class Judge:
         observations = with_chunks(observations, self.expected.hidden.shape[2])
         residuals = np.where(left_out, np.nan, self.expected.workers(observations))
         found = self.workers.update(self._units.average(residuals), observations.iteration)
-        found_links = self.links.update(self.expected.links(observations), observations.iteration)
+        found_links = []
+        if len(self._layout.links):
+            found_links = self.links.update(self.expected.links(observations), observations.iteration)
         if observations.iteration % LEARN_EVERY == 0:
             suspect = self._units.spread(self.workers.suspect()) | left_out
             self.expected.learn(observations, self._units.spread(self.workers.healthy_level()), suspect, LEARN_EVERY)

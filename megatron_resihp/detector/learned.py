@@ -19,7 +19,7 @@ from megatron_resihp.detector.noise import KnownNoise
 Members = tuple[int, ...]
 
 SECTION: Final = "noise"
-_ARRAYS = ("near", "far", "weight", "tail")
+_ARRAYS = ("near", "far", "weight", "far_weight", "tail")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class KnownNoise:
 
     Attributes:
         near, far: [families, units] the variogram at lags 1 and FAR.
-        weight: [families, units] residuals that they were learned from.
+        weight, far_weight: [families, units] pairs of residuals that they were learned from.
         tail: [families, bins] how many standardised residuals were that large.
         transient: iterations of the longest slowdown that ended by itself and must not alarm.
     """
@@ -50,14 +50,15 @@ class KnownNoise:
     near: NDArray[np.float64]
     far: NDArray[np.float64]
     weight: NDArray[np.float64]
+    far_weight: NDArray[np.float64]
     tail: NDArray[np.float64]
     transient: int = 0
 
     @property
     def shape_is_sound(self) -> bool:
         """Whether the arrays fit each other and hold what they can hold."""
-        arrays = (self.near, self.far, self.weight, self.tail)
-        alike = self.near.ndim == 2 and self.near.shape == self.far.shape == self.weight.shape
+        arrays = (self.near, self.far, self.weight, self.far_weight, self.tail)
+        alike = self.near.ndim == 2 and all(each.shape == self.near.shape for each in arrays[:-1])
         sized = alike and self.tail.shape == (self.near.shape[0], _BINS + 1)
         return sized and all(bool((np.isfinite(each) & (each >= 0)).all()) for each in arrays)
 
@@ -71,8 +72,10 @@ class KnownNoise:
         weight = self.weight[:, source]
         known = (source >= 0) & (weight > 0)
         near, far = (np.where(known, values[:, source], self._usual(values)) for values in (self.near, self.far))
-        weight = np.where(known, np.minimum(weight, EARLIER_RUN), EARLIER_RUN)
-        return KnownNoise(near, far, weight, self.tail, self.transient)
+        weight, far_weight = (
+            np.where(known, np.minimum(each, EARLIER_RUN), EARLIER_RUN) for each in (weight, self.far_weight[:, source])
+        )
+        return KnownNoise(near, far, weight, far_weight, self.tail, self.transient)
 
     def _usual(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         usual = _pooled(values, self.weight)
@@ -95,7 +98,9 @@ class Noise:
         spread = np.nan_to_num(1.4826 * _median(np.abs(warm_up)))
         self.clip = np.maximum(smallest_clip, CLIP * np.maximum(spread, _pooled(spread)))
         near, far = (_half_squares(warm_up, lag, self.clip) for lag in (1, FAR))
-        self._weight = np.minimum((~np.isnan(near)).sum(axis=0).astype(np.float64), MEMORY)
+        self._weight, self._far_weight = (
+            np.minimum((~np.isnan(each)).sum(axis=0).astype(np.float64), MEMORY) for each in (near, far)
+        )
         self._near, self._far = (np.nan_to_num(np.nanmean(_or_nan(each), axis=0)) for each in (near, far))
         self._tail = np.zeros((warm_up.shape[1], _BINS + 1))
         self._of_level, self._worth = self._weight.copy(), 1.0
@@ -103,7 +108,9 @@ class Noise:
         if known is not None:
             self._worth = LATER_RESIDUAL
             self._of_level = MEDIAN_EFFICIENCY * np.isfinite(warm_up).sum(axis=0)
-            self._near, self._far, self._weight, self._tail = known.near, known.far, known.weight, known.tail.copy()
+            self._near, self._far, self._weight, self._far_weight, self._tail = (
+                known.near, known.far, known.weight, known.far_weight, known.tail.copy()
+            )  # fmt: skip
         self._refresh()
         if known is None:
             self._count(warm_up, np.isfinite(warm_up))
@@ -124,6 +131,7 @@ class Noise:
         self._near = self._near + step * np.where(healthy, (second - first) ** 2 / 2 - self._near, 0.0).sum(axis=0)
         self._far = self._far + step * np.where(both_healthy, (first - third) ** 2 / 2 - self._far, 0.0).sum(axis=0)
         self._weight = self._weight + count
+        self._far_weight = self._far_weight + both_healthy.sum(axis=0)
         self._of_level = self._of_level + self._worth * count
         self._count(residuals, healthy)
         self._refresh()
@@ -136,14 +144,14 @@ class Noise:
             np.where(known, values[:, source], mean)
             for values, mean in zip((self._near, self._far), pooled, strict=True)
         )
-        self._weight, self._of_level = (
-            np.where(known, values[:, source], 0.0) for values in (self._weight, self._of_level)
+        self._weight, self._far_weight, self._of_level = (
+            np.where(known, values[:, source], 0.0) for values in (self._weight, self._far_weight, self._of_level)
         )
         self._refresh()
 
     def known(self) -> KnownNoise:
         """What was learned."""
-        return KnownNoise(self._near, self._far, self._weight, self._tail)
+        return KnownNoise(self._near, self._far, self._weight, self._far_weight, self._tail)
 
     def _refresh(self) -> None:
         near, far = _pooled(self._near, self._weight), _pooled(self._far, self._weight)
@@ -152,9 +160,12 @@ class Noise:
         self.variance = np.maximum(own * self._near + (1 - own) * near, near) + 1e-12
         # A random walk through V(FAR) is an upper bound for how an AR(1) drift goes on growing.
         # What sampling error alone may have added to V(FAR) − V(1) is no drift: each ½ D² has variance 2 V², and of
-        # pairs that share a residual half as much again.
-        pairs = np.maximum(self._weight.clip(max=MEMORY).sum(axis=1, keepdims=True), 1.0)
-        chance = SIGNIFICANT * near * np.sqrt(6.0 / pairs)
+        # pairs that share a residual half as much again. There are fewer pairs at lag FAR than at lag 1.
+        pairs, far_pairs = (
+            np.maximum(each.clip(max=MEMORY).sum(axis=1, keepdims=True), 1.0)
+            for each in (self._weight, self._far_weight)
+        )
+        chance = SIGNIFICANT * near * np.sqrt(3.0 / pairs + 3.0 / far_pairs)
         growth = np.maximum(far - near - chance, 0.0) * HORIZON / FAR
         self.drift = growth + self.variance / np.maximum(self._of_level.clip(max=MEMORY), 1.0)
         self.clip = np.maximum(self._smallest_clip, CLIP * np.sqrt(self.variance + self.drift))

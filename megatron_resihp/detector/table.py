@@ -27,7 +27,8 @@ SUFFIXES: Final = (".csv", ".jsonl")
 COLUMNS: Final = ("seconds", "iteration", "worker", "tokens", "squares")
 LARGEST: Final = {"seconds": 1e9, "iteration": 2.0**53, "worker": 2.0**31, "tokens": 1e15, "squares": 1e30}
 """What is larger is no such number: 1e9 s are 30 years."""
-SMALLEST_SECONDS: Final = 1e-9
+SMALLEST: Final = 1e-9
+"""Nor is what is smaller, but for 0 where that can be."""
 CHUNK: Final = 20_000
 """Rows that are read at a time."""
 OUT_OF_ORDER: Final = 0.05
@@ -178,12 +179,12 @@ def _numbers(values: Sequence[Any], name: str, count: int, first: int, reasons: 
     largest = LARGEST[name]
     with np.errstate(invalid="ignore"):
         bad = ~(np.isnan(result) | ((result >= 0) & (result <= largest)))
-        if name in ("iteration", "worker"):
+        if whole := name in ("iteration", "worker"):
             bad |= np.isfinite(result) & (result != np.floor(np.where(np.isfinite(result), result, 0.0)))
+        bad |= (result > 0) & (result < SMALLEST)
         if name == "seconds":
-            bad |= ~(result >= SMALLEST_SECONDS)
-    what = {"seconds": f"not a positive number up to {largest:g}", "tokens": f"not a number from 0 to {largest:g}",
-            "squares": f"not a number from 0 to {largest:g}"}.get(name, "not a whole number from 0")  # fmt: skip
+            bad |= ~(result > 0)
+    what = "not a whole number from 0" if whole else f"not a positive number from {SMALLEST:g} to {largest:g}"
     for row in np.flatnonzero(bad).tolist():
         reasons.setdefault(first + row, f"{name} is {values[row]!r}, {what}")
     result[bad] = np.nan

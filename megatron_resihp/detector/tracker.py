@@ -25,6 +25,8 @@ from megatron_resihp.detector.sequential import (
     thresholds,
     window_probability,
 )
+from megatron_resihp.detector.series.alone import Alone
+from megatron_resihp.detector.series.follower import Step
 from megatron_resihp.detector.verdict import Change
 
 NODE, JOB = range(FAMILIES)
@@ -135,14 +137,38 @@ class Tracker:
             self._push(row, int(iteration))
         self._began[slow] = iterations[0]
         self._shortest_run = max(RUNS[0], known.transient + 1) if known else RUNS[0]
-        self._alpha = 0.0
+        self._alpha = self._false_alarm = 0.0
+        self._alone = Alone()
         self._refresh_in = 0
 
     def budget(self, false_alarms: float, iterations: int, units: int) -> None:
         """Set the accepted false alarms of a job of so many iterations and units, all trackers' units together."""
         self._alpha = window_probability(false_alarms, iterations, units)
+        self._false_alarm = false_alarms / (max(iterations, 1) * max(units, 1))
         self._refresh_in = 0
         self._shortest_run = min(max(self._shortest_run, self._longest_transient() + 1), RUNS[-1])
+
+    def follow_alone(
+        self, alone: NDArray[np.bool_], history: NDArray[np.float64], iterations: NDArray[np.int64]
+    ) -> None:
+        """Judge these units, [units], as series of their own from now on, warm-up included; the rest is as in the
+        constructor."""
+        self._alone.begin(np.flatnonzero(alone), self._false_alarm, self._smallest)
+        for place, row in enumerate(history):
+            for unit, step in self._changes_alone(self._centred(row - self.level)[JOB]):
+                self._set_alone(unit, step, int(iterations[max(place + 1 - step.rows, 0)]))
+
+    def _changes_alone(self, residuals: NDArray[np.float64]) -> list[tuple[int, Step]]:
+        """Let those that are alone see their newest residuals; who has changed."""
+        found = self._alone.update(residuals)
+        for unit in self._alone.units:
+            self._offset[:, unit], self.excess[unit] = self._alone.level(unit), self._alone.excess(unit)
+        return found
+
+    def _set_alone(self, unit: int, step: Step, since: int) -> Finding:
+        self.slow[unit], self._began[unit] = step.change is not Change.RECOVERY, since
+        self._count[:, unit] = np.minimum(self._count[:, unit], step.rows)
+        return Finding(unit, step.change, step.excess, step.error, since, step.window, step.noise)
 
     def update(self, residuals: NDArray[np.float64], iteration: int) -> list[Finding]:
         """Take in one iteration's residuals, [units], NaN where unknown."""
@@ -154,7 +180,12 @@ class Tracker:
             self._refresh_in = REFRESH
         self._refresh_in -= 1
         newest = np.isfinite(centred[JOB])
-        findings = self._changes(newest & self.slow)
+        findings = [
+            self._set_alone(unit, step, int(self._when[min(step.rows, KEPT) - 1, JOB, unit]))
+            for unit, step in self._changes_alone(centred[JOB])
+        ]
+        newest[self._alone.units] = False
+        findings += self._changes(newest & self.slow)
         return findings + self._onsets(newest & ~self.slow)
 
     def slow_from_the_start(self) -> list[Finding]:
@@ -198,6 +229,7 @@ class Tracker:
             level, slow: what `healthy_levels` says of the history.
         """
         present, empty = source >= 0, not self.level.size
+        self._alone.move(source)
         self._group = group
         for name in ("level", *_OF_UNITS):
             setattr(self, name, _moved(getattr(self, name), source))

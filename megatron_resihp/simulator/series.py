@@ -1,19 +1,23 @@
-"""Synthetic series of a job's iteration times, without workers, with what real ones have. Imports numpy.
+"""Synthetic series of a job's iteration times, without workers, with what real ones have. Imports numpy and `detector`.
 
 Real series begin slow, become faster, restart their numbering, have spikes, stalls and evaluations, and are noisy.
 A kind says what a series has; a seed and an index say which one it is.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_resihp.detector.table import Table
+
 Array = NDArray[np.float64]
 
 TAIL_FREEDOM: Final = 3
 """Degrees of freedom of heavy-tailed noise."""
+SKEW: Final = 0.7
+"""Of skewed noise, the standard deviation of its logarithm."""
 LARGEST_SLOWDOWN: Final = 2.1
 SMALLEST_SLOWDOWN: Final = 1.05
 FEWEST_DEVIATIONS: Final = 2.5
@@ -31,7 +35,7 @@ class SeriesKind:
         name: of the row in tables.
         noise: standard deviation.
         heavy_tailed: whether it is Student's t with 3 degrees of freedom.
-        skewed: whether it is that of a log-normal's exponential, with a long tail to slower times.
+        skewed: whether it is log-normal, with a long tail to slower times.
         correlation: of the noise from row to row.
         moving: rows over which noise is averaged.
         slower_share: share of rows that take 8 % longer, by chance.
@@ -43,9 +47,14 @@ class SeriesKind:
         regimes: documents come in regimes that the column `squares` explains.
         ramp: the batch grows, as the column `tokens` says.
         restarts: how often the numbering begins anew, each time with a slow row.
-        early: the slow-down lasts from row 10 to 60.
+        early: the slow-down lasts from row 11 to 60.
+        factor: of the slow-down; 0: drawn.
         rows: rows of a series.
-        held_out: whether it was kept out of all tuning.
+        pink: whether the noise is 1 / f, correlated over all times.
+        bursts: whether the noise comes in spells of 40 rows that are up to 3 times as noisy.
+        repeated: whether each time was recorded for two rows, one after another.
+        scored: whether the goals are for it; the others are harder.
+        held_out: whether it was drawn for the first time after all tuning.
     """
 
     name: str
@@ -67,14 +76,25 @@ class SeriesKind:
     ramp: bool = False
     restarts: int = 0
     early: bool = False
+    factor: float = 0.0
     rows: int = 400
+    pink: bool = False
+    bursts: bool = False
+    repeated: bool = False
+    scored: bool = True
     held_out: bool = False
+
+    @property
+    def recurs(self) -> bool:
+        """Whether what it has beside noise comes again and again, so that the first time may alarm."""
+        return self.stalls > 0 or self.every > 0
 
 
 KINDS: Final = (
     SeriesKind("noise_1", noise=0.01),
     SeriesKind("noise_3", noise=0.03),
     SeriesKind("noise_8", noise=0.08),
+    SeriesKind("noise_8_by_30", noise=0.08, factor=1.3),
     SeriesKind("heavy_tailed", noise=0.03, heavy_tailed=True),
     SeriesKind("heavy_tailed_8", noise=0.08, heavy_tailed=True),
     SeriesKind("correlated", noise=0.03, correlation=0.5),
@@ -90,12 +110,15 @@ KINDS: Final = (
     SeriesKind("regimes", noise=0.02, regimes=True),
     SeriesKind("ramp", noise=0.02, ramp=True),
     SeriesKind("restarts", noise=0.03, restarts=2),
-    SeriesKind("moving", noise=0.05, moving=4, held_out=True),
-    SeriesKind("skewed", noise=0.05, skewed=True, held_out=True),
-    SeriesKind("two_humps", noise=0.01, slower_share=0.15, held_out=True),
-    SeriesKind("all_at_once", noise=0.05, correlation=0.3, spikes=0.02, every=50, drift=0.01, held_out=True),
-    SeriesKind("long_saves", noise=0.02, every=60, every_rows=2, held_out=True),
-    SeriesKind("slow_drift", noise=0.03, drift=0.02, drift_rows=1200, rows=2000, held_out=True),
+    SeriesKind("moving", noise=0.05, moving=4, scored=False),
+    SeriesKind("skewed", noise=0.05, skewed=True, scored=False),
+    SeriesKind("two_humps", noise=0.01, slower_share=0.15, scored=False),
+    SeriesKind("all_at_once", noise=0.05, correlation=0.3, spikes=0.02, every=50, drift=0.01, scored=False),
+    SeriesKind("long_saves", noise=0.02, every=60, every_rows=2, scored=False),
+    SeriesKind("slow_drift", noise=0.03, drift=0.02, drift_rows=1200, rows=2000, scored=False),
+    SeriesKind("pink", noise=0.03, pink=True, scored=False, held_out=True),
+    SeriesKind("bursts", noise=0.02, bursts=True, scored=False, held_out=True),
+    SeriesKind("repeated", noise=0.03, repeated=True, scored=False, held_out=True),
 )
 
 
@@ -126,9 +149,16 @@ class Series:
 
     seconds: Array
     numbers: NDArray[np.int64]
-    tokens: Array = field(default_factory=lambda: np.empty(0))
-    squares: Array = field(default_factory=lambda: np.empty(0))
-    spell: SlowSpell | None = None
+    tokens: Array
+    squares: Array
+    spell: SlowSpell | None
+
+    def table(self) -> Table:
+        """As `resihp detect` reads it from a file."""
+        rows = np.arange(1, self.seconds.size + 1)
+        segments = np.concatenate([[0], np.cumsum(np.diff(self.numbers) <= 0)])
+        seconds, tokens, squares = (each[:, None] for each in (self.seconds, self.tokens, self.squares))
+        return Table(np.zeros(1, np.int64), self.numbers, segments, rows, seconds, tokens, squares, False, ())
 
 
 def draw_series(kind: SeriesKind, seed: int, index: int, slow: bool) -> Series:
@@ -175,6 +205,7 @@ def draw_series(kind: SeriesKind, seed: int, index: int, slow: bool) -> Series:
 def _spell(kind: SeriesKind, earliest: int, random: np.random.Generator) -> SlowSpell:
     least = max(np.log(SMALLEST_SLOWDOWN), FEWEST_DEVIATIONS * kind.noise)
     factor = float(np.exp(random.uniform(least, np.log(LARGEST_SLOWDOWN))))
+    factor = kind.factor or factor
     if kind.early:
         return SlowSpell(11, 60, max(factor, 1.15))
     rows = int(random.integers(40, 100))
@@ -188,10 +219,19 @@ def _noise(kind: SeriesKind, random: np.random.Generator) -> Array:
     if kind.heavy_tailed:
         values = random.standard_t(TAIL_FREEDOM, rows) * np.sqrt(1 - 2 / TAIL_FREEDOM)
     elif kind.skewed:
-        values = np.exp(random.standard_normal(rows) * 0.7) / 1.0
-        values = (values - np.exp(0.245)) / np.sqrt((np.exp(0.49) - 1) * np.exp(0.49))
+        values = np.exp(SKEW * random.standard_normal(rows) - SKEW**2 / 2)
+        values = (values - 1) / np.sqrt(np.exp(SKEW**2) - 1)
     else:
         values = random.standard_normal(rows)
+    if kind.pink:
+        spectrum = np.fft.rfft(values)
+        spectrum[1:] /= np.sqrt(np.arange(1, spectrum.size))
+        values = np.fft.irfft(spectrum, rows)
+        values = (values - values.mean()) / values.std()
+    if kind.bursts:
+        values *= np.repeat(random.uniform(1, 3, rows // 40 + 1), 40)[:rows]
+    if kind.repeated:
+        values = np.repeat(values[: rows // 2 + 1], 2)[:rows]
     if kind.correlation:
         for row in range(1, rows):
             values[row] = kind.correlation * values[row - 1] + np.sqrt(1 - kind.correlation**2) * values[row]

@@ -48,7 +48,11 @@ RESUMED: Final = 5
 LOOK: Final = 0.8
 """Standard deviations from the level at which a few rows are worth a test."""
 LONGEST_TRANSIENT: Final = 8
-"""What ends by itself within so many rows was no slow-down of a device; the next of that length does not alarm."""
+"""What ends by itself within so many rows was no slow-down of a device; the next like it does not alarm."""
+LONGER: Final = 2
+"""So many rows more than in a transient have to be slow."""
+ALIKE: Final = 3.0
+"""Transients whose excesses differ by at most this factor are alike."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class Follower:
         """
         self._probability, self._smallest = probability / FAMILIES, smallest
         self._noise = Noise()
-        self._shortest = int(WINDOWS[0])
+        self._transients: dict[int, tuple[float, float]] = {}
+        """The least and the largest excess of transients, by how many rows they lasted."""
         self.slow = False
         self.excess = 0.0
         self._rows = np.empty(4 * KEPT)
@@ -201,7 +206,8 @@ class Follower:
     def _forget(self) -> None:
         self._level: Level | None = None
         self._limits = np.empty(0)
-        self._refresh_in = self._run = 0
+        self._refresh_in = 0
+        self._run: list[float] = []
         self._pending: list[Array] = []
         self._reference = np.empty(0)
 
@@ -246,14 +252,24 @@ class Follower:
         drift = FARTHEST_DRIFT * np.minimum(apart / DRIFT_ROWS, 1.0)
         return np.maximum(self._smallest, drift + quantile(self._probability, int(freedom)) * np.sqrt(variance))
 
-    def _note_transient(self, newest: float, limit: float) -> None:
-        """Rows far above the level that ended by themselves: as many and one more have to come to be a slow-down."""
+    def _watch_transient(self, newest: float, limit: float) -> None:
+        """Rows far above the level may end by themselves."""
         if newest > limit:
-            self._run += 1
-            return
-        if self._run > 1:
-            self._shortest = max(self._shortest, min(self._run + 2, LONGEST_TRANSIENT))
-        self._run = 0
+            self._run.append(newest)
+        elif self._run:
+            if len(self._run) > 1:
+                self._note_transient(len(self._run), median(np.array(self._run)))
+            self._run = []
+
+    def _note_transient(self, rows: int, excess: float) -> None:
+        """So many rows were slow by so much and no device was: the next of that kind does not alarm."""
+        least, most = self._transients.get(rows, (excess, excess))
+        self._transients[rows] = min(least, excess), max(most, excess)
+
+    def _fewest(self, excess: float) -> int:
+        """Rows that have to be slow by so much: more than in the transients like it that were seen."""
+        like = [rows for rows, (least, most) in self._transients.items() if least / ALIKE < excess < most * ALIKE]
+        return max(like, default=int(WINDOWS[0]) - LONGER) + LONGER
 
     def _mature(self) -> int:
         if self._refresh_in <= 0:
@@ -264,7 +280,7 @@ class Follower:
         reach = self._reach(self._level, float(self._limits[0]))
         difference = np.minimum(np.maximum(newest, -reach), reach).cumsum()[WINDOWS - 1] / WINDOWS
         self._pending.append(difference)
-        self._note_transient(float(newest[0]), float(self._limits[0]))
+        self._watch_transient(float(newest[0]), float(self._limits[0]))
         beyond = np.abs(difference) > self._limits
         if not beyond.any():
             return 0
@@ -302,7 +318,7 @@ class Follower:
         sign = 1 if mean > 0 else -1
         half = max(limit, sign * median(newest)) / 2
         beyond = int((sign * newest > half).sum())
-        fewest = self._shortest if sign > 0 else int(WINDOWS[0])
+        fewest = self._fewest(median(newest)) if sign > 0 else int(WINDOWS[0])
         if beyond < max(fewest, MAJORITY * newest.size):
             return 0
         # The tail as it was seen, one more row of it assumed: so many of n rows by chance?
@@ -415,7 +431,7 @@ class Follower:
         count = self._change_point(slow, window)
         lasted = self._age - count
         if lasted <= LONGEST_TRANSIENT:
-            self._shortest = max(self._shortest, min(lasted + 2, LONGEST_TRANSIENT))
+            self._note_transient(lasted, slow - healthy.mean)
         else:
             self._noise.learn(rows[:-count][-REFERENCE:])
         self.slow, self.excess = False, 0.0

@@ -73,8 +73,8 @@ class _Series:
             step = self._follower.update(residual)
             if step:
                 self._verdict(step)
-        if self._workload and not self._follower.slow:
-            self._workload.healthy()
+        if self._workload:
+            self._workload.slow() if self._follower.slow else self._workload.healthy()
         self._healthy[place] = not self._follower.slow
         scale = self._workload.predicted(self._features[place]) if self._workload else 1.0
         self._predicted[place] = scale * math.exp(min(self._follower.healthy_level(), 700.0)) if residuals else math.nan
@@ -82,7 +82,9 @@ class _Series:
     def _residuals(self, place: int) -> list[float]:
         if self._workload is None:
             return [self._logs[place]]
-        residuals = self._workload.see(float(self._seconds[place]), self._features[place])
+        residuals = self._workload.see(
+            float(self._seconds[place]), self._features[place], self._follower.excess
+        )
         self._result.unknown += not residuals
         return residuals
 

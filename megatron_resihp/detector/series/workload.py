@@ -45,10 +45,11 @@ class Workload:
         self._unknown: list[tuple[float, Array]] = []
         self._waiting: list[tuple[float, Array]] = []
 
-    def see(self, seconds: float, features: Array) -> list[float]:
+    def see(self, seconds: float, features: Array, excess: float) -> list[float]:
         """Take in a row; returns log(seconds / predicted) of the rows that can be judged now, in order.
 
         That is this one if its workload is known, and none if it is not; after the first rows it is all of these.
+        `excess` is by how much the job is known to be slow: rows of an unknown workload tell what it costs without.
         """
         if not np.isfinite(features).all():
             return []
@@ -58,7 +59,7 @@ class Workload:
         row = self._row(features)
         predicted = self._predict(row)
         if predicted <= 0 or self._error(row / max(predicted, 1e-300)) > max(CERTAIN, CERTAIN_SHARE * self._noise):
-            self._unknown.append((seconds, row))
+            self._unknown.append((seconds * math.exp(-excess), row))
             if len(self._unknown) == BATCH:
                 self._learn(self._unknown)
                 self._unknown = []
