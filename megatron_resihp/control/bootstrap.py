@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -31,6 +32,9 @@ LONGEST_ERROR: Final = 300
 DEVICE_FAILURES: Final = frozenset({46, 214, 220, 226, 999})
 """Codes of CUDA errors that come from a device which fails, not from the program: unavailable, uncorrectable ECC or
 NVLink error, contained hardware error, and unknown, as where a device has fallen off the bus."""
+
+KILLED_LOADER: Final = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")
+"""What torch raises in the trainer, or the cause of it."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ def main(command: Sequence[str]) -> NoReturn:
         end = _read_problem(problem)
         if getattr(problem, "error_code", None) in DEVICE_FAILURES:
             linux.die("the device has failed")
+        if killed := _killed_loader(problem):
+            linux.die(killed)
     if end.error is not None:
         # No exit hooks: some wait for peers, which wait for this process.
         lifeline.last_word(FAILED)
@@ -133,6 +139,18 @@ def _read_problem(problem: BaseException) -> _End:
         return _End(problem.code)
     traceback.print_exception(problem)
     return _End(1, _shorten(f"{type(problem).__name__}: {problem}"))
+
+
+def _killed_loader(problem: BaseException | None) -> str | None:
+    """Which of this worker's data loaders was killed, by the out-of-memory killer perhaps; None: none was.
+
+    The program has done nothing wrong: it is as if the worker itself had been killed.
+    """
+    while problem is not None:
+        if isinstance(problem, RuntimeError) and (found := KILLED_LOADER.search(str(problem))):
+            return f"a data loader (process {found[1]}) was killed by a signal ({found[2]})"
+        problem = problem.__cause__ or problem.__context__
+    return None
 
 
 def _shorten(error: str) -> str:

@@ -131,6 +131,19 @@ def test_data_loaders_of_a_dead_worker_die_with_it(jobs: Jobs, victim: int) -> N
     assert recovery["resumed_at"] - recovery["broken_at"] < 4.0, "peers waited for sockets that loaders held open"
 
 
+@pytest.mark.nightly
+def test_a_data_loader_that_is_killed_is_its_workers_death(jobs: Jobs) -> None:
+    """As by the out-of-memory killer."""
+    job = jobs.start(tiny(**PIPELINE, num_workers=1), workers=4, script=WISHING, wishes=["hold-0-3"])
+    job.await_event("iteration", iteration=2)
+    for loader in children(job.worker_pids()[1]):
+        os.kill(loader, signal.SIGKILL)
+    job.wish("go_on")
+    check_training(job.wait(), jobs.reference(tiny(**PIPELINE), workers=4))
+    [death] = job.events("worker_dead")
+    assert death["dead"] == 1 and "a data loader" in death["cause"] and "was killed by a signal" in death["cause"]
+
+
 @pytest.mark.parametrize(("layout", "point"), [(PIPELINE, "forward"), (TENSOR, "norm")], ids=["pipeline", "tensor"])
 def test_a_stopped_worker_is_given_up_and_ends_itself(jobs: Jobs, layout: dict[str, Any], point: str) -> None:
     reference = jobs.reference(tiny(**layout), workers=4)

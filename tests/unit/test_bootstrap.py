@@ -19,20 +19,40 @@ class Ended(BaseException):
     """In place of the end of the process."""
 
 
+def on_device(code: int | None) -> Exception:
+    error = torch.AcceleratorError("CUDA error")
+    if code is not None:
+        error.error_code = code  # as torch does
+    return error
+
+
+def of_loader(text: str) -> Exception:
+    """As torch raises it where a batch is waited for: what its signal handler has raised is the cause."""
+    error = RuntimeError("DataLoader worker (pid(s) 123) exited unexpectedly")
+    error.__cause__ = RuntimeError(text)
+    return error
+
+
+DIES, FAILS = [("kill", signal.SIGKILL)], [("told", "failed"), ("exit", 1)]
+
+
 @pytest.mark.parametrize(
-    ("code", "end"),
-    ((ECC, [("kill", signal.SIGKILL)]), (ILLEGAL_ADDRESS, [("told", "failed"), ("exit", 1)]),
-     (None, [("told", "failed"), ("exit", 1)])),
-    ids=("device", "script on the device", "script"),
-)  # fmt: skip
-def test_who_dies_and_who_fails(monkeypatch: pytest.MonkeyPatch, code: int | None, end: list[Any]) -> None:
+    ("error", "end"),
+    [
+        (on_device(ECC), DIES),
+        (on_device(ILLEGAL_ADDRESS), FAILS),
+        (on_device(None), FAILS),
+        (RuntimeError("DataLoader worker (pid 123) is killed by signal: Killed. "), DIES),
+        (of_loader("DataLoader worker (pid 123) is killed by signal: Bus error. It is possible that"), DIES),
+        (of_loader("Empty"), FAILS),
+    ],
+    ids=["device", "script on the device", "script", "data loader", "data loader, waited for", "data loader's own"],
+)
+def test_who_dies_and_who_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, end: list[Any]) -> None:
     """The death of a worker is recovered from; an error of the script ends the job."""
     seen: list[Any] = []
 
     def run(command: Sequence[str]) -> None:
-        error = torch.AcceleratorError("CUDA error")
-        if code is not None:
-            error.error_code = code  # as torch does
         raise error
 
     def kill(pid: int, number: int) -> None:
