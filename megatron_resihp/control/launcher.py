@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
 
-from megatron_resihp.control import exit_codes, returning
+from megatron_resihp.control import exit_codes, open_files, returning
 from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.address import Address
 from megatron_resihp.control.agent import Agent
@@ -79,6 +79,8 @@ def launch(
     """Run this node's part of a job until it is over; returns the exit code. In the main thread only."""
     try:
         check(options)
+        if problem := open_files.problem(options.size, options.node, open_files.allow_as_many_as_may_be()):
+            raise LaunchError(problem)
         return _launch(options, spawn, make_event_sink)
     except LaunchError as error:
         return _refuse(str(error))

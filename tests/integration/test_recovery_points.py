@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from jobs import PRETRAIN, WISHING, Job, Jobs, check_training, is_alive, tiny
+from launched import children
 
 from megatron_resihp.control.messages import FENCED_EXIT
 

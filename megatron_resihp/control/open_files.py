@@ -1,0 +1,49 @@
+"""How many files a launcher has open, connections among them, and how many it may have. Imports the standard library.
+
+Node 0's serves the store, to which each worker and each agent of the job keeps connections of its own.
+"""
+
+from __future__ import annotations
+
+import resource
+from typing import Final
+
+from megatron_resihp.control.job_size import JobSize
+
+OF_ITS_OWN: Final = 64
+"""Of any launcher: libraries, logs, planners' processes, connections in the making."""
+PER_OWN_WORKER: Final = 8
+"""Process, lifeline, measurements, output and log, here and at the guardian; measured: 6."""
+PER_WORKER: Final = 4
+"""Connections to the store; measured: 3, and one in the making where a worker comes back."""
+PER_NODE: Final = 8
+"""Lifeline, stream of measurements and connections to the store; measured: 5, more while it joins."""
+
+
+def needed(size: JobSize, node: int) -> int:
+    """How many files the launcher of a node has open at most, rounded up."""
+    own = OF_ITS_OWN + PER_OWN_WORKER * size.workers_per_node
+    return own if node > 0 else own + PER_WORKER * size.places + PER_NODE * size.most_nodes
+
+
+def allow_as_many_as_may_be() -> int:
+    """Raise the limit as far as the system lets us; returns how many files may be open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):  # some systems allow less than they say
+        return soft
+    return hard
+
+
+def problem(size: JobSize, node: int, limit: int) -> str | None:
+    """Why a launcher that may open so many files can't serve this job; None: it can."""
+    most = needed(size, node)
+    if limit == resource.RLIM_INFINITY or most <= limit:
+        return None
+    return (
+        f"node {node}'s launcher of a job with {size} opens up to {most} files, and may open {limit}; raise the hard "
+        f"limit to {most} (ulimit -Hn, LimitNOFILE=)"
+    )
