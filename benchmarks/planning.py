@@ -59,7 +59,7 @@ from planner_optimum import NotProvenError, optimum  # noqa: E402
 
 IMPORTED = time.process_time()
 
-SETTINGS = Settings(zero_bubble=False, seeds=(), effort=0)
+SETTINGS = Settings(uneven=True, zero_bubble=False, seeds=(), effort=0)
 GOALS_S = {64: 0.02, 256: 0.06, 1024: 0.2, 10240: 1.0}
 SLOW = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 TRIALS = 1_000_000_000

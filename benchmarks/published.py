@@ -10,7 +10,7 @@ experiment with one model: fail-stop, fail-slow and mixed at three severities ea
 Each is the mean over several random orders.
 
 Every strategy starts from the published layout and keeps it while all are well ("user"). `joint` also runs with the
-layout of its choice from the start ("free").
+layout of its choice from the start ("free"). Its shards are even, as in jobs, unless --uneven is given.
 
 - share: throughput ÷ (Σ p over live GPUs ÷ all GPUs, as a mean over the session, × the best fault-free throughput that
   any strategy finds, layout free), with all downtime. `capacity_share_*` are those of `joint` free.
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     # The processes share few cores; one thread each is fastest. They read this when they import numpy.
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    settings = Settings(arguments.orders, tuple(arguments.skip), arguments.results)
+    settings = Settings(arguments.orders, tuple(arguments.skip), arguments.results, arguments.uneven)
     for line in ("What the published text leaves open, and what is taken:", *(f"- {each}" for each in published.TAKEN)):
         print(line)
     for name in (OURS, BASELINE, RIVAL):
@@ -230,6 +230,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--orders", type=int, default=published.ORDERS, metavar="N",
                         help="random orders of failures (default %(default)s)")  # fmt: skip
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="strategies to leave out")
+    parser.add_argument("--uneven", action="store_true", help="let joint use 3 of 4 GPUs, say, which no job can yet")
     parser.add_argument("--quick", action="store_true", help="one order, two small models")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="that measure cells (default 2)")
     parser.add_argument("--results", type=Path, metavar="DIR", help="where finished cells are kept")

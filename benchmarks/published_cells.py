@@ -11,13 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.strategies.joint import UNEVEN, joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
 from megatron_resihp.simulator import published
 from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, own_layout, run_from
@@ -55,20 +57,24 @@ class Settings:
         orders: random orders of failures.
         skip: strategies that are left out.
         results: where finished cells are kept, if anywhere.
+        uneven: whether `joint` may give the members of a stage unlike shards.
     """
 
     orders: int
     skip: tuple[str, ...] = ()
     results: Path | None = None
+    uneven: bool = False
 
     @property
     def strategies(self) -> dict[str, Entry]:
-        return {name: entry for name, entry in STRATEGIES.items() if name not in self.skip}
+        ours = replace(STRATEGIES[OURS], strategy=partial(joint, settings=UNEVEN)) if self.uneven else STRATEGIES[OURS]
+        return {name: entry for name, entry in {**STRATEGIES, OURS: ours}.items() if name not in self.skip}
 
     def path(self, cell: Cell) -> Path | None:
         if self.results is None:
             return None
-        name = f"{cell.experiment}-{cell.model}-{cell.case}-{cell.micro_batches}-{self.orders}.json"
+        shards = "-uneven" * self.uneven
+        name = f"{cell.experiment}-{cell.model}-{cell.case}-{cell.micro_batches}-{self.orders}{shards}.json"
         return self.results / name.replace(" ", "-")
 
     def kept(self, cell: Cell) -> Found | None:

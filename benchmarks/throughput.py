@@ -48,7 +48,7 @@ from megatron_resihp.planner.evaluation import Evaluation, evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
-from megatron_resihp.planner.strategies.joint import Settings, joint
+from megatron_resihp.planner.strategies.joint import joint
 from megatron_resihp.planner.strategies.resihp import resihp
 from megatron_resihp.planner.strategies.restart import restart
 from megatron_resihp.report.events import Event
@@ -144,7 +144,7 @@ STRATEGIES: Final[dict[str, Callable[[ParallelPlan, Health, JobCost], ParallelPl
     "drop-replica": drop_replica,
     "restart": restart,
     "resihp": resihp,
-    "joint": lambda plan, health, cost: joint(plan, health, cost, Settings(uneven=False)),
+    "joint": joint,
 }
 
 

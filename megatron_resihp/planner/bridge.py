@@ -48,7 +48,7 @@ def strategy_named(name: str) -> Strategy:
         raise NoPlanError(f"there is no strategy {name} that changes a job in place")
     if name == "joint":
         return lambda plan, health, cost: joint(
-            plan, health, cost, Settings(uneven=False, zero_bubble=cost.training.splits_backward)
+            plan, health, cost, Settings(zero_bubble=cost.training.splits_backward)
         )
     return STRATEGIES[name].strategy
 

@@ -26,6 +26,7 @@ class Answer:
         moving_bytes: of weights and optimizer, over all workers, to get from the plan in force to this one.
         moving_s: how long the job stands for that.
         reason: why there is no plan.
+        all_well: what the strategy gets out of the same workers with all of them well.
     """
 
     strategy: str
@@ -35,6 +36,7 @@ class Answer:
     moving_bytes: float = 0.0
     moving_s: float = 0.0
     reason: str = ""
+    all_well: Evaluation | None = None
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,14 @@ class Situation:
         title: the job, in words.
         plan: the one in force.
         health, cost: of what is left.
+        costs: where they are from, in words.
     """
 
     title: str
     plan: ParallelPlan
     health: Health
     cost: JobCost
+    costs: str
 
     @property
     def healthy(self) -> Evaluation:
@@ -84,7 +88,18 @@ def ask(name: str, strategy: Strategy, situation: Situation, clock: Callable[[],
         evaluation=evaluate(plan, situation.health, cost),
         moving_bytes=sum(bytes_to_move(before, plan, cost).values()),
         moving_s=seconds_to_get_there(before, plan, cost),
+        all_well=_all_well(strategy, situation),
     )
+
+
+def _all_well(strategy: Strategy, situation: Situation) -> Evaluation:
+    """The plan in force may be a poor one, so that its own speed says little of what a fault costs."""
+    before, cost = situation.plan, situation.cost
+    health = Health(dict.fromkeys(before.members, 1.0))
+    try:
+        return evaluate(strategy(before, health, cost), health, cost)
+    except NoPlanError:
+        return situation.healthy
 
 
 def to_json(situation: Situation, answers: Mapping[str, Answer]) -> dict[str, Any]:
@@ -92,6 +107,7 @@ def to_json(situation: Situation, answers: Mapping[str, Answer]) -> dict[str, An
     unmitigated = situation.unmitigated
     return {
         "job": situation.title,
+        "costs": situation.costs,
         "live": len(situation.health.live),
         "dead": sorted(set(situation.plan.members) - set(situation.health.speed)),
         "slow": {str(worker): speed for worker, speed in situation.health.speed.items() if speed < 1},
@@ -109,6 +125,7 @@ def _answer_to_json(situation: Situation, answer: Answer) -> dict[str, Any]:
     return {
         "samples_per_s": answer.evaluation.samples_per_s,
         "iteration_s": answer.evaluation.iteration_s,
+        "all_well_samples_per_s": answer.all_well.samples_per_s if answer.all_well else None,
         "share_of_bound": answer.evaluation.share_of_bound,
         "planning_s": answer.planning_s,
         "bytes_to_move": round(answer.moving_bytes),

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.report.plan_flags import add_health_arguments, add_size_arguments
+from megatron_resihp.report.plan_flags import add_health_arguments, add_size_arguments, add_uneven_argument
 
 WORKERS: Final = re.compile(r"[\d,=.–-]+")
 """How what --dead, --slow and --link take is written, right or wrong."""
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is wanted")
     what.add_argument("--strategy", metavar="NAME", help="who plans (default: joint; --compare shows all names)")
     what.add_argument("--compare", action="store_true", help="ask all strategies, and show the best plan")
+    add_uneven_argument(what)
     what.add_argument("--json", action="store_true", help="print JSON instead of tables")
     what.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the timelines before and after")
     parser.set_defaults(parser=parser)

@@ -55,6 +55,14 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--gbps", type=float, default=25.0, metavar="X", help="Gb/s of each GPU to others (default 25)")
 
 
+def add_uneven_argument(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    """The flag that lets `joint` make plans which no job can run yet."""
+    group.add_argument(
+        "--uneven", action="store_true", help="let joint give the members of a stage unlike shards, 3 of 4 GPUs say; "
+        "no job can run such plans yet",
+    )  # fmt: skip
+
+
 def add_health_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of who is dead or slow, and how long that may stay so."""
     group = parser.add_argument_group("how the workers are")

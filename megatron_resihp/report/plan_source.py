@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +19,11 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import Model, ModelError, model_from_arguments
 from megatron_resihp.cost.memory import with_layers
 from megatron_resihp.cost.presets import preset
+from megatron_resihp.cost.running import UnknownCost, cost_of_job
+from megatron_resihp.cost.store import FILE_NAME as COST_MODEL_NAME
+from megatron_resihp.cost.store import CostModelError, load
 from megatron_resihp.cost.training import Recompute, Training, TrainingError, training_from_arguments
-from megatron_resihp.plan import ParallelPlan, PlanError
+from megatron_resihp.plan import Chunk, ParallelPlan, PlanError
 from megatron_resihp.report import events as names
 from megatron_resihp.report.events import FILE_NAME, Event, read_events
 from megatron_resihp.report.plan_flags import SIZES
@@ -54,12 +58,14 @@ class Source:
         title: in words.
         plan: the one in force, with its layers.
         cost: what work costs in it.
+        costs: where that is from, in words.
         places: of a run's workers; None: they all bear the names of theirs.
     """
 
     title: str
     plan: ParallelPlan
     cost: JobCost
+    costs: str
     places: int | None = None
 
 
@@ -128,7 +134,11 @@ def _of_flags(namespace: argparse.Namespace) -> Source:
         workers_per_node=namespace.workers_per_node or 8,
     )
     title = f"{namespace.model}, {sizes.workers} GPUs, TP {sizes.tensor} × PP {sizes.pipeline} × DP {sizes.data}"
-    return Source(f"{title}, {sizes.micro_batches} micro-batches", sizes.plan(), sizes.cost())
+    return Source(f"{title}, {sizes.micro_batches} micro-batches", sizes.plan(), sizes.cost(), _from_flops(namespace))
+
+
+def _from_flops(namespace: argparse.Namespace) -> str:
+    return f"from FLOPs and a device of {namespace.tflops:g} TFLOP/s, so ratios say more than seconds"
 
 
 def _replicas(namespace: argparse.Namespace) -> int:
@@ -169,15 +179,46 @@ def _of_run(run_dir: Path, namespace: argparse.Namespace) -> Source:
     model = _model(arguments, path)
     plan = _plan(epoch["plan"], model, path)
     per_node = started["nproc_per_node"]
-    cost = JobCost(
-        model=model,
-        training=training_from_arguments(arguments),
-        device=_device(namespace),
-        micro_batches=plan.micro_batch_count,
-        workers_per_node=namespace.workers_per_node or per_node,
+    places = started["most_nodes"] * per_node
+    cost, costs = _measured(run_dir, found, namespace, places, per_node) or (
+        JobCost(
+            model=model,
+            training=training_from_arguments(arguments),
+            device=_device(namespace),
+            micro_batches=plan.micro_batch_count,
+            workers_per_node=namespace.workers_per_node or per_node,
+        ),
+        _from_flops(namespace),
     )
     title = f"{run_dir}, epoch {epoch['epoch']}, {len(plan.members)} live workers"
-    return Source(title, plan, cost, started["most_nodes"] * per_node)
+    return Source(title, plan, cost, costs, places)
+
+
+def _measured(
+    run_dir: Path, found: Sequence[Event], namespace: argparse.Namespace, places: int, per_node: int
+) -> tuple[JobCost, str] | None:
+    """What work costs as the run has it, as for its own planner, and where that is from; None: nothing was measured."""
+    told, model = _last(found, names.JOB), _last(found, names.MODEL)
+    if told is None or model is None or "chunks" not in told:
+        return None
+    own = tuple(Chunk(*chunk) for chunk in told["chunks"])
+    reserve = namespace.memory_reserve
+    if reserve is None:
+        reserve = told.get("memory_reserve", MEMORY_RESERVE)
+    job = {
+        **told, "arguments": model["arguments"], "memory_reserve": reserve,
+        "device_memory": told.get("device_memory") or int(namespace.memory_gib * 2**30),
+    }  # fmt: skip
+    per_node = namespace.workers_per_node or per_node
+    if job.get("emulated"):
+        with suppress(UnknownCost):
+            return cost_of_job(job, places, per_node, own, None), f"of the emulated device {job['emulated']}"
+    path = run_dir / COST_MODEL_NAME
+    try:
+        cost = cost_of_job({**job, "emulated": None}, places, per_node, own, load(path))
+    except (UnknownCost, CostModelError):
+        return None
+    return (cost, f"as the run has measured them, from {path}") if cost.alone is not None else None
 
 
 def _model(arguments: Mapping[str, Any], path: Path) -> Model:

@@ -27,6 +27,7 @@ def render(situation: Situation, answers: Mapping[str, Answer], shown: Answer, c
     """Print it."""
     console.print(Text(situation.title, style="bold"), soft_wrap=True)
     console.print(Text(f"  {_state(situation)}"), soft_wrap=True)
+    console.print(Text(f"  costs: {situation.costs}"), soft_wrap=True)
     _plan(f"Before ({_rate(situation.healthy)} healthy, {_now(situation)})", situation.plan, situation, console)
     if shown.plan is None:
         console.print(f"\n[bold red]{shown.strategy}: no plan:[/bold red] {shown.reason}", soft_wrap=True)
@@ -116,9 +117,9 @@ def _stage_times(replica: Replica, health: Health, cost: JobCost) -> dict[int, f
 
 
 def _answers(situation: Situation, answers: Iterable[Answer], shown: Answer) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("strategy", no_wrap=True)
-    for name in ("samples/s", "of healthy", "of bound", "idle", "to move", "moved in", "planned in"):
+    for name in ("samples/s", "of healthy", "all well", "of bound", "idle", "to move", "moved in", "planned"):
         table.add_column(name, justify="right")
     for answer in sorted(answers, key=lambda a: -(a.evaluation.samples_per_s if a.evaluation else 0.0)):
         style = "bold" if answer is shown else ""
@@ -129,6 +130,7 @@ def _answers(situation: Situation, answers: Iterable[Answer], shown: Answer) -> 
             answer.strategy,
             rate(answer.evaluation.samples_per_s),
             f"{answer.evaluation.samples_per_s / situation.healthy.samples_per_s:.1%}",
+            _share(answer.evaluation, answer.all_well),
             f"{answer.evaluation.share_of_bound:.1%}",
             str(len(situation.health.speed) - len(answer.plan.working)),
             size(round(answer.moving_bytes)),
@@ -137,6 +139,10 @@ def _answers(situation: Situation, answers: Iterable[Answer], shown: Answer) -> 
             style=style,
         )
     return table
+
+
+def _share(evaluation: Evaluation, of: Evaluation | None) -> str:
+    return NONE if of is None else f"{evaluation.samples_per_s / of.samples_per_s:.1%}"
 
 
 def layers_of(replica: Replica, stage: int) -> str:

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,7 @@ from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
 from megatron_resihp.planner.bridge import strategy_named
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.strategies.joint import UNEVEN, joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Change, Entry
 from megatron_resihp.planner.strategy import Strategy
 from megatron_resihp.report.drawing import drawing
@@ -63,7 +65,7 @@ def _situation(source: Source, namespace: argparse.Namespace) -> Situation:
     health = health_of(namespace.dead, namespace.slow, namespace.link, source.plan.members)
     if not health.live:
         raise BadInput("all workers are dead; leave at least one")
-    return Situation(source.title, source.plan, health, source.cost)
+    return Situation(source.title, source.plan, health, source.cost, source.costs)
 
 
 def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, Strategy]:
@@ -72,7 +74,10 @@ def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, S
         mend = f"{suggestion(chosen, STRATEGIES)}known are {', '.join(STRATEGIES)}"
         raise BadInput(f"unknown strategy {chosen!r}; {mend}")
     asked = STRATEGIES if namespace.compare else {chosen: STRATEGIES[chosen]}
-    return {name: _strategy(name, entry, source.places) for name, entry in asked.items()}
+    if namespace.uneven and source.places is not None:
+        raise BadInput("--uneven is of no use to a run: no job can run what it gives; leave it out")
+    found = {name: _strategy(name, entry, source.places) for name, entry in asked.items()}
+    return {**found, "joint": partial(joint, settings=UNEVEN)} if namespace.uneven and "joint" in found else found
 
 
 def _strategy(name: str, entry: Entry, places: int | None) -> Strategy:

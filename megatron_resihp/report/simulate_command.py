@@ -10,6 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatron_resihp.report.plan_flags import add_uneven_argument
+
 EPILOG = """\
 SCENARIO is a JSON file (schema in docs/planning.md) or a published experiment, which --list names:
 
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether joint asks other strategies and tunes pipelines, which takes most of its time: always (as in a "
         "job: up to 512 workers), never, or auto (up to 64; the default)",
     )  # fmt: skip
+    add_uneven_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--out", type=Path, default=Path("resihp-simulation"), metavar="DIR", help="default %(default)s"

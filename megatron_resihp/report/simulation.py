@@ -87,8 +87,9 @@ def simulate(namespace: argparse.Namespace) -> None:
     except (ScenarioError, SizesError) as error:
         raise BadInput(str(error)) from None
     strategies = _strategies([*(namespace.strategies or scenario.strategies)])
+    if "joint" in strategies:
+        strategies = {**strategies, "joint": _joint_as_wanted(strategies["joint"], namespace)}
     if not _second_step(scenario, namespace) and "joint" in strategies:
-        strategies = {**strategies, "joint": _first_step_only(strategies["joint"], namespace)}
         workers = scenario.sizes.workers
         print(f"joint: without its second step, for {workers} workers (--second-step {namespace.second_step}); "
               "its plans may be a little slower than those of a running job", file=sys.stderr)  # fmt: skip
@@ -131,9 +132,9 @@ def _second_step(scenario: Scenario, namespace: argparse.Namespace) -> bool:
     return scenario.sizes.workers <= SECOND_STEP_UP_TO[namespace.second_step]
 
 
-def _first_step_only(entry: Entry, namespace: argparse.Namespace) -> Entry:
-    """`joint` as it is in jobs that are too large for its second step."""
-    settings = replace(DEFAULT, second_step_up_to=SECOND_STEP_UP_TO[namespace.second_step])
+def _joint_as_wanted(entry: Entry, namespace: argparse.Namespace) -> Entry:
+    up_to = SECOND_STEP_UP_TO[namespace.second_step]
+    settings = replace(DEFAULT, uneven=namespace.uneven, second_step_up_to=up_to)
     return replace(entry, strategy=partial(joint, settings=settings))
 
 

@@ -60,8 +60,8 @@ TAKEN: Final = (
     "recycle: its staggered optimizer is not modelled, no strategy is judged by more than one iteration",
     "recycle, oobleck, greyhound and adaptra: written from their abstracts and summaries in public text, not from the "
     "full papers",
-    "joint: its plans may have uneven shards (3 of 4 GPUs, say), which the executor can't run yet; no other strategy's "
-    "plans have any",
+    "joint: even shards, as jobs run them; with --uneven also uneven shards (3 of 4 GPUs, say), which no other "
+    "strategy's plans have",
 )
 """What the published text leaves open, and what is taken here."""
 

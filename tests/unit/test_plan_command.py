@@ -3,14 +3,22 @@
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_resihp.cli import main
-from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.cost.fit import fit
+from megatron_resihp.cost.model import CostModel
+from megatron_resihp.cost.running import cost_of_job
+from megatron_resihp.cost.store import save
+from megatron_resihp.plan import ParallelPlan, even_chunks, spelled_out
 from megatron_resihp.plan.places import renamed
+from megatron_resihp.planner.evaluation import evaluate
+from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.registry import STRATEGIES
 from megatron_resihp.report.plan_source import megatron_arguments
 
@@ -139,7 +147,7 @@ def test_bad_input_gets_one_line(arguments: tuple[Any, ...], said: str, capsys: 
 SMALL: dict[str, Any] = {"replicas": [{"stages": [[0]], "micro_batches": [0]}], "standbys": {}}
 
 
-def write_run(run_dir: Path, command: list[str], plans: list[dict[str, Any]]) -> Path:
+def write_run(run_dir: Path, command: list[str], plans: list[dict[str, Any]], *told: dict[str, Any]) -> Path:
     run_dir.mkdir()
     started = {
         "time": 0.0, "epoch": 0, "worker": None, "event": "run_started", "nproc_per_node": 8, "most_nodes": 1,
@@ -149,7 +157,7 @@ def write_run(run_dir: Path, command: list[str], plans: list[dict[str, Any]]) ->
         {"time": 1.0 + number, "epoch": number, "worker": None, "event": "epoch_started", "plan": each}
         for number, each in enumerate(plans)
     ]
-    (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [started, *epochs]))
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [started, *told, *epochs]))
     return run_dir
 
 
@@ -190,11 +198,11 @@ def test_a_worker_that_was_started_anew_is_where_its_predecessor_was(
 
 def test_plans_that_no_job_can_run_yet_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--model", "llama2-7b", "--tp", 4, "--micro-batches", 2, "--memory-gib", 160)
-    assert plan(*sizes, "--dead", 3) == 0
+    assert plan(*sizes, "--dead", 3, "--uneven") == 0
     shown = capsys.readouterr().out
     assert shown.count("members of a stage hold unlike shards: no job can run this plan yet\n") == 1
-    assert plan(*sizes, "--dead", 3, "--strategy", "resihp") == 0
-    assert "unlike shards" not in capsys.readouterr().out
+    assert plan(*sizes, "--dead", 3) == 0
+    assert "unlike shards" not in capsys.readouterr().out, "unless they are asked for"
 
 
 class Terminal(io.StringIO):
@@ -225,6 +233,52 @@ def test_a_runs_last_plan_is_in_force(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["live"] == 5
     assert found["plan"]["replicas"][0]["chunks"] == [[0, 0, 3], [1, 3, 6]]
     assert found["unmitigated_samples_per_s"] < found["healthy_samples_per_s"]
+
+
+ARGUMENTS = {
+    "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 128, "max_position_embeddings": 128,
+    "padded_vocab_size": 128, "micro_batch_size": 1, "bf16": True, "add_bias_linear": False,
+}  # fmt: skip
+TWO_STAGES = {"replicas": [{"stages": [[0], [1]], "micro_batches": [0, 1, 2, 3]}], "standbys": {}}
+
+
+def told(emulated: str | None) -> list[dict[str, Any]]:
+    """What workers have told of a job of two stages."""
+    event = {"time": 0.5, "epoch": 0, "worker": None}
+    job = {
+        "tensor_parallel": 1, "pipeline_parallel": 2, "chunks": [[0, 0, 3], [1, 3, 6]], "micro_batches": 4,
+        "global_batch_size": 4, "train_iters": 10, "emulated": emulated, "device_memory": None,
+    }  # fmt: skip
+    return [{**event, "event": "job", **job}, {**event, "event": "model", "arguments": ARGUMENTS}]
+
+
+def test_costs_are_those_of_the_runs_emulated_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "run", COMMAND, [TWO_STAGES], *told("h800"))
+    assert plan(run_dir, "--slow", "1=0.5", "--json") == 0
+    found = as_json(capsys)
+    assert found["costs"] == "of the emulated device h800"
+    job = {**told("h800")[0], "arguments": ARGUMENTS}
+    cost = cost_of_job(job, 8, 8, even_chunks(4, 2), None)
+    in_force = spelled_out(ParallelPlan.from_dict(TWO_STAGES), even_chunks(4, 2))
+    healthy = evaluate(in_force, Health({0: 1.0, 1: 1.0}), cost)
+    assert found["healthy_samples_per_s"] == pytest.approx(healthy.samples_per_s)
+    assert found["strategies"]["joint"]["all_well_samples_per_s"] >= healthy.samples_per_s
+
+
+def test_costs_are_those_that_the_run_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "run", COMMAND, [TWO_STAGES], *told(None))
+    assert plan(run_dir, "--strategy", "drop-replica") == 0
+    assert "costs: from FLOPs and a device of 312 TFLOP/s" in capsys.readouterr().out, "nothing was measured yet"
+    # F takes half a second in both stages, whatever is in the micro-batch, and B one.
+    tokens, squares = np.full(30, 128.0), np.full(30, 128.0 * 128)
+    seconds = np.array([[[[0.5]], [[1.0]], [[np.nan]]]] * 2) * np.ones(30)
+    nothing = fit(tokens, squares, np.full(seconds.shape, np.nan))
+    collectives = replace(nothing, gamma=np.zeros(seconds.shape[:-1]))
+    save(CostModel(fit(tokens, squares, seconds), collectives), run_dir / "cost_model.json")
+    assert plan(run_dir, "--strategy", "drop-replica", "--json") == 0
+    found = as_json(capsys)
+    assert found["costs"] == f"as the run has measured them, from {run_dir / 'cost_model.json'}"
+    assert found["healthy_samples_per_s"] == pytest.approx(4 / (5 * 1.5), rel=1e-3)
 
 
 def test_a_run_without_its_models_sizes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,8 @@ class Settings:
     """How to search.
 
     Attributes:
-        uneven: whether tensor-parallel members may hold unlike shards (3 of 4, say); such plans are marked.
+        uneven: whether tensor-parallel members may hold unlike shards (3 of 4, say); such plans are marked, and no job
+            can run them yet.
         zero_bubble: whether replicas may run ZB-H1 instead of 1F1B.
         starts: how many first layouts are improved.
         steps: moves that are tried on each with 64 workers; more with fewer, whose moves take less time.
@@ -51,7 +52,7 @@ class Settings:
         second_step_up_to: workers; with more, other strategies are not asked and nothing is tuned.
     """
 
-    uneven: bool = True
+    uneven: bool = False
     zero_bubble: bool = True
     starts: int = 6
     steps: int = 90
@@ -62,6 +63,7 @@ class Settings:
 
 
 DEFAULT: Final = Settings()
+UNEVEN: Final = Settings(uneven=True)
 _LEAST_STEPS: Final = 60
 _SPEEDS: Final = 200
 """Steps of speed that candidates are made for."""

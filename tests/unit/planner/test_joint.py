@@ -36,7 +36,7 @@ BEFORE = ParallelPlan(
         Replica(((8, 9, 10, 11), (12, 13, 14, 15)), (1, 3, 5, 7), HALVES),
     )
 )
-QUICK = Settings(starts=2, steps=10, seeds=(), effort=0)
+QUICK = Settings(uneven=True, starts=2, steps=10, seeds=(), effort=0)
 
 health_of_16 = st.dictionaries(st.integers(0, 15), st.floats(0.2, 1.0), min_size=1).map(Health)
 
@@ -57,7 +57,8 @@ def test_any_health_gives_a_plan_that_fits_or_a_reason(health: Health) -> None:
 
 def test_the_number_of_cores_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts are improved at the same time; each has random numbers of its own."""
-    health, many = Health({worker: 0.7 if worker % 5 else 1.0 for worker in range(15)}), Settings(seeds=(), effort=0)
+    health = Health({worker: 0.7 if worker % 5 else 1.0 for worker in range(15)})
+    many = Settings(uneven=True, seeds=(), effort=0)
     found = []
     for cores in (1, 4):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
@@ -69,7 +70,7 @@ def test_unlike_workers_leave_no_replica_without_any() -> None:
     """Two fast workers and a slow one for three replicas: power can't be shared out evenly."""
     cost = job(layers=11, micro_batches=4, workers_per_node=1, memory=20 * 2**30)
     health = Health({1: 1.0, 2: 1.0, 3: 0.2})
-    plan = joint(first_plan(cost, 1, 2, 2), health, cost, Settings(seeds=(), effort=0))
+    plan = joint(first_plan(cost, 1, 2, 2), health, cost, Settings(uneven=True, seeds=(), effort=0))
     assert set(plan.members) == health.speed.keys()
 
 
@@ -172,7 +173,7 @@ def test_split_backward_is_used_where_it_is_allowed_and_pays() -> None:
 def test_plans_of_small_jobs_are_near_the_proven_optimum(dead: tuple[int, ...]) -> None:
     cost = replace(COST, device=replace(DEVICE, memory=80 * 2**30))
     health = Health({worker: 0.7 if worker == 6 else 1.0 for worker in range(8) if worker not in dead})
-    plan = joint(BEFORE, health, cost, Settings(zero_bubble=False, seeds=(), effort=0))
+    plan = joint(BEFORE, health, cost, Settings(uneven=True, zero_bubble=False, seeds=(), effort=0))
     seconds = evaluate(plan, health, cost).iteration_s
     assert optimum(health, cost, seconds) >= seconds / 1.05
 

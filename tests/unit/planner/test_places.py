@@ -18,7 +18,7 @@ from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.strategies.joint import Settings, joint
 
 COST = job(layers=8, memory=40 * 2**30)
-QUICK = Settings(starts=2, steps=10, seeds=(), effort=0, zero_bubble=False)
+QUICK = Settings(uneven=True, starts=2, steps=10, seeds=(), effort=0, zero_bubble=False)
 
 
 def moved(before: ParallelPlan, after: ParallelPlan, cost: JobCost = COST) -> float:
