@@ -200,7 +200,7 @@ _EVENTS: Final[Mapping[str, Fields]] = {
 _OTHERS_EVENTS: Final = frozenset({
     "run_started", "job", "model", "epoch_started", "epoch_broken", "recovery", "agreed", "plan_change",
     "change_refused", "reconfiguration", "worker_dead", "worker_failed", "worker_restarted", "worker_waiting",
-    "node_left", "run_finished", "verdict", "plan_failed",
+    "node_left", "exposed", "run_finished", "verdict", "plan_failed",
 })  # fmt: skip
 """Events that no worker writes, and to which somebody on node 0 reacts, or a reader of the log."""
 

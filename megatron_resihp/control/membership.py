@@ -12,6 +12,7 @@ from megatron_resihp.control.actions import Action, Log, Notify, Phase, PublishP
 from megatron_resihp.control.causes import ending
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.epochs import Epochs, Message
+from megatron_resihp.control.exposure import exposure, in_words
 from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
 from megatron_resihp.control.record import Record
 from megatron_resihp.plan import Chunk, Shard
@@ -134,7 +135,16 @@ class Membership(Epochs):
             missing = tuple(shard for key in unlike for shard in shards_of_key(key, self.own, degree))
             return [*self._broken(cause), *self._salvage(cause, now, missing)]
         actions = self._go(self.plan, now)
-        return [*actions, *self._invitations()] if self.epoch == 0 else actions
+        return [*actions, self._exposed(), *self._invitations()] if self.epoch == 0 else actions
+
+    def _exposed(self) -> Log:
+        """What would end the job, said while something can be done about it."""
+        assert self.shape is not None
+        shared = bool(self.job.get("distributed_optimizer"))
+        found = exposure(self.shape, self.size.workers, self.job["pipeline_last"], shared)
+        nodes = [0, *found.nodes] if self.size.nodes > 1 else []
+        said = in_words(self.size.nodes, found)
+        return Log({"event": "exposed", "nodes": nodes, "workers": list(found.workers), "said": said})
 
     def _invitations(self) -> list[Action]:
         """Nodes that may join, once there is something to join."""

@@ -253,6 +253,15 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("place", INTEGER, "its place: the id of who was there first, which may be itself"),
         ),
     ),
+    names.EXPOSED: EventSchema(
+        "coordinator",
+        "Which single losses would end the job as it is placed at the start.",
+        (
+            Field("nodes", INTEGERS, "of these nodes, with node 0, whose coordinator ends with it"),
+            Field("workers", INTEGERS, "of these workers, alone"),
+            Field("said", TEXT, "in words, with what would mend it"),
+        ),
+    ),
     names.NODE_LEFT: EventSchema(
         "coordinator",
         "A node that was told to end has left; no plan has its workers any more.",
