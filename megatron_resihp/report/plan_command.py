@@ -19,7 +19,8 @@ WORKERS: Final = re.compile(r"[\d,=.–-]+")
 
 EPILOG = """\
 RUN_DIR is the run directory of a job that was started with `resihp launch` and --resihp: its last plan is in force, its
-flags give the sizes. Layer times follow from FLOPs and the devices' peak, so that ratios say more than seconds do.
+flags give the sizes, and layers take as long as it has measured or emulates. Without a run their times follow from
+FLOPs and the devices' peak, so that ratios say more than seconds do.
 
   resihp plan --model llama2-13b --gpus 32 --tp 4 --pp 4 --slow 5=0.5 --compare
   resihp plan --model llama2-70b --gpus 256 --tp 4 --pp 16 --dead 8-15 40 --plot timelines.png
