@@ -142,7 +142,7 @@ class Agent:
             if isinstance(letter, Ending):
                 self._end(letter, now)
             elif isinstance(letter, GivenUp):
-                self._end_given_up(letter.workers)
+                self._end_given_up(letter)
             else:
                 self._on_signal(letter, now)
         while self._schedule and self._schedule[0][0] <= now:
@@ -225,10 +225,12 @@ class Agent:
             # Nobody can take its place while it is there, and it may be stopped for good.
             linux.kill_group(worker.pid)
 
-    def _end_given_up(self, workers: frozenset[int]) -> None:
+    def _end_given_up(self, given_up: GivenUp) -> None:
         """What the coordinator has given up may run on, cut off from it alone: its place is another one's now."""
         for worker in self._living():
-            if worker.number in workers and not worker.given_up:
+            if worker.number in given_up.workers and not worker.given_up:
+                if given_up.for_good:
+                    self._restarts_left[place_of(worker.number, self._starter.places)] = 0
                 self._give_up(worker)
                 linux.kill_group(worker.pid)
 

@@ -161,7 +161,9 @@ _FIELDS: Final[Mapping[str, Fields]] = {
     ),
     "suspect": _of_worker(epoch=_is_int(-1), error=_is_text),
     "plan_failed": _of_worker(epoch=_NATURAL, error=_is_text),
-    "muster": _of_worker(epoch=_NATURAL, record=_RECORD, held=_list_of(_is_shard)),
+    "muster": _of_worker(epoch=_NATURAL, record=_RECORD, held=_list_of(_is_shard),
+        **{"unreachable?": _list_of(_NATURAL)},
+    ),
     "prepared": _of_worker(number=_NATURAL),
     "trained": _of_worker(iteration=_NATURAL),
     "salvaged": _of_worker(),
@@ -257,7 +259,7 @@ def read_message(text: str, size: JobSize, may_exist: Callable[[int], bool]) -> 
 
 
 _NOTICES: Final[Mapping[str, Fields]] = {
-    "broken": {"epoch": _NATURAL, "cause": _is_text},
+    "broken": {"epoch": _NATURAL, "cause": _is_text, "probe?": _is_flag},
     "stop": {"signal": _is_int(1, 64)},
     "finishing": {},
     "end": {"code": _is_int(0, 255), "reason": _is_text},
@@ -269,7 +271,7 @@ _NOTICES: Final[Mapping[str, Fields]] = {
                  "transfers": _list_of(_object_of({}))},
     "change": {"number": _POSITIVE, "epoch": _NATURAL, "plan": _object_of({})},
     "join": {"epoch": _NATURAL, "workers": _list_of(_NATURAL)},
-    GIVEN_UP: {"workers": _list_of(_NATURAL), "reason": _is_text},
+    GIVEN_UP: {"workers": _list_of(_NATURAL), "reason": _is_text, "for_good?": _is_flag},
     "dismissed": {"worker": _NATURAL, "reason": _is_text},
     LEFT: {"agent": _NATURAL, "workers": _list_of(_NATURAL)},
     SAVE: {"number": _POSITIVE},

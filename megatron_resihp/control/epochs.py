@@ -38,6 +38,7 @@ from megatron_resihp.control.epoch_events import agreed, epoch_started, reconfig
 from megatron_resihp.control.first_step import FirstSteps
 from megatron_resihp.control.holdings import Held, require_all_parts, written_once
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.links import FailedLinks, Separated
 from megatron_resihp.control.newcomers import Newcomers, arrival
 from megatron_resihp.control.next_plan import NextPlan, Survivors, first_again, rectangles, rectangles_or_less
 from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
@@ -86,6 +87,9 @@ class Epochs:
     _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
     _records: dict[int, Record] = field(default_factory=dict)
     _held: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
+    _unreachable: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Whom survivors have not reached since the epoch broke."""
+    _links: FailedLinks = field(init=False)
     _left_s: float | None = None
     """What is left of the bounded wait that is under way."""
     _first: ParallelPlan | None = None
@@ -110,6 +114,7 @@ class Epochs:
     def __post_init__(self) -> None:
         self.newcomers = Newcomers(self.size)
         self.departures = Departures(self.newcomers)
+        self._links = FailedLinks(self.newcomers.node_of)
 
     @property
     def living(self) -> set[int]:
@@ -285,6 +290,7 @@ class Epochs:
         for worker in fresh:
             self.newcomers.heard_of(worker)
             self._records.pop(worker, None)
+        self._links.forget(fresh.keys() & members)
         if not fresh.keys() & members:
             return actions
         if self.phase is Phase.STARTING:
@@ -306,7 +312,30 @@ class Epochs:
         self.phase, self._left_s = Phase.MUSTERING, self.limits.leave_s
         self._records, self._held = {}, {}
 
-    def _break(self, cause: str, now: float) -> list[Action]:
+    def _leave_out(self, separated: Separated, now: float) -> list[Action]:
+        """Do without one side of a link that fails again and again while both live."""
+        why, without = f"left out, because {separated.why}", sorted(separated.without)
+        self._links.left_out.update(without)
+        return [
+            Log({"event": "link_failed", "reason": separated.why, "left_out": without}),
+            Notify({"kind": messages.GIVEN_UP, "workers": without, "reason": why, "for_good": True}),
+            *self._die(dict.fromkeys(without, why), now, now),
+        ]
+
+    def _capacity_without(self, workers: frozenset[int]) -> int | None:
+        """How many would have work without these; None: there is no plan."""
+        held = {worker: self._held[worker] for worker in self._records.keys() - workers}
+        try:
+            if self._running is not None and self._optimizer_is_shared_out:
+                require_all_parts(self._running, held)
+            return len(rectangles_or_less(self._survivors(held))[0].working)
+        except NoPlanError:
+            return None
+
+    def _break(self, cause: str, now: float, probe: bool = False) -> list[Action]:
+        """Args:
+            probe: whether survivors are to find out whom they can reach; after a death they go on at once.
+        """
         leaving = self.phase is Phase.MUSTERING and self._change is not None
         if self.phase not in (Phase.RUNNING, Phase.BUILDING) and not leaving:
             return []
@@ -314,14 +343,15 @@ class Epochs:
             self._broken_at = now
         if not leaving:  # who has reported by choice won't report again
             self._records, self._held = {}, {}
+        self._unreachable = {}
         self._change = None
         self.phase, self._left_s = Phase.MUSTERING, self.limits.muster_s
-        return self._broken(cause)
+        return self._broken(cause, probe)
 
-    def _broken(self, cause: str) -> list[Action]:
+    def _broken(self, cause: str, probe: bool = False) -> list[Action]:
         return [
             Log({"event": "epoch_broken", "epoch": self.epoch, "broken_epoch": self.epoch, "cause": cause}),
-            Notify({"kind": "broken", "epoch": self.epoch, "cause": cause}),
+            Notify({"kind": "broken", "epoch": self.epoch, "cause": cause, "probe": probe}),
         ]
 
     def _decide(self, now: float) -> list[Action]:
@@ -332,6 +362,10 @@ class Epochs:
         if self.living - set(self._records):
             return []
         assert self.shape is not None and self.plan is not None
+        self._links.note(self.epoch, self._unreachable)
+        separated = self._links.separated(self.living, self._capacity_without)
+        if separated is not None and separated.without:
+            return self._leave_out(separated, now)
         try:
             commit = resolve(self._records.values(), self.commit)
         except NoCommitError as error:
@@ -344,6 +378,8 @@ class Epochs:
             step = [Log(agreed(self.epoch, commit, commit.outcome))]
         if self._to_save:
             return step + self._salvage(self._to_save, now)
+        if separated is not None:
+            return step + self._salvage(f"{separated.why}, and there is no plan without either", now)
         if self._recoveries_here > self.limits.recoveries_per_iteration:
             return step + self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
                                         f"{commit.iteration}", now)  # fmt: skip

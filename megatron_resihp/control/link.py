@@ -16,7 +16,7 @@ from typing import Any, Final
 from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.door import MalformedError, read_end, read_notice
 from megatron_resihp.control.lifeline import Lifeline
-from megatron_resihp.control.mailbox import Ending
+from megatron_resihp.control.mailbox import Ending, GivenUp
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
 
@@ -47,7 +47,7 @@ class Link:
         introduce: Callable[[Store], Lifeline | None],
         on_end: Callable[[Ending], None],
         on_slowness: Callable[[Slowness], None],
-        on_given_up: Callable[[frozenset[int]], None] = lambda workers: None,
+        on_given_up: Callable[[GivenUp], None] = lambda given_up: None,
         name: int = 0,
     ) -> None:
         self.name = name
@@ -133,7 +133,8 @@ class Link:
                     if notice["kind"] == messages.SLOWNESS and not notice["emulated"]:
                         self._on_slowness(Slowness.from_dict(notice))
                     if notice["kind"] == messages.GIVEN_UP:
-                        self._on_given_up(frozenset(notice["workers"]))
+                        given_up = GivenUp(frozenset(notice["workers"]), notice.get("for_good", False))
+                        self._on_given_up(given_up)
                     if notice["kind"] == messages.LEFT and notice["agent"] == self.name:
                         members, reason = frozenset(notice["workers"]), "this node has left the job, which goes on"
                         self._on_end(Ending(exit_codes.FINISHED, reason, LEAVING_S, members=members))

@@ -40,9 +40,10 @@ class Ending:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """The coordinator has given up workers, which may be of any node."""
+    """The coordinator has given up workers, which may be of any node. `for_good`: none come in their places."""
 
     workers: frozenset[int]
+    for_good: bool = False
 
 
 class Mailbox:
@@ -63,9 +64,9 @@ class Mailbox:
         self._letters.append(ending)
         self._wake()
 
-    def give_up(self, workers: frozenset[int]) -> None:
+    def give_up(self, given_up: GivenUp) -> None:
         """Thread-safe."""
-        self._letters.append(GivenUp(workers))
+        self._letters.append(given_up)
         self._wake()
 
     def take(self) -> list[Ending | GivenUp | int]:

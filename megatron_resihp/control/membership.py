@@ -58,7 +58,7 @@ class Membership(Epochs):
         if self.phase is Phase.BUILDING:
             # Most of them wait for one that hangs. That one will not report either, and is given up then.
             names = ", ".join(str(worker) for worker in sorted(self.living - set(self._ready)))
-            return self._break(f"not ready within {self.limits.build_s:g} s: {names}", now)
+            return self._break(f"not ready within {self.limits.build_s:g} s: {names}", now, probe=True)
         if self.phase is Phase.SALVAGING:
             return self._end_salvaged()
         return []
@@ -158,7 +158,7 @@ class Membership(Epochs):
         if plan is not None and message["worker"] not in plan.working:
             # The workers are leaving because they are done, perhaps with a long save: the standby waits for the end.
             return [Notify({"kind": "finishing"})]
-        return self._break(f"communication error on worker {message['worker']}: {message['error']}", now)
+        return self._break(f"communication error on worker {message['worker']}: {message['error']}", now, probe=True)
 
     def _on_plan_failed(self, message: Message, now: float) -> list[Action]:
         """An error of its own ends a worker, and the job; in a chosen plan's first step it may be the plan's."""
@@ -178,6 +178,7 @@ class Membership(Epochs):
             self._leave_by_choice(now)
         mustering = self.phase is Phase.MUSTERING
         broken = [] if mustering else self._break(f"worker {worker} left the epoch", now)
+        self._unreachable[worker] = tuple(message.get("unreachable", ()))
         self._records[worker] = Record.from_dict(message["record"])
         self._held[worker] = tuple(Shard(*shard) for shard in message["held"])
         return broken + self._decide(now)

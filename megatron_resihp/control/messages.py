@@ -18,6 +18,9 @@ LIFELINE_ADDRESS: Final = "lifeline_address"
 RECORDS_ADDRESS: Final = "records_address"
 """Key with host:port where agents of other nodes send the records of their workers."""
 
+KNOCK_AT: Final = "door/"
+"""What the keys begin with that hold host:port where each worker takes connections; see `reach`."""
+
 RUN: Final = "run"
 """Key of a token that this run alone has, by which others know that they talk to it."""
 
@@ -31,7 +34,8 @@ SLOWNESS: Final = "slowness"
 """Kind of the notice of what drills have slowed: {"emulated", "speeds", "links"}; for agents if not emulated."""
 
 GIVEN_UP: Final = "given_up"
-"""Kind of the notice that workers count as dead, whatever their processes do: {"workers", "reason"}."""
+"""Kind of the notice that workers count as dead, whatever their processes do: {"workers", "reason"} and, if none
+is to be started in their places, "for_good"."""
 
 LEFT: Final = "left"
 """Kind of the notice that a node which was told to leave may: {"agent", "workers"}."""

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_resihp.control import messages
+from megatron_resihp.control.address import Address, parse_address
 from megatron_resihp.control.door import MalformedError, read_notice
+from megatron_resihp.control.reach import unreachable
 from megatron_resihp.control.record import Commit, Record
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
@@ -34,6 +36,10 @@ DROPPED_SHOWN = 10
 
 class EpochBroken(Exception):
     """The control plane has marked the epoch as broken."""
+
+
+class UnreachableError(RuntimeError):
+    """A member of the plan can't be reached: a communication error like others."""
 
 
 class JobEnded(Exception):
@@ -86,6 +92,7 @@ class WorkerControl:
         on_broken: called in the notice thread when the current epoch is marked as broken or the job ends; must make
             blocked collectives of the epoch return with an error.
         epoch: that this worker begins in.
+        door: where others find out whether they can reach this worker; None: nowhere.
 
     Attributes:
         slowness: what drills have slowed, as far as this worker has heard.
@@ -93,7 +100,9 @@ class WorkerControl:
         on_change: called in the notice thread with the notice of a change of plan.
     """
 
-    def __init__(self, store: Store, worker: int, on_broken: Callable[[], None], epoch: int = 0) -> None:
+    def __init__(
+        self, store: Store, worker: int, on_broken: Callable[[], None], epoch: int = 0, door: Address | None = None
+    ) -> None:
         self.worker = worker
         self.epoch = epoch
         self.stop_signal: int | None = None
@@ -112,6 +121,11 @@ class WorkerControl:
         self._joins: int | None = None
         self._end: JobEnded | None = None
         self._dropped = 0
+        self._members: tuple[int, ...] = ()
+        self._to_probe: set[int] = set()
+        self._unreachable: list[int] = []
+        if door is not None:
+            store.set(f"{messages.KNOCK_AT}{worker}", str(door))
         self._news = threading.Condition()
         self._notice_store = store.clone()
         self._thread = threading.Thread(target=self._listen, name="resihp-notices", daemon=True)
@@ -218,8 +232,28 @@ class WorkerControl:
             JobEnded: there is nothing to come, or this worker was given up for dead.
         """
         self._finishing = False  # who was about to leave has to stay
-        self.tell("muster", epoch=self.epoch, record=record.to_dict(), held=held)
+        self._unreachable = self._knock(self._members) if self.epoch in self._to_probe else []
+        self.tell("muster", epoch=self.epoch, record=record.to_dict(), held=held, unreachable=self._unreachable)
         return self._enter(self.epoch + 1)
+
+    def check_reach(self, plan: ParallelPlan) -> None:
+        """Look once more for those that could not be reached: building groups with them would take minutes to fail.
+
+        Raises:
+            UnreachableError: one still can't be.
+        """
+        silent = self._knock(worker for worker in self._unreachable if worker in plan.members)
+        if silent:
+            raise UnreachableError(f"rendezvous: worker {silent[0]} can't be reached")
+
+    def _knock(self, workers: Iterable[int]) -> list[int]:
+        addresses = {}
+        for worker in workers:
+            key = f"{messages.KNOCK_AT}{worker}"
+            with self._lock:
+                if worker != self.worker and self._store.check(key):
+                    addresses[worker] = parse_address(self._store.get(key, READ_S))
+        return unreachable(addresses)
 
     def join(self, **job: Any) -> EpochPlan | SalvageOrder:
         """Ask for a place in a plan, for a worker that was started anew, and wait for one.
@@ -251,13 +285,14 @@ class WorkerControl:
             raise JobEnded(0, "its node leaves")
         if self.worker not in plan.members:
             raise JobEnded(messages.FENCED_EXIT, "this worker was given up for dead and is fenced")
-        self.epoch = epoch
+        self.epoch, self._members = epoch, plan.members
         all_held = {int(worker): _shards(shards) for worker, shards in data["held"].items()}
         return EpochPlan(epoch, plan, commit, all_held, data["groups_of_change"], data["on_trial"])
 
     def first_plan(self) -> ParallelPlan:
         """Wait for the plan of epoch 0."""
         plan = ParallelPlan.from_dict(json.loads(self._await(messages.plan_key(0)))["plan"])
+        self._members = plan.members
         return plan
 
     def count(self, name: str) -> int:
@@ -375,6 +410,8 @@ class WorkerControl:
             elif notice["kind"] == "end":
                 self._end = self._end or JobEnded(notice["code"], notice["reason"])
             else:
+                if notice.get("probe"):
+                    self._to_probe.add(notice["epoch"])
                 self._broken[notice["epoch"]] = (notice["cause"], time.time())
             self._news.notify_all()
         if self.broken():

@@ -196,6 +196,7 @@ def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> N
     runtime.on_trial = order.on_trial
     with phases.phase("rebuild"):
         runtime.reach("recovery-rebuild")
+        runtime.control.check_reach(order.plan)
         trained = _rebuild(runtime, order)
     try:
         with phases.phase("migrate"):

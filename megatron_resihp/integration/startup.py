@@ -27,6 +27,7 @@ from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.address import parse_address
 from megatron_resihp.control.identity import Identity, check_in
 from megatron_resihp.control.lasting import LastingStore
+from megatron_resihp.control.reach import Door, own_address_towards
 from megatron_resihp.control.shipping import Outbox
 from megatron_resihp.control.store import connect
 from megatron_resihp.control.worker import NO_EPOCH, WorkerControl
@@ -76,7 +77,8 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
         for each in communicators:
             abort_or_die(each.abort_if_interrupted)
 
-    control = WorkerControl(store, worker, abort, NO_EPOCH if newcomer else 0)
+    door = Door(own_address_towards(store.address.host)).address
+    control = WorkerControl(store, worker, abort, NO_EPOCH if newcomer else 0, door)
 
     def open_store() -> dist.Store:
         opened: dist.Store = store.clone().torch_store

@@ -123,6 +123,7 @@ class _Run:
             names.WORKER_RESTARTED: _worker_restarted,
             names.WORKER_WAITING: _worker_waiting,
             names.EXPOSED: lambda e: [e["said"]],
+            names.LINK_FAILED: lambda e: [f"{e['reason']}; {count(len(e['left_out']), 'worker')} left out"],
             names.NODE_LEFT: lambda e: [f"node {e['node']} has left with {count(len(e['left']), 'worker')}"],
             names.WORKER_FAILED: lambda e: [f"{self._who(e['failed'])} raised: {e['error']}"],
             names.PLAN_FAILED: self._plan_failed,

@@ -588,6 +588,14 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
         "A part of the detector has given up; training and the rest go on.",
         (Field("part", TEXT, "verdicts, recording or cost model"), Field("error", TEXT, "why")),
     ),
+    names.LINK_FAILED: EventSchema(
+        "coordinator",
+        "Workers of two nodes could not reach each other twice in a row while all lived; one side is left out.",
+        (
+            Field("reason", TEXT, "who can't reach whom"),
+            Field("left_out", INTEGERS, "the workers that the job goes on without"),
+        ),
+    ),
     names.MESSAGE_DROPPED: EventSchema(
         "coordinator",
         "A message to the coordinator was malformed and had no effect. After the tenth no more are told.",

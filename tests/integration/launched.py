@@ -54,9 +54,16 @@ class Launched:
     """A launcher in a process of its own, whose workers are forked in place of executed.
 
     Megatron is out of it: the plugin's enable() does nothing in the workers.
+
+    Args:
+        network: name of the network namespace that it runs in; None: the test's own.
     """
 
-    def __init__(self, run_dir: Path, script: Path = TINY_WORKER, arguments: tuple[str, ...] = (), **options: Any):
+    def __init__(
+        self, run_dir: Path, script: Path = TINY_WORKER, arguments: tuple[str, ...] = (), network: str | None = None,
+        **options: Any,
+    ):  # fmt: skip
+        self.network = network
         self.run_dir = run_dir
         self.output_path = run_dir.with_name(f"{run_dir.name}-node{options.get('node', 0)}.out")
         self.options = LaunchOptions(
@@ -74,6 +81,8 @@ class Launched:
         code = 99
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self.network is not None:
+                os.setns(os.open(f"/run/netns/{self.network}", os.O_RDONLY), os.CLONE_NEWNET)
             output = os.open(self.output_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(output, 1)
             os.dup2(output, 2)

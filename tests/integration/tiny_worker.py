@@ -3,7 +3,8 @@
 Run by test_launcher.py, which steers it with files in RUN_DIR: `finish` lets all workers reach the end, `fail_3` makes
 worker 3 raise, `crash_3` end without a word, `deaf_3` ignore an order to stop, `hang_3` outlive SIGTERM. At the start
 `idle_3` makes it do nothing for now, `breed_3` start children, and `knock_3` connect to the port that the file holds;
-`dawdle_3` keeps it from getting ready for an epoch, `mute_3` from reporting when one has broken.
+`dawdle_3` keeps it from getting ready for an epoch, `mute_3` from reporting when one has broken, and with
+`time_out_3` it takes it once that communication has failed.
 `job` holds what is to be told of the job, and `events` what worker 0 tells when training begins.
 """
 
@@ -21,9 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_resihp.control.address import parse_address
+from megatron_resihp.control.reach import Door, own_address_towards
 from megatron_resihp.control.record import Record, Stage
 from megatron_resihp.control.store import connect
-from megatron_resihp.control.worker import NO_EPOCH, EpochBroken, EpochPlan, JobEnded, SalvageOrder, WorkerControl
+from megatron_resihp.control.worker import (
+    NO_EPOCH,
+    EpochBroken,
+    EpochPlan,
+    JobEnded,
+    SalvageOrder,
+    UnreachableError,
+    WorkerControl,
+)
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.replica import shards_at
 
@@ -31,6 +41,7 @@ WORKER = int(os.environ["RESIHP_WORKER"])
 NEWCOMER = int(os.environ["RANK"]) != WORKER
 RUN_DIR = Path(os.environ["RESIHP_RUN_DIR"])
 TICK_S = 0.01
+ANSWERED_S = 30.0
 JOB = {
     "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "global_batch_size": 12, "micro_batches": 12,
     "train_iters": 5, "seq_length": 8, "sequence_parallel": False, "pipeline_last": True, "chunks": [[0, 0, 4]],
@@ -60,12 +71,17 @@ def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
         time.sleep(TICK_S)
     record = Record(iteration=1, stage=Stage.COMPUTE, counters={0: {}, 1: {}})
     held = plan.coordinate_of(WORKER)
-    order = control.muster(record, shards_at([Chunk(0, 0, 4)], held, 1) if held else ())
-    if isinstance(order, SalvageOrder):
-        control.tell("salvaged")
-        raise control.await_end()
-    assert isinstance(order, EpochPlan)
-    return order.plan
+    while True:
+        order = control.muster(record, shards_at([Chunk(0, 0, 4)], held, 1) if held else ())
+        if isinstance(order, SalvageOrder):
+            control.tell("salvaged")
+            raise control.await_end()
+        assert isinstance(order, EpochPlan)
+        try:
+            control.check_reach(order.plan)
+            return order.plan
+        except UnreachableError as error:
+            control.suspect(error, ANSWERED_S)
 
 
 def train(control: WorkerControl, news: threading.Event) -> None:
@@ -79,6 +95,8 @@ def train(control: WorkerControl, news: threading.Event) -> None:
                 if control.to_save > saved:
                     saved = control.to_save
                     print(f"save {saved}", flush=True)
+                if asked(f"time_out_{WORKER}") and control.epoch == 0:
+                    control.suspect(RuntimeError("gloo: Timed out waiting 600000ms for recv operation"), ANSWERED_S)
                 control.check()
                 if control.change is not None:
                     control.drop_change(control.change)
@@ -129,7 +147,8 @@ def main() -> None:
         connection = socket.create_connection(("127.0.0.1", port))  # noqa: F841  # Held open.
     store = connect(*parse_address(os.environ["RESIHP_STORE"]), 30.0)
     news = threading.Event()
-    control = WorkerControl(store, WORKER, news.set, NO_EPOCH if NEWCOMER else 0)
+    door = Door(own_address_towards(store.address.host)).address
+    control = WorkerControl(store, WORKER, news.set, NO_EPOCH if NEWCOMER else 0, door)
     if not NEWCOMER:
         control.tell("job", **told_of_the_job())
         control.tell("model", arguments=MODEL)

@@ -637,6 +637,74 @@ class TestAfterTraining:
         assert notices(job.tell("suspect", standby, epoch=1, error="connection closed")) == ["finishing"]
 
 
+class TestFailedLinks:
+    """Nodes of two workers each that reach node 0, where the coordinator is, but not each other."""
+
+    def fail(self, job: Job, *links: tuple[int, int]) -> list[Action]:
+        """Node by node; all members report whom they have not reached."""
+        waiting = sorted(job.membership.living)
+        broken = job.tell("suspect", waiting[0], epoch=job.membership.epoch, error="Timed out waiting 600000ms")
+        assert next(each for each in broken if isinstance(each, Notify)).notice["probe"]
+        actions: list[Action] = []
+        for worker in waiting:
+            others = {n for link in links if worker // 2 in link for n in link} - {worker // 2}
+            lost = [peer for peer in waiting if peer // 2 in others]
+            actions += job.muster(worker, unreachable=lost)
+        return actions
+
+    def test_one_side_is_left_out_after_the_second_failure(self) -> None:
+        job = Job(workers=6, micro_batches=12).start()
+        before = job.membership.plan
+        assert only(PublishPlan, self.fail(job, (1, 2))).plan == before, "it may pass"
+        actions = self.fail(job, (1, 2))
+        why = "workers 2, 3 (node 1) and workers 4, 5 (node 2) can't reach each other"
+        assert events(actions, "link_failed") == [{"event": "link_failed", "reason": why, "left_out": [4, 5]}]
+        [given_up] = [each.notice for each in actions if isinstance(each, Notify)]
+        assert (given_up["kind"], given_up["workers"], given_up["for_good"]) == ("given_up", [4, 5], True)
+        assert only(PublishPlan, actions).plan.members == (0, 1, 2, 3)
+        job.ready(0, 1, 2, 3)
+        assert job.membership.phase is Phase.RUNNING and job.membership.epoch == 2
+
+    def test_the_side_that_costs_least(self) -> None:
+        """Node 1 has lost a worker, and what it works with is gone, too."""
+        job = Job(workers=8).start().recover([2])
+        for _ in range(2):
+            actions = self.fail(job, (1, 3))
+        assert events(actions, "link_failed")[0]["left_out"] == [3]
+
+    def test_a_node_that_is_cut_off_from_most(self) -> None:
+        job = Job(workers=8, pipeline=1, micro_batches=24).start()
+        for _ in range(2):
+            actions = self.fail(job, (1, 2), (1, 3))
+        assert [each["left_out"] for each in events(actions, "link_failed")] == [[2, 3]]
+        assert only(PublishPlan, actions).plan.members == (0, 1, 4, 5, 6, 7)
+
+    def test_one_worker_that_others_can_not_reach(self) -> None:
+        job = Job(workers=6, micro_batches=12).start()
+        for _ in range(2):
+            job.tell("suspect", 0, epoch=job.membership.epoch, error="Timed out waiting 600000ms")
+            actions = [a for w in range(6) for a in job.muster(w, unreachable=[3] if w > 3 else [])]
+        assert events(actions, "link_failed")[0]["left_out"] == [3]
+
+    def test_with_a_death_counting_begins_anew(self) -> None:
+        job = Job(workers=8).start()
+        self.fail(job, (1, 2))
+        job.kill(7)
+        job.muster(*sorted(job.membership.living))
+        assert not events(self.fail(job, (1, 2)), "link_failed")
+        assert events(self.fail(job, (1, 2)), "link_failed")
+
+    def test_no_plan_without_either(self) -> None:
+        """All save, as where state is lost."""
+        job = Job(workers=4, pipeline=4).start()
+        for _ in range(2):
+            actions = self.fail(job, (0, 1))
+        assert not events(actions, "link_failed")
+        order = only(OrderSalvage, actions)
+        assert order.reason.endswith("can't reach each other, and there is no plan without either")
+        assert set(order.writers) == {0, 1, 2, 3} and order.commit is not None
+
+
 class TestNoPlan:
     def lose_a_shard(self) -> tuple[Job, OrderSalvage]:
         job = Job().start()
