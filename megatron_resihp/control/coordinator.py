@@ -73,6 +73,7 @@ class Coordinator:
         next_plan: who plans when workers have died.
         reopen: lets a node that was lost, or has never been there, come with workers of these ids.
         clock: seconds that bounded waits count; nobody may set it.
+        on_heard: called again and again, whenever all that has been said is heard.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Coordinator:
         next_plan: NextPlan = rectangles_or_less,
         reopen: Callable[[int, Sequence[int]], None] = lambda node, workers: None,
         clock: Callable[[], float] = time.monotonic,
+        on_heard: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._write_event = write_event
@@ -102,6 +104,7 @@ class Coordinator:
         self._to_do: deque[Action] = deque()
         self._doing: Action | None = None
         self._clock = clock
+        self._on_heard = on_heard
         self._ticked_at = clock()
         self._absence = Absence(AWAY_S)
         self._slowness = SlownessDesk(size.workers)
@@ -150,6 +153,7 @@ class Coordinator:
             yield self._take_in(text)
         for _ in range(MOST_AT_ONCE):
             if (text := self._store.pop(messages.INBOX, 0.0)) is None:
+                self._on_heard()
                 break
             yield self._take_in(text)
         passed_s, self._ticked_at = now - self._ticked_at, now

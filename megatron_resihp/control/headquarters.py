@@ -29,7 +29,6 @@ from megatron_resihp.control.store import StoreError, TcpStore, serve
 from megatron_resihp.control.strategist import Strategist
 
 FAILED_GRACE_S: Final = 5.0
-STALL_LOOK_S: Final = 0.5
 
 
 class EventSink(Protocol):
@@ -91,12 +90,10 @@ class Headquarters:
         self._on_end = on_end
         self._served: TcpStore | None = None
         self._connection: TcpStore | None = None
-        self._stalls, self._stalls_lock = StallWatch(), threading.Lock()
+        self._stalls = StallWatch()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resihp-coordinator", daemon=True)
-        self._stalls_thread = threading.Thread(target=self._look_for_stalls, name="resihp-stalls", daemon=True)
         self._thread.start()
-        self._stalls_thread.start()
 
     def close(self, ending: Ending, timeout_s: float) -> None:
         """End the coordinator, which is told nothing more, and the store."""
@@ -106,7 +103,6 @@ class Headquarters:
                 self._connection.close()
             finished = {"event": "run_finished", "time": time.time(), "exit_code": ending.code, "reason": ending.reason}
             self._write(finished)
-        self._stalls_thread.join(timeout_s)
         self._strategist.close(timeout_s)
         self._thread.join(timeout_s)
         self.detection.close(timeout_s)
@@ -142,7 +138,7 @@ class Headquarters:
         return Coordinator(
             store, self._write, job.size, job.command, job.limits,
             to_notify=self.detection.orders, next_plan=self._strategist.next_plan,
-            reopen=partial(returning.offer, job.run_dir),
+            reopen=partial(returning.offer, job.run_dir), on_heard=self._look_for_stalls,
         )  # fmt: skip
 
     def _open(self) -> TcpStore:
@@ -155,16 +151,13 @@ class Headquarters:
     def _write(self, event: dict[str, Any]) -> None:
         self.detection.note(event)
         self._strategist.note(event)
-        with self._stalls_lock:
-            stalls = self._stalls.note(event, time.monotonic())
+        stalls = self._stalls.note(event, time.monotonic())
         self._write_event(event)
         self._tell_stalls(stalls)
 
     def _look_for_stalls(self) -> None:
-        while not self._closing.wait(STALL_LOOK_S):
-            with self._stalls_lock:
-                stalls = self._stalls.look(time.monotonic())
-            self._tell_stalls(stalls)
+        """Only once all is heard: what has been said, and not heard yet, may be that an iteration is done."""
+        self._tell_stalls(self._stalls.look(time.monotonic()))
 
     def _tell_stalls(self, stalls: Iterable[dict[str, Any]]) -> None:
         for stall in stalls:

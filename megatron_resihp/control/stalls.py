@@ -68,7 +68,7 @@ class StallWatch:
             case "run_finished":
                 self._ended = True
             case "iteration":
-                return self._step(event["iteration"], now)
+                return self._step(event["iteration"], event.get("duration_s"), now)
         return []
 
     def look(self, now: float) -> list[Event]:
@@ -89,7 +89,7 @@ class StallWatch:
         """Median seconds of the latest iterations; None: too few are known."""
         return median(self._usual) if len(self._usual) >= FEWEST else None
 
-    def _step(self, iteration: int, now: float) -> list[Event]:
+    def _step(self, iteration: int, took_s: Any, now: float) -> list[Event]:
         told, usual_s, found = self._next_s is not None, self.usual_s, []
         if self._last_at is not None:
             lasted, due = now - self._last_at, self._due()
@@ -98,7 +98,8 @@ class StallWatch:
             for what in due:
                 self._longest_due[what] = max(lasted, self._longest_due.get(what, 0.0))
             if not due and not told and not (self._busy_with and self._goes_on):
-                self._usual.append(lasted)
+                # Events may come in bursts: their reporter knows better how long an iteration took.
+                self._usual.append(float(took_s) if isinstance(took_s, int | float) else lasted)
         self._iteration, self._last_at, self._next_s = iteration, now, None
         if self._goes_on:
             self._busy_with, self._goes_on = None, False

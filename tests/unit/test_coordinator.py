@@ -195,3 +195,13 @@ def test_who_is_given_up_is_named_to_its_agent() -> None:
     notices = [json.loads(value) for key, value in store.values.items() if key.startswith("notice/")]
     given_up = [notice for notice in notices if notice["kind"] == messages.GIVEN_UP]
     assert given_up == [{"kind": "given_up", "workers": [2], "reason": "did not report within 60 s"}]
+
+
+def test_who_looks_for_stalls_is_asked_only_once_all_is_heard() -> None:
+    heard: list[str] = []
+    store = Played({"type": "job", "worker": 0, **SIZES}, drill("stop", 1, 0.5), 0.5, END)
+    Coordinator(
+        store, lambda event: heard.append(event["event"]), JobSize(4, 1), [], clock=lambda: store.now,  # type: ignore[arg-type]
+        on_heard=lambda: heard.append("all"),
+    ).run()  # fmt: skip
+    assert "drill" in heard[: heard.index("all")]

@@ -61,6 +61,16 @@ def test_iterations_that_vary_are_no_stall() -> None:
     assert run.told == []
 
 
+def test_news_that_come_in_bursts_make_iterations_no_shorter() -> None:
+    run = Run()
+    for _ in range(10):
+        run.wait(4.0)
+        for _ in range(10):
+            run.iteration += 1
+            run.note("iteration", iteration=run.iteration, duration_s=0.4)
+    assert run.watch.usual_s == pytest.approx(0.4)
+
+
 def test_before_there_is_a_usual_time_nothing_is_late() -> None:
     run = Run()
     run.wait(300)
