@@ -132,6 +132,8 @@ class Agent:
         for worker in dead:
             self._bury(worker)
         for worker in self._living():
+            worker.absences.look(now)
+        for worker in self._living():
             if worker.lost_at is not None and now - worker.lost_at > LOST_GRACE_S:
                 worker.lost_at = None
                 self._give_up(worker)

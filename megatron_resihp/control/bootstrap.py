@@ -89,7 +89,8 @@ def _tie_to_agent() -> Lifeline:
     _pass_on_to_forks()
     end = socket.socket(fileno=int(os.environ[environment.LIFELINE_FD]))
     end.set_inheritable(False)
-    os.set_inheritable(int(os.environ[environment.RECORDS_FD]), False)
+    for name in (environment.RECORDS_FD, environment.ABSENCES_FD):
+        os.set_inheritable(int(os.environ[name]), False)
     return Lifeline(end, float(os.environ[environment.HEARTBEAT_S]), lambda: os._exit(messages.FENCED_EXIT))
 
 

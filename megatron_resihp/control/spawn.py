@@ -29,7 +29,7 @@ class WorkerSpec:
         command: the script and its arguments.
         environment: all of it.
         output: file descriptor for its standard output and error.
-        lifeline, records: its ends; inherited under the same numbers.
+        lifeline, records: its ends; inherited under the same numbers, as is the file descriptor `absences`.
     """
 
     worker: int
@@ -38,6 +38,7 @@ class WorkerSpec:
     output: int
     lifeline: socket.socket
     records: socket.socket
+    absences: int
 
 
 Spawn = Callable[[WorkerSpec], int]
@@ -47,8 +48,8 @@ with the thread that started it; the workers that the job begins with are starte
 
 def exec_worker(spec: WorkerSpec) -> int:
     """A fresh interpreter."""
-    for end in (spec.lifeline, spec.records):
-        os.set_inheritable(end.fileno(), True)
+    for number in (spec.lifeline.fileno(), spec.records.fileno(), spec.absences):
+        os.set_inheritable(number, True)
     output = [(os.POSIX_SPAWN_DUP2, spec.output, 1), (os.POSIX_SPAWN_DUP2, spec.output, 2)]
     command = [sys.executable, "-m", BOOTSTRAP, *spec.command]
     # Python ignores some signals, and what is ignored stays so across exec.

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_resihp.control import linux
-from megatron_resihp.control.environment import JobEnvironment
+from megatron_resihp.control.absences import Page, Watch
+from megatron_resihp.control.environment import ABSENCES_FD, JobEnvironment
 from megatron_resihp.control.guardian import Guardian
 from megatron_resihp.control.lifeline import Watcher
 from megatron_resihp.control.output import Outputs
@@ -24,6 +25,7 @@ class Worker:
     """A worker's process as its agent knows it.
 
     Attributes:
+        absences: notes when it was stopped.
         code: exit code, negative for a signal; None while it lives.
         failed: it ended with an error of its own, or died before the job had ended; None as long as that is open.
         given_up: it was reported as silent or lost, and only the end of the job is waited for.
@@ -33,6 +35,7 @@ class Worker:
     number: int
     pid: int
     pidfd: int
+    absences: Watch
     code: int | None = None
     failed: bool | None = None
     given_up: bool = False
@@ -89,10 +92,14 @@ class Starter:
         output = self._outputs.open(number)
         with given, given_records:
             variables = self._environment.of(number, given.fileno(), given_records.fileno())
-            spec = WorkerSpec(number, self._command, variables, output, given, given_records)
-            pid = self._spawn(spec)
+            page = Page()
+            variables[ABSENCES_FD] = str(page.fd)
+            try:
+                pid = self._spawn(WorkerSpec(number, self._command, variables, output, given, given_records, page.fd))
+            finally:
+                os.close(page.fd)
         self._guardian.watch(pid)
         os.close(output)
         self._watcher.add(number, kept)
         self._relay.add(kept_records)
-        return Worker(number, pid, os.pidfd_open(pid))
+        return Worker(number, pid, os.pidfd_open(pid), Watch(pid, page))

@@ -16,7 +16,8 @@ from megatron_resihp.cost.fit import Fits, masked_median
 from megatron_resihp.cost.model import CostModel, Link, LinkCost, fit_links, fit_ops
 from megatron_resihp.detector.levels import healthy_levels
 from megatron_resihp.detector.observations import IterationObservations, Layout, padded, stacked
-from megatron_resihp.detector.residuals import robust_average
+from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.detector.residuals import plain_average, robust_average
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.units import alike_links, has_peers
 
@@ -132,7 +133,13 @@ class Expected:
 
     def workers(self, observations: IterationObservations) -> NDArray[np.float64]:
         """[workers] residuals of compute."""
-        return robust_average(self.own(observations), self.predicted(observations), self.op_noise)
+        own, predicted = self.own(observations), self.predicted(observations)
+        residual = robust_average(own, predicted, self.op_noise)
+        # The few ops in which a process was stopped are no outliers: what they took longer is what it was slower.
+        stopped = np.nan_to_num(observations.spans[:, SpanKind.ABSENT]) > 0
+        if stopped.any():
+            residual[stopped] = plain_average(own[stopped], predicted[stopped])
+        return residual
 
     def links(self, observations: IterationObservations) -> NDArray[np.float64]:
         """[links] residuals of transfers."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from megatron_resihp.detector.counters import Counters
 from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
+from megatron_resihp.detector.units import tensor_groups
 
 SLACK_S: Final = 1e-4
 """By how much times of one record may contradict each other: events are not read at exactly the same moment."""
@@ -32,6 +33,7 @@ class Joiner:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._count = len(layout.workers)
+        self._group = tensor_groups(layout)
         self._rows = {int(worker): row for row, worker in enumerate(layout.workers)}
         self._by_id = np.argsort(layout.workers)
         self._ids = layout.workers[self._by_id]
@@ -95,10 +97,37 @@ class Joiner:
         waits = ops["waited"].astype(np.float64)
         with np.errstate(invalid="ignore"):
             waited[place] = np.where((waits >= 0) & (waits <= duration + SLACK_S), np.minimum(waits, duration), np.nan)
+        absent = np.zeros_like(compute)
+        absent[place] = self._absences(op_rows, ops, rows, records)
+        self._blame_absences(absent, waited)
         features = self._workload(found, load, inverse[len(ops) :])
         tokens, squares = (np.full((self._count, width), np.nan) for _ in range(2))
         tokens[owner, position], squares[owner, position] = features
         return compute, waited, tokens, squares
+
+    def _absences(
+        self,
+        op_rows: NDArray[np.int64],
+        ops: NDArray[np.void],
+        rows: NDArray[np.int64],
+        records: Sequence[IterationRecord],
+    ) -> NDArray[np.float64]:
+        """Of each op, the seconds in which its worker's process was stopped."""
+        absent = np.zeros(len(ops))
+        for row, record in zip(rows, records, strict=True):
+            stops = record.spans[record.spans["kind"] == SpanKind.ABSENT]
+            if len(stops):
+                own = op_rows == row
+                absent[own] = _overlaps(ops[own], stops).sum(axis=1)
+        return absent
+
+    def _blame_absences(self, absent: NDArray[np.float64], waited: NDArray[np.float64]) -> None:
+        """Take out of `waited` in which a worker was stopped while all others of its group waited, for it."""
+        for row in np.flatnonzero(absent.any(axis=(1, 2, 3))):
+            others = (self._group == self._group[row]) & (np.arange(self._count) != row)
+            if others.any():
+                held_up = np.nan_to_num(waited[others]).min(axis=0)
+                waited[row] -= np.minimum(np.minimum(absent[row], held_up), np.nan_to_num(waited[row]))
 
     def _workload(
         self, keys: NDArray[np.int64], load: NDArray[np.void], place: NDArray[np.int64]
@@ -128,6 +157,9 @@ class Joiner:
         total = np.bincount(place, weights=duration[usable], minlength=self._count * kinds)
         result = total.astype(np.float64).reshape(self._count, kinds)
         result[np.setdiff1d(np.arange(self._count), rows)] = np.nan
+        for row in np.unique(place[spans["kind"][usable] == SpanKind.ABSENT] // kinds):
+            own = spans[usable & (span_rows == row)]
+            result[row, SpanKind.DATA] -= _shared(own, SpanKind.DATA, SpanKind.ABSENT)
         return result
 
     def _transfers(
@@ -198,6 +230,17 @@ def _concatenate(
     counts = [len(array) for array in arrays]
     data = b"".join([array.tobytes() for array in arrays])
     return np.repeat(rows, counts), np.frombuffer(data, dtype)
+
+
+def _shared(spans: NDArray[np.void], one: SpanKind, other: SpanKind) -> float:
+    """Seconds that lie in spans of both kinds, each of which do not overlap each other."""
+    return float(_overlaps(spans[spans["kind"] == one], spans[spans["kind"] == other]).sum())
+
+
+def _overlaps(one: NDArray[np.void], other: NDArray[np.void]) -> NDArray[np.float64]:
+    """[one, other] seconds that they have in common."""
+    both = np.minimum(one["end"][:, None], other["end"]) - np.maximum(one["start"][:, None], other["start"])
+    return np.maximum(np.nan_to_num(both), 0.0)
 
 
 def _durations(

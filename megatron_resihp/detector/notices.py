@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.detector.units import tensor_groups
 
 DISTURBING: Final = (SpanKind.GARBAGE_COLLECTION, SpanKind.EVALUATION, SpanKind.SAVE, SpanKind.VALIDATION)
 """Spans that may lie inside ops, or slow the device down for a while after them."""
@@ -37,10 +38,17 @@ class Notice:
 
 
 def data_stall(observations: IterationObservations, layout: Layout) -> Notice | None:
-    """The data-loader stall of this iteration, if there was one."""
-    seconds = np.nan_to_num(observations.spans[:, SpanKind.DATA])
-    if not seconds.any():
+    """The data-loader stall of this iteration, if there was one.
+
+    One member of a tensor-parallel group reads for all of them. Who waits longer than another waits for that one.
+    """
+    waited = observations.spans[:, SpanKind.DATA]
+    if not np.nan_to_num(waited).any():
         return None
+    group = tensor_groups(layout)
+    least = np.full(group.max() + 1, np.inf)
+    np.minimum.at(least, group, np.nan_to_num(waited, nan=np.inf))
+    seconds = np.where(np.isfinite(waited), least[group], 0.0)
     with np.errstate(invalid="ignore"):
         stalled = seconds > STALL_SHARE * np.nan_to_num(observations.seconds, nan=np.inf)
     if not stalled.any():

@@ -24,6 +24,8 @@ class SpanKind(IntEnum):
     EVALUATION = 5
     SAVE = 6
     VALIDATION = 7
+    ABSENT = 8
+    """Its process was stopped."""
 
 
 OP: Final = np.dtype([

@@ -33,3 +33,13 @@ def robust_average(seconds: NDArray[np.float64], predicted: NDArray[np.float64],
     total = weight.sum(axis=1)
     with np.errstate(invalid="ignore"):
         return (np.where(valid, clipped, 0.0) * weight).sum(axis=1) / np.where(total > 0, total, np.nan)
+
+
+def plain_average(seconds: NDArray[np.float64], predicted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The same from all that was measured and all that was predicted, outliers too."""
+    units = len(seconds)
+    y, weight = (each.reshape(units, math.prod(each.shape[1:])) for each in (seconds, predicted))
+    valid = np.isfinite(y) & (y > 0) & np.isfinite(weight) & (weight > 0)
+    measured, total = (np.where(valid, each, 0.0).sum(axis=1) for each in (y, weight))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(total > 0, np.log(measured / total), np.nan)

@@ -5,13 +5,14 @@ left to the thread that sends it. Imports numpy, torch, `detector.records` and t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord
+from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, SpanKind
 from megatron_resihp.integration.probe_clock import Clock
 
 Workload = tuple[float, float]
@@ -84,6 +85,14 @@ class Sheet:
         marks = np.array([wait[1:] for wait in self.waits], np.float64).reshape(-1, 2)
         seconds = self.clock.resolve(marks[:, 1]) - self.clock.resolve(marks[:, 0])
         ops["waited"] += np.bincount(numbers, seconds, minlength=len(ops))[: len(ops)]
+
+
+def with_absences(record: IterationRecord, absences: Sequence[tuple[float, float]]) -> IterationRecord:
+    """The record with when its worker's process was stopped; it has not noticed that itself."""
+    if not absences:
+        return record
+    spans = np.array([(SpanKind.ABSENT, start, end) for start, end in absences], SPAN)
+    return replace(record, spans=np.concatenate([record.spans, spans]))
 
 
 def _numbers(found: Sequence[Any]) -> list[Workload]:

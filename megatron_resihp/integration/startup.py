@@ -24,7 +24,9 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
+from megatron_resihp.control.absences import Seen
 from megatron_resihp.control.address import parse_address
+from megatron_resihp.control.environment import ABSENCES_FD
 from megatron_resihp.control.identity import Identity, check_in
 from megatron_resihp.control.lasting import LastingStore
 from megatron_resihp.control.reach import Door, own_address_towards
@@ -42,7 +44,7 @@ from megatron_resihp.integration.general_world import MegatronGroups, Sizes, Sta
 from megatron_resihp.integration.newcomer import build_lonely_world, is_newcomer, lonely_groups
 from megatron_resihp.integration.own_layers import OwnLayout, own_layout
 from megatron_resihp.integration.preparing import Preparation
-from megatron_resihp.integration.probe_sheet import Sheet
+from megatron_resihp.integration.probe_sheet import Sheet, with_absences
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.step import install_step
 from megatron_resihp.integration.whereabouts import whereabouts
@@ -86,7 +88,8 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
 
     communicators.append(Communicators(open_store(), worker, control.broken, reopen=open_store))
     nccl_watch.begin(communicators[0], control)
-    outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), _pack)
+    pack_sheet = functools.partial(_pack, Seen(int(os.environ[ABSENCES_FD])), config.resihp_emulate is not None)
+    outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), pack_sheet)
     atexit.register(outbox.close, LAST_RECORDS_S)
     runtime = Runtime(config, control, communicators[0], get_args(), derived, outbox.offer)
     runtime.newcomer = newcomer
@@ -102,8 +105,10 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     return runtime
 
 
-def _pack(sheet: Sheet, lost: int) -> bytes:
-    return pack(replace(sheet.record(), lost=lost))
+def _pack(absences: Seen, emulated: bool, sheet: Sheet, lost: int) -> bytes:
+    record = replace(sheet.record(), lost=lost)
+    # On the emulated clock what the host does is no device's doing.
+    return pack(record if emulated else with_absences(record, absences.between(record.start, record.end)))
 
 
 def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -310,3 +310,36 @@ def test_with_chunks_the_nth_sent_is_the_nth_received() -> None:
     ]
     seen = only(layout, records)
     assert sorted(seen.transfer[0]) == pytest.approx([0.02, 0.03, 0.04])
+
+
+def test_while_its_process_was_stopped_a_worker_did_not_wait_for_data() -> None:
+    layout = two_pipelines()
+    records = [record(layout, worker, 7) for worker in range(4)]
+    start = records[1].start
+    spans = [(SpanKind.DATA, 0.1, 0.2), (SpanKind.DATA, 0.5, 0.6), (SpanKind.ABSENT, 0.15, 0.18),
+             (SpanKind.ABSENT, 0.19, 0.4), (SpanKind.ABSENT, 0.45, 0.7)]  # fmt: skip
+    rows = np.array([(kind, start + began, start + ended) for kind, began, ended in spans], SPAN)
+    records[1] = replace(records[1], spans=rows)
+    records[2] = replace(records[2], spans=rows[:2])
+    seen = only(layout, records)
+    at = {worker: row for row, worker in enumerate(layout.workers.tolist())}
+    data = seen.spans[:, SpanKind.DATA]
+    assert data[at[1]] == pytest.approx(0.06) and data[at[2]] == pytest.approx(0.2)
+    assert seen.spans[at[1], SpanKind.ABSENT] == pytest.approx(0.49) and not seen.spans[at[2], SpanKind.ABSENT]
+
+
+@pytest.mark.parametrize(("mate_waited", "left"), [(0.09, 0.03), (0.02, 0.08), (np.nan, 0.1)])
+def test_while_its_process_was_stopped_a_worker_waited_for_nobody_who_waited_for_it(
+    mate_waited: float, left: float
+) -> None:
+    """Where its mate came later still, it would have had to wait for that one anyway."""
+    layout = layout_of(ParallelPlan((Replica(((0, 1),), (0,)),)), 0, {0: 0, 1: 0})
+    records = []
+    for worker, waited in ((0, 0.1), (1, mate_waited)):
+        ops = np.array([(OpKind.F, 0, 0, 10.0, 10.2, waited)], OP)
+        stops = [(SpanKind.ABSENT, 10.05, 10.1), (SpanKind.ABSENT, 10.18, 10.5)] if worker == 0 else []
+        nothing = np.zeros(0, TRANSFER), np.zeros(0, WORKLOAD)
+        records.append(IterationRecord(0, 1, worker, 0, 10.0, 11.0, ops, *nothing, np.array(stops, SPAN)))
+    seen = only(layout, records)
+    assert seen.waited[0, OpKind.F, 0, 0] == pytest.approx(left)
+    assert seen.waited[1, OpKind.F, 0, 0] == pytest.approx(mate_waited, nan_ok=True)

@@ -140,10 +140,44 @@ def test_data_loader_stall_is_a_notice(small_job):
     job = small_job()
     monitor, _ = watch(job, 40)
     stalled = job.iteration(41)
-    stalled.spans[2, SpanKind.DATA] = 0.5
+    stalled.spans[2:4, SpanKind.DATA] = 0.5, 0.4
     assert monitor.observe(stalled) == []
     (notice,) = monitor.take_notices()
-    assert notice.what is SpanKind.DATA and notice.workers == (2,) and monitor.take_notices() == []
+    assert (notice.what, notice.workers, notice.seconds) == (SpanKind.DATA, (2, 3), 0.4)
+    assert monitor.take_notices() == []
+
+
+def test_who_waits_for_the_one_that_reads_for_its_group_is_not_held_up_by_data(small_job):
+    job = small_job()
+    monitor, _ = watch(job, 40)
+    stalled = job.iteration(41)
+    stalled.spans[3, SpanKind.DATA] = 0.5
+    monitor.observe(stalled)
+    assert monitor.take_notices() == []
+
+
+def stopped_now_and_then(job, worker, number, share):
+    """The job's iteration in which a process has been stopped for this share of its work's time, in a single op."""
+    seen = job.iteration(number)
+    own = seen.compute[worker] - seen.waited[worker]  # of those that are timed
+    stop = np.nansum(own) * share / (1 - share)
+    mate = worker ^ 1
+    at = (number % 2, 0, number % 4)
+    seen.compute[[worker, mate], *at] += stop
+    seen.waited[mate, *at] += stop  # it waits for the other
+    seen.spans[worker, SpanKind.ABSENT] = stop
+    return seen
+
+
+def test_a_process_that_is_stopped_in_few_of_its_ops_is_slow(small_job):
+    """Without knowing that it was stopped, these ops would be outliers."""
+    job = small_job()
+    monitor, _ = watch(job, 59)
+    stops = [stopped_now_and_then(job, 5, number, 0.6) for number in range(60, 90)]
+    verdicts = [verdict for each in stops for verdict in monitor.observe(each)]
+    assert [(each.kind, each.change, each.workers) for each in verdicts] == [(Kind.COMPUTE, Change.ONSET, (5,))]
+    assert verdicts[0].iteration <= 66 and verdicts[0].speed_low < 0.4 < verdicts[0].speed_high
+    assert abs(monitor.speed(5) - 0.4) < 0.03
 
 
 def test_bad_input_is_counted_and_harmless(small_job, slow_from):
