@@ -3,7 +3,7 @@
 The kernel ends workers with their agent, and what their main threads fork with them (`bootstrap`). What they start
 otherwise, as Megatron's checkpoint writers are, would stay, and keep sockets and memory. A guardian per node instead of
 a flag per process: that flag would end such a process together with the thread that started it.
-May import: the standard library and `control.linux`.
+May import: the standard library, `control.linux` and `control.mailbox`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import struct
 from typing import Final, NoReturn
 
 from megatron_resihp.control.linux import kill_group
+from megatron_resihp.control.mailbox import HANDLED
 
 MESSAGE: Final = struct.Struct("=q")
 """The leader of a process group to watch over; negative: it is no more."""
-DEAF_TO: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What a terminal or a scheduler sends to all of a job's processes; the agent's end is what counts."""
 
 
 class Guardian:
@@ -75,7 +74,7 @@ def _guard(agent: socket.socket) -> NoReturn:
 def _let_go_of_all_but(agent: socket.socket) -> None:
     """Whoever waits for the agent's ports, locks or output shall not wait for this process."""
     os.setsid()
-    for number in DEAF_TO:
+    for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)
     nothing = os.open(os.devnull, os.O_RDWR)

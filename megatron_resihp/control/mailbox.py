@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Final
 
 HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""A terminal or SLURM sends them to all processes of a job; the agent says what follows, and all others ignore them."""
 
 
 @dataclass(frozen=True)

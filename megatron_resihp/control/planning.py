@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_resihp.control.mailbox import HANDLED
 from megatron_resihp.control.planner_process import LOW_PRIORITY, REHEARSAL
 from megatron_resihp.plan import Chunk, ParallelPlan
 
@@ -117,6 +119,8 @@ def _fitted(path: str | None) -> Any:
 
 def main() -> None:
     """Answer until the input ends."""
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_IGN)
     if LOW_PRIORITY in sys.argv:
         os.nice(NICE)
     answers, sys.stdout = sys.stdout, sys.stderr  # nothing else may get among the answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,11 +27,15 @@ def planner() -> Iterator[PlannerProcess]:
     process.close()
 
 
-def niceness() -> int:
-    """Of the process that plans."""
+def the_process() -> psutil.Process:
+    """That plans."""
     children = psutil.Process().children()
-    [nice] = [child.nice() for child in children if "megatron_resihp.control.planning" in child.cmdline()]
-    return int(nice)
+    [found] = [child for child in children if "megatron_resihp.control.planning" in child.cmdline()]
+    return found
+
+
+def niceness() -> int:
+    return int(the_process().nice())
 
 
 def request(**job: Any) -> dict[str, Any]:
@@ -44,6 +49,16 @@ def test_nobody_gets_the_answer_to_a_rehearsal(planner: PlannerProcess) -> None:
     assert niceness() == psutil.Process().nice(), "training stands still for it"
     assert unlike == planner.ask(request(arguments={}), WAIT_S)["no_plan"]
     assert unlike != planner.ask(request(), WAIT_S)["no_plan"]
+
+
+def test_signals_to_all_processes_of_a_job_do_not_end_it(planner: PlannerProcess) -> None:
+    """As SLURM sends them: a save that is asked for is no reason to be without plans."""
+    planner.ask(request(), WAIT_S)
+    process = the_process()
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        process.send_signal(number)
+    assert UNANSWERED not in planner.ask(request(), WAIT_S)
+    assert the_process() == process
 
 
 def test_one_that_is_closed_is_not_started_again(planner: PlannerProcess) -> None:
