@@ -8,6 +8,7 @@ from megatron_resihp.integration.general_state import slice_digests
 from megatron_resihp.integration.optimizer_ring import part_digests
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.shard import shard_tensors
+from megatron_resihp.plan import Coordinate
 
 
 def state_digests(runtime: Runtime, trained: Trained) -> dict[str, str]:
@@ -17,7 +18,11 @@ def state_digests(runtime: Runtime, trained: Trained) -> dict[str, str]:
         return slice_digests(trained, general.shards[runtime.worker], general.cuts, general.tied_head)
     if runtime.optimizer_is_shared_out:
         return part_digests(runtime, trained, runtime.kept)
-    coordinate = runtime.current_plan.coordinate_of(runtime.worker)
+    return shard_digest(trained, runtime.current_plan.coordinate_of(runtime.worker))
+
+
+def shard_digest(trained: Trained, coordinate: Coordinate | None) -> dict[str, str]:
+    """Of the shard of the job's own layout that these objects hold; none: they hold nothing."""
     if coordinate is None:
         return {}
     return {f"{coordinate.stage}/{coordinate.tp_rank}": digest_tensors(shard_tensors(trained))}

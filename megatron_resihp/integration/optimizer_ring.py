@@ -5,7 +5,7 @@ import megatron, `plan`, `executor` and this room.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from megatron_resihp.integration.optimizer_shards import (
     Tensors,
     digest_of,
     digest_of_parameters,
+    digest_of_pieces,
     fill_part,
     own_gradient,
     own_part,
@@ -120,7 +121,7 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
         the bytes received from others, and what the worker has now.
 
     Raises:
-        RuntimeError: a part and its copy are both gone.
+        RuntimeError: a part and its copy are both gone, or what is there now isn't what it was before.
     """
     assert runtime.trained is not None and runtime.everybody is not None
     plan, worker, fresh = runtime.current_plan, runtime.worker, trained is not runtime.trained
@@ -155,7 +156,9 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
             for where, place in sorted(owned[copied[worker]].items())
         }
         copy = PartCopy(copied[worker], part, max(collected.steps, default=None))
-    return received, Kept(coordinate, runtime.works, copy)
+    kept = Kept(coordinate, runtime.works, copy)
+    collected.compare({where: entry.tensors for where, entry in current_part(trained, kept).items()})
+    return received, kept
 
 
 def part_digests(runtime: Runtime, trained: Trained, kept: Kept | None) -> dict[str, str]:
@@ -180,6 +183,7 @@ class Collected:
         self.tensors: dict[Range, Tensors] = {where: {} for where in wanted}
         self.steps = list(steps)
         self._left = {where: where.end - where.start for where in wanted}
+        self._before: list[tuple[Sequence[Range], str]] = []
         self._by_name: dict[str, list[Range]] = {}
         for where in wanted:
             self._by_name.setdefault(where.name, []).append(where)
@@ -195,10 +199,18 @@ class Collected:
             whole[name] = torch.empty(where.end - where.start, dtype=tensor.dtype)
         whole[name][piece.start - where.start : piece.end - where.start] = tensor
 
-    def count(self, pieces: Sequence[Range]) -> None:
-        """All tensors of these pieces have come."""
+    def count(self, pieces: Sequence[Range], digest: str) -> None:
+        """All tensors of these pieces have come. `digest`: of what they are where they come from."""
+        self._before.append((pieces, digest))
         for piece in pieces:
             self._left[self._whole(piece)] -= piece.end - piece.start
+
+    def compare(self, now: Mapping[Range, Tensors]) -> None:
+        """Raises RuntimeError if what is held now isn't what its former holders had before it moved."""
+        by_name = ranges_by_name(now)
+        for pieces, digest in self._before:
+            if digest_of_pieces([_piece(by_name[each.name], now, each) for each in pieces]) != digest:
+                raise RuntimeError(f"the optimizer's state of {pieces[0]} is not what it was before it moved")
 
     def _whole(self, piece: Range) -> Range:
         return next(each for each in self._by_name[piece.name] if piece.common(each) == piece)
@@ -214,27 +226,26 @@ def make_moves(runtime: Runtime, moves: Sequence[RangeMove], has: Part, collecte
     """Send and receive; returns the bytes received."""
     assert runtime.everybody is not None
     received, worker = 0, runtime.worker
-    by_name: dict[str, Part] = {}
-    for where, entry in has.items():
-        by_name.setdefault(where.name, {})[where] = entry
+    tensors_of, by_name = {where: entry.tensors for where, entry in has.items()}, ranges_by_name(has)
     for source, target, ranges in moves:
         if source == worker:
-            pieces = [_piece(by_name[each.name], each) for each in ranges]
+            pieces = [_piece(by_name[each.name], tensors_of, each) for each in ranges]
+            digest = digest_of_pieces(pieces)
             if target == worker:
                 for each, tensors in zip(ranges, pieces, strict=True):
                     for name, tensor in tensors.items():
                         collected.put(each, name, tensor)
-                collected.count(ranges)
+                collected.count(ranges, digest)
                 continue
             named = {f"{index}/{name}": tensor for index, tensors in enumerate(pieces)
                      for name, tensor in tensors.items()}  # fmt: skip
-            send_tensors(runtime.everybody, target, named, {"steps": steps_of(runtime)})
+            send_tensors(runtime.everybody, target, named, {"steps": steps_of(runtime), "digest": digest})
         elif target == worker:
             found, extra = receive_tensors(runtime.everybody, source, HOST)
             for key, tensor in found.items():
                 index, _, name = key.partition("/")
                 collected.put(ranges[int(index)], name, tensor)
-            collected.count(ranges)
+            collected.count(ranges, extra["digest"])
             collected.steps += extra["steps"]
             received += sum(tensor.nbytes for tensor in found.values())
         if worker in (source, target) and runtime.epoch:  # as the job begins copies move too, and nobody recovers
@@ -242,10 +253,19 @@ def make_moves(runtime: Runtime, moves: Sequence[RangeMove], has: Part, collecte
     return received
 
 
-def _piece(has: Part, piece: Range) -> Tensors:
-    where = next(each for each in has if piece.common(each) == piece)
+def ranges_by_name(ranges: Iterable[Range]) -> dict[str, list[Range]]:
+    """The ranges of each parameter."""
+    found: dict[str, list[Range]] = {}
+    for where in ranges:
+        found.setdefault(where.name, []).append(where)
+    return found
+
+
+def _piece(ranges: Sequence[Range], tensors: Mapping[Range, Tensors], piece: Range) -> Tensors:
+    """Views of a piece of one of these ranges."""
+    where = next(each for each in ranges if piece.common(each) == piece)
     start, end = piece.start - where.start, piece.end - where.start
-    return {name: tensor[start:end] if tensor.dim() else tensor for name, tensor in has[where].tensors.items()}
+    return {name: tensor[start:end] if tensor.dim() else tensor for name, tensor in tensors[where].items()}
 
 
 def current_part(trained: Trained, kept: Kept | None) -> Part:

@@ -120,11 +120,21 @@ def digest_of(part: Mapping[Range, Entry]) -> str:
 
     Computed on the device, range by range: a copy is in host memory, which is slow, and too large for the device.
     """
-    device, total = torch.device("cuda", torch.cuda.current_device()), hashlib.sha256()
+    total = hashlib.sha256()
     for where, entry in part.items():
-        tensors = {name: tensor.to(device) if tensor.dim() else tensor.cpu() for name, tensor in entry.tensors.items()}
-        total.update(f"{where.name} {where.start} {where.end} {digest_tensors(tensors)}\n".encode())
+        total.update(f"{where.name} {where.start} {where.end} {_digest_on_device(entry.tensors)}\n".encode())
     return total.hexdigest()[:16]
+
+
+def digest_of_pieces(pieces: Iterable[Tensors]) -> str:
+    """The same of pieces of ranges, wherever they are."""
+    return hashlib.sha256("\n".join(map(_digest_on_device, pieces)).encode()).hexdigest()[:16]
+
+
+def _digest_on_device(tensors: Tensors) -> str:
+    device = torch.device("cuda", torch.cuda.current_device())
+    moved = {name: tensor.to(device) if tensor.dim() else tensor.cpu() for name, tensor in tensors.items()}
+    return digest_tensors(moved)
 
 
 def digest_of_parameters(model: Iterable[torch.nn.Module]) -> str:

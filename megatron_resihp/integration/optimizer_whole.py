@@ -25,7 +25,9 @@ from megatron_resihp.integration.optimizer_shards import (
     MASTER,
     Entry,
     Tensors,
+    digest_of_pieces,
     fill_part,
+    own_part,
     own_places,
     publish_parameters,
 )
@@ -69,6 +71,7 @@ def put_together(runtime: Runtime) -> tuple[int, WholeState]:
     collected = Collected(wanted[worker], steps_of(runtime))
     received = make_moves(runtime, moves, has, collected)
     collected.check()
+    collected.compare(collected.tensors)
     states = {id(parameter): _shaped(parameter, collected.tensors[where]) for where, parameter in parameters.items()}
     return received, WholeState(states, collected.steps)
 
@@ -92,7 +95,12 @@ def share_out(runtime: Runtime, trained: Trained, whole: WholeState) -> Kept | N
     steps = [step for step in whole.steps if step is not None]
     parameters = _parameters(trained)
     if runtime.works:
-        fill_part(trained, _cut(parameters, whole, owns), steps)
+        cut = _cut(parameters, whole, owns)
+        fill_part(trained, cut, steps)
+        # That all of the state is what it was before it moved is known by slice.
+        now = {where: entry.tensors for where, entry in own_part(trained).items()}
+        if digest_of_pieces(now[where] for where in cut) != digest_of_pieces(cut.values()):
+            raise RuntimeError("this worker's part of the optimizer's state is not what it was before it moved")
         publish_parameters(trained)
     owner = next((owner for owner, keeper in copies_at(plan, coordinate) if keeper == worker), None)
     if owner is None:

@@ -21,7 +21,7 @@ from megatron_resihp.executor.communicators import is_communicator_error, is_out
 from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
 from megatron_resihp.integration.counting import count_again, note_in_progress_log, restore_counters
 from megatron_resihp.integration.device_loss import abort_or_die, die_of_fault
-from megatron_resihp.integration.digests import state_digests
+from megatron_resihp.integration.digests import shard_digest, state_digests
 from megatron_resihp.integration.drills import StagedError
 from megatron_resihp.integration.general_state import HostFiller, WholeState, move_state, slice_digests
 from megatron_resihp.integration.newcomer import stand_at
@@ -275,6 +275,8 @@ def _migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained) -> tup
     held = {worker: runtime.own.coordinate_of(shards) for worker, shards in order.held.items()}
     if runtime.general is not None or any(shards and not held[worker] for worker, shards in order.held.items()):
         return _migrate_slices(runtime, order, trained)
+    # New objects take over tensors of the old ones, so this comes first.
+    digests = shard_digest(runtime.trained, held[runtime.worker])
     received = 0
     for transfer in plan_transfers(order.plan, held):
         if transfer.source == runtime.worker:
@@ -287,9 +289,11 @@ def _migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained) -> tup
             received = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if runtime.worker in (transfer.source, transfer.target):
             runtime.reach("recovery-migrate")
-    if trained is not runtime.trained and not received:
+    if trained is runtime.trained:
+        return received, digests
+    if not received:
         fill_shard(trained, shard_tensors(runtime.trained), group_steps(runtime.trained))
-    return received, state_digests(runtime, trained)
+    return received, _with_those_after(digests, state_digests(runtime, trained))
 
 
 def _migrate_slices(
@@ -313,10 +317,19 @@ def _migrate_slices(
     digests = slice_digests(old, order.held[worker], cuts, own.tied_head, whole)
     filled = None if filler is None else filler.whole
     after = {} if new is None else slice_digests(new, wanted[worker], cuts, own.tied_head, filled)
-    for key, digest in after.items():
-        if digests.setdefault(key, digest) != digest:
+    return received, _with_those_after(digests, after)
+
+
+def _with_those_after(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
+    """Digests of all that this worker held before and holds after its state has moved.
+
+    Raises:
+        ContractBroken: what it has kept isn't what it was.
+    """
+    for key in before.keys() & after.keys():
+        if before[key] != after[key]:
             raise ContractBroken(f"the state of {name_of(key)} is not what it was before it moved")
-    return received, digests
+    return before | after
 
 
 def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | None) -> None:

@@ -124,3 +124,23 @@ def test_a_slice_that_changes_on_its_way_is_trained_by_nobody(jobs: Jobs, tmp_pa
     assert "state differs between holders of layer" in broken["cause"]
     assert in_general_mode(job) == [False, False]
     check_training(job, jobs.reference(tiny(**PIPELINE), workers=4))
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        ({}, "ContractBroken: the state of stage 0 TP rank 0"),
+        pytest.param({"use_distributed_optimizer": True, "bf16": True}, "the optimizer's state of", marks=NIGHTLY),
+    ],
+    ids=["a shard", "parts"],
+)
+def test_a_state_that_changes_on_its_way_to_its_only_holder_is_trained_by_nobody(
+    jobs: Jobs, model: dict[str, Any], what: str
+) -> None:
+    """On Megatron's own groups, and no digest of another holder would tell."""
+    flags = tiny(**SHORT | model, resihp_drill="kill:1@3:backward")
+    job = jobs.run(flags, workers=2, script=WATCHING, wishes=["flip-new-0"])
+    assert job.code != 0, job.tails()
+    [end] = job.events("run_finished")
+    assert what in end["reason"] and "is not what it was before it moved" in end["reason"]
+    assert {event["epoch"] for event in job.events("iteration")} == {0}

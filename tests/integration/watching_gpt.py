@@ -3,7 +3,8 @@
 What each worker holds, whatever digests say of it: parameters, masters, moments, module buffers, a distributed
 optimizer's part, and the optimizer's counts of steps for each group. With files in RUN_DIR/wishes it breaks the first
 epoch in general mode before its first forward (`break`), skips all steps in general mode (`skip`), or a worker flips a
-bit of the first slice that it copies from its old objects or is sent (`flip-own-WORKER`, `flip-sent-WORKER`), once.
+bit of the first slice that it copies from its old objects or is sent (`flip-own-WORKER`, `flip-sent-WORKER`), or of
+what it fills new objects of Megatron's own groups with (`flip-new-WORKER`), once.
 """
 
 import os
@@ -19,7 +20,7 @@ import pretrain_gpt  # noqa: E402
 import torch  # noqa: E402
 
 from megatron_resihp.control.record import Outcome  # noqa: E402
-from megatron_resihp.integration import general_state, recovery, standby, step  # noqa: E402
+from megatron_resihp.integration import general_state, optimizer_ring, recovery, standby, step  # noqa: E402
 from megatron_resihp.integration.drills import StagedError  # noqa: E402
 from megatron_resihp.integration.optimizer_shards import own_part  # noqa: E402
 from megatron_resihp.integration.shard import group_steps, shard_tensors  # noqa: E402
@@ -29,6 +30,7 @@ WISHES, STATE = RUN_DIR / "wishes", RUN_DIR / "state"
 
 plain_forward_step, plain_adopt, plain_migrate = pretrain_gpt.forward_step, recovery._adopt, recovery._migrate
 plain_receive, plain_fill = general_state._receive, general_state._Filler.fill
+plain_fill_shard, plain_fill_part = recovery.fill_shard, optimizer_ring.fill_part
 plain_agree = step.agree
 breaking = False
 receiving = flipped = False
@@ -84,14 +86,31 @@ def fill(self: Any, pieces: Any, tensors: dict[str, torch.Tensor]) -> None:
     name = next((name for name, tensor in tensors.items() if name.startswith("param/") and tensor.numel()), None)
     if name and wish.exists() and not flipped:
         flipped = True
-        spoilt = tensors[name].detach().clone(memory_format=torch.contiguous_format)
-        spoilt.view(-1).view(torch.uint8)[0] ^= 1
-        tensors = {**tensors, name: spoilt}
+        tensors = spoilt(tensors, name)
     plain_fill(self, pieces, tensors)
+
+
+def spoilt(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    tensor = tensors[name].detach().clone(memory_format=torch.contiguous_format)
+    tensor.view(-1).view(torch.uint8)[0] ^= 1
+    return {**tensors, name: tensor}
+
+
+def fill_shard(trained: Any, tensors: dict[str, torch.Tensor], steps: Any) -> None:
+    wished = (WISHES / f"flip-new-{WORKER}").exists()
+    plain_fill_shard(trained, spoilt(tensors, next(iter(tensors))) if wished else tensors, steps)
+
+
+def fill_part(trained: Any, state: dict[Any, dict[str, torch.Tensor]], steps: Any) -> None:
+    if (WISHES / f"flip-new-{WORKER}").exists():
+        where = next(iter(state))
+        state = {**state, where: spoilt(state[where], "param")}
+    plain_fill_part(trained, state, steps)
 
 
 if __name__ == "__main__":
     recovery._migrate, recovery._adopt = migrate, adopt
+    recovery.fill_shard, optimizer_ring.fill_part = fill_shard, fill_part
     step.agree = standby.agree = agree
     general_state._receive, general_state._Filler.fill = receive, fill  # type: ignore[method-assign]
     pretrain_gpt.forward_step = forward_step
