@@ -23,9 +23,6 @@ from megatron_resihp.detector.units import Members, Units, alike_links, has_peer
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
 
-LEARN_EVERY: Final = 3
-"""Iterations between updates of the cost model: what it follows takes a hundred. Odd, since collectives are timed on
-one micro-batch in four, in turns."""
 CONFIDENCE: Final = 1.96
 """Standard errors on both sides of an estimate that hold the truth with 95 % probability."""
 
@@ -133,9 +130,10 @@ class Judge:
         found_links = []
         if len(self._layout.links):
             found_links = self.links.update(self.expected.links(observations), observations.iteration)
-        if observations.iteration % LEARN_EVERY == 0:
+        every = self._settings.learn_every
+        if observations.iteration % every == 0:
             suspect = self._units.spread(self.workers.suspect()) | left_out
-            self.expected.learn(observations, self._units.spread(self.workers.healthy_level()), suspect, LEARN_EVERY)
+            self.expected.learn(observations, self._units.spread(self.workers.healthy_level()), suspect, every)
         return self._verdicts(found, found_links, observations)
 
     def learned(self) -> Learned:

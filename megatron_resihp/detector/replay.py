@@ -22,7 +22,7 @@ from megatron_resihp.detector.verdict import Verdict
 
 Step = Layout | IterationObservations
 
-BLOCK = 64
+BLOCK = 256
 """Iterations that are predicted at once."""
 
 

@@ -15,6 +15,8 @@ class Settings:
             fractions of it.
         peer_slowdown: how much slower than its stage's other workers one has to be in warm-up to be reported as slow
             from the start, where it has no healthy level of its own yet; a link, than others between the same stages.
+        learn_every: iterations between updates of the cost model: what it follows takes a hundred. Odd, since
+            collectives are timed on one micro-batch in four, in turns.
     """
 
     warm_up: int = 50
@@ -22,3 +24,4 @@ class Settings:
     settling: int = 8
     smallest_slowdown: float = 0.03
     peer_slowdown: float = 0.10
+    learn_every: int = 3

@@ -28,6 +28,8 @@ CERTAIN_ERROR: Final = 0.15
 """Mean error of predictions above which nothing is said of who is healthy."""
 CERTAIN_SLOWDOWN: Final = 0.20
 """Nor where a slow-down by this share of the speed would not have been found."""
+TABLE_LEARNS_EVERY: Final = 15
+"""Iterations between updates of a table's costs: it may have a hundred thousand, each of one op a worker."""
 FEWEST_JUDGED: Final = 5
 """Nor from fewer judged iterations."""
 
@@ -148,7 +150,8 @@ def _of_table(path: Path, rate: float | None, settings: Settings) -> Detection:
         if len(read.workers) == 1:
             result = judge_series(read, budget, settings, advance)
         else:
-            result = replay(_counted(read.steps(), advance), budget, count, settings)
+            rare = replace(settings, learn_every=TABLE_LEARNS_EVERY)
+            result = replay(_counted(read.steps(), advance), budget, count, rare)
     return Detection(path, result, read.left_out, read.has_workers, tuple(read.restarts))
 
 

@@ -85,6 +85,29 @@ def test_without_workers_somebody_is_slow(tmp_path: Path, capsys: pytest.Capture
     assert "some worker" in capsys.readouterr().out
 
 
+def test_a_wild_series_is_no_proof_of_health(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = np.exp(0.4 * np.random.default_rng(0).standard_normal(60))
+    (tmp_path / "times.csv").write_text("\n".join(["seconds", *map(str, times)]) + "\n")
+    assert detect(tmp_path / "times.csv") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "insufficient evidence" in out
+    assert "nobody is slow" not in out
+    assert json.loads((tmp_path / "verdicts.json").read_text())["conclusion"] == "insufficient evidence"
+
+
+def test_a_restart_and_a_new_workload_are_told_in_a_line_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{number},{0.5 + 0.001 * (number % 5)},8192" for number in (*range(1, 61), *range(41, 81))]
+    rows += [f"{number},{1.0 + 0.002 * (number % 5)},16384" for number in range(81, 121)]
+    (tmp_path / "times.csv").write_text("\n".join(["iteration,seconds,tokens", *rows]) + "\n")
+    assert detect(tmp_path / "times.csv") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("the numbering begins anew at row 61:") == 1
+    assert "unknown, not slow:" in out
+    assert "nobody is slow" in out
+
+
 def test_lines_that_cannot_be_used_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = write_table(tmp_path / "times.csv", slow=None)
     with table.open("a") as file:
