@@ -1,7 +1,8 @@
 """A pytest plugin for scripts/nightly.sh: runs one of N parts of the tests that were collected, of about equal length.
 
 The collected order is cut, so that tests of a file, which share reference runs, stay together but for those at a cut.
-Lengths are those of an earlier night, in seconds by node id; what is not among them counts as the average.
+Lengths are those of an earlier night, in seconds by node id, or those of tests like it by function or file; of what
+is not among them nothing is known but the average.
 Imports pytest.
 """
 
@@ -41,9 +42,14 @@ def _filled(lengths: Sequence[float], most: float) -> list[range]:
 
 
 def lengths_of(tests: Sequence[str], known: Mapping[str, float]) -> list[float]:
-    """Seconds that each test may take."""
+    """Seconds that each test may take: its own, its function's, its file's, or the average of all that are known."""
     average = sum(known.values()) / len(known) if known else FIRST_GUESS_S
-    return [known.get(test, average) for test in tests]
+
+    def length(test: str) -> float:
+        names = (test, test.partition("[")[0], test.partition("::")[0])
+        return next((known[name] for name in names if name in known), average)
+
+    return [length(test) for test in tests]
 
 
 def _part(text: str) -> tuple[int, int]:

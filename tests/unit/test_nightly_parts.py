@@ -30,8 +30,10 @@ def test_the_longest_part_is_as_short_as_can_be(parts: ModuleType) -> None:
     assert parts.cut([9.0, 1.0, 1.0, 1.0], 2) == [range(0, 1), range(1, 4)]
 
 
-def test_who_was_never_timed_counts_as_the_average(parts: ModuleType) -> None:
+def test_who_was_never_timed_counts_as_those_like_it_or_as_the_average(parts: ModuleType) -> None:
     assert parts.lengths_of(["a", "b", "c"], {"a": 2.0, "b": 6.0}) == [2.0, 6.0, 4.0]
+    known = {"x.py::a[1]": 1.0, "x.py::a": 2.0, "x.py": 6.0}
+    assert parts.lengths_of(["x.py::a[1]", "x.py::a[2]", "x.py::b[1]", "y.py::a"], known) == [1.0, 2.0, 6.0, 3.0]
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/0"])
