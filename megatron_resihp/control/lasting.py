@@ -19,6 +19,7 @@ from megatron_resihp.control.store import StoreError, TcpStore, connect
 
 REOPEN_S: Final = 30.0
 """How long a network may be without a way to the store."""
+ATTEMPT_S: Final = 3.0
 REFUSED_S: Final = 0.2
 """Who refuses a connection now and after so long serves no store any more."""
 READ_S: Final = 10.0
@@ -95,20 +96,30 @@ class LastingStore:
         return call(self._store)
 
     def _reopened(self, loss: StoreError) -> TcpStore:
-        if _refuses(self.address):
-            time.sleep(REFUSED_S)
-            if _refuses(self.address):
-                raise loss
-        store = connect(*self.address, REOPEN_S)
+        store = self._connected_again(loss)
         if store.get(messages.RUN, READ_S) != self._run:
             raise StoreError(f"{loss}; another job has the port by now") from loss
         print(f"resihp: {loss}; it is open again", file=sys.stderr, flush=True)
         return store
 
+    def _connected_again(self, loss: StoreError) -> TcpStore:
+        deadline = time.monotonic() + REOPEN_S
+        while True:
+            if _refuses(self.address):
+                time.sleep(REFUSED_S)
+                if _refuses(self.address):
+                    raise loss
+            try:
+                # Short, since what is left of a killed launcher may hold the port for a moment and answer nothing.
+                return connect(*self.address, ATTEMPT_S)
+            except StoreError:
+                if time.monotonic() > deadline:
+                    raise loss from None
+
 
 def _refuses(address: Address) -> bool:
     try:
-        socket.create_connection(address, timeout=REOPEN_S).close()
+        socket.create_connection(address, timeout=ATTEMPT_S).close()
     except ConnectionRefusedError:
         return True
     except OSError:
