@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +24,8 @@ from megatron_resihp.control.address import parse_address
 from megatron_resihp.control.launch_options import LaunchOptions
 from megatron_resihp.control.spawn import fork_worker
 from megatron_resihp.control.store import TcpStore, connect
+
+Event = dict[str, Any]
 
 WAIT_S = 20.0
 TINY_WORKER = Path(__file__).with_name("tiny_worker.py")
@@ -50,6 +52,28 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+class ToldJudge:
+    """In the detector's place: says what it was told to, once, when it looks again after training has begun."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = list(events)
+        self._begun = False
+
+    def note(self, event: Event) -> list[Event]:
+        self._begun = self._begun or event["event"] == "epoch_started"
+        return []
+
+    def take(self, message: bytes, now: float) -> list[Event]:
+        return []
+
+    def look(self, now: float) -> list[Event]:
+        told, self._events = (self._events, []) if self._begun else ([], self._events)
+        return [{"epoch": 0, **event} for event in told]
+
+    def finish(self) -> list[Event]:
+        return []
+
+
 class Launched:
     """A launcher in a process of its own, whose workers are forked in place of executed.
 
@@ -57,13 +81,15 @@ class Launched:
 
     Args:
         network: name of the network namespace that it runs in; None: the test's own.
+        judged: what the detector says once training has begun; empty: it is the real one.
     """
 
     def __init__(
         self, run_dir: Path, script: Path = TINY_WORKER, arguments: tuple[str, ...] = (), network: str | None = None,
-        **options: Any,
+        judged: Sequence[Event] = (), **options: Any,
     ):  # fmt: skip
         self.network = network
+        self.judged = judged
         self.run_dir = run_dir
         self.output_path = run_dir.with_name(f"{run_dir.name}-node{options.get('node', 0)}.out")
         self.options = LaunchOptions(
@@ -91,6 +117,8 @@ class Launched:
             megatron_resihp.enable = lambda: None
             agent.TERMINATE_S = 0.5  # type: ignore[misc]  # Some of these workers outlive SIGTERM on purpose.
             agent.RESTART_AFTER_S = 0.1  # type: ignore[misc]
+            if self.judged:
+                launcher._make_judge = lambda run_dir, order: ToldJudge(self.judged)
             code = launcher.launch(self.options, fork_worker, RunReport)
             # Nothing but the main thread may be left.
             eventually("threads end", lambda: len(os.listdir("/proc/self/task")) == 1, WAIT_S / 2)

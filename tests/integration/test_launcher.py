@@ -132,14 +132,13 @@ def test_survivors_are_planned_for_by_a_strategy(launch: Launch, tmp_path: Path,
 
 @pytest.mark.parametrize("act", ["observe", "ask", "act"])
 def test_a_slow_worker_gets_less_to_do_if_that_is_wanted(launch: Launch, tmp_path: Path, act: str) -> None:
-    """From a verdict of the detector, which a worker tells here, to another plan."""
+    """From a verdict of the detector to another plan."""
     slow = {"kind": "compute", "change": "onset", "workers": [2], "speed": 0.25, "since": 1, "iteration": 1}
-    events = [{"event": "verdict", **slow}, {"event": "iteration", "iteration": 2, "duration_s": 60.0}]
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "events").write_text(json.dumps(events))
     job = {"strategy": "greyhound", "act": act, "train_iters": 1000}
     (tmp_path / "run" / "job").write_text(json.dumps(job))
-    run = launch()
+    iteration = {"event": "iteration", "iteration": 2, "duration_s": 60.0}
+    run = launch(judged=[{"event": "verdict", **slow}, iteration])
     begun(run)
     if act == "ask":
         proposal = run.await_event("proposal")

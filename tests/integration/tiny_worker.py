@@ -61,8 +61,6 @@ def begin(control: WorkerControl, plan: ParallelPlan) -> None:
     while asked(f"dawdle_{WORKER}"):
         time.sleep(TICK_S)
     control.ready(digests={"0/0": "same"}, bytes_received=0, steps_redone=0, ports=[])
-    if WORKER == 0 and control.epoch == 0 and asked("events"):
-        control.events(json.loads((RUN_DIR / "events").read_text()))
     print(f"epoch {control.epoch} members {list(plan.members)} pid {os.getpid()}", flush=True)
 
 
