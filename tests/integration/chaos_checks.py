@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from jobs import FP32, Job, check_training, difference_table
 
+from megatron_resihp.control import exit_codes
 from megatron_resihp.control.holdings import lacking
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
 from megatron_resihp.plan.copies import lost_parts
@@ -68,7 +69,8 @@ def check_silence(job: Job) -> None:
 def check_end(job: Job, reference: Job) -> None:
     """It could not go on (contract 6): it says so, all that survivors hold is written, and till then all was well."""
     [end] = job.events("run_finished")
-    assert job.code == end["exit_code"] == 1 and end["reason"].startswith("no plan fits the survivors"), job.tails()
+    assert job.code == end["exit_code"] == exit_codes.NO_PLAN, job.tails()
+    assert end["reason"].startswith("no plan fits the survivors"), job.tails()
     assert end["reason"] in job.output()
     assert must_end(job), f"the survivors could have gone on\n{job.tails()}"
     check_what_was_trained(job, reference)
