@@ -33,6 +33,7 @@ def test_tensor_parallel_processes_learn_packed_documents():
     assert result["norms of rank 0"] == result["norms of rank 1"]
 
 
+@pytest.mark.nightly
 def test_pipeline_parallel_processes_learn_packed_documents():
     """Started without the module, so that the script installs the stand-in after it has imported Megatron."""
     check_learning(start_training(__file__, "1", "2")["losses"])

@@ -28,6 +28,7 @@ def final_state(job: Job) -> dict[int, str]:
     return {event["worker"]: event["digests"] for event in job.events("digest")}
 
 
+@pytest.mark.nightly
 def test_fifty_recoveries_leave_nothing_behind(jobs: Jobs) -> None:
     """Groups are rebuilt without a loss: a drill lets one worker after another report a communication error."""
     iterations = FIRST + RECOVERIES + 1

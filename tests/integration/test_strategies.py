@@ -29,6 +29,7 @@ def test_survivors_of_a_death_in_a_tensor_parallel_group_all_go_on_working(jobs:
     check_training(job, jobs.reference(tiny(**MODEL), workers=8))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("compiled_planner")
 def test_a_model_of_unlike_layers_begins_with_the_planners_own_layout(jobs: Jobs) -> None:
     """Dense layers, then mixtures of experts, and a head that takes longer than both."""
