@@ -49,6 +49,11 @@ class LastingStore:
         """See TcpStore: it does not last."""
         return self._store.torch_store
 
+    @property
+    def run(self) -> str:
+        """Which run's store it is."""
+        return self._run
+
     def set(self, key: str, value: str) -> None:
         self._again(lambda store: store.set(key, value))
 

@@ -32,7 +32,7 @@ from megatron_resihp.control.lasting import LastingStore
 from megatron_resihp.control.launch_options import RUNS, LaunchError, LaunchOptions, check, options_of
 from megatron_resihp.control.lifeline import Lifeline, Watcher
 from megatron_resihp.control.link import Link
-from megatron_resihp.control.mailbox import Ending, Mailbox
+from megatron_resihp.control.mailbox import Ending, Mailbox, coordinator_lost
 from megatron_resihp.control.nodes import Joining, Meeting, NodeWatcher, join, records_address
 from megatron_resihp.control.output import Outputs
 from megatron_resihp.control.shipping import Relay, Uplink
@@ -330,7 +330,7 @@ def _introduce(
         period_s=options.heartbeat_s,
         first_worker=seat.numbers[0],
     )
-    lost = Ending(exit_codes.RETRY, "the coordinator is lost: node 0 closed the lifeline")
+    lost = coordinator_lost("node 0 closed the lifeline")
     try:
         lifeline = join(store, joining, lambda: mailbox.end(lost))
     except StoreError:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.door import MalformedError, read_end, read_notice
 from megatron_resihp.control.lifeline import Lifeline
-from megatron_resihp.control.mailbox import Ending, GivenUp
+from megatron_resihp.control.mailbox import Ending, GivenUp, coordinator_lost
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
 
@@ -145,7 +145,10 @@ class Link:
 
     def _lost(self, error: Exception) -> None:
         if not self._closed:
-            self._on_end(Ending(exit_codes.RETRY, f"the coordinator is lost: {error}"))
+            self._on_end(coordinator_lost(error))
+            if self._lifeline is not None:
+                # Should it be there after all, it gives this node's workers up, which then hear it and end.
+                self._lifeline.close()
 
 
 def _read(reader: Callable[[str], dict[str, Any]], text: str) -> dict[str, Any] | None:

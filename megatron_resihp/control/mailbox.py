@@ -1,6 +1,6 @@
 """What threads and signal handlers have to tell the agent's loop, which selects on it.
 
-May import: the standard library.
+May import: the standard library and `control.exit_codes`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final
+
+from megatron_resihp.control import exit_codes
 
 HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """A terminal or SLURM sends them to all processes of a job; the agent says what follows, and all others ignore them."""
@@ -37,6 +39,16 @@ class Ending:
     agreed: bool = False
     members: frozenset[int] | None = None
     terminate_s: float | None = None
+
+
+LAST_SAVE_S: Final = 600.0
+"""How long workers that have lost the coordinator may take to save what they hold."""
+
+
+def coordinator_lost(why: object) -> Ending:
+    """Workers hear of it by themselves, save what they hold and exit; SIGTERM ends those that run without the plugin,
+    which ignores it, and those that have not begun."""
+    return Ending(exit_codes.RETRY, f"the coordinator is lost: {why}", terminate_s=LAST_SAVE_S)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_resihp.control import messages
+from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.address import Address, parse_address
 from megatron_resihp.control.door import MalformedError, read_notice
 from megatron_resihp.control.reach import unreachable
@@ -48,6 +49,13 @@ class JobEnded(Exception):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
         self.code = code
+
+
+class CoordinatorLost(JobEnded):
+    """Nobody is left to say how the job goes on: a worker that holds state saves it (`integration.last_save`)."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(exit_codes.RETRY, f"the coordinator is gone: {why}")
 
 
 @dataclass(frozen=True)
@@ -132,11 +140,26 @@ class WorkerControl:
         self._thread.start()
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Send a message to the coordinator."""
-        with self._lock:
+        """Send a message to the coordinator.
+
+        Raises:
+            JobEnded: it is gone.
+        """
+        with self._asked() as store:
             self._told += 1
             letter = {"type": kind, "worker": self.worker, "id": f"{self._name}.{self._told}", **fields}
-            self._store.push(messages.INBOX, json.dumps(letter))
+            store.push(messages.INBOX, json.dumps(letter))
+
+    @contextmanager
+    def _asked(self) -> Iterator[Store]:
+        """The store, for one thread at a time; who loses it there has lost the coordinator."""
+        try:
+            with self._lock:
+                yield self._store
+        except (StoreError, TimeoutError) as error:
+            self._lose(str(error))
+            assert self._end is not None
+            raise self._end from error
 
     def event(self, name: str, **fields: Any) -> None:
         """Write an event to the run's log."""
@@ -147,6 +170,11 @@ class WorkerControl:
         """Write several events at once; each needs at least `event`."""
         common = {"time": time.time(), "epoch": self.epoch, "worker": self.worker}
         self.tell("events", events=[{**common, **event} for event in events])
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Those of the plan of this worker's epoch."""
+        return self._members
 
     @property
     def validation(self) -> dict[str, Any] | None:
@@ -250,9 +278,9 @@ class WorkerControl:
         addresses = {}
         for worker in workers:
             key = f"{messages.KNOCK_AT}{worker}"
-            with self._lock:
-                if worker != self.worker and self._store.check(key):
-                    addresses[worker] = parse_address(self._store.get(key, READ_S))
+            with self._asked() as store:
+                if worker != self.worker and store.check(key):
+                    addresses[worker] = parse_address(store.get(key, READ_S))
         return unreachable(addresses)
 
     def join(self, **job: Any) -> EpochPlan | SalvageOrder:
@@ -297,8 +325,8 @@ class WorkerControl:
 
     def count(self, name: str) -> int:
         """Add one to a counter that all workers share and return its new value."""
-        with self._lock:
-            return self._store.add(name, 1)
+        with self._asked() as store:
+            return store.add(name, 1)
 
     def ready(self, digests: dict[str, str], bytes_received: int, steps_redone: int, ports: list[int]) -> None:
         """Report that this worker is ready for the epoch and wait until all are; then `peer_ports` is known.
@@ -326,10 +354,10 @@ class WorkerControl:
             return self._await(key)
         except EpochBroken:
             # The coordinator says neither go after this nor that it was broken before it.
-            with self._lock:
-                if not self._store.check(key):
+            with self._asked() as store:
+                if not store.check(key):
                     raise
-                return self._store.get(key, READ_S)
+                return store.get(key, READ_S)
 
     def await_end(self) -> JobEnded:
         """Wait until the job is over."""
@@ -344,9 +372,9 @@ class WorkerControl:
                 self.check()
             elif self._end is not None:
                 raise self._end
-            with self._lock:
-                if self._store.wait(key, SLICE_S):
-                    return self._store.get(key, READ_S)
+            with self._asked() as store:
+                if store.wait(key, SLICE_S):
+                    return store.get(key, READ_S)
 
     def _listen(self) -> None:
         number = 0
@@ -361,7 +389,10 @@ class WorkerControl:
 
     def _lose(self, why: str) -> None:
         """There is no coordinator any more, as far as this worker can know."""
-        self._hear({"kind": "end", "code": 1, "reason": f"the coordinator is gone: {why}"})
+        with self._news:
+            self._end = self._end or CoordinatorLost(why)
+            self._news.notify_all()
+        self._abort_epoch()
 
     def _read(self, text: str) -> None:
         try:
@@ -415,10 +446,13 @@ class WorkerControl:
                 self._broken[notice["epoch"]] = (notice["cause"], time.time())
             self._news.notify_all()
         if self.broken():
-            try:
-                self._on_broken()
-            except Exception as error:  # the thread must live on: it is the only one that hears of the end
-                print(f"resihp: worker {self.worker} could not abort its groups: {error}", file=sys.stderr, flush=True)
+            self._abort_epoch()
+
+    def _abort_epoch(self) -> None:
+        try:
+            self._on_broken()
+        except Exception as error:  # the notice thread must live on: it is the only one that hears of the end
+            print(f"resihp: worker {self.worker} could not abort its groups: {error}", file=sys.stderr, flush=True)
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 from megatron.training import get_timers
 
-from megatron_resihp.control.worker import JobEnded
+from megatron_resihp.control.worker import CoordinatorLost, JobEnded
+from megatron_resihp.integration.last_save import save_without_coordinator
 from megatron_resihp.integration.recovery import recover
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.standby import keep_current
@@ -40,6 +41,8 @@ def follow(runtime: Runtime) -> Any:
                 # train() leaves this timer running and the final save stops it; recovery has made new timers.
                 get_timers()("interval-time", log_level=0).start()
     except JobEnded as end:
+        if isinstance(end, CoordinatorLost):
+            save_without_coordinator(runtime, str(end))
         _leave(runtime, end)
 
 

@@ -8,8 +8,7 @@ import threading
 import time
 from typing import Final
 
-from megatron_resihp.control.store import StoreError
-from megatron_resihp.control.worker import WorkerControl
+from megatron_resihp.control.worker import JobEnded, WorkerControl
 from megatron_resihp.executor.communicators import Communicators
 
 LOOK_S: Final = 1.0
@@ -25,7 +24,7 @@ def _watch(communicators: Communicators, control: WorkerControl) -> None:
         time.sleep(LOOK_S)
         try:
             look(communicators, control)
-        except StoreError:
+        except JobEnded:
             return  # who listens to notices ends this worker
 
 

@@ -16,6 +16,7 @@ from megatron.core.rerun_state_machine import RerunMode
 
 from megatron_resihp.control.digests import name_of
 from megatron_resihp.control.record import Commit, Stage
+from megatron_resihp.control.store import StoreError
 from megatron_resihp.control.worker import EpochBroken, EpochPlan, JobEnded, SalvageOrder
 from megatron_resihp.executor.communicators import is_communicator_error, is_out_of_memory
 from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
@@ -148,7 +149,7 @@ def recover(runtime: Runtime, error: Exception) -> None:
 
 
 def _is_an_interruption(error: BaseException) -> bool:
-    return isinstance(error, EpochBroken | StagedError) or is_communicator_error(error)
+    return isinstance(error, EpochBroken | StagedError | StoreError) or is_communicator_error(error)
 
 
 def _strike(error: BaseException) -> tuple[Any, ...]:
@@ -173,7 +174,7 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
         record = runtime.progress.record(runtime.in_loop, runtime.position, runtime.loss_names)
         order = runtime.control.muster(record, runtime.held)
         if order.commit is not None:
-            begun = _apply(runtime, order.commit)
+            begun = apply_commit(runtime, order.commit)
             # Who leaves by choice does so before anything is computed.
             redone = 0 if by_choice else begun
         if isinstance(order, SalvageOrder):
@@ -213,7 +214,7 @@ def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> N
         _adopt(runtime, order, trained, kept)
 
 
-def _apply(runtime: Runtime, commit: Commit) -> int:
+def apply_commit(runtime: Runtime, commit: Commit) -> int:
     """Take the committed step if this worker is REDUCED at it; returns how many iterations will be computed again."""
     progress = runtime.progress
     if progress.iteration < commit.iteration:

@@ -122,6 +122,7 @@ class Runtime:
         flops: floating-point operations so far, as train() counts them.
         losses: what the schedule returned in this iteration (only the last stage has any).
         replay: the outcome of a step that is applied already; train_step returns it instead of computing.
+        run: what tells this run from others in the same run directory.
         newcomer: whether this worker was started anew and no plan has been run with it yet.
         on_trial: whether no step has been agreed on under a plan that was chosen (`control.first_step`).
         in_loop: whether this worker runs Megatron's train() (False: a standby, or not there yet).
@@ -186,6 +187,7 @@ class Runtime:
         self.loss_names: tuple[str, ...] = ()
         self.fed: list[int] = []
         self.replay: Outcome | None = None
+        self.run = ""
         self.newcomer = False
         self.on_trial = False
         self.in_loop = False
@@ -238,6 +240,11 @@ class Runtime:
     def coordinate(self) -> Coordinate | None:
         """The coordinate of the job's own layout whose state `trained` is; None if it is of another layout."""
         return None if self.own_layout is None else self.own_layout.coordinate_of(self.held)
+
+    @property
+    def writes_shard(self) -> bool:
+        """Whether what this worker holds is just what Megatron has in one file of a checkpoint."""
+        return self.kept is None and self.coordinate is not None
 
     @property
     def works(self) -> bool:

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing import generate_state_dict, get_checkpoint_name, get_checkpoint_tracker_filename
 
+from megatron_resihp.control.environment import RUN_DIR
 from megatron_resihp.control.worker import SalvageOrder
 from megatron_resihp.integration.counting import count_again, restore_counters
 from megatron_resihp.integration.general_state import slice_states
@@ -28,15 +30,31 @@ from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.slices import cuts_of, slices_of
 
+DIRECTORY = "salvage"
+"""In the run directory."""
+
 
 def salvage(runtime: Runtime, order: SalvageOrder) -> None:
     """Write this worker's shard if it was chosen to, and report."""
     if not order.shards or order.commit is None:
         return
+    directory = Path(os.environ[RUN_DIR]) / DIRECTORY
+    path = write_state(runtime, order, directory)
+    if runtime.writes_shard and runtime.control.count("salvaged") == order.writers and not order.missing:
+        # Only when all shards are there may a later start find them.
+        name_latest(directory, order.commit.iteration)
+    runtime.control.event(
+        "salvage", iteration=order.commit.iteration, path=str(path), complete=not order.missing,
+        missing=[runtime.own.coordinate_of((shard,)) for shard in order.missing],
+    )
+    runtime.control.tell("salvaged")
+
+
+def write_state(runtime: Runtime, order: SalvageOrder, directory: Path) -> Path:
+    """Write what this worker holds, once it has taken the committed step; asks nobody."""
     assert runtime.sizes is not None
     runtime.sizes.restore()
     _count_after_step(runtime, order)
-    directory = Path(os.environ["RESIHP_RUN_DIR"]) / "salvage"
     if runtime.kept is not None:
         path = _save_parts(runtime, runtime.kept, order, directory)
     elif runtime.coordinate is None:
@@ -44,11 +62,27 @@ def salvage(runtime: Runtime, order: SalvageOrder) -> None:
     else:
         path = _save_shard(runtime, order, runtime.coordinate, directory)
     print(f"resihp: worker {runtime.worker} saved {path}", file=sys.stderr, flush=True)
-    runtime.control.event(
-        "salvage", iteration=order.commit.iteration, path=str(path), complete=not order.missing,
-        missing=[runtime.own.coordinate_of((shard,)) for shard in order.missing],
-    )
-    runtime.control.tell("salvaged")
+    return path
+
+
+def name_latest(directory: Path, iteration: int) -> None:
+    """Let later starts find what was saved in that iteration."""
+    _replace(Path(get_checkpoint_tracker_filename(str(directory))), lambda path: path.write_text(str(iteration)))
+
+
+def latest_in(directory: Path) -> int | None:
+    """Of which iteration a complete state is there; None: there is none."""
+    try:
+        return int(Path(get_checkpoint_tracker_filename(str(directory))).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Whoever is killed while writing leaves what was there."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    write(aside)
+    aside.replace(path)
 
 
 def _save_shard(runtime: Runtime, order: SalvageOrder, coordinate: Coordinate, directory: Path) -> Path:
@@ -68,10 +102,7 @@ def _save_shard(runtime: Runtime, order: SalvageOrder, coordinate: Coordinate, d
     )  # fmt: skip
     args.ckpt_format = save_format
     state["num_floating_point_operations_so_far"] = runtime.flops
-    torch.save(state, path)
-    if runtime.control.count("salvaged") == order.writers and not order.missing:
-        # Only when all shards are there may a later start find them.
-        Path(get_checkpoint_tracker_filename(str(directory))).write_text(str(iteration))
+    _replace(path, lambda aside: torch.save(state, aside))
     return path
 
 
@@ -112,7 +143,7 @@ def _save_tensors(
     path.parent.mkdir(parents=True, exist_ok=True)
     trained = runtime.trained
     counted = {"opt_param_scheduler": trained.scheduler.state_dict(), "grad_scaler": scale_of(trained.optimizer)}
-    torch.save({kind: tensors, "args": runtime.args, **counted}, path)
+    _replace(path, lambda aside: torch.save({kind: tensors, "args": runtime.args, **counted}, aside))
     contents = {
         "iteration": iteration,
         "consumed_train_samples": runtime.args.consumed_train_samples,

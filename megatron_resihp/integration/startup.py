@@ -92,7 +92,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), pack_sheet)
     atexit.register(outbox.close, LAST_RECORDS_S)
     runtime = Runtime(config, control, communicators[0], get_args(), derived, outbox.offer)
-    runtime.newcomer = newcomer
+    runtime.run, runtime.newcomer = store.run, newcomer
     runtime.preparation = Preparation(runtime)
     control.on_change = runtime.preparation.begin
     runtime.probes.watch_garbage_collection()

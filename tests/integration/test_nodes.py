@@ -12,6 +12,7 @@ import pytest
 from chaos_checks import check_evaluations, evaluations
 from jobs import FP32, PRETRAIN, WISHING, Job, Jobs, check_training, tiny
 
+from megatron_resihp.control import exit_codes
 from megatron_resihp.plan import ParallelPlan
 
 TWO_NODES: dict[str, Any] = {
@@ -38,6 +39,45 @@ def test_a_whole_node_dies(jobs: Jobs) -> None:
     second.kill()
     check_training(first.wait(), reference)
     assert {death.worker for death in first.summary.deaths} == {2, 3}
+
+
+@pytest.mark.nightly
+def test_the_state_outlives_node_0(jobs: Jobs) -> None:
+    """Its agent is killed, and its workers with it; those of the other node hold all state."""
+    arguments = tiny(**TWO_NODES)
+    reference = jobs.reference(arguments, workers=4)
+    coordinator = ["127.0.0.1", free_port()]
+    options = {"workers": 2, "nodes": 2, "coordinator": coordinator, "script": WISHING, "wishes": ["hold-0-7"]}
+    first, second = (jobs.start(arguments, node=node, **options) for node in range(2))
+    first.await_event("iteration", iteration=5)
+    first.kill()
+    assert second.wait().code == exit_codes.RETRY, second.output()
+    logs = second.log(2) + second.log(3)
+    assert logs.count("all of it; go on from it with --load") == 1, logs
+    saved = second.run_dir / "salvage"
+    iteration = int((saved / "latest_checkpointed_iteration.txt").read_text())
+    assert iteration >= 5
+    going_on = {"load": saved, "ckpt_format": "torch", "no_load_rng": True}
+    again = jobs.run(tiny(**TWO_NODES | going_on), workers=2)
+    assert again.code == 0, again.tails()
+    rest = {number: loss for number, loss in reference.summary.loss.items() if number > iteration}
+    assert again.summary.loss == pytest.approx(rest, rel=FP32.loss)
+
+
+@pytest.mark.nightly
+def test_what_died_with_node_0_is_named(jobs: Jobs) -> None:
+    """The first stage; nothing pretends to be a checkpoint."""
+    arguments = tiny(pipeline_model_parallel_size=2, train_iters=12)
+    coordinator = ["127.0.0.1", free_port()]
+    options = {"workers": 1, "nodes": 2, "coordinator": coordinator, "script": WISHING, "wishes": ["hold-0-7"]}
+    first, second = (jobs.start(arguments, node=node, **options) for node in range(2))
+    first.await_event("iteration", iteration=5)
+    first.kill()
+    assert second.wait().code == exit_codes.RETRY, second.output()
+    assert "there is no file of stage 0 TP rank 0; go on from the last checkpoint" in second.log(1)
+    saved = second.run_dir / "salvage"
+    assert len(list(saved.glob("iter_*/mp_rank_00_001/model_optim_rng.pt"))) == 1
+    assert not (saved / "latest_checkpointed_iteration.txt").exists()
 
 
 @pytest.mark.nightly

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from megatron_resihp.control import messages
-from megatron_resihp.control.worker import EpochBroken, JobEnded, WorkerControl
+from megatron_resihp.control import exit_codes, messages
+from megatron_resihp.control.record import Record, Stage
+from megatron_resihp.control.store import StoreError
+from megatron_resihp.control.worker import CoordinatorLost, EpochBroken, JobEnded, WorkerControl
 
 HEARD_S = 30.0
 
@@ -101,6 +104,35 @@ def test_a_coordinator_that_never_answers_is_lost_in_the_end() -> None:
     control = WorkerControl(Published(), 1, lambda: None)
     with pytest.raises(JobEnded, match=r"the coordinator is gone: it has not answered for 0\.1 s"):
         control.suspect(RuntimeError("gloo: Connection closed by peer"), 0.1)
+
+
+class Gone(Published):
+    """A store that is served no more."""
+
+    def push(self, queue: str, item: str) -> None:
+        raise StoreError("the connection to the store is lost")
+
+    def add(self, key: str, amount: int) -> int:
+        raise StoreError("the connection to the store is lost")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda control: control.tell("trained", iteration=3),
+        lambda control: control.suspect(RuntimeError("gloo: Connection closed by peer"), HEARD_S),
+        lambda control: control.muster(Record(3, Stage.COMPUTE), ()),
+        lambda control: control.count("salvaged"),
+    ],
+    ids=["a message", "a suspicion", "a muster", "a count"],
+)
+def test_who_notices_first_that_the_coordinator_is_gone_has_lost_it(ask: Callable[[WorkerControl], Any]) -> None:
+    """Whatever it wanted; and no collective of another thread goes on."""
+    aborted = threading.Event()
+    control = WorkerControl(Gone(), 1, aborted.set)
+    with pytest.raises(CoordinatorLost, match="the coordinator is gone: the connection to the store is lost") as lost:
+        ask(control)
+    assert lost.value.code == exit_codes.RETRY and control.broken() and aborted.is_set()
 
 
 def test_a_coordinator_that_was_away_is_waited_for() -> None:

@@ -1,0 +1,99 @@
+"""What workers that have lost the coordinator make of each other's records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_resihp.control.noticeboard import Noticeboard
+from megatron_resihp.control.record import NoCommitError, Outcome, Record, Stage
+from megatron_resihp.control.survivors import Decision, Standing, awaited, decide, missing, part_of
+from megatron_resihp.plan import Coordinate, Shard
+
+FIRST, SECOND = (Shard(0, 2, 0, 1),), (Shard(2, 4, 0, 1),)
+OUTCOME = Outcome(0, 1.5)
+
+
+def told(iteration: int, stage: Stage, held: tuple[Shard, ...], **more: Any) -> Standing:
+    """By a worker that keeps counters of this iteration and the one before, and what was agreed on."""
+    agreed = {iteration - 1: OUTCOME, **({iteration: OUTCOME} if stage >= Stage.AGREED else {})}
+    counters: dict[int, dict[str, Any]] = {iteration - 1: {"at": iteration - 1}, iteration: {"at": iteration}}
+    return Standing(Record(iteration, stage, outcomes=agreed, counters=counters), held, **more)
+
+
+def test_survivors_in_the_same_iteration_save_the_one_before() -> None:
+    everybody = {2: told(7, Stage.COMPUTE, FIRST), 3: told(7, Stage.REDUCED, SECOND)}
+    decision = decide(everybody, "salvage")
+    assert decision.commit.iteration == 6 and not decision.commit.replay
+    assert decision.writers == {2: FIRST, 3: SECOND}
+    assert [part_of(worker, one, decision) for worker, one in everybody.items()] == [FIRST, SECOND]
+
+
+def test_who_has_heard_of_the_agreement_takes_the_others_with_it() -> None:
+    """Who has reduced the gradients takes the step now; who is an iteration on drops its work."""
+    everybody = {2: told(7, Stage.REDUCED, FIRST), 3: told(7, Stage.AGREED, SECOND), 4: told(8, Stage.COMPUTE, FIRST)}
+    decision = decide(everybody, "salvage")
+    assert decision.commit.iteration == 7 and decision.commit.outcome == OUTCOME
+    assert decision.writers == {2: FIRST, 3: SECOND}
+    assert part_of(4, everybody[4], decision) == (), "another one writes the same"
+
+
+def test_iterations_are_never_mixed() -> None:
+    """A worker that nobody heard in time is an iteration on, and can't go back."""
+    decision = decide({2: told(7, Stage.REDUCED, FIRST)}, "salvage")
+    assert decision.commit.iteration == 6
+    assert part_of(3, told(7, Stage.STEPPED, SECOND), decision) is None
+    assert part_of(3, told(9, Stage.COMPUTE, SECOND), decision) is None
+    assert part_of(3, told(7, Stage.COMPUTE, SECOND), decision) == SECOND, "it came late, and fits"
+
+
+def test_a_record_that_contradicts_the_others_writes_nothing_of_theirs() -> None:
+    everybody = {2: told(7, Stage.COMPUTE, FIRST), 3: told(7, Stage.STEPPED, FIRST)}
+    decision = decide(everybody, "salvage")
+    assert decision.writers == {3: FIRST} and part_of(2, everybody[2], decision) is None
+
+
+def test_each_writes_its_own_parts_of_a_distributed_optimizer() -> None:
+    decision = decide({w: told(7, Stage.COMPUTE, FIRST, in_parts=True) for w in (2, 3)}, "salvage")
+    assert decision.writers == {2: FIRST, 3: FIRST}
+
+
+def test_standbys_alone_do_not_know_where_the_run_was() -> None:
+    standby = Standing(Record(7, Stage.STEPPED, works=False, outcomes={7: OUTCOME}), FIRST)
+    with pytest.raises(NoCommitError):
+        decide({2: standby}, "salvage")
+    newcomer = Standing(Record(7, Stage.STEPPED, counters={7: {}}), FIRST)
+    with pytest.raises(NoCommitError, match="agreed on for iteration 7"):
+        decide({2: newcomer}, "salvage")
+
+
+def test_nobody_waits_for_workers_that_died_with_node_0() -> None:
+    node_0 = frozenset({0, 1})
+    assert awaited(range(6), node_0, me=4) == {2, 3, 4, 5}
+    assert awaited(range(6), node_0, me=1) == set(range(6)), "its own agent lives"
+
+
+def test_what_is_missing_is_named() -> None:
+    saved = [Coordinate(0, 0), Coordinate(1, 1)]
+    assert missing(saved, stages=2, tensor_parallel=2) == [Coordinate(0, 1), Coordinate(1, 0)]
+
+
+def test_the_first_decision_binds_all(tmp_path: Path) -> None:
+    boards = [Noticeboard(tmp_path / "board", worker) for worker in (2, 3)]
+    standings = {2: told(7, Stage.COMPUTE, FIRST), 3: told(7, Stage.AGREED, SECOND)}
+    boards[0].pin("record", standings[2].to_dict())
+    alone = boards[0].gather("record", {2, 3}, timeout_s=0.0)
+    assert alone.keys() == {2}
+    boards[1].pin("record", standings[3].to_dict())
+    both = boards[1].gather("record", {2, 3}, timeout_s=60.0)
+    assert {worker: Standing.from_dict(note) for worker, note in both.items()} == standings
+    first, second = (
+        Decision.from_dict(board.decide(decide(dict(list(standings.items())[:number]), "salvage").to_dict()))
+        for board, number in zip(boards, (1, 2), strict=True)
+    )
+    assert first == second and first.commit.iteration == 6
+    assert [path.name for path in (tmp_path / "board").glob(".*")] == [], "nothing is left half written"
+    assert json.loads((tmp_path / "board" / "decision.json").read_text())["told"] == [2]
