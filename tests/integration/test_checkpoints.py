@@ -87,6 +87,7 @@ def test_a_job_changes_its_plan_after_loading(jobs: Jobs, tmp_path: Path) -> Non
     assert job.summary.loss == pytest.approx(rest_of(reference), rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_stock_megatron_goes_on_in_another_layout(jobs: Jobs, tmp_path: Path) -> None:
     """With one stage and one tensor-parallel member."""
     reference = jobs.reference(tiny(**MODEL | RECTANGLE), workers=4)

@@ -99,6 +99,7 @@ def test_sequence_parallelism_with_uneven_shares(jobs: Jobs) -> None:
     assert shares(plan) == [4, 5]
 
 
+@pytest.mark.nightly
 def test_sixteen_bits(jobs: Jobs) -> None:
     """Sums in another order differ in the last of 8 bits of a gradient; after a few steps that is seen in the loss."""
     survive(jobs, "kill:1@3:backward", model={"global_batch_size": 8, "bf16": True}, workers=4, tolerance=BF16)
