@@ -1,6 +1,6 @@
 """Runs the parts of the check and prints one JSON object for each case, and one for all as the last line.
 
-On a GPU the parts are dealt out to three calls, each of under eight minutes. Exit code 1: a case has failed.
+The parts are dealt out to three calls, for machines that end long commands. Exit code 1: a case has failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import rebuild
 from setting import Row, Setting
 
 CALL_S: Final = 440.0
-"""Seconds after which a call begins no new case: the last one has to end within the eighth minute."""
+"""Seconds after which a call begins no new case. The last one may still take a job and its reference."""
 
 
 @dataclass(frozen=True)
