@@ -168,9 +168,11 @@ def _holder(path: Path, left: str, answers: Callable[[], bool]) -> str | None:
     touched_at = _modified(path)
     announced = False
     while (age := _age(path)) is not None and age < FRESH_S:
-        if _modified(path) != touched_at:
-            # If it has another text it is another job's, or one has just written it: whoever looks again knows more.
-            return who if _text(path) == left else None
+        is_touched = _modified(path) != touched_at
+        if _text(path) != left:
+            return None  # It is another job's, or one has just written it: whoever looks again knows more.
+        if is_touched:
+            return who
         if not announced:
             print(f"resihp: {path.parent} was {who}'s {age:.0f} s ago, waiting whether it still is", flush=True)
             announced = True

@@ -113,6 +113,20 @@ def test_one_that_is_being_written_is_waited_for(path: Path) -> None:
     writing.join()
 
 
+def test_who_loses_by_a_moment_is_refused_at_once(path: Path) -> None:
+    """Another has written its own file between two looks at that of a dead job."""
+
+    def lost() -> bool:
+        path.write_text(text())
+        return False
+
+    path.write_text(text(host="elsewhere"))
+    began = time.monotonic()
+    with pytest.raises(ClaimedError, match=f"process {os.getpid()}"):
+        claimed(path, text(), lost).__enter__()
+    assert time.monotonic() - began < claim.FRESH_S / 2
+
+
 def test_what_another_job_has_by_now_is_left_to_it(path: Path) -> None:
     with claimed(path, text(), nobody):
         path.write_text(text(pid=1))
@@ -139,14 +153,16 @@ def test_of_launches_at_the_same_moment_one_gets_it(tmp_path: Path, left: str | 
         if left is not None:
             path.write_text(text(started=1))
         racers = [context.Process(target=race, args=(path, start, won)) for _ in range(RACERS)]
-        for racer in racers:
-            racer.start()
-        deadline = time.monotonic() + 20.0
-        while sum(racer.is_alive() for racer in racers) > 1 and time.monotonic() < deadline:
-            time.sleep(0.005)
-        owner = living_owner(path)
-        assert won.value == 1 and owner is not None
-        assert [racer.pid for racer in racers if racer.is_alive()] == [owner.pid]
-        for racer in racers:
-            racer.kill()
-            racer.join()
+        try:
+            for racer in racers:
+                racer.start()
+            deadline = time.monotonic() + 20.0
+            while sum(racer.is_alive() for racer in racers) > 1 and time.monotonic() < deadline:
+                time.sleep(0.005)
+            owner = living_owner(path)
+            assert won.value == 1 and owner is not None
+            assert [racer.pid for racer in racers if racer.is_alive()] == [owner.pid]
+        finally:
+            for racer in racers:
+                racer.kill()
+                racer.join()
