@@ -12,7 +12,7 @@ import pytest
 from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.record import Record, Stage
 from megatron_resihp.control.store import StoreError
-from megatron_resihp.control.worker import CoordinatorLost, EpochBroken, JobEnded, WorkerControl
+from megatron_resihp.control.worker import NOTICE_S, CoordinatorLost, EpochBroken, JobEnded, WorkerControl
 
 HEARD_S = 30.0
 
@@ -40,7 +40,7 @@ class Published:
         return key in self.values
 
     def wait(self, key: str, timeout_s: float) -> bool:
-        if key not in self.values and timeout_s > 60.0:
+        if key not in self.values and timeout_s >= NOTICE_S:
             threading.Event().wait()  # for a notice that never comes
         return key in self.values
 
