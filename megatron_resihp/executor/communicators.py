@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_resihp.executor import gloo_loops, gloo_sockets
 from megatron_resihp.executor.groups_ahead import GroupsAhead, install_hand_over
 from megatron_resihp.executor.nccl_aborts import ABORT_S, NcclAborts, backend_of, nccl_groups
+from megatron_resihp.executor.nccl_meetings import NcclMeetings
 from megatron_resihp.executor.rendezvous import InterruptibleStore
 from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.waiting import Waiter
@@ -68,7 +69,8 @@ class Communicators:
         self._nccl_aborts = NcclAborts(abort_s)
         self._waiter = Waiter(interrupted)
         self._waits_installed = False
-        self._barriers_installed = False
+        self._nccl_installed = False
+        self._meetings = NcclMeetings(interrupted, self._abort_anew)
         self._hand_over_installed = False
         self._lock = threading.Lock()
         self._epoch_store: InterruptibleStore | None = None
@@ -130,9 +132,10 @@ class Communicators:
         if backend == "nccl":
             # NCCL takes its buffers from the device, not from what torch keeps for later.
             torch.cuda.empty_cache()
-        if backend == "nccl" and not self._barriers_installed:
+        if backend == "nccl" and not self._nccl_installed:
             dist.barrier = _with_own_device(dist.barrier)
-            self._barriers_installed = True
+            self._meetings.install()
+            self._nccl_installed = True
         dist.init_process_group(
             backend, store=self._epoch_store, rank=list(order).index(self._me), world_size=len(order), timeout=timeout
         )
@@ -194,6 +197,11 @@ class Communicators:
         for error in self._nccl_aborts.wait():
             print(f"resihp: worker {self._me} could not abort {error}", file=sys.stderr, flush=True)
 
+    def _abort_anew(self, group: Any) -> None:
+        """A communicator that came into being while its group was aborted was not aborted with it."""
+        with self._lock:
+            self._nccl_aborts.repeat(group)
+
     def failure(self) -> str | None:
         """What torch's watchdog has found wrong with a group of NCCL's, an error of the network or a time-out; None:
         nothing. It ends nothing by itself (`control.environment.NCCL`). Called from any thread."""
@@ -210,6 +218,7 @@ class Communicators:
         self._retired += [*dist.distributed_c10d._world.pg_map, *self._side_groups]
         self._side_groups.clear()
         self._nccl_aborts.forget()
+        self._meetings.forget()
         if dist.is_initialized():
             dist.destroy_process_group()
         # torch names groups by this count, in which a world that was interrupted in the making stays: its other members
@@ -238,7 +247,8 @@ class Communicators:
     @property
     def left_behind(self) -> int:
         """Groups of earlier epochs that are not free yet, and calls into them that have not come back."""
-        return sum(thread.is_alive() for thread in self._freeing) + self._waiter.left_behind
+        calls = self._waiter.left_behind + self._meetings.left_behind
+        return sum(thread.is_alive() for thread in self._freeing) + calls
 
     def release(self) -> None:
         """Free the groups of earlier epochs, all at once and after the step: each joins its threads."""

@@ -61,6 +61,10 @@ class NcclAborts:
         errors, self._errors = self._errors, []
         return errors
 
+    def repeat(self, group: Any) -> None:
+        """Abort this group at the next `start`, even if that was done before."""
+        self._threads.pop(group, None)
+
     def forget(self) -> None:
         """The epoch's groups are out of use."""
         self._threads.clear()

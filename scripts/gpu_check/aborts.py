@@ -52,7 +52,7 @@ CASES: Final[Mapping[str, Case]] = {
     "two-hang": Case((1, 3)),
     "peer-stopped": Case((1, 3), peer="stopped"),
     "two-hang-without-cumem": Case((1, 3), environment={"NCCL_CUMEM_ENABLE": "0"}),
-    "while-made": Case(peer="made", required=False),
+    "while-made": Case(peer="made"),
     "two-hang-non-blocking": Case((1, 3), environment=NON_BLOCKING, required=False),
     "while-made-non-blocking": Case(peer="made", environment=NON_BLOCKING, required=False),
     "serial-two-hang": Case((1, 3), how="serial", required=False),
@@ -71,7 +71,7 @@ def _run(setting: Setting, name: str) -> Row:
     case = CASES[name]
     meeting = setting.out / f"aborts-{name}"
     meeting.mkdir(parents=True)
-    environment = setting.environment(**case.environment, **_own_environment())
+    environment = setting.environment(**_own_environment() | dict(case.environment))
     options = {**asdict(case), "backend": setting.backend, "meeting": str(meeting / "store")}
     worker = str(Path(__file__).with_name("abort_worker.py"))
     processes = [
