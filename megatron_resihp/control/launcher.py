@@ -35,6 +35,7 @@ from megatron_resihp.control.link import Link
 from megatron_resihp.control.mailbox import Ending, Mailbox, coordinator_lost
 from megatron_resihp.control.nodes import Joining, Meeting, NodeWatcher, join, records_address
 from megatron_resihp.control.output import Outputs
+from megatron_resihp.control.saved_state import last_save
 from megatron_resihp.control.shipping import Relay, Uplink
 from megatron_resihp.control.slicing import Slicer
 from megatron_resihp.control.spawn import Spawn, exec_worker
@@ -134,12 +135,15 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         outputs.start()
         if seat.token:
             stack.enter_context(touched(seat.run_dir / FILE_NAME))
+        began_at = time.time()
         ending, failures = _serve(options, seat, starter, workers, watcher, mailbox, relay, guardian)
         outputs.close(CLOSING_S)
         if ending.code:
             for worker in failures:
                 _show_failure(worker, outputs.last_lines(worker.number))
         _finish(seat, ending)
+        if ending.code == exit_codes.RETRY and options.node > 0:
+            _tell_last_save(seat.run_dir, began_at)
         return ending.code
 
 
@@ -368,6 +372,13 @@ def _finish(seat: _Seat, ending: Ending) -> None:
     if seat.sink is not None:
         seat.sink.finish()
         _tell_result(seat.run_dir, ending.code)
+
+
+def _tell_last_save(run_dir: Path, since: float) -> None:
+    """Node 0 is lost, and its terminal with it."""
+    save = last_save(run_dir, since)
+    if save is not None:
+        print(f"resihp: {save.told(run_dir)}", file=sys.stderr, flush=True)
 
 
 def _tell_result(run_dir: Path, code: int) -> None:

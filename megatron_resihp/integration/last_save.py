@@ -6,6 +6,7 @@ agent ends who hangs. May import megatron and this room's other modules.
 
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from megatron_resihp.control import environment
 from megatron_resihp.control.mailbox import LAST_SAVE_S
 from megatron_resihp.control.noticeboard import Noticeboard
 from megatron_resihp.control.record import NoCommitError
+from megatron_resihp.control.saved_state import DIRECTORY, LastSave, latest_in
 from megatron_resihp.control.survivors import Decision, Standing, awaited, decide, missing, part_of
 from megatron_resihp.control.worker import SalvageOrder
 from megatron_resihp.integration.device_loss import abort_or_die
 from megatron_resihp.integration.recovery import apply_commit
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.salvage import DIRECTORY, latest_in, name_latest, write_state
+from megatron_resihp.integration.salvage import name_latest, write_state
 from megatron_resihp.integration.world import tear_down
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.places import node_of
@@ -80,7 +82,10 @@ def _save_share(runtime: Runtime, decision: Decision, order: SalvageOrder, board
         # Only when all shards are there may a later start find them.
         name_latest(directory, decision.commit.iteration)
     if runtime.worker == min(notes):
-        _tell_result(runtime, decision.commit.iteration, directory, lacking)
+        gaps = tuple((each.stage, each.tp_rank) for each in lacking)
+        save = LastSave(decision.commit.iteration, decision.directory, gaps, time.time())
+        save.pin(board)
+        _say(runtime, save.told(base))
 
 
 def _save_alone(runtime: Runtime, own: Standing, why: str, base: Path) -> None:
@@ -90,16 +95,6 @@ def _save_alone(runtime: Runtime, own: Standing, why: str, base: Path) -> None:
     apply_commit(runtime, commit)
     write_state(runtime, SalvageOrder(runtime.epoch, why, commit, own.held, 0, ()), directory)
     _say(runtime, f"was after iteration {commit.iteration}, others were not: what it saved is no part of theirs")
-
-
-def _tell_result(runtime: Runtime, iteration: int, directory: Path, lacking: list[Coordinate]) -> None:
-    if not lacking:
-        options = f"--load {directory} --ckpt-format torch --no-load-rng"
-        _say(runtime, f"the state after iteration {iteration} is saved, all of it; go on from it with {options}")
-        return
-    shards = ", ".join(f"stage {each.stage} TP rank {each.tp_rank}" for each in lacking)
-    what = f"the state after iteration {iteration} is saved as far as survivors hold it, which no start can load"
-    _say(runtime, f"{what}: there is no file of {shards}; go on from the last checkpoint")
 
 
 def _directory(runtime: Runtime, base: Path) -> str:

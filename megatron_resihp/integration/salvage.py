@@ -1,7 +1,7 @@
 """When no plan fits: each chosen holder writes its shard, in Megatron's per-rank checkpoint format.
 
 That format has one file per (TP rank, stage), which is just what a survivor holds, and needs no collective. When all
-shards are written, `--load RUN_DIR/salvage --ckpt-format torch --no-load-rng` goes on from the last step (contract 6).
+shards are written, `--load RUN_DIR/salvage --no-load-rng` goes on from the last step (contract 6).
 Who holds no such shard writes the slices that it does hold (docs/usage.md).
 """
 
@@ -20,6 +20,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing import generate_state_dict, get_checkpoint_name, get_checkpoint_tracker_filename
 
 from megatron_resihp.control.environment import RUN_DIR
+from megatron_resihp.control.saved_state import DIRECTORY
 from megatron_resihp.control.worker import SalvageOrder
 from megatron_resihp.integration.counting import count_again, restore_counters
 from megatron_resihp.integration.general_state import slice_states
@@ -29,9 +30,6 @@ from megatron_resihp.integration.optimizer_shards import own_part
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.slices import cuts_of, slices_of
-
-DIRECTORY = "salvage"
-"""In the run directory."""
 
 
 def salvage(runtime: Runtime, order: SalvageOrder) -> None:
@@ -68,14 +66,6 @@ def write_state(runtime: Runtime, order: SalvageOrder, directory: Path) -> Path:
 def name_latest(directory: Path, iteration: int) -> None:
     """Let later starts find what was saved in that iteration."""
     _replace(Path(get_checkpoint_tracker_filename(str(directory))), lambda path: path.write_text(str(iteration)))
-
-
-def latest_in(directory: Path) -> int | None:
-    """Of which iteration a complete state is there; None: there is none."""
-    try:
-        return int(Path(get_checkpoint_tracker_filename(str(directory))).read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:

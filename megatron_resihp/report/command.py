@@ -15,7 +15,7 @@ from megatron_resihp.report.check import faults
 from megatron_resihp.report.drawing import drawing
 from megatron_resihp.report.events import FILE_NAME, read_events
 from megatron_resihp.report.run_summary import REORDERED
-from megatron_resihp.report.standing import launcher_of, with_standing
+from megatron_resihp.report.standing import launcher_of, with_last_save, with_standing
 from megatron_resihp.report.summary import RunSummary, summarize_log, with_reference
 
 
@@ -84,7 +84,8 @@ def _load(run_dir: Path) -> RunSummary:
     if not found.events:
         state = f"holds nothing but {unreadable} unreadable line(s)" if unreadable else "is empty"
         raise _BadInput(f"{path} {state}; give the run directory of a started run")
-    return with_standing(summarize_log(found), launcher_of(run_dir), time.time())
+    summary = with_standing(summarize_log(found), launcher_of(run_dir), time.time())
+    return with_last_save(summary, run_dir)
 
 
 def _draw(summary: RunSummary, reference: RunSummary | None, path: Path) -> None:

@@ -116,7 +116,7 @@ class Standing:
     """How a run stands whose log has no end; see `standing`."""
 
     state: str
-    """running, stalled, ended without a word, or unknown."""
+    """running, stalled, ended without a word, node 0 lost, or unknown."""
     silent_s: float
     """Since its last step or, before the first, since the last event."""
 

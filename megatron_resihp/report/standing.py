@@ -1,6 +1,6 @@
 """How a run stands whose log has no end: does it go on, stand still, or has it ended without a word?
 
-May import: the standard library, `control.contact`, `control.claim` and this room's modules.
+May import: the standard library, `control.contact`, `control.claim`, `control.saved_state` and this room's modules.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from typing import Final
 
 from megatron_resihp.control import contact
 from megatron_resihp.control.claim import Owner
+from megatron_resihp.control.saved_state import LastSave, last_save
 from megatron_resihp.control.store import StoreError
-from megatron_resihp.report.run_summary import RunSummary, Standing
+from megatron_resihp.report.run_summary import RunSummary, Salvage, Standing
 
 RUNNING: Final = "running"
 STALLED: Final = "stalled"
 ENDED: Final = "ended without a word"
+NODE_0_LOST: Final = "node 0 lost"
 UNKNOWN: Final = "unknown"
 
 STALLED_AFTER: Final = 3.0
 """Usual iteration times without an iteration that is finished."""
 LEAST_S: Final = 5.0
 """Nobody who asks how a run stands means a second or two."""
+CLOCKS_APART_S: Final = 60.0
+"""Nodes may disagree by so much about what time it is."""
 
 
 class Launcher(Enum):
@@ -56,6 +60,25 @@ def standing(summary: RunSummary, launcher: Launcher, now: float) -> Standing:
     if on_time or (usual_s is None and launcher is Launcher.ANSWERS):
         return Standing(RUNNING, silent_s)
     return Standing(UNKNOWN if launcher is Launcher.UNKNOWN else STALLED, silent_s)
+
+
+def with_last_save(summary: RunSummary, run_dir: Path) -> RunSummary:
+    """`summary` with what the other nodes have saved if node 0 is lost, of which nobody could write an event.
+
+    Nodes that have only been cut off save too; there the run goes on or has an end.
+    """
+    if summary.standing is None or summary.standing.state not in (ENDED, UNKNOWN):
+        return summary
+    save = last_save(run_dir, (summary.last_event_at or 0.0) - CLOCKS_APART_S)
+    return summary if save is None else _ended_with(summary, summary.standing, save, run_dir)
+
+
+def _ended_with(summary: RunSummary, standing: Standing, save: LastSave, run_dir: Path) -> RunSummary:
+    salvage = Salvage(save.iteration, str(run_dir / save.directory), save.complete, save.missing)
+    return replace(
+        summary, standing=replace(standing, state=NODE_0_LOST), reason=f"node 0 was lost; {save.told(run_dir)}",
+        salvages=(*summary.salvages, salvage),
+    )  # fmt: skip
 
 
 def launcher_of(run_dir: Path) -> Launcher:

@@ -13,6 +13,7 @@ from chaos_checks import check_evaluations, evaluations
 from jobs import FP32, PRETRAIN, WISHING, Job, Jobs, check_training, tiny
 
 from megatron_resihp.control import exit_codes
+from megatron_resihp.control.saved_state import flags, newest_state
 from megatron_resihp.plan import ParallelPlan
 
 TWO_NODES: dict[str, Any] = {
@@ -54,11 +55,12 @@ def test_the_state_outlives_node_0(jobs: Jobs) -> None:
     assert second.wait().code == exit_codes.RETRY, second.output()
     logs = second.log(2) + second.log(3)
     assert logs.count("all of it; go on from it with --load") == 1, logs
-    saved = second.run_dir / "salvage"
-    iteration = int((saved / "latest_checkpointed_iteration.txt").read_text())
+    assert second.output().count("all of it; go on from it with --load") == 1, second.output()
+    found = newest_state(second.run_dir)
+    assert found is not None
+    saved, iteration = found
     assert iteration >= 5
-    going_on = {"load": saved, "ckpt_format": "torch", "no_load_rng": True}
-    again = jobs.run(tiny(**TWO_NODES | going_on), workers=2)
+    again = jobs.run([*tiny(**TWO_NODES), *flags(saved)], workers=2)
     assert again.code == 0, again.tails()
     rest = {number: loss for number, loss in reference.summary.loss.items() if number > iteration}
     assert again.summary.loss == pytest.approx(rest, rel=FP32.loss)

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from jobs import FP32, Job, Jobs, Nursery, Tolerance, ask_for, check_training, tiny
+from jobs import BF16, FP32, Job, Jobs, Nursery, Tolerance, ask_for, check_training, tiny
+from launched import is_alive
 from test_checkpoints import as_stock_says, rest_of, save, stock_losses
+from test_nodes import TWO_NODES, free_port, late_node
 from test_plans import FOUR, GROUPED, LLAMA, MODEL, PER_TOKEN, RECTANGLE, own_plan, survive
 from test_recovery_points import EVALUATION, evaluations
 
+from megatron_resihp.cli import main
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.saved_state import flags, newest_state
 from megatron_resihp.plan import ParallelPlan
 
 CHECKOUT: Final = "MEGATRON_LM_DIR"
@@ -137,3 +143,34 @@ def test_stock_megatron_goes_on_from_what_unlike_replicas_have_saved(
     flags = MODEL | LLAMA | layout | {"make_vocab_size_divisible_by": 256, "load": checkpoint}
     losses = stock_losses(script, workers, **flags)
     assert losses == pytest.approx(as_stock_says(rest_of(reference)), rel=FP32.loss)
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_a_job_goes_on_from_what_survivors_of_node_0_have_saved(
+    jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: dict[str, Any]
+) -> None:
+    """With the flags that a job script gets beside its own, and with checkpoints from then on."""
+    model = TWO_NODES | optimizer
+    reference = jobs.reference(tiny(**model), workers=4)
+    arguments = tiny(**model, resihp_drill="stop:0@6:backward")
+    options = {"workers": 2, "nodes": 2, "coordinator": ["127.0.0.1", free_port()]}
+    first = jobs.start(arguments, node=0, **options)
+    second = late_node(first, tmp_path / "second", arguments, node=1, **options)
+    first.await_event("iteration", iteration=5)
+    pids = first.worker_pids()
+    first.kill()
+    for pid in filter(is_alive, (pids[0], pids[1])):
+        os.kill(pid, signal.SIGKILL)
+    assert second.wait().code == exit_codes.RETRY, second.tails()
+    found = newest_state(second.run_dir)
+    assert found is not None and found[1] >= 5, second.tails()
+    assert " ".join(flags(found[0])) in second.output(), "its launcher says it"
+    main(["report", str(second.run_dir)])
+    page = capsys.readouterr().out
+    assert page.startswith("NODE 0 LOST") and " ".join(flags(found[0])) in page
+    saving = {"save": tmp_path / "saved", "save_interval": 10, "load": tmp_path / "saved"}
+    again = jobs.run([*tiny(**model | saving), *flags(found[0])], workers=2)
+    assert again.code == 0, again.tails()
+    rest = {number: loss for number, loss in reference.summary.loss.items() if number > found[1]}
+    assert rest and again.summary.loss == pytest.approx(rest, rel=BF16.loss if optimizer else FP32.loss)
+    assert again.events("checkpoint")[-1]["format"] == "torch_dist"

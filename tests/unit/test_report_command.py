@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control import contact
+from megatron_resihp.control.noticeboard import Noticeboard
+from megatron_resihp.control.saved_state import LastSave
 from megatron_resihp.report.command import add_arguments, run
 from megatron_resihp.report.events import EventLog
 
@@ -144,3 +146,29 @@ def test_bad_input_is_one_line_and_exit_code_2(
         assert cause in err
         assert "; " in err
         assert err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(("later_s", "missing", "said"), [
+    (2, (), "all of it; go on from it with --load {run_dir}/salvage --no-load-rng"),
+    (2, ((0, 1),), "which no start can load: there is no file of stage 0 TP rank 1; go on from the last checkpoint"),
+    (-3600, (), None),
+])  # fmt: skip
+def test_what_survivors_of_node_0_have_saved_is_told(
+    tmp_path: Path, synthetic_run: Callable[..., Any], capsys: pytest.CaptureFixture[str],
+    later_s: int, missing: tuple[tuple[int, int], ...], said: str | None,
+) -> None:  # fmt: skip
+    """But not what those of an earlier run have, in the same directory."""
+    run = synthetic_run()
+    run.step(12)
+    run_dir = _written(tmp_path / "run", run.events)
+    board = Noticeboard(run_dir / "salvage" / "survivors-3fa8-0", me=4)
+    LastSave(13, "salvage", missing, run.now + later_s).pin(board)
+    assert call(run_dir) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    if said is None:
+        assert first.startswith("ENDED WITHOUT A WORD") and not any("saved" in line for line in rest)
+    else:
+        assert first.startswith("NODE 0 LOST (last step") and "iteration 12 of 40" in first
+        line = "  reason: node 0 was lost; the state after iteration 13 is saved"
+        [reason] = [each for each in rest if each.startswith(line)]
+        assert reason.endswith(said.format(run_dir=run_dir))

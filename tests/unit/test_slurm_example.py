@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.launch_options import add_arguments, check, options_of
 from megatron_resihp.control.launcher import RESULT
+from megatron_resihp.control.saved_state import DIRECTORY, TRACKER
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (ROOT / "scripts" / "slurm.sbatch").read_text()
@@ -22,7 +25,8 @@ COMMANDS = {
     "scontrol": 'if [[ $1 == show ]]; then echo node0; echo node1; else echo "scontrol $*"; fi',
     # As SLURM does for the task on the second node.
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 "$@"; exit ${SRUN_CODE:-0}',
-    "resihp": 'printf "%s\\n" "$@"; [[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
+    "resihp": f'if [[ $1 == salvage ]]; then [[ -z ${{SALVAGED:-}} ]] || {sys.executable} -m megatron_resihp.cli "$@"; '
+    'exit; fi; printf "%s\\n" "$@"; [[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
     "sleep": "",
 }
 
@@ -32,7 +36,7 @@ def run(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     for name, does in COMMANDS.items():
         (directory / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
         (directory / name).chmod(0o755)
-    (directory / "resihp-runs" / "slurm-7").mkdir(parents=True)
+    (directory / "resihp-runs" / "slurm-7").mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
         "PATH": f"{directory}:{os.environ['PATH']}", "RESIHP_BIN": str(directory), "SLURM_JOB_NODELIST": "node[0-1]",
         "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "resihp", **variables,
@@ -54,6 +58,22 @@ def test_every_node_gets_a_launcher_of_one_job(tmp_path: Path, monkeypatch: pyte
     assert "--resihp" in options.command and "--eval-interval" in options.command
     for flag in ("--save", "--load"):
         assert options.command[options.command.index(flag) + 1] == str(tmp_path / "checkpoints" / "resihp")
+
+
+@pytest.mark.parametrize(("last_checkpoint", "from_salvage"), [(3000, True), (5000, False)])
+def test_it_goes_on_from_what_survivors_of_node_0_have_saved_since(
+    tmp_path: Path, last_checkpoint: int, from_salvage: bool
+) -> None:
+    """The last `--load` counts."""
+    salvage = tmp_path / "resihp-runs" / "slurm-7" / DIRECTORY
+    for directory, iteration in ((salvage, 4321), (tmp_path / "checkpoints" / "resihp", last_checkpoint)):
+        directory.mkdir(parents=True)
+        (directory / TRACKER).write_text(f"{iteration}\n")
+    done = run(tmp_path, JOB_CODE="0", SALVAGED="1", PYTHONPATH=str(ROOT))
+    arguments = done.stdout.splitlines()
+    loaded = [Path(value) for flag, value in pairwise(arguments) if flag == "--load"]
+    assert done.returncode == 0 and loaded[0] == tmp_path / "checkpoints" / "resihp"
+    assert loaded[1:] == ([salvage] if from_salvage else []) and ("--no-load-rng" in arguments) == from_salvage
 
 
 def test_its_result_is_the_jobs(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""`resihp salvage` as people and job scripts call it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron_resihp.control.noticeboard import Noticeboard
+from megatron_resihp.control.salvage_command import NOTHING, add_arguments, run
+from megatron_resihp.control.saved_state import DIRECTORY, TRACKER, LastSave
+
+
+def call(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def state(directory: Path, iteration: object) -> Path:
+    """What Megatron takes for a directory of checkpoints."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / TRACKER).write_text(str(iteration))
+    return directory
+
+
+def test_it_says_in_one_line_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the newest state, where a run directory was used again."""
+    state(tmp_path / "run" / DIRECTORY, 5)
+    later = state(tmp_path / "run" / DIRECTORY / "3fa8", 9)
+    assert call(tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert said == f"the state after iteration 9 is saved, all of it; go on from it with --load {later} --no-load-rng\n"
+
+
+@pytest.mark.parametrize(
+    ("salvaged", "last_checkpoint", "is_newer"),
+    [(9, 8, True), (9, None, True), (9, "release", True), (8, 8, False), (8, 9, False), (None, None, False)],
+)
+def test_a_script_loads_only_what_is_newer_than_the_last_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], salvaged: int | None, last_checkpoint: object, is_newer: bool
+) -> None:
+    if salvaged is not None:
+        state(tmp_path / "run" / DIRECTORY, salvaged)
+    if last_checkpoint is not None:
+        state(tmp_path / "checkpoints", last_checkpoint)
+    asked = (tmp_path / "run", "--newer-than", tmp_path / "checkpoints")
+    assert call(*asked, "--flags") == 0
+    expected = ["--load", str(tmp_path / "run" / DIRECTORY), "--no-load-rng"] if is_newer else []
+    assert capsys.readouterr().out.splitlines() == expected
+    assert call(*asked) == (0 if is_newer else NOTHING)
+
+
+def test_what_no_start_can_load_is_told_and_not_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    board = Noticeboard(tmp_path / DIRECTORY / "survivors-3fa8-0", me=2)
+    LastSave(7, DIRECTORY, ((0, 0), (0, 1)), saved_at=100.0).pin(board)
+    (tmp_path / DIRECTORY / "iter_0000007").mkdir()
+    assert call(tmp_path) == NOTHING
+    told = capsys.readouterr().err
+    assert "there is no file of stage 0 TP rank 0, stage 0 TP rank 1; go on from the last checkpoint" in told
+    assert call(tmp_path, "--flags") == 0 and capsys.readouterr().out == ""
