@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -12,7 +13,8 @@ import pytest
 from chaos_checks import check_evaluations, evaluations
 from jobs import FP32, PRETRAIN, WISHING, Job, Jobs, check_training, tiny
 
-from megatron_resihp.control import exit_codes
+from megatron_resihp.control import exit_codes, open_files
+from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.saved_state import flags, newest_state
 from megatron_resihp.plan import ParallelPlan
 
@@ -286,3 +288,43 @@ def test_what_is_saved_with_a_node_that_joined_is_loaded_without_it(
     assert job.code == 0, job.tails()
     rest = {iteration: loss for iteration, loss in reference.summary.loss.items() if iteration > 8}
     assert job.summary.loss == pytest.approx(rest, rel=FP32.loss)
+
+
+class OpenFiles:
+    """How many files launchers of running jobs have open at most."""
+
+    def __init__(self, *jobs: Job) -> None:
+        self._jobs = jobs
+        self.most = [0] * len(jobs)
+
+    def look(self) -> None:
+        for number, job in enumerate(self._jobs):
+            try:
+                self.most[number] = max(self.most[number], len(os.listdir(f"/proc/{job.pid}/fd")))
+            except OSError:
+                pass  # it has ended
+
+
+@pytest.mark.nightly
+def test_launchers_open_no_more_files_than_was_reckoned(jobs: Jobs) -> None:
+    """Of 2, 4 and 8 workers, one of which dies and comes back, and of two nodes."""
+    arguments = tiny(global_batch_size=8, train_iters=10, resihp_drill="kill:1@3")
+    most: dict[int, int] = {}
+    for workers in (2, 4, 8):
+        job = jobs.start(arguments, workers=workers, max_restarts=1)
+        files = OpenFiles(job)
+        assert job.wait(meanwhile=files.look).code == 0, job.tails()
+        [most[workers]] = files.most
+        assert most[workers] <= open_files.needed(JobSize(1, workers), 0)
+    each = (most[8] - most[2]) / 6
+    print(f"files open: {most}, {each:.1f} for each worker")
+    assert each <= open_files.PER_OWN_WORKER + open_files.PER_WORKER
+    options = {"workers": 2, "nodes": 2, "coordinator": ["127.0.0.1", free_port()]}
+    nodes = [jobs.start(arguments, node=node, **options) for node in range(2)]
+    files = OpenFiles(*nodes)
+    for node in nodes:
+        assert node.wait(meanwhile=files.look).code == 0, node.tails()
+    print(f"of two nodes of 2: {files.most}, {files.most[0] - most[2]} for another node of two")
+    for node in range(2):
+        assert files.most[node] <= open_files.needed(JobSize(2, 2), node)
+    assert files.most[0] - most[2] <= open_files.PER_NODE + 2 * open_files.PER_WORKER

@@ -11,6 +11,7 @@ from jobs import PRETRAIN, WISHING, Job, Jobs, check_training, is_alive, tiny
 from launched import children
 
 from megatron_resihp.control.messages import FENCED_EXIT
+from megatron_resihp.plan import ParallelPlan
 
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 """Two replicas of two stages: workers 0 and 1 are the first stage of replica 0 and 1, 2 and 3 the second."""
@@ -134,13 +135,21 @@ def test_data_loaders_of_a_dead_worker_die_with_it(jobs: Jobs, victim: int) -> N
 
 @pytest.mark.nightly
 def test_a_data_loader_that_is_killed_is_its_workers_death(jobs: Jobs) -> None:
-    """As by the out-of-memory killer."""
-    job = jobs.start(tiny(**PIPELINE, num_workers=1), workers=4, script=WISHING, wishes=["hold-0-3"])
+    """As by the out-of-memory killer; another worker comes in the place of its own."""
+    model = PIPELINE | {"train_iters": 12}
+    arguments = tiny(**model, num_workers=1)
+    wishes = ["hold-0-3", "hold-0-8"]
+    job = jobs.start(arguments, workers=4, max_restarts=1, script=WISHING, wishes=wishes)
     job.await_event("iteration", iteration=2)
     for loader in children(job.worker_pids()[1]):
         os.kill(loader, signal.SIGKILL)
+    job.await_event("worker_dead")
+    job.wish("go_on-3")
+    job.await_event("worker_waiting", waiting=5, place=1)
     job.wish("go_on")
-    check_training(job.wait(), jobs.reference(tiny(**PIPELINE), workers=4))
+    check_training(job.wait(), jobs.reference(tiny(**model), workers=4))
+    last = ParallelPlan.from_dict(job.events("epoch_started")[-1]["plan"])
+    assert last.members == (0, 2, 3, 5) and job.summary.came_back == (5,)
     [death] = job.events("worker_dead")
     assert death["dead"] == 1 and "a data loader" in death["cause"] and "was killed by a signal" in death["cause"]
 
