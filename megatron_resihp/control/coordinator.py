@@ -198,6 +198,7 @@ class Coordinator:
             return self._slow(message)
         if message["type"] == "job":
             self._slowness.emulated = message.get("emulated") is not None
+            self._slowness.on_devices = message.get("device_memory") is not None
         return self._membership.handle(message, time.time())
 
     def _slow(self, message: dict[str, Any]) -> list[Action]:

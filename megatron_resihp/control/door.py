@@ -264,7 +264,7 @@ _NOTICES: Final[Mapping[str, Fields]] = {
     "finishing": {},
     "end": {"code": _is_int(0, 255), "reason": _is_text},
     SLOWNESS: {
-        "emulated": _is_flag, "speeds": _list_of(_row_of(_NATURAL, _is_finite)),
+        "by_agents": _is_flag, "speeds": _list_of(_row_of(_NATURAL, _is_finite)),
         "links": _list_of(_row_of(_NATURAL, _NATURAL, _is_finite)),
     },
     "validate": {"number": _POSITIVE, "epoch": _NATURAL, "gemms": _list_of(_object_of({})),

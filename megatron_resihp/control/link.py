@@ -36,7 +36,7 @@ class Link:
         introduce: run first on the connection that then waits for the end; StoreError refuses the link. The lifeline
             that it returns is held as long as the link.
         on_end: told, in a thread of the link, how the workers are to end.
-        on_slowness: told, in another, what drills have slowed, where the clock is not emulated.
+        on_slowness: told, in another, what drills have slowed, where agents have to do it.
         on_given_up: told, in that one too, which workers the coordinator has given up.
         name: that no other agent of this run has, nor has had.
     """
@@ -130,7 +130,7 @@ class Link:
                     number += 1
                     if notice is None:
                         continue
-                    if notice["kind"] == messages.SLOWNESS and not notice["emulated"]:
+                    if notice["kind"] == messages.SLOWNESS and notice["by_agents"]:
                         self._on_slowness(Slowness.from_dict(notice))
                     if notice["kind"] == messages.GIVEN_UP:
                         given_up = GivenUp(frozenset(notice["workers"]), notice.get("for_good", False))

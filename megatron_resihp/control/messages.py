@@ -31,7 +31,7 @@ ANSWERS: Final = "answer/"
 """What the keys begin with under which commands find the coordinator's answers."""
 
 SLOWNESS: Final = "slowness"
-"""Kind of the notice of what drills have slowed: {"emulated", "speeds", "links"}; for agents if not emulated."""
+"""Kind of the notice of what drills have slowed: {"by_agents", "speeds", "links"}."""
 
 GIVEN_UP: Final = "given_up"
 """Kind of the notice that workers count as dead, whatever their processes do: {"workers", "reason"} and, if none

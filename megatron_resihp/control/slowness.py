@@ -61,10 +61,12 @@ class SlownessDesk:
     Attributes:
         workers: how many the job has.
         emulated: whether their clock is; None until a worker has said so.
+        on_devices: whether they have devices, which work on while a process is stopped.
     """
 
     workers: int
     emulated: bool | None = None
+    on_devices: bool = False
     holds: Slowness = field(default_factory=Slowness)
     _scheduled: set[int] = field(default_factory=set)
 
@@ -90,8 +92,9 @@ class SlownessDesk:
         self.holds = self.holds.after(slowdown)
 
     def notice(self) -> dict[str, Any]:
-        """What workers and agents are told."""
-        return {"kind": messages.SLOWNESS, "emulated": self.emulated, **self.holds.to_dict()}
+        """What workers and agents are told; agents act on it where workers can't."""
+        by_agents = not (self.emulated or self.on_devices)
+        return {"kind": messages.SLOWNESS, "by_agents": by_agents, **self.holds.to_dict()}
 
     def is_new(self, number: int) -> bool:
         """Whether the scheduled slowdown of this number was not asked for before: all workers ask for each."""

@@ -77,6 +77,10 @@ class DeviceClock:
         self._used += 1
         return float(index)
 
+    def event(self, mark: float) -> Any:
+        """The event behind a mark; it is another one's after the next `reset`."""
+        return self._events[int(mark)]
+
     def anchor(self) -> None:
         if self._anchor is None:
             self._anchor = torch.cuda.Event(enable_timing=True)

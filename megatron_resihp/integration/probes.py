@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_resihp.detector.records import OpKind, SpanKind
-from megatron_resihp.integration.probe_clock import Clock
+from megatron_resihp.integration.probe_clock import Clock, DeviceClock
 from megatron_resihp.integration.probe_sheet import BYTES, CHUNK, DONE, MICRO_BATCH, PEER, POSTED, RECEIVED, Sheet
 
 NAN = float("nan")
@@ -27,8 +27,8 @@ MOST_PAUSES = 256
 
 PadOp = Callable[[OpKind, int, float, float, float, float], float]
 """(kind, chunk, tokens, squares, started, waited), called at the end of an op, before its end is noted. `started`:
-seconds of the monotonic clock; `waited`: seconds in tensor-parallel collectives since. Returns the seconds by which the
-host has made the op last longer than it would have on the device. On the host's clock only."""
+when, as a mark; `waited`: seconds in tensor-parallel collectives since, on the host's clock only. Returns the seconds
+by which the host has made the op last longer than it would have on the device."""
 PadTransfer = Callable[[int, float, float], float]
 """(peer, came, bytes), called when a tensor has been received, before that is noted. `came`: when that was. Returns the
 seconds by which the host has made it later than it would have been on the device."""
@@ -154,6 +154,11 @@ class Probes:
     def immediate(self) -> bool:
         """Whether marks are seconds, as on CPUs."""
         return self._clock.immediate
+
+    def event(self, mark: float) -> Any:
+        """The device's event behind a mark of the iteration under way; not on CPUs."""
+        assert isinstance(self._clock, DeviceClock)
+        return self._clock.event(mark)
 
     # ---- ops
 

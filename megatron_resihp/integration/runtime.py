@@ -18,6 +18,7 @@ from megatron_resihp.executor.routes import Step
 from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.slice_sums import Bucket
 from megatron_resihp.integration.derived_arguments import DerivedArguments
+from megatron_resihp.integration.device_slowing import DeviceSlowing
 from megatron_resihp.integration.drills import Drills, ScheduledSlowdowns
 from megatron_resihp.integration.general import General
 from megatron_resihp.integration.own_layers import OwnLayout
@@ -139,6 +140,7 @@ class Runtime:
         saves: number of the last order to write a checkpoint that was agreed on.
         preparation: what makes groups for the next plan while this one is run.
         padding: what makes ops and transfers last as long as on an emulated device; None: nothing does.
+        slowing: what slows this worker's device in drills; None: it has none, its agent stops the process.
     """
 
     def __init__(
@@ -199,6 +201,7 @@ class Runtime:
         self.last_step_at: float | None = None
         self.probes = Probes(self.worker, make_clock, send)
         self.padding: Padding | None = None
+        self.slowing: DeviceSlowing | None = None
         self.to_validate: dict[str, Any] | None = None
         self.to_change = False
         self.saves = 0
@@ -209,7 +212,10 @@ class Runtime:
 
     @property
     def pad_op(self) -> PadOp | None:
-        return None if self.padding is None else self.padding.pad_op
+        if self.padding is not None:
+            return self.padding.pad_op
+        slowing = self.slowing
+        return slowing.pad_op if slowing is not None and slowing.speed < 1.0 else None
 
     @property
     def pad_transfer(self) -> PadTransfer | None:

@@ -39,6 +39,7 @@ from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.integration import nccl_watch
 from megatron_resihp.integration.derived_arguments import DerivedArguments
 from megatron_resihp.integration.device_loss import abort_or_die
+from megatron_resihp.integration.device_slowing import DeviceSlowing
 from megatron_resihp.integration.emulation import padding_of
 from megatron_resihp.integration.general_world import MegatronGroups, Sizes, StageGroup, as_stage
 from megatron_resihp.integration.newcomer import build_lonely_world, is_newcomer, lonely_groups
@@ -102,6 +103,8 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     if config.resihp_emulate is not None:
         runtime.padding = padding_of(runtime, config.resihp_emulate)
         runtime.probes.emulated = True
+    if not cpu.installed():
+        runtime.slowing = DeviceSlowing(lambda: control.slowness.speed(worker), runtime.probes.event)
     return runtime
 
 

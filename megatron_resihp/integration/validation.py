@@ -45,9 +45,14 @@ def _time_gemm(runtime: Runtime, gemm: Mapping[str, Any]) -> list[float]:
         left = torch.ones(gemm["m"], gemm["k"], dtype=dtype, device="cuda")
         right = torch.ones(gemm["k"], gemm["n"], dtype=dtype, device="cuda")
         torch.matmul(left, right)  # the first one may choose an algorithm
-        return _time(lambda: torch.matmul(left, right), gemm["repeats"])
+        return _time(_slowed(runtime, lambda: torch.matmul(left, right)), gemm["repeats"])
     except torch.OutOfMemoryError:
         return []
+
+
+def _slowed(runtime: Runtime, action: Callable[[], Any]) -> Callable[[], Any]:
+    slowing = runtime.slowing
+    return action if slowing is None else lambda: slowing.stretch(action)
 
 
 def _time_transfer(runtime: Runtime, transfer: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class TestTheDesk:
         desk.take(Slowdown((1, 5), 0.3), dead=())
         assert desk.holds == Slowness({3: 0.6}, {(1, 5): 0.3})
         notice = desk.notice()
-        assert notice["emulated"] is True and Slowness.from_dict(notice) == desk.holds
+        assert notice["by_agents"] is False and Slowness.from_dict(notice) == desk.holds
 
     @pytest.mark.parametrize(
         ("emulated", "slowdown", "said"),
