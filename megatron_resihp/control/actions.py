@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatron_resihp.control.record import Commit
 from megatron_resihp.plan import ParallelPlan, Shard
+from megatron_resihp.protocol.records import Commit
 
 
 class Phase(Enum):

@@ -34,6 +34,7 @@ from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.next_plan import NextPlan, rectangles_or_less
 from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.control.store import Store, StoreError
+from megatron_resihp.protocol.coding import encode
 
 POLL_S = 0.5
 """How often bounded waits are looked at when no message comes."""
@@ -239,13 +240,13 @@ class Coordinator:
                 self._notify(json.dumps(notice))
             case PublishPlan(epoch, plan, commit, held, groups_of_change, leaving, on_trial):
                 self._publish(messages.plan_key(epoch), {
-                    "plan": plan.to_dict(), "digest": plan.digest, "commit": commit and commit.to_dict(),
+                    "plan": plan.to_dict(), "digest": plan.digest, "commit": encode(commit),
                     "held": {str(worker): shards for worker, shards in held.items()},
                     "groups_of_change": groups_of_change, "leaving": leaving, "on_trial": on_trial,
                 })  # fmt: skip
             case OrderSalvage(epoch, reason, commit, writers, missing):
                 self._publish(messages.plan_key(epoch), {
-                    "impossible": reason, "commit": commit and commit.to_dict(),
+                    "impossible": reason, "commit": encode(commit),
                     "writers": {str(worker): shards for worker, shards in writers.items()}, "missing": missing,
                 })  # fmt: skip
             case Reopen(node, workers):

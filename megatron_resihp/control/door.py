@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.messages import GIVEN_UP, LEFT, SAVE, SLOWNESS
-from megatron_resihp.control.record import Stage
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
 from megatron_resihp.plan import Chunk, PlanError
 from megatron_resihp.plan.layers import check_chunks
+from megatron_resihp.protocol.records import Stage
 
 MOST_LAYERS: Final = 10_000
 MOST_SHARES: Final = 4096

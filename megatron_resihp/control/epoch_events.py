@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from megatron_resihp.control.change import Change
-from megatron_resihp.control.record import Commit, Outcome
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.protocol.records import Commit, Outcome
 
 Event = dict[str, Any]
 Ready = Collection[Mapping[str, Any]]

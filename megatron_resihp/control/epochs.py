@@ -41,10 +41,11 @@ from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.links import FailedLinks, Separated
 from megatron_resihp.control.newcomers import Newcomers, arrival
 from megatron_resihp.control.next_plan import NextPlan, Survivors, first_again, rectangles, rectangles_or_less
-from megatron_resihp.control.record import Commit, NoCommitError, Record, resolve
+from megatron_resihp.control.record import NoCommitError, resolve
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, spelled_out
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError
+from megatron_resihp.protocol.records import Commit, Record
 
 Message = Mapping[str, Any]
 WhoHolds = dict[int, tuple[Shard, ...]]

@@ -14,9 +14,10 @@ from megatron_resihp.control.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.epochs import Epochs, Message
 from megatron_resihp.control.exposure import exposure, in_words
 from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
-from megatron_resihp.control.record import Record
 from megatron_resihp.plan import Chunk, Shard
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
+from megatron_resihp.protocol.coding import decode
+from megatron_resihp.protocol.records import Record
 
 
 @dataclass
@@ -179,7 +180,7 @@ class Membership(Epochs):
         mustering = self.phase is Phase.MUSTERING
         broken = [] if mustering else self._break(f"worker {worker} left the epoch", now)
         self._unreachable[worker] = tuple(message.get("unreachable", ()))
-        self._records[worker] = Record.from_dict(message["record"])
+        self._records[worker] = decode(Record, message["record"])
         self._held[worker] = tuple(Shard(*shard) for shard in message["held"])
         return broken + self._decide(now)
 

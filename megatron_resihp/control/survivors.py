@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Self
 
 from megatron_resihp.control.holdings import written_once
-from megatron_resihp.control.record import Commit, NoCommitError, Record, Stage, resolve
+from megatron_resihp.control.record import NoCommitError, resolve
 from megatron_resihp.plan import Coordinate, Shard
+from megatron_resihp.protocol.records import Commit, Record, Stage
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,6 @@ class Standing:
     record: Record
     held: tuple[Shard, ...]
     in_parts: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"record": self.record.to_dict(), "held": self.held, "in_parts": self.in_parts}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        return cls(Record.from_dict(data["record"]), _shards(data["held"]), data["in_parts"])
 
 
 @dataclass(frozen=True)
@@ -53,16 +46,6 @@ class Decision:
     told: tuple[int, ...]
     writers: dict[int, tuple[Shard, ...]]
     directory: str
-
-    def to_dict(self) -> dict[str, Any]:
-        writers = {str(worker): shards for worker, shards in self.writers.items()}
-        told = {"commit": self.commit.to_dict(), "told": self.told, "writers": writers}
-        return {**told, "directory": self.directory}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        writers = {int(worker): _shards(shards) for worker, shards in data["writers"].items()}
-        return cls(Commit.from_dict(data["commit"]), tuple(data["told"]), writers, data["directory"])
 
 
 def decide(told: Mapping[int, Standing], directory: str) -> Decision:
@@ -106,7 +89,3 @@ def missing(saved: Iterable[Coordinate], stages: int, tensor_parallel: int) -> l
     """What of the job's own layout has not been saved."""
     everything = (Coordinate(stage, rank) for stage, rank in product(range(stages), range(tensor_parallel)))
     return sorted(set(everything) - set(saved))
-
-
-def _shards(data: Iterable[Iterable[int]]) -> tuple[Shard, ...]:
-    return tuple(Shard(*shard) for shard in data)

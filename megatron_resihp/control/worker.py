@@ -17,10 +17,11 @@ from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.address import Address, parse_address
 from megatron_resihp.control.door import MalformedError, read_notice
 from megatron_resihp.control.reach import unreachable
-from megatron_resihp.control.record import Commit, Record
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
 from megatron_resihp.plan import ParallelPlan, Shard
+from megatron_resihp.protocol.coding import decode, encode
+from megatron_resihp.protocol.records import Commit, Record
 
 NO_EPOCH = -1
 """That of a worker which was started anew, until a plan has it in it."""
@@ -261,7 +262,7 @@ class WorkerControl:
         """
         self._finishing = False  # who was about to leave has to stay
         self._unreachable = self._knock(self._members) if self.epoch in self._to_probe else []
-        self.tell("muster", epoch=self.epoch, record=record.to_dict(), held=held, unreachable=self._unreachable)
+        self.tell("muster", epoch=self.epoch, record=encode(record), held=held, unreachable=self._unreachable)
         return self._enter(self.epoch + 1)
 
     def check_reach(self, plan: ParallelPlan) -> None:
@@ -303,7 +304,7 @@ class WorkerControl:
 
     def _enter(self, epoch: int) -> EpochPlan | SalvageOrder:
         data = json.loads(self._await(messages.plan_key(epoch), mind_epoch=False))
-        commit = data["commit"] and Commit.from_dict(data["commit"])
+        commit = data["commit"] and decode(Commit, data["commit"])
         if "impossible" in data:
             self.epoch = epoch
             writers, own = data["writers"], _shards(data["writers"].get(str(self.worker), ()))

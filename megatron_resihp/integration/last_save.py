@@ -24,6 +24,7 @@ from megatron_resihp.integration.salvage import name_latest, write_state
 from megatron_resihp.integration.world import tear_down
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.places import node_of
+from megatron_resihp.protocol.coding import decode, encode
 
 TELL_S = 15.0
 """How long survivors wait for each other's records: they learn of the loss at different times."""
@@ -51,11 +52,11 @@ def _save(runtime: Runtime, why: str) -> None:
     board = Noticeboard(base / DIRECTORY / f"survivors-{runtime.run}-{runtime.epoch}", runtime.worker)
     record = runtime.progress.record(runtime.in_loop, runtime.position, runtime.loss_names)
     own = Standing(record, runtime.held, runtime.kept is not None)
-    board.pin(RECORD, own.to_dict())
+    board.pin(RECORD, encode(own))
     notes = board.gather(RECORD, _awaited(runtime), TELL_S)
-    told = {worker: Standing.from_dict(note) for worker, note in notes.items()}
+    told = {worker: decode(Standing, note) for worker, note in notes.items()}
     try:
-        decision = Decision.from_dict(board.decide(decide(told, _directory(runtime, base)).to_dict()))
+        decision = decode(Decision, board.decide(encode(decide(told, _directory(runtime, base)))))
     except NoCommitError as error:
         _say(runtime, f"saves nothing: {error}")
         return

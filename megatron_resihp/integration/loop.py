@@ -14,7 +14,6 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
 from megatron.training import training
 
-from megatron_resihp.control.record import Outcome, Stage
 from megatron_resihp.detector.records import SpanKind
 from megatron_resihp.integration.checkpoints import format_that_fits
 from megatron_resihp.integration.counting import count_again, count_as_one_replica, snapshot_counters
@@ -28,6 +27,7 @@ from megatron_resihp.integration.startup import job_fields
 from megatron_resihp.integration.step import tell_of_experts
 from megatron_resihp.integration.telemetry import report_iteration
 from megatron_resihp.integration.validation import validate
+from megatron_resihp.protocol.records import Outcome, Stage
 
 StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None, Any]
 

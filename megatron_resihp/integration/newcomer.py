@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_resihp.control.record import Commit, Stage
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world import rank_order
 from megatron_resihp.plan.places import renamed
+from megatron_resihp.protocol.records import Commit, Stage
 
 TALKS_TO_NOBODY = "fake"
 

@@ -15,7 +15,6 @@ import torch
 from megatron.core.rerun_state_machine import RerunMode
 
 from megatron_resihp.control.digests import name_of
-from megatron_resihp.control.record import Commit, Stage
 from megatron_resihp.control.store import StoreError
 from megatron_resihp.control.worker import EpochBroken, EpochPlan, JobEnded, SalvageOrder
 from megatron_resihp.executor.communicators import is_communicator_error, is_out_of_memory
@@ -35,6 +34,7 @@ from megatron_resihp.integration.step import install_step, take_step
 from megatron_resihp.integration.world import build_model_parallel, build_world, reset_singletons, tear_down
 from megatron_resihp.plan.slices import all_shards, cuts_of
 from megatron_resihp.plan.spelling import spelled_out
+from megatron_resihp.protocol.records import Commit, Stage
 
 
 class ContractBroken(RuntimeError):

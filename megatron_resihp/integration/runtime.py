@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_resihp.config import ResihpConfig, Slowdown
-from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.routes import Step
@@ -28,6 +27,7 @@ from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.probes import PadOp, PadTransfer, Probes
 from megatron_resihp.plan import Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.files import read_plan
+from megatron_resihp.protocol.records import Outcome, Record, Stage
 
 if TYPE_CHECKING:
     from megatron_resihp.integration.general_world import MegatronGroups, Sizes

@@ -3,7 +3,6 @@
 May import this room's other modules.
 """
 
-from megatron_resihp.control.record import Stage
 from megatron_resihp.integration.counting import advance_schedule
 from megatron_resihp.integration.digests import record_digests
 from megatron_resihp.integration.keepers import share_gradients
@@ -12,6 +11,7 @@ from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.step import agree, take_step
 from megatron_resihp.integration.telemetry import report_recovered
 from megatron_resihp.integration.validation import validate
+from megatron_resihp.protocol.records import Stage
 
 
 def keep_current(runtime: Runtime) -> None:

@@ -10,7 +10,6 @@ import torch
 from megatron.core import mpu
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from megatron_resihp.control.record import Outcome, Stage
 from megatron_resihp.detector.records import SpanKind
 from megatron_resihp.integration import expert_metrics
 from megatron_resihp.integration.counting import settings_of
@@ -25,6 +24,7 @@ from megatron_resihp.integration.loss_scale import (
 )
 from megatron_resihp.integration.optimizer_shards import gather_parameters, step_part
 from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime, parts_of
+from megatron_resihp.protocol.records import Outcome, Stage
 
 SHARED_COUNTERS = (
     "iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "scheduler_steps",

@@ -23,7 +23,6 @@ from typing import Any
 
 from megatron_resihp.control.address import parse_address
 from megatron_resihp.control.reach import Door, own_address_towards
-from megatron_resihp.control.record import Record, Stage
 from megatron_resihp.control.store import connect
 from megatron_resihp.control.worker import (
     NO_EPOCH,
@@ -36,6 +35,7 @@ from megatron_resihp.control.worker import (
 )
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.protocol.records import Record, Stage
 
 WORKER = int(os.environ["RESIHP_WORKER"])
 NEWCOMER = int(os.environ["RANK"]) != WORKER

@@ -19,11 +19,11 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import pretrain_gpt  # noqa: E402
 import torch  # noqa: E402
 
-from megatron_resihp.control.record import Outcome  # noqa: E402
 from megatron_resihp.integration import general_state, optimizer_ring, recovery, standby, step  # noqa: E402
 from megatron_resihp.integration.drills import StagedError  # noqa: E402
 from megatron_resihp.integration.optimizer_shards import own_part  # noqa: E402
 from megatron_resihp.integration.shard import group_steps, shard_tensors  # noqa: E402
+from megatron_resihp.protocol.records import Outcome  # noqa: E402
 
 RUN_DIR, WORKER = Path(os.environ["RESIHP_RUN_DIR"]), os.environ["RESIHP_WORKER"]
 WISHES, STATE = RUN_DIR / "wishes", RUN_DIR / "state"

@@ -18,9 +18,10 @@ from megatron_resihp.control.coordinator import DROPPED_SHOWN, Coordinator
 from megatron_resihp.control.door import TYPES, MalformedError, read_end, read_message, read_notice
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.membership import Membership
-from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.protocol.coding import encode
+from megatron_resihp.protocol.records import Outcome, Record, Stage
 
 SIZE = JobSize(2, 2)
 HEARD_S = 30.0
@@ -44,7 +45,7 @@ MESSAGES: tuple[dict[str, Any], ...] = (
     *({"type": "ready", "worker": worker, "epoch": 0, "digests": {f"{worker // 2}/0": "a"}, "ports": [9000 + worker],
        "bytes_received": 0, "steps_redone": 0} for worker in range(4)),
     {"type": "suspect", "worker": 1, "epoch": 0, "error": "Connection closed by peer [127.0.0.1]:9000"},
-    *({"type": "muster", "worker": worker, "epoch": 0, "record": json.loads(json.dumps(RECORD.to_dict())),
+    *({"type": "muster", "worker": worker, "epoch": 0, "record": json.loads(json.dumps(encode(RECORD))),
        "held": [[3 * (worker // 2), 3 * (worker // 2) + 3, 0, 1]]} for worker in range(4)),
     {"type": "plan_failed", "worker": 1, "epoch": 0, "error": "ValueError: shards (2) must be >= 4"},
     {"type": "prepared", "worker": 1, "number": 1},

@@ -13,7 +13,8 @@ from megatron_resihp.control import coordinator, exit_codes, messages
 from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.coordinator import Coordinator
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.record import Record, Stage
+from megatron_resihp.protocol.coding import encode
+from megatron_resihp.protocol.records import Record, Stage
 
 MUSTER_S = 60.0
 SIZES: dict[str, Any] = {
@@ -60,7 +61,7 @@ def ready(worker: int, epoch: int) -> dict[str, Any]:
 
 def muster(worker: int) -> dict[str, Any]:
     record = Record(5, Stage.COMPUTE, counters={n: {"iteration": n - 1} for n in (4, 5)})
-    return {"type": "muster", "worker": worker, "epoch": 0, "record": record.to_dict(), "held": [[0, 3, 0, 1]]}
+    return {"type": "muster", "worker": worker, "epoch": 0, "record": encode(record), "held": [[0, 3, 0, 1]]}
 
 
 def trained_until_a_death() -> list[dict[str, Any] | float]:

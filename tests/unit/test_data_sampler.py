@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
-from megatron_resihp.control.record import Outcome
 from megatron_resihp.integration.data import Feed, NumberedDataset, PlanSampler
 from megatron_resihp.plan import ParallelPlan, Replica, deal
+from megatron_resihp.protocol.records import Outcome
 
 
 def batches(total: int, size: int, global_batch: int, consumed: int, share: tuple[int, ...]) -> list[list[int]]:

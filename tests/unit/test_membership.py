@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 from collections.abc import Iterable
@@ -29,11 +30,16 @@ from megatron_resihp.control.actions import (
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.messages import FENCED_EXIT
-from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, deal, rules, spelled_out
 from megatron_resihp.plan.places import renamed
+from megatron_resihp.protocol.coding import encode
+from megatron_resihp.protocol.records import Outcome, Record, Stage
 
 LIMITS = Limits(muster_s=10.0, build_s=100.0, salvage_s=50.0, recoveries_per_iteration=3)
+
+
+def plain(record: Record) -> Any:
+    return json.loads(json.dumps(encode(record)))
 
 
 class Job:
@@ -99,7 +105,7 @@ class Job:
             action
             for worker in workers
             for action in self.tell(
-                "muster", worker, **{"epoch": self.membership.epoch, "record": self.record(worker).to_dict(),
+                "muster", worker, **{"epoch": self.membership.epoch, "record": plain(self.record(worker)),
                 "held": self.held[worker], **fields},
             )
         ]  # fmt: skip
@@ -430,8 +436,8 @@ class TestGivenUp:
         assert 3 not in published.plan.members
         job.ready(0, 1, 2)
         for late in (
-            {"kind": "muster", "epoch": 0, "record": job.record(3).to_dict(), "held": [[3, 6, 0, 1]]},
-            {"kind": "muster", "epoch": 1, "record": job.record(3).to_dict(), "held": [[3, 6, 0, 1]]},
+            {"kind": "muster", "epoch": 0, "record": plain(job.record(3)), "held": [[3, 6, 0, 1]]},
+            {"kind": "muster", "epoch": 1, "record": plain(job.record(3)), "held": [[3, 6, 0, 1]]},
             {"kind": "suspect", "epoch": 1, "error": "everybody is gone"},
             {"kind": "ready", "epoch": 1, "state": "old", "ports": [], "bytes_received": 0, "steps_redone": 0},
             {"kind": "failed", "error": "RuntimeError: gloo"},
@@ -791,7 +797,7 @@ class TestNoPlan:
     def test_nobody_knows_where_to_go_on(self) -> None:
         job = Job().start()
         job.kill(0)
-        empty = Record(5, Stage.COMPUTE).to_dict()
+        empty = plain(Record(5, Stage.COMPUTE))
         end = only(End, job.muster(1, 2, 3, record=empty))
         assert end.code == exit_codes.RETRY and "no survivor knows" in end.reason
 

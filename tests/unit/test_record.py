@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.control.record import Commit, NoCommitError, Outcome, Record, Stage, resolve
+from megatron_resihp.control.record import NoCommitError, resolve
+from megatron_resihp.protocol.coding import decode, encode
+from megatron_resihp.protocol.records import Commit, Outcome, Record, Stage
 
 
 def counters(iteration: int) -> dict[str, int]:
@@ -114,7 +116,7 @@ class TestWhereToGoOn:
         first, last = record(5, Stage.AGREED, works=False), replace(record(5, Stage.REDUCED), loss_names=("lm loss",))
         last = replace(last, outcomes={})
         for records in ([first, last], [last, first]):
-            commit = resolve(Record.from_dict(json.loads(json.dumps(each.to_dict()))) for each in records)
+            commit = resolve(decode(Record, json.loads(json.dumps(encode(each)))) for each in records)
             assert commit.outcome is not None and commit.outcome.means == {"lm loss": 2.0}
 
     def test_counters_with_loss_totals_are_preferred(self) -> None:
@@ -187,10 +189,10 @@ class TestOnTheWire:
     @given(records=survivors())
     def test_records_and_commits_through_json(self, records: list[Record]) -> None:
         commit = resolve(records)
-        assert Commit.from_dict(json.loads(json.dumps(commit.to_dict()))) == commit
+        assert decode(Commit, json.loads(json.dumps(encode(commit)))) == commit
         for each in records:
-            assert Record.from_dict(json.loads(json.dumps(each.to_dict()))) == each
+            assert decode(Record, json.loads(json.dumps(encode(each)))) == each
 
     def test_nothing_agreed_yet(self) -> None:
         commit = Commit(0, None, False, counters(1))
-        assert Commit.from_dict(json.loads(json.dumps(commit.to_dict()))) == commit
+        assert decode(Commit, json.loads(json.dumps(encode(commit)))) == commit

@@ -17,10 +17,11 @@ from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.next_plan import Survivors
 from megatron_resihp.control.planner_process import UNANSWERED
-from megatron_resihp.control.record import Outcome, Record, Stage
 from megatron_resihp.control.strategist import Strategist
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, spelled_out
 from megatron_resihp.planner import JobShape
+from megatron_resihp.protocol.coding import encode
+from megatron_resihp.protocol.records import Outcome, Record, Stage
 
 PLAN = ParallelPlan((Replica(((0,),), (0, 1)), Replica(((1,),), (2, 3))))
 NEXT = ParallelPlan((Replica(((0,), (1,)), (0, 1, 2, 3), (Chunk(0, 0, 1), Chunk(1, 1, 4))),))
@@ -191,7 +192,7 @@ def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
     outcomes, counters = {0: Outcome(0, 1.5, ((8.0, 4.0),), ("lm loss",))}, {0: {"iteration": 0}, 1: {"iteration": 1}}
     for worker in (3, 2, 0):
         record = Record(1, Stage.COMPUTE, True, outcomes, counters)
-        tell("muster", worker, record=record.to_dict(), held=[[0, 4, 0, 1]])
+        tell("muster", worker, record=encode(record), held=[[0, 4, 0, 1]])
     [planned] = [event for event in told if event["event"] == "planned"]
     assert planned["made_ahead"] and planned["planning_s"] == 0.1
     assert desk.asked.empty()

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control.noticeboard import Noticeboard
-from megatron_resihp.control.record import NoCommitError, Outcome, Record, Stage
+from megatron_resihp.control.record import NoCommitError
 from megatron_resihp.control.survivors import Decision, Standing, awaited, decide, missing, part_of
 from megatron_resihp.plan import Coordinate, Shard
+from megatron_resihp.protocol.coding import decode, encode
+from megatron_resihp.protocol.records import Outcome, Record, Stage
 
 FIRST, SECOND = (Shard(0, 2, 0, 1),), (Shard(2, 4, 0, 1),)
 OUTCOME = Outcome(0, 1.5)
@@ -84,14 +86,14 @@ def test_what_is_missing_is_named() -> None:
 def test_the_first_decision_binds_all(tmp_path: Path) -> None:
     boards = [Noticeboard(tmp_path / "board", worker) for worker in (2, 3)]
     standings = {2: told(7, Stage.COMPUTE, FIRST), 3: told(7, Stage.AGREED, SECOND)}
-    boards[0].pin("record", standings[2].to_dict())
+    boards[0].pin("record", encode(standings[2]))
     alone = boards[0].gather("record", {2, 3}, timeout_s=0.0)
     assert alone.keys() == {2}
-    boards[1].pin("record", standings[3].to_dict())
+    boards[1].pin("record", encode(standings[3]))
     both = boards[1].gather("record", {2, 3}, timeout_s=60.0)
-    assert {worker: Standing.from_dict(note) for worker, note in both.items()} == standings
+    assert {worker: decode(Standing, note) for worker, note in both.items()} == standings
     first, second = (
-        Decision.from_dict(board.decide(decide(dict(list(standings.items())[:number]), "salvage").to_dict()))
+        decode(Decision, board.decide(encode(decide(dict(list(standings.items())[:number]), "salvage"))))
         for board, number in zip(boards, (1, 2), strict=True)
     )
     assert first == second and first.commit.iteration == 6

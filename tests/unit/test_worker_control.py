@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control import exit_codes, messages
-from megatron_resihp.control.record import Record, Stage
 from megatron_resihp.control.store import StoreError
 from megatron_resihp.control.worker import NOTICE_S, CoordinatorLost, EpochBroken, JobEnded, WorkerControl
+from megatron_resihp.protocol.records import Record, Stage
 
 HEARD_S = 30.0
 

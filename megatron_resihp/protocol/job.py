@@ -1,0 +1,82 @@
+"""What the coordinator must know of a job: what a worker reads from Megatron's arguments and ours when it starts.
+
+May import `config` and this package's types of fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from megatron_resihp.config import ACTS, FALSE_ALARMS_PER_JOB, MEMORY_RESERVE, PLAN_WAIT_S, RECTANGULAR
+from megatron_resihp.protocol.checks import Between
+from megatron_resihp.protocol.values import (
+    MOST_LAYERS,
+    MOST_MICRO_BATCHES,
+    Degree,
+    Finite,
+    LayerChunk,
+    Natural,
+    Positive,
+    Seconds,
+)
+
+
+@dataclass(frozen=True)
+class JobDescription:
+    """One job; all of its workers say the same of its sizes.
+
+    Attributes:
+        tensor_parallel, pipeline_parallel: degrees.
+        micro_batches: in a global batch.
+        chunks: the job's own split into layers.
+        seq_length: tokens.
+        sequence_parallel: members of a stage share the tokens between layers.
+        pipeline_last: Megatron's default order of ranks, not --use-tp-pp-dp-mapping.
+        train_iters: the last iteration; None: unknown.
+        ends_early: --exit-interval may end it before.
+        eval_interval, save_interval: iterations; None: it doesn't.
+        tied: the head shares the word embeddings.
+        micro_batch_size, global_batch_size: samples.
+        emulated: name of the emulated device; None: the clock is real.
+        gemm: (m, n, k) of a matrix product of the training.
+        transfer_bytes: of what one stage sends to the next.
+        false_alarms_per_job: how many false reports of slow workers are accepted.
+        distributed_optimizer: replicas share the optimizer's state out.
+        strategy: which plans in place.
+        plan_wait: seconds that a recovery waits for its plan.
+        act: what follows where another plan would be faster, one of config.ACTS.
+        begins_with_a_plan: a change of plan is asked for at the first iteration.
+        seconds_between_changes: by choice, at least.
+        device_memory: bytes; None: unknown.
+        memory_reserve: percent of it that plans leave free.
+        cost_model: path of a fitted one.
+    """
+
+    tensor_parallel: Degree
+    pipeline_parallel: Annotated[int, Between(1, MOST_LAYERS)]
+    micro_batches: Annotated[int, Between(1, MOST_MICRO_BATCHES)]
+    chunks: tuple[LayerChunk, ...]
+    seq_length: Positive
+    sequence_parallel: bool
+    pipeline_last: bool
+    train_iters: Natural | None = None
+    ends_early: bool = False
+    eval_interval: Natural | None = None
+    save_interval: Natural | None = None
+    tied: bool = False
+    micro_batch_size: Positive | None = None
+    global_batch_size: Positive | None = None
+    emulated: str | None = None
+    gemm: tuple[Natural, ...] | None = None
+    transfer_bytes: Natural | None = None
+    false_alarms_per_job: float = FALSE_ALARMS_PER_JOB
+    distributed_optimizer: bool = False
+    strategy: str = RECTANGULAR
+    plan_wait: Seconds = PLAN_WAIT_S
+    act: str = ACTS[0]
+    begins_with_a_plan: bool = False
+    seconds_between_changes: float = 60.0
+    device_memory: Natural | None = None
+    memory_reserve: Finite = MEMORY_RESERVE
+    cost_model: str | None = None

@@ -1,0 +1,285 @@
+"""What the coordinator is told, by workers, agents and commands. `control.membership` says what follows from each.
+
+May import this package's other modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
+
+from megatron_resihp.protocol.checks import Between
+from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.records import Record
+from megatron_resihp.protocol.values import (
+    DigestKey,
+    Epoch,
+    ExitCode,
+    HeldShards,
+    Json,
+    Natural,
+    Node,
+    Port,
+    Seconds,
+    Signal,
+    UnixTime,
+    Worker,
+)
+from megatron_resihp.protocol.wire import Kinds
+
+# From workers
+
+
+@dataclass(frozen=True)
+class JobStarted:
+    """A worker that was there at the start says what job this is."""
+
+    worker: Worker
+    job: JobDescription
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """A worker that was not there at the start is ready for a place in a plan; it holds nothing."""
+
+    worker: Worker
+    job: JobDescription
+
+
+@dataclass(frozen=True)
+class ModelBuilt:
+    """What Megatron makes the model of: its arguments, by name."""
+
+    worker: Worker
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A member is ready for an epoch.
+
+    Attributes:
+        digests: of the state that it holds, by keys of `control.digests`.
+        ports: at which its gloo groups listen.
+        bytes_received: of state, from other holders.
+        steps_redone: iterations that it computes again.
+    """
+
+    worker: Worker
+    epoch: Epoch
+    digests: dict[DigestKey, str]
+    ports: tuple[Port, ...]
+    bytes_received: Natural
+    steps_redone: Natural
+
+
+@dataclass(frozen=True)
+class CommunicationFailed:
+    """A worker asks for a recovery: a collective of this epoch has failed, or NCCL is in error."""
+
+    worker: Worker
+    epoch: Annotated[int, Between(-1)]
+    error: str
+
+
+@dataclass(frozen=True)
+class FirstStepFailed:
+    """The first step under a plan on trial has failed by an error of the worker's own."""
+
+    worker: Worker
+    epoch: Epoch
+    error: str
+
+
+@dataclass(frozen=True)
+class SurvivorReport:
+    """What a worker has when its epoch is over, broken or left by choice.
+
+    Attributes:
+        held: complete and current to the record.
+        unreachable: workers at whose doors it has knocked in vain.
+    """
+
+    worker: Worker
+    epoch: Epoch
+    record: Record
+    held: HeldShards
+    unreachable: tuple[Worker, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupsPrepared:
+    """A worker has made the groups of a change ahead of it.
+
+    Attributes:
+        number: of the change.
+    """
+
+    worker: Worker
+    number: Natural
+
+
+@dataclass(frozen=True)
+class TrainingFinished:
+    """A worker has left the training loop after this iteration; it may still evaluate and save."""
+
+    worker: Worker
+    iteration: Natural
+
+
+@dataclass(frozen=True)
+class EmergencyCheckpointWritten:
+    """A worker has written what it was asked to of the emergency checkpoint."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class ScriptEnded:
+    """The training script of a worker came to its end; its process is about to."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class ScriptFailed:
+    """The training script of a worker ended by an error of its own, or its process with a code that says so."""
+
+    worker: Worker
+    error: str
+    code: ExitCode
+
+
+@dataclass(frozen=True)
+class EventsReported:
+    """Events for the run's log; see docs/events.md."""
+
+    worker: Worker
+    events: tuple[dict[str, Any], ...]
+
+
+# From workers and commands
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Somebody asks for a change to a plan.
+
+    Attributes:
+        plan: as JSON. Whoever asks is answered if it is none.
+        why: in words.
+        patient: to have it as soon as it can be, if not now.
+        answer: key of the store under which the answer is awaited; None: nobody waits.
+    """
+
+    plan: Json
+    why: str
+    patient: bool = False
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class SlowdownRequest:
+    """Somebody asks for a slowdown to be injected, or ended.
+
+    Attributes:
+        workers: one, two (their link), or none: all that was injected ends.
+        factor: of speed or bandwidth.
+        iteration: that it was scheduled for; None: now.
+        number: of a scheduled one, which all workers ask for; None: it was not scheduled.
+        answer: as in `PlanRequest`.
+    """
+
+    workers: tuple[Worker, ...]
+    factor: float
+    iteration: Natural | None = None
+    number: Natural | None = None
+    answer: str | None = None
+
+
+# From agents. Each says when it happened
+
+
+@dataclass(frozen=True)
+class ProcessExited:
+    """A worker's process has ended.
+
+    Attributes:
+        code: its exit code, or minus the signal that ended it.
+        cause: what is known beside that.
+    """
+
+    worker: Worker
+    code: Annotated[int, Between(-64, 255)]
+    time: UnixTime
+    cause: str | None = None
+
+
+@dataclass(frozen=True)
+class HeartbeatsMissing:
+    """A worker that still has its process has not been heard of for so long."""
+
+    worker: Worker
+    silence_s: Seconds
+    time: UnixTime
+
+
+@dataclass(frozen=True)
+class ConnectionLost:
+    """A worker has closed its liveness connection."""
+
+    worker: Worker
+    time: UnixTime
+
+
+@dataclass(frozen=True)
+class WorkerRestarted:
+    """An agent has started a worker in the place of another."""
+
+    worker: Worker
+    instead_of: Worker
+    time: UnixTime
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """Another node than node 0 is gone, with all its workers."""
+
+    node: Node
+    cause: str
+    time: UnixTime
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """The job is to end in order after an iteration."""
+
+    signal: Signal
+    time: UnixTime
+
+
+@dataclass(frozen=True)
+class LeaveRequest:
+    """A node is to be taken away; `agent` is the name of its agent."""
+
+    node: Node
+    agent: Natural
+    time: UnixTime
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """A checkpoint is to be written after the next iteration."""
+
+    time: UnixTime
+
+
+Message = (
+    JobStarted | JoinRequest | ModelBuilt | Ready | CommunicationFailed | FirstStepFailed | SurvivorReport
+    | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed | EventsReported
+    | PlanRequest | SlowdownRequest
+    | ProcessExited | HeartbeatsMissing | ConnectionLost | WorkerRestarted | NodeLost
+    | StopRequest | LeaveRequest | SaveRequest
+)  # fmt: skip
+MESSAGES = Kinds[Message](get_args(Message), "a message")
+"""To the coordinator."""

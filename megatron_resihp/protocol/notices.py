@@ -1,0 +1,156 @@
+"""What the coordinator tells every worker and agent, in order. `control.worker` and `control.link` hear them.
+
+May import this package's other modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.protocol.values import Epoch, ExitCode, Finite, Natural, Positive, Signal, Worker
+from megatron_resihp.protocol.wire import Kinds
+
+
+@dataclass(frozen=True)
+class EpochIsBroken:
+    """The epoch is over: abort its groups, and report.
+
+    Attributes:
+        probe: find out first who can be reached. After a death nobody waits for that.
+    """
+
+    epoch: Epoch
+    cause: str
+    probe: bool = False
+
+
+@dataclass(frozen=True)
+class StopTraining:
+    """End in order after an iteration, as the signal asks."""
+
+    signal: Signal
+
+
+@dataclass(frozen=True)
+class OthersFinish:
+    """Who has reported a failed collective: the others leave because they are done. Wait for the end."""
+
+
+@dataclass(frozen=True)
+class JobEnds:
+    """The job is over."""
+
+    code: ExitCode
+    reason: str
+
+
+@dataclass(frozen=True)
+class SlownessChanged:
+    """All slowdowns that are injected now; on a real clock agents carry them out.
+
+    Attributes:
+        speeds: (worker, factor) each.
+        links: (worker, worker, factor of its bandwidth) each.
+    """
+
+    emulated: bool
+    speeds: tuple[tuple[Worker, Finite], ...] = ()
+    links: tuple[tuple[Worker, Worker, Finite], ...] = ()
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """Each of `workers` multiplies an [m, k] by a [k, n] matrix in the training's dtype, so many times."""
+
+    workers: tuple[Worker, ...]
+    m: Positive
+    n: Positive
+    k: Positive
+    repeats: Positive
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """`sender` sends `size` bytes to `receiver`, so many times; who is in none waits for nobody."""
+
+    sender: Worker
+    receiver: Worker
+    size: Natural
+    repeats: Positive
+
+
+@dataclass(frozen=True)
+class ValidationOrder:
+    """Suspects are to measure, between two iterations of this epoch.
+
+    Attributes:
+        number: of validations, from 1.
+    """
+
+    number: Positive
+    epoch: Epoch
+    gemms: tuple[MatrixProduct, ...]
+    transfers: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """All leave this epoch after the same step, for this plan.
+
+    Attributes:
+        number: of changes, from 1.
+    """
+
+    number: Positive
+    epoch: Epoch
+    plan: ParallelPlan
+
+
+@dataclass(frozen=True)
+class WorkersTakenIn:
+    """Workers that waited for a place have one in the plan of this epoch."""
+
+    epoch: Epoch
+    workers: tuple[Worker, ...]
+
+
+@dataclass(frozen=True)
+class WorkersGivenUp:
+    """Workers count as dead, whatever their processes do. `for_good`: none are started in their places."""
+
+    workers: tuple[Worker, ...]
+    reason: str
+    for_good: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerDismissed:
+    """A worker that waited for a place gets none."""
+
+    worker: Worker
+    reason: str
+
+
+@dataclass(frozen=True)
+class NodeReleased:
+    """A node that was to leave may: no plan has work for its workers. `agent`: the name of its agent."""
+
+    agent: Natural
+    workers: tuple[Worker, ...]
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """A checkpoint is to be written after the next iteration; `number` counts such orders from 1."""
+
+    number: Positive
+
+
+Notice = (
+    EpochIsBroken | StopTraining | OthersFinish | JobEnds | SlownessChanged | ValidationOrder | PlanChange
+    | WorkersTakenIn | WorkersGivenUp | WorkerDismissed | NodeReleased | SaveOrder
+)  # fmt: skip
+NOTICES = Kinds[Notice](get_args(Notice), "a notice")
+"""From the coordinator."""

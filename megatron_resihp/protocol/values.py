@@ -1,0 +1,51 @@
+"""The types that fields of messages are made of: types with their rules.
+
+May import `plan` and this package's `checks`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Final
+
+from megatron_resihp.plan import Chunk, Shard
+from megatron_resihp.protocol.checks import Between, Holds, Matches
+
+MOST_LAYERS: Final = 10_000
+MOST_SHARES: Final = 4096
+MOST_MICRO_BATCHES: Final = 1_000_000
+
+
+def _is_shard(shard: Shard) -> bool:
+    bounded = all(0 <= number <= MOST_LAYERS for number in shard)
+    return bounded and shard.first <= shard.end and shard.tp_rank < shard.tp_degree <= MOST_SHARES
+
+
+def _is_chunk(chunk: Chunk) -> bool:
+    return all(0 <= number <= MOST_LAYERS for number in chunk)
+
+
+Natural = Annotated[int, Between(0)]
+Positive = Annotated[int, Between(1)]
+Signal = Annotated[int, Between(1, 64)]
+ExitCode = Annotated[int, Between(0, 255)]
+Port = Annotated[int, Between(1, 65535)]
+Degree = Annotated[int, Between(1, MOST_SHARES)]
+
+Finite = Annotated[float, Holds(math.isfinite, "a finite number")]
+UnixTime = Finite
+Seconds = Finite
+
+Worker = Natural
+"""The id of a worker; whether the job has one is for whoever knows the job."""
+Node = Natural
+Epoch = Natural
+
+HeldShard = Annotated[Shard, Holds(_is_shard, "a shard: layers first to end, TP rank below the degree")]
+HeldShards = tuple[HeldShard, ...]
+LayerChunk = Annotated[Chunk, Holds(_is_chunk, f"a chunk: stage, first and end, up to {MOST_LAYERS}")]
+DigestKey = Annotated[str, Matches(r"-?\d{1,18}(/-?\d{1,18}){1,3}", "two to four numbers with slashes between them")]
+"""See `control.digests`."""
+
+Json = Any
+"""A value with a format of its own, which whoever uses it checks."""

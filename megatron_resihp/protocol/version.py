@@ -1,0 +1,26 @@
+"""The version of the protocol, which each text says. Imports the standard library only."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+MAJOR: Final = 1
+"""Another one means other things by the same fields: it is refused."""
+MINOR: Final = 0
+"""Goes up with every new field, which needs a default."""
+VERSION: Final = f"{MAJOR}.{MINOR}"
+
+
+def minor_of(version: str) -> int:
+    """The minor version of a writer.
+
+    Raises:
+        ValueError: it can't be read; the message goes on after the version's name.
+    """
+    found = re.fullmatch(r"(\d{1,9})\.(\d{1,9})", version, re.ASCII)
+    if found is None:
+        raise ValueError("is no version")
+    if int(found[1]) != MAJOR:
+        raise ValueError(f"is {version}, this process knows {VERSION}: give all nodes the same installation")
+    return int(found[2])

@@ -1,0 +1,125 @@
+"""How anything travels: as JSON text that says its protocol's version, its kind, who sent it, and its fields.
+
+All is written and read here. Whoever reads refuses what is malformed, by an error that names sender and field. Fields
+that a newer minor version has added are left out; another major version is refused.
+May import this package's `coding` and `version`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatron_resihp.protocol.coding import WrongValueError, decode, encode
+from megatron_resihp.protocol.version import VERSION, minor_of
+
+LARGEST: Final = 8 * 1024 * 1024
+"""Characters of a text; the store takes no more bytes."""
+SHOWN: Final = 200
+"""Characters of what was refused that the log shows."""
+NOBODY: Final = "somebody"
+"""Who has sent what does not say so."""
+
+
+class MalformedError(Exception):
+    """A text that holds nothing of the expected kinds; the message names who sent it, and the field."""
+
+
+@dataclass(frozen=True)
+class Letter[T]:
+    """What a text holds.
+
+    Attributes:
+        sender: a process, in words.
+        body: what it says.
+        id: that no other letter has; None: a letter that is not sent again.
+    """
+
+    sender: str
+    body: T
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class _Envelope:
+    protocol: str
+    kind: str
+    sender: str
+    body: Any
+    id: str | None = None
+
+
+class Kinds[T]:
+    """Dataclasses of which a text holds one, told apart by their names.
+
+    Args:
+        kinds: the classes.
+        what: a text of these kinds, in a word.
+    """
+
+    def __init__(self, kinds: Iterable[type[T]], what: str) -> None:
+        self._kinds = {kind.__name__: kind for kind in kinds}
+        self._what = what
+
+    @property
+    def classes(self) -> tuple[type[T], ...]:
+        """All kinds."""
+        return tuple(self._kinds.values())
+
+    def write(self, body: T, sender: str, id: str | None = None) -> str:
+        """The text that holds this."""
+        return json.dumps({
+            "protocol": VERSION, "kind": type(body).__name__, "sender": sender, "id": id,
+            "body": encode(body),
+        })  # fmt: skip
+
+    def read(self, text: str) -> Letter[T]:
+        """What a text holds.
+
+        Raises:
+            MalformedError: nothing of these kinds.
+        """
+        who, what = NOBODY, self._what
+        try:
+            value = _parsed(text)
+            said = value.get("sender")
+            who = said[:SHOWN] if isinstance(said, str) else who
+            minor = _minor_in(value)
+            envelope = decode(_Envelope, value, minor)
+            kind = self._kinds.get(envelope.kind)
+            if kind is None:
+                raise WrongValueError(f"is {envelope.kind[:60]!r}, which is unknown", "kind")
+            what = envelope.kind
+            return Letter(envelope.sender, decode(kind, envelope.body, minor), envelope.id)
+        except WrongValueError as error:
+            raise MalformedError(f"{what} from {who}: {error}") from None
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    if len(text) > LARGEST:
+        raise WrongValueError(f"has {len(text)} characters, more than {LARGEST}")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WrongValueError(f"is not JSON ({type(error).__name__})") from None
+    if not isinstance(value, dict):
+        raise WrongValueError("is no JSON object")
+    return value
+
+
+def _minor_in(value: Mapping[str, Any]) -> int:
+    """The minor version of a text's writer. Raises WrongValueError: its text can't be read."""
+    version = value.get("protocol")
+    if not isinstance(version, str):
+        raise WrongValueError("is missing" if version is None else "is no version", "protocol")
+    try:
+        return minor_of(version)
+    except ValueError as error:
+        raise WrongValueError(str(error), "protocol") from None
+
+
+def shown(text: str) -> str:
+    """What of a malformed text the log shows."""
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"

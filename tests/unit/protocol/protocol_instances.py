@@ -1,0 +1,71 @@
+"""Instances of messages: hypothesis' strategies made of the types of fields, and one plain instance of each kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from hypothesis import strategies as st
+
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard
+from megatron_resihp.protocol.answers import ANSWERS
+from megatron_resihp.protocol.checks import Between, Matches
+from megatron_resihp.protocol.messages import MESSAGES
+from megatron_resihp.protocol.notices import NOTICES
+from megatron_resihp.protocol.published import DECISIONS, END, GO
+from megatron_resihp.protocol.records import Counters
+from megatron_resihp.protocol.values import DigestKey, HeldShard, LayerChunk
+
+ALL = (MESSAGES, NOTICES, DECISIONS, GO, END, ANSWERS)
+PLAN = ParallelPlan((Replica(((0,), (2,)), (0, 1)), Replica(((1,), (3,)), (2, 3))))
+JSON = st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=2)
+OF_RULES: Mapping[Any, st.SearchStrategy[Any]] = {
+    HeldShard: st.sampled_from([Shard(0, 3, 0, 1), Shard(2, 5, 1, 2)]),
+    LayerChunk: st.sampled_from([Chunk(0, 0, 3), Chunk(1, 3, 6)]),
+    DigestKey: st.sampled_from(["0/0", "-1/-1/4", "1/0/1/2"]),
+    Counters: st.dictionaries(st.text(max_size=3).filter("totals".__ne__), JSON, max_size=2),
+}
+
+
+@cache
+def instances_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Of a type, as fields of messages have it; all of its rules hold."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind in OF_RULES:
+        return OF_RULES[kind]
+    if origin is Annotated:
+        return _ruled(*arguments)
+    if origin in (Union, types.UnionType):
+        return st.one_of(*map(instances_of, arguments))
+    if origin is tuple:
+        row = arguments[1:] != (...,)
+        return st.tuples(*map(instances_of, arguments)) if row else st.lists(
+            instances_of(arguments[0]), max_size=2).map(tuple)  # fmt: skip
+    if origin is not None and issubclass(origin, Mapping):
+        return st.dictionaries(*map(instances_of, arguments), max_size=2)
+    if kind is Any:
+        return JSON
+    if kind is ParallelPlan:
+        return st.just(PLAN)
+    if issubclass(kind, Enum):
+        return st.sampled_from(list(kind))
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind, include_extras=True)
+        return st.builds(kind, **{each.name: instances_of(hints[each.name]) for each in dataclasses.fields(kind)})
+    return {
+        int: st.integers(-(2**63), 2**63 - 1), float: st.floats(allow_nan=False), str: st.text(max_size=5),
+        bool: st.booleans(), types.NoneType: st.none(),
+    }[kind]  # fmt: skip
+
+
+def _ruled(kind: Any, *rules: Any) -> st.SearchStrategy[Any]:
+    bounds = [rule for rule in rules if isinstance(rule, Between)]
+    if kind is int and bounds:
+        least, most = bounds[0].least, bounds[0].most
+        return st.integers(None if least is None else int(least), 2**63 - 1 if most is None else int(most))
+    assert not any(isinstance(rule, Matches) for rule in rules), "say in OF_RULES what matches"
+    return instances_of(kind).filter(lambda value: all(rule.holds(value) for rule in rules))
