@@ -1,46 +1,28 @@
-"""Package metadata of megatron-resihp: what to install and which commands it brings.
+"""Builds the package that pyproject.toml describes, and puts the scripts that a user of the wheel needs into it.
 
-Tool settings (ruff, mypy, pytest, import-linter) are in pyproject.toml. Imports setuptools only.
+All metadata is in pyproject.toml. Imports setuptools only.
 """
 
-from setuptools import find_packages, setup
+from pathlib import Path
 
-TEST_REQUIREMENTS = [
-    "hypothesis>=6.100",
-    "import-linter>=2.1",
-    "mypy>=1.11",
-    "pyarrow",  # recorded jobs of others come as parquet
-    "pytest>=8",
-    "pytest-timeout>=2.3",
-    "pytest-xdist>=3.6",
-    "ruff>=0.6",
-]
+from setuptools import setup
+from setuptools.command.build_py import build_py
 
-setup(
-    name="megatron-resihp",
-    version="0.1.0",
-    description="Keeps a Megatron-LM training job running when GPUs die, slow down or come back",
-    license="Apache-2.0",
-    license_files=["LICENSE"],
-    python_requires=">=3.12",
-    packages=find_packages(include=["megatron_resihp", "megatron_resihp.*"]),
-    package_data={"megatron_resihp": ["py.typed", "cost/profiles/*.json", "simulator/data/*.json"]},
-    install_requires=[
-        # Patched seams are checked against these versions only: see megatron_resihp/integration.
-        "megatron-core>=0.19,<0.20",
-        "matplotlib",
-        "numba",
-        "numpy",
-        "psutil",  # Megatron saves its torch_dist checkpoints with it, and does not ask for it
-        "rich",
-        "scipy",
-        "torch",
-    ],
-    extras_require={
-        # NVIDIA's Apex is not on the package index: the project of that name there is another one.
-        # nvidia-ml-py tells which of a machine's GPUs a worker has.
-        "gpu": ["nvidia-ml-py", "transformer-engine[pytorch]"],
-        "test": TEST_REQUIREMENTS,
-    },
-    entry_points={"console_scripts": ["resihp = megatron_resihp.cli:main"]},
-)
+SCRIPTS = ("pretrain_gpt.py", "make_dataset.py")
+"""`resihp script NAME` says where they are; a checkout has them in scripts/."""
+
+
+class BuildWithScripts(build_py):
+    """Copies SCRIPTS to megatron_resihp/scripts/ of the wheel."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for name in SCRIPTS:
+            to = Path(self.build_lib, "megatron_resihp", "scripts", name)
+            self.mkpath(str(to.parent))
+            self.copy_file(f"scripts/{name}", str(to))
+
+
+setup(cmdclass={"build_py": BuildWithScripts})

@@ -5,6 +5,8 @@
     import megatron_resihp; megatron_resihp.enable()
 """
 
+import sys
+
 __version__ = "0.1.0"
 
 
@@ -14,8 +16,13 @@ def enable() -> None:
     With RESIHP_CPU=1 the CPU stand-in is put in place first.
 
     Raises:
-        SystemExit: if Megatron is not of a supported version, or --resihp is given and there is no CUDA device.
+        SystemExit: if torch or Megatron is missing, Megatron is not of a supported version, or --resihp is given and
+            there is no CUDA device.
     """
+    from megatron_resihp.extras import TRAIN, missing
+
+    if problem := missing(tuple(TRAIN)):
+        sys.exit(f"resihp: {problem}")
     from megatron_resihp.integration.enable import enable as enable_integration
 
     enable_integration()

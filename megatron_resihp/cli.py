@@ -9,11 +9,19 @@ import argparse
 import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
+import megatron_resihp
 from megatron_resihp.control import apply_command, drill_command, launch_options, launcher, salvage_command
+from megatron_resihp.extras import missing
 from megatron_resihp.report.run_report import RunReport
+
+NEED_TORCH: Final = frozenset({"launch", "drill", "apply"})
+"""Commands that work only with the extra `train`. Of Megatron, scripts may bring their own."""
+SCRIPTS: Final = ("pretrain_gpt.py", "make_dataset.py")
+"""Scripts that come with the package."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     namespace = parser.parse_args(argv)
     if namespace.command is None:
         parser.print_help()
+        return 2
+    if namespace.command in NEED_TORCH and (problem := missing(["torch"])):
+        print(f"resihp: {problem}", file=sys.stderr)
         return 2
     try:
         return int(namespace.run(namespace))
@@ -49,7 +60,22 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "detect", detect_command, "say who was slow, from a run's records or a table of times")
     _add(commands, "plan", plan_command, "say how a job should go on when workers are dead or slow")
     _add(commands, "simulate", simulate_command, "say what strategies make of failures on a simulated cluster")
+    script = commands.add_parser("script", help="say where a script is that comes with this package")
+    script.add_argument("name", choices=SCRIPTS, help="such as in: resihp launch $(resihp script pretrain_gpt.py)")
+    script.set_defaults(run=_say_where_script_is)
     return parser
+
+
+def _say_where_script_is(namespace: argparse.Namespace) -> int:
+    """In the wheel they are beside this file, in a checkout beside the package."""
+    package = Path(__file__).resolve().parent
+    places = (folder / "scripts" / namespace.name for folder in (package, package.parent))
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        print(f"resihp: this installation has no {namespace.name}; install megatron-resihp anew", file=sys.stderr)
+        return 2
+    print(found)
+    return 0
 
 
 class _Version(argparse.Action):
@@ -61,8 +87,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import PackageNotFoundError, version
 
-        found = []
-        for name in ("megatron-resihp", "megatron-core", "torch"):
+        found = [f"megatron-resihp {megatron_resihp.__version__}"]
+        for name in ("megatron-core", "torch"):
             try:
                 found.append(f"{name} {version(name)}")
             except PackageNotFoundError:

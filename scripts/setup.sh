@@ -48,10 +48,12 @@ find_python() {
     return 1
 }
 
-# What .venv was made for: where (scripts in it hold absolute paths), from which setup.py, with which Python.
+# What .venv was made for: where (scripts in it hold absolute paths), from which package metadata, with which Python.
 fingerprint() {
     echo "root $PWD"
     cksum setup.py
+    # What comes behind the package's metadata are settings of tools.
+    sed '/^\[tool\./q' pyproject.toml | cksum
     grep '^version' "$VENV/pyvenv.cfg"
 }
 
@@ -88,7 +90,7 @@ else
 fi
 
 echo "setup.sh: installing megatron-resihp and its test tools into $VENV (several GB and some minutes the first time)"
-"$VENV/bin/python" -m pip install --quiet --editable '.[test]' ||
-    fail "pip could not install the packages of setup.py (its message is above); check the network and the disk, then run this again"
+"$VENV/bin/python" -m pip install --quiet --editable '.[train,test]' ||
+    fail "pip could not install the packages that pyproject.toml names (its message is above); check the network and the disk, then run this again"
 fingerprint >"$STAMP"
 compile_planners

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
-from numba import njit
+from numba import config, njit
 from numba.core import event
 
 COMPILING: Final = "compiling the planner, once for this installation; this takes up to a minute"
 _COMPILE: Final = "numba:compile"
+_CACHE_NAME: Final = "megatron-resihp"
 
 
 def compiled[**P, R](function: Callable[P, R], without_lock: bool = False) -> Callable[P, R]:
@@ -21,11 +27,36 @@ def compiled[**P, R](function: Callable[P, R], without_lock: bool = False) -> Ca
         without_lock: whether other threads may run Python, or this function, meanwhile. Each has random numbers of its
             own.
     """
+    with _kept_outside_the_package():
+        try:
+            return njit(cache=True, nogil=without_lock, error_model="numpy")(function)
+        except RuntimeError:
+            # What numba raises if no directory can be written.
+            return njit(nogil=without_lock, error_model="numpy")(function)
+
+
+@contextmanager
+def _kept_outside_the_package() -> Iterator[None]:
+    """Beside the sources, as numba has it, it would outlive the package's uninstallation and stay importable."""
+    settings: Any = config  # which makes its names when it is imported
+    chosen = settings.CACHE_DIR
+    settings.CACHE_DIR = chosen or str(_cache_directory())
     try:
-        return njit(cache=True, nogil=without_lock, error_model="numpy")(function)
-    except RuntimeError:
-        # What numba raises if neither the package's directory nor the user's cache can be written.
-        return njit(nogil=without_lock, error_model="numpy")(function)
+        yield
+    finally:
+        settings.CACHE_DIR = chosen
+
+
+@cache
+def _cache_directory() -> Path:
+    """The environment's own, which all its users share and which goes with it; or else the user's."""
+    shared = Path(sys.prefix, "var", "cache", _CACHE_NAME)
+    with suppress(OSError):
+        shared.mkdir(parents=True, exist_ok=True)
+        if os.access(shared, os.W_OK):
+            return shared
+    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(users, _CACHE_NAME)
 
 
 class PlanningClock(event.Listener):
