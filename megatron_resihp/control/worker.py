@@ -133,6 +133,7 @@ class WorkerControl:
         self._members: tuple[int, ...] = ()
         self._to_probe: set[int] = set()
         self._unreachable: list[int] = []
+        self._doors: dict[int, Address] = {}
         if door is not None:
             store.set(f"{messages.KNOCK_AT}{worker}", str(door))
         self._news = threading.Condition()
@@ -275,14 +276,22 @@ class WorkerControl:
         if silent:
             raise UnreachableError(f"rendezvous: worker {silent[0]} can't be reached")
 
+    def silent(self, workers: Iterable[int]) -> list[int]:
+        """Those of these whose machines can't be reached from here, which takes a few seconds. From any thread.
+
+        Raises:
+            JobEnded: the coordinator is gone.
+        """
+        return self._knock(workers)
+
     def _knock(self, workers: Iterable[int]) -> list[int]:
-        addresses = {}
-        for worker in workers:
+        wanted = [worker for worker in workers if worker != self.worker]
+        for worker in wanted:
             key = f"{messages.KNOCK_AT}{worker}"
             with self._asked() as store:
-                if worker != self.worker and store.check(key):
-                    addresses[worker] = parse_address(store.get(key, READ_S))
-        return unreachable(addresses)
+                if worker not in self._doors and store.check(key):
+                    self._doors[worker] = parse_address(store.get(key, READ_S))
+        return unreachable({worker: self._doors[worker] for worker in wanted if worker in self._doors})
 
     def join(self, **job: Any) -> EpochPlan | SalvageOrder:
         """Ask for a place in a plan, for a worker that was started anew, and wait for one.

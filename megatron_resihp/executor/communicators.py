@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -144,6 +144,14 @@ class Communicators:
     def waiter(self) -> Waiter | None:
         """What ends waits of groups that carry host tensors, where the world does not; None: all waits end already."""
         return None if self._waits_installed else self._waiter
+
+    def longest_wait_s(self, now: float) -> float:
+        """See Waiter.longest_s. Called from any thread."""
+        return self._waiter.longest_s(now)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """What this thread waits for in here are its peers, on the device."""
+        return self._waiter.noted()
 
     def host_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """A group of these ranks of the world for host tensors, which NCCL does not carry. All of them call it."""

@@ -6,10 +6,14 @@ is handed to gloo without a way back: collectives are waited for in slices, and 
 connect and whose waits may not time out without breaking the group, on a thread that can be left behind.
 """
 
+from __future__ import annotations
+
 import functools
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +38,21 @@ class Waiter:
         self._wait: Callable[..., bool] = dist.Work.wait
         self._calls: queue.SimpleQueue[_Call | None] | None = None
         self._abandoned: list[_Result] = []
+        self._waits: dict[int, float] = {}
+
+    def longest_s(self, now: float) -> float:
+        """For how long some thread has been in one wait, at this moment of the monotonic clock; 0: none is in any."""
+        return now - min(self._waits.values(), default=now)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """What this thread waits for in here counts for `longest_s`."""
+        thread = threading.get_ident()
+        self._waits[thread] = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits.pop(thread, None)
 
     @property
     def left_behind(self) -> int:
@@ -73,7 +92,8 @@ class Waiter:
         """
         if work._get_op_type() in P2P_OPERATIONS:
             return self.aside(functools.partial(self._wait, work))
-        return self._wait_in_slices(work)
+        with self.noted():
+            return self._wait_in_slices(work)
 
     def _wait_in_slices(self, work: Any) -> bool:
         while True:
@@ -97,6 +117,14 @@ class Waiter:
             threading.Thread(target=_serve, args=(self._calls,), name="resihp-aside", daemon=True).start()
         result = _Result()
         self._calls.put((call, result))
+        with self.noted():
+            self._await(result)
+        if result.error is not None:
+            raise result.error
+        return result.value
+
+    def _await(self, result: _Result) -> None:
+        assert self._calls is not None
         while not result.done.wait(SLICE.total_seconds()):
             try:
                 self._give_up_if_interrupted()
@@ -105,9 +133,6 @@ class Waiter:
                 self._calls = None  # its thread may be long in coming back; the next call gets another one
                 self._abandoned.append(result)
                 raise
-        if result.error is not None:
-            raise result.error
-        return result.value
 
     def _give_up_if_interrupted(self) -> None:
         if self._interrupted():

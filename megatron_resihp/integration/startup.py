@@ -9,7 +9,7 @@ import functools
 import gc
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -26,7 +26,7 @@ from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.absences import Seen
 from megatron_resihp.control.address import parse_address
-from megatron_resihp.control.environment import ABSENCES_FD
+from megatron_resihp.control.environment import ABSENCES_FD, PLACES
 from megatron_resihp.control.identity import Identity, check_in
 from megatron_resihp.control.lasting import LastingStore
 from megatron_resihp.control.reach import Door, own_address_towards
@@ -46,10 +46,12 @@ from megatron_resihp.integration.newcomer import build_lonely_world, is_newcomer
 from megatron_resihp.integration.own_layers import OwnLayout, own_layout
 from megatron_resihp.integration.preparing import Preparation
 from megatron_resihp.integration.probe_sheet import Sheet, with_absences
+from megatron_resihp.integration.reach_watch import ReachWatch
 from megatron_resihp.integration.runtime import Runtime, Trained
 from megatron_resihp.integration.step import install_step
 from megatron_resihp.integration.whereabouts import whereabouts
 from megatron_resihp.integration.world import build_world
+from megatron_resihp.plan.places import node_of
 
 CONNECT_TIMEOUT_S = 300.0
 LAST_RECORDS_S = 1.0
@@ -89,6 +91,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
 
     communicators.append(Communicators(open_store(), worker, control.broken, reopen=open_store))
     nccl_watch.begin(communicators[0], control)
+    ReachWatch(communicators[0].longest_wait_s, control, lambda: one_of_each_node(control.members, worker)).begin()
     pack_sheet = functools.partial(_pack, Seen(int(os.environ[ABSENCES_FD])), config.resihp_emulate is not None)
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), pack_sheet)
     atexit.register(outbox.close, LAST_RECORDS_S)
@@ -106,6 +109,13 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     if not cpu.installed():
         runtime.slowing = DeviceSlowing(lambda: control.slowness.speed(worker), runtime.probes.event)
     return runtime
+
+
+def one_of_each_node(members: Iterable[int], me: int) -> list[int]:
+    """Of these workers the first on each node but this worker's own."""
+    places, here = int(os.environ[PLACES]), int(os.environ["LOCAL_WORLD_SIZE"])
+    first = {node_of(worker, places, here): worker for worker in sorted(members, reverse=True)}
+    return [worker for node, worker in sorted(first.items()) if node != node_of(me, places, here)]
 
 
 def _pack(absences: Seen, emulated: bool, sheet: Sheet, lost: int) -> bytes:

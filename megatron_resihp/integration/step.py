@@ -50,7 +50,8 @@ def agreed_step(runtime: Runtime) -> StepResult:
     """What replaces MegatronOptimizer.step; returns (successful, gradient norm, zeros in gradients)."""
     assert runtime.trained is not None
     share_gradients(runtime)
-    torch.cuda.synchronize()
+    with runtime.communicators.waiting():
+        torch.cuda.synchronize()
     runtime.probes.synchronized()
     # Only now has the host seen every gradient collective complete; an aborted one returns garbage.
     runtime.control.check()

@@ -207,7 +207,8 @@ class Nursery:
     def start(
         self, run_dir: Path, arguments: Sequence[str], *, workers: int, script: Path | None = None, **options: Any
     ) -> Job:
-        """Launch a job; `options` are those of LaunchOptions, and `judge`: it "hangs", "fails" or "suspects"."""
+        """Launch a job; `options` are those of LaunchOptions, `network`: the namespace that it runs in, and `judge`: it
+        "hangs", "fails" or "suspects"."""
         job = Job(self, run_dir, workers, time.monotonic())
         self._jobs[str(run_dir)] = job
         command = [str(script or self._script), *arguments]
@@ -536,6 +537,7 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        _enter_network(request.pop("network", None))
         _take_notes(run_dir)
         _spoil_judge(request.pop("judge", None))
         command = tuple(request.pop("command"))
@@ -549,6 +551,13 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _enter_network(name: str | None) -> None:
+    """A namespace of `networks`, whose address is no host name's."""
+    if name is not None:
+        os.setns(os.open(f"/run/netns/{name}", os.O_RDONLY), os.CLONE_NEWNET)
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
 
 def _take_notes(run_dir: Path) -> None:

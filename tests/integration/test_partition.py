@@ -1,60 +1,24 @@
-"""Nodes that lose each other while both reach node 0: agents and workers in network namespaces, without Megatron."""
+"""Networks that fail without a word: nodes that lose each other, or node 0's store, in network namespaces."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jobs import WISHING, Job, Jobs, check_training, tiny
 from launched import Launched, eventually, is_alive
+from networks import Network, needs_iptables, needs_namespaces
 
 from megatron_resihp.control.address import Address
 from megatron_resihp.plan import ParallelPlan
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces are made by root, with `ip`"
-)
-
-NOBODY = "02:00:00:00:00:01"
-
-
-class Network:
-    """Machines on one switch."""
-
-    def __init__(self, machines: int) -> None:
-        self._switch = f"resihp-{os.getpid()}"
-        self.names = [f"{self._switch}-{number}" for number in range(machines)]
-        _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, "link", "add", "name", "switch", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "dev", "switch", "up")
-        for number, name in enumerate(self.names):
-            _ip("netns", "add", name)
-            cable = ("name", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("-n", self._switch, "link", "add", *cable)
-            _ip("-n", self._switch, "link", "set", "dev", f"port{number}", "master", "switch", "up")
-            _ip("-n", name, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
-            for device in ("eth0", "lo"):
-                _ip("-n", name, "link", "set", "dev", device, "up")
-
-    def address(self, machine: int) -> str:
-        return f"10.77.0.{machine + 1}"
-
-    def separate(self, one: int, other: int) -> None:
-        """What they send each other is lost without a word."""
-        for source, target in ((one, other), (other, one)):
-            to_nobody = (self.address(target), "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
-            _ip("-n", self.names[source], "neigh", "replace", *to_nobody)
-
-    def close(self) -> None:
-        for name in (self._switch, *self.names):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+pytestmark = needs_namespaces
 
 
 @pytest.fixture
@@ -93,3 +57,71 @@ def test_one_of_two_nodes_that_lose_each_other_is_left_out(network: Network, tmp
     assert last.members == (0, 1, 2, 3) and not runs[0].events("worker_restarted")
     broken = [event["cause"] for event in runs[0].events("epoch_broken")]
     assert len(broken) == 2 and "can't be reached" in broken[1], "the second time as soon as it is tried"
+
+
+STORE_PORT = 29500
+DROPPED_S = 40.0
+
+
+def launched_on(
+    network: Network, jobs: Jobs, path: Path, arguments: Sequence[str], nodes: int, **options: Any
+) -> list[Job]:
+    """A job of Megatron's with a node on each machine."""
+    coordinator = [network.address(0), STORE_PORT]
+    wishes = options.pop("wishes", [])
+    options |= {"nodes": nodes, "coordinator": coordinator, "script": WISHING}
+    first = jobs.start(arguments, node=0, network=network.names[0], wishes=wishes, **options)
+    others = []
+    for node in range(1, nodes):
+        name = path / f"node{node}"
+        name.symlink_to(first.run_dir)  # by this name the nursery tells it from the first
+        others.append(first.nursery.start(name, arguments, node=node, network=network.names[node], **options))
+    return [first, *others]
+
+
+@pytest.mark.nightly
+def test_a_training_job_leaves_out_one_of_two_nodes_that_lose_each_other(
+    network: Network, jobs: Jobs, tmp_path: Path
+) -> None:
+    """It is noticed long before collectives run out of time, in 10 minutes."""
+    arguments = tiny(global_batch_size=6, train_iters=12)
+    reference = jobs.reference(arguments, workers=3)
+    nodes = launched_on(network, jobs, tmp_path, arguments, nodes=3, workers=1, wishes=["hold-0-5"])
+    nodes[0].await_event("iteration", iteration=4)
+    network.separate(1, 2)
+    separated_at = time.time()
+    nodes[0].wish("go_on")
+    first = nodes[0].await_event("epoch_broken")
+    left_out = nodes[0].await_event("link_failed")
+    recovery = nodes[0].await_event("recovery")
+    moments = [event["time"] - separated_at for event in (first, left_out, recovery)]
+    print("first failure, left out, training again after " + ", ".join(f"{each:.1f} s" for each in moments))
+    assert first["cause"].endswith("can't be reached") and moments[0] < 75
+    assert left_out["left_out"] in ([1], [2]) and moments[1] < moments[0] + 20
+    check_training(nodes[0].wait(240.0), reference)
+    assert len(nodes[0].events("epoch_broken")) == 2
+
+
+@pytest.mark.nightly
+@needs_iptables
+@pytest.mark.parametrize("dies", [None, 3], ids=["all live", "a worker dies meanwhile"])
+def test_a_node_whose_connections_to_the_store_are_dropped_for_a_while_is_not_lost(
+    network: Network, jobs: Jobs, tmp_path: Path, dies: int | None
+) -> None:
+    """For longer than the kernel takes to end them. A death is heard of late then, and nobody else has to go."""
+    arguments = tiny(global_batch_size=12, train_iters=12)
+    reference = jobs.reference(arguments, workers=4)
+    nodes = launched_on(network, jobs, tmp_path, arguments, nodes=2, workers=2, wishes=["hold-0-5"])
+    nodes[0].await_event("iteration", iteration=4)
+    network.drop(1, STORE_PORT)
+    dropped_at = time.monotonic()
+    if dies is not None:
+        os.kill(nodes[0].worker_pids()[dies], signal.SIGKILL)
+        nodes[0].wish("go_on")
+    assert not nodes[0].nursery.serve_until(lambda: nodes[0].events("worker_dead"), dropped_at + DROPPED_S)
+    network.let_through(1, STORE_PORT)
+    nodes[0].wish("go_on")
+    check_training(nodes[0].wait(240.0), reference)
+    assert nodes[1].wait(240.0).code == 0, nodes[1].output()
+    assert [event["dead"] for event in nodes[0].events("worker_dead")] == ([] if dies is None else [dies])
+    assert "it is open again" in nodes[0].log(2) and "it is open again" in nodes[1].output()

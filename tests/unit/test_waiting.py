@@ -60,3 +60,21 @@ def test_a_wait_for_a_collective_ends_with_the_epoch() -> None:
     waiter._wait = wait
     with pytest.raises(WaitAbandoned):
         waiter._wait_in_slices(NeverDone())
+
+
+def test_how_long_a_thread_has_been_waiting_is_known() -> None:
+    waiter, began, gate = Waiter(lambda: False), threading.Event(), threading.Event()
+    before = time.monotonic()
+    assert waiter.longest_s(before) == 0
+
+    def call() -> None:
+        began.set()
+        gate.wait(LIMIT_S)
+
+    thread = threading.Thread(target=waiter.aside, args=(call,))
+    thread.start()
+    assert began.wait(LIMIT_S)
+    assert 0 < waiter.longest_s(before + 100) <= 100
+    gate.set()
+    await_end([thread])
+    assert waiter.longest_s(time.monotonic()) == 0

@@ -1,0 +1,61 @@
+"""Looks for the others where a wait for them lasts long, and tells the coordinator whom it can't reach.
+
+Two nodes may lose each other while both reach node 0. Their connections are silent then, and collectives that need them
+end only when they run out of time. May import `control` and `executor`.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from megatron_resihp.control.worker import JobEnded, WorkerControl
+
+LOOK_S: Final = 10.0
+LONG_S: Final = 20.0
+"""A wait that lasts longer. Where it is for a checkpoint or an evaluation of others, these answer."""
+TIMES: Final = 3
+"""In so many looks in a row. A machine that is gone has been silent for longer than agents allow by then."""
+
+
+class ReachWatch:
+    """Of one worker.
+
+    Args:
+        longest_s: for how long it has been in one wait, at a moment of the monotonic clock.
+        one_of_each: a member of the plan in force on each other node.
+    """
+
+    def __init__(
+        self, longest_s: Callable[[float], float], control: WorkerControl, one_of_each: Callable[[], Sequence[int]]
+    ) -> None:
+        self._longest_s = longest_s
+        self._control = control
+        self._one_of_each = one_of_each
+        self._missed: Counter[int] = Counter()
+
+    def begin(self) -> None:
+        """Look again and again, in a thread."""
+        threading.Thread(target=self._watch, name="resihp-reach", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            try:
+                self.look(time.monotonic())
+            except JobEnded:
+                return  # who listens to notices ends this worker
+
+    def look(self, now: float) -> None:
+        """Look once; may take a few seconds."""
+        epoch = self._control.epoch
+        if self._control.broken() or self._longest_s(now) < LONG_S:
+            self._missed.clear()
+            return
+        silent = self._control.silent(self._one_of_each())
+        self._missed = Counter({worker: self._missed[worker] + 1 for worker in silent})
+        lost = sorted(worker for worker, times in self._missed.items() if times >= TIMES)
+        if lost:
+            self._missed.clear()
+            self._control.tell("suspect", epoch=epoch, error=f"worker {lost[0]} can't be reached")

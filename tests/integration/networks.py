@@ -1,0 +1,65 @@
+"""Machines that are network namespaces of this one, for jobs whose network fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+needs_namespaces = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces are made by root, with `ip`"
+)
+needs_iptables = pytest.mark.skipif(shutil.which("iptables") is None, reason="packets are dropped with `iptables`")
+
+NOBODY = "02:00:00:00:00:01"
+
+
+class Network:
+    """Machines on one switch."""
+
+    def __init__(self, machines: int) -> None:
+        self._switch = f"resihp-{os.getpid()}"
+        self.names = [f"{self._switch}-{number}" for number in range(machines)]
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "name", "switch", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "dev", "switch", "up")
+        for number, name in enumerate(self.names):
+            _ip("netns", "add", name)
+            cable = ("name", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("-n", self._switch, "link", "add", *cable)
+            _ip("-n", self._switch, "link", "set", "dev", f"port{number}", "master", "switch", "up")
+            _ip("-n", name, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                _ip("-n", name, "link", "set", "dev", device, "up")
+
+    def address(self, machine: int) -> str:
+        return f"10.77.0.{machine + 1}"
+
+    def separate(self, one: int, other: int) -> None:
+        """What they send each other is lost without a word."""
+        for source, target in ((one, other), (other, one)):
+            to_nobody = (self.address(target), "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+            _ip("-n", self.names[source], "neigh", "replace", *to_nobody)
+
+    def drop(self, machine: int, port: int) -> None:
+        """What this machine sends to that port of others is lost without a word, and what comes from there."""
+        self._filter("-A", machine, port)
+
+    def let_through(self, machine: int, port: int) -> None:
+        """It is lost no more."""
+        self._filter("-D", machine, port)
+
+    def _filter(self, action: str, machine: int, port: int) -> None:
+        for chain, end in (("OUTPUT", "--dport"), ("INPUT", "--sport")):
+            rule = ("iptables", action, chain, "-p", "tcp", end, str(port), "-j", "DROP")
+            _ip("netns", "exec", self.names[machine], *rule)
+
+    def close(self) -> None:
+        for name in (self._switch, *self.names):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

@@ -1,0 +1,70 @@
+"""Whom a worker looks for where its wait for the others lasts long, and when it says that it can't reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from megatron_resihp.integration import startup
+from megatron_resihp.integration.reach_watch import LONG_S, LOOK_S, ReachWatch
+
+
+class Control:
+    """Answers what it is told to, one list of silent workers a look."""
+
+    def __init__(self, *silent: Sequence[int]) -> None:
+        self.epoch = 4
+        self.is_broken = False
+        self.looks = 0
+        self.told: list[Any] = []
+        self._silent = list(silent)
+
+    def broken(self) -> bool:
+        return self.is_broken
+
+    def silent(self, workers: Sequence[int]) -> Sequence[int]:
+        assert workers == [2, 4]
+        self.looks += 1
+        return self._silent.pop(0)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        self.told.append((kind, fields))
+
+
+def watched(control: Any, waited: Callable[[float], float], looks: int) -> list[Any]:
+    watch = ReachWatch(waited, control, lambda: [2, 4])
+    for number in range(looks):
+        watch.look(number * LOOK_S)
+    told: list[Any] = control.told
+    return told
+
+
+LOST = ("suspect", {"epoch": 4, "error": "worker 4 can't be reached"})
+
+
+@pytest.mark.parametrize(
+    ("silent", "told"),
+    [(([4], [4]), []), (([4], [2, 4], [4]), [LOST]), (([4], [4], [], [4]), []), (([2], [4], [2]), [])],
+    ids=["not long enough", "long enough", "it came back", "never the same"],
+)
+def test_who_is_silent_again_and_again_is_told(silent: Sequence[Sequence[int]], told: list[Any]) -> None:
+    assert watched(Control(*silent), lambda now: LONG_S, len(silent)) == told
+
+
+def test_without_a_long_wait_nobody_is_looked_for() -> None:
+    control = Control()
+    assert watched(control, lambda now: LONG_S - 0.1, 5) == [] and control.looks == 0
+
+
+def test_in_a_broken_epoch_nobody_is_looked_for() -> None:
+    control = Control()
+    control.is_broken = True
+    assert watched(control, lambda now: LONG_S, 5) == [] and control.looks == 0
+
+
+def test_one_worker_on_each_other_node_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_PLACES", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert startup.one_of_each_node([0, 1, 3, 4, 14, 15], me=1) == [3, 4, 14]
