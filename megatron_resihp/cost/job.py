@@ -41,6 +41,8 @@ class JobCost:
         rebuild_s: seconds that building new process groups takes.
         until_next_event_s: expected seconds until the next change of health, over which the cost of getting to a plan
             has to pay for itself.
+        beside: bytes that must be free beside a plan's state on each device while nothing runs: those of the state that
+            is there until the plan is in force.
     """
 
     model: Model
@@ -53,6 +55,7 @@ class JobCost:
     measured: Mapping[int, Array] = field(default_factory=dict)
     rebuild_s: float = 2.0
     until_next_event_s: float = float("inf")
+    beside: int = 0
 
     @property
     def layers(self) -> int:

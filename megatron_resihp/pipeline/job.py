@@ -37,6 +37,7 @@ class PipelineJob:
         kept: bytes that each layer keeps of a micro-batch from its F on, [devices, layers].
         limit: bytes of each device for both, [devices].
         kept_until_w: the share of `kept` that is freed at W only, the rest at B; without W, B frees all.
+        beside: bytes that must be free beside `state` on each device while nothing runs.
     """
 
     seconds: Array
@@ -46,6 +47,7 @@ class PipelineJob:
     kept: Array
     limit: Array
     kept_until_w: float = 1.0
+    beside: int = 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PipelineJob) and self._content == other._content
@@ -56,7 +58,7 @@ class PipelineJob:
     @cached_property
     def _content(self) -> tuple[object, ...]:
         arrays = (self.seconds, self.transfers, self.state, self.kept, self.limit)
-        return (self.micro_batches, self.kept_until_w, *((each.shape, each.tobytes()) for each in arrays))
+        return (self.micro_batches, self.kept_until_w, self.beside, *((each.shape, each.tobytes()) for each in arrays))
 
     @property
     def devices(self) -> int:
@@ -105,7 +107,7 @@ class PipelineJob:
         room = np.array(self.limit, np.float64)
         for home, first, end in _stages(layout):
             room[home] -= self.state[home, first:end].sum()
-        return room
+        return np.where(room < self.beside, np.minimum(room, room - self.beside), room)
 
     def load(self, layout: Layout) -> Array:
         """Seconds of each device's work for a micro-batch, [devices]."""

@@ -43,6 +43,7 @@ def pipeline_job(
         state=np.array([size.state for size in sizes]),
         kept=np.array([size.kept for size in sizes]),
         limit=np.array([cost.device.memory - size.working.max() for size in sizes]),
+        beside=cost.beside,
     )
 
 

@@ -259,11 +259,12 @@ def _has_room(tables: Tables, layout: Layout, replica: int, stage: int, scratch:
     """Whether a stage's layers fit its memory."""
     k, ends, copies = scratch.degree[stage], layout.ends[replica], len(layout.stages)
     in_flight = most_in_flight(tables, layout.stages[replica], stage, layout.micro_batches[replica])
-    memory, working = 0.0, 0.0
+    state, kept, working = 0.0, 0.0, 0.0
     for layer in range(ends[stage - 1] if stage else 0, ends[stage]):
-        memory += tables.held[k, layer] + tables.shared[k, layer] / copies + tables.kept[k, layer] * in_flight
+        state += tables.held[k, layer] + tables.shared[k, layer] / copies
+        kept += tables.kept[k, layer] * in_flight
         working = max(working, tables.working[k, layer])
-    return memory + working <= tables.memory
+    return state + max(kept + working, tables.beside) <= tables.memory
 
 
 @compiled

@@ -66,12 +66,13 @@ def _fill(
     for stage in range(stages):
         k = degree[stage]
         in_flight = most_in_flight(tables, stages, stage, micro_batches)
-        time_left, memory, working = limit * speed[stage], 0.0, 0.0
+        time_left, state, kept, working = limit * speed[stage], 0.0, 0.0, 0.0
         while speed[stage] > 0 and layer < layers:
             time_left -= tables.whole[k, layer]
-            memory += tables.held[k, layer] + tables.shared[k, layer] / copies + tables.kept[k, layer] * in_flight
+            state += tables.held[k, layer] + tables.shared[k, layer] / copies
+            kept += tables.kept[k, layer] * in_flight
             working = max(working, tables.working[k, layer])
-            if time_left < 0 or memory + working > tables.memory:
+            if time_left < 0 or state + max(kept + working, tables.beside) > tables.memory:
                 break
             layer += 1
         ends[stage] = layer

@@ -27,6 +27,7 @@ class Tables(NamedTuple):
         rate: models per second that a healthy group of each degree would work through, [degrees + 1]; 0 if not allowed.
         transfer: seconds between groups of two degrees, [degrees + 1, degrees + 1].
         memory: bytes of a device.
+        beside: of them, those that must be free beside the state while nothing runs.
         splits_backward: whether the order is ZB-H1 and not 1F1B.
     """
 
@@ -41,6 +42,7 @@ class Tables(NamedTuple):
     rate: Array
     transfer: Array
     memory: float
+    beside: float
     splits_backward: bool
 
 
@@ -67,5 +69,5 @@ def tables_of(cost: JobCost, uneven: bool, splits_backward: bool = False) -> Tab
     memory = float(cost.device.memory - _ROUNDING)
     return Tables(
         forward, backward, weight, forward + backward + weight, held, shared, kept, working, rate, transfer, memory,
-        splits_backward,
+        float(cost.beside), splits_backward,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.memory import check_plan
+from megatron_resihp.cost.memory import check_plan, memory_of
 from megatron_resihp.cost.room import check_change
 from megatron_resihp.plan import ParallelPlan, PlanError
 from megatron_resihp.planner.health import Health
@@ -28,6 +28,7 @@ from megatron_resihp.planner.search.quick import iteration_seconds
 from megatron_resihp.planner.search.starts import Start, Starts
 from megatron_resihp.planner.search.tables import tables_of
 from megatron_resihp.planner.search.tune import tuned
+from megatron_resihp.planner.strategies.adaptis import adaptis
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.malleus import malleus
 from megatron_resihp.planner.strategies.oobleck import oobleck
@@ -56,7 +57,7 @@ class Settings:
     zero_bubble: bool = True
     starts: int = 6
     steps: int = 90
-    seeds: tuple[Strategy, ...] = (drop_replica, oobleck, resihp, malleus)
+    seeds: tuple[Strategy, ...] = (drop_replica, oobleck, resihp, malleus, adaptis)
     effort: int = 400_000
     tuned: int = 3
     second_step_up_to: int = 512
@@ -94,39 +95,61 @@ def answers(
     if not health.speed:
         raise NoPlanError("no worker is left")
     seen = health.rounded_down(_SPEEDS)
-    one_f_one_b = tables_of(cost, settings.uneven)
-    orders = [one_f_one_b, tables_of(cost, settings.uneven, True)] if settings.zero_bubble else [one_f_one_b]
-    nodes = nodes_of(seen, cost.workers_per_node)
-    starts = Starts(nodes, cost.micro_batches, one_f_one_b.rate.tolist())
-    starts.look_around(one_f_one_b)
-    if starts.found[0].fits:
-        yield _plan_of(starts.found[0], nodes, seen, cost)
-    starts.look_closer(orders)
-    steps = max(_LEAST_STEPS, int(settings.steps * (64 / len(health.speed)) ** 2))
-    improved = starts.different(settings.starts)
-    if settings.effort:
-        improved += starts.promising(settings.tuned)
-    _improve_all(improved, nodes, steps)
-    improved.sort(key=lambda start: score_of(start.layout))
+    search = _Search(nodes_of(seen, cost.workers_per_node), seen, cost, settings)
+    if search.starts.found[0].fits:
+        yield search.plan_of(search.starts.found[0])
     kept = _still_possible(plan, health, cost)
     candidates = [] if kept is None else [kept]
-    fitting = [start for start in improved if start.fits]
-    candidates += [_plan_of(start, nodes, seen, cost) for start in fitting[:1]]
-    if len(health.speed) <= settings.second_step_up_to:
-        candidates += _made_by(settings.seeds, plan, seen, cost)
-    if settings.effort and len(health.speed) <= settings.second_step_up_to:
-        fitting.sort(key=Start.promise)
-        plans = (_plan_of(start, nodes, seen, cost) for start in fitting[: settings.tuned])
-        candidates += [tuned(each, seen, cost, settings.effort) for each in plans]
+    candidates += [keep_places(plan, each, seen, cost) for each in search.found(plan)]
     if not candidates:
         raise NoPlanError(f"no layout of {len(health.speed)} workers fits their memory")
-    candidates = [each if each is kept else keep_places(plan, each, seen, cost) for each in candidates]
+    if _runs_short(plan, min(candidates, key=lambda each: iteration_seconds(each, seen, cost)), cost):
+        # Other layouts are best where what is held until then must have room, too.
+        uses = memory_of(plan, cost.model, cost.training).items()
+        held = max((use.state for worker, use in uses if worker in seen.speed), default=0)
+        search = _Search(search.nodes, seen, replace(cost, beside=held), replace(settings, seeds=()))
+        candidates += [keep_places(plan, each, seen, cost) for each in search.found(plan)]
     if set(plan.working) <= health.speed.keys():
         # Nobody has to change, and who runs out of memory on the way ends the job.
-        candidates = [each for each in candidates if each is kept or _can_be_changed_to(plan, each, cost)]
+        candidates = [each for each in candidates if not _runs_short(plan, each, cost)]
         if not candidates:
             raise NoPlanError("no layout leaves room for the state before it while the job changes")
     yield min(candidates, key=lambda each: _charges(plan, each, health, cost)) if candidates[1:] else candidates[0]
+
+
+class _Search:
+    """Looks for layouts of these workers, with the memory that `cost` says their devices have."""
+
+    def __init__(self, nodes: Nodes, seen: Health, cost: JobCost, settings: Settings) -> None:
+        self.nodes, self._seen, self._cost, self._settings = nodes, seen, cost, settings
+        one_f_one_b = tables_of(cost, settings.uneven)
+        zero_bubble = [tables_of(cost, settings.uneven, True)] if settings.zero_bubble else []
+        self._orders = [one_f_one_b, *zero_bubble]
+        self.starts = Starts(nodes, cost.micro_batches, one_f_one_b.rate.tolist())
+        self.starts.look_around(one_f_one_b)
+
+    def found(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
+        """The best ones, and what other strategies would do after `plan`; workers not yet where they lack least."""
+        settings, workers = self._settings, len(self._seen.speed)
+        self.starts.look_closer(self._orders)
+        improved = self.starts.different(settings.starts)
+        if settings.effort:
+            improved += self.starts.promising(settings.tuned)
+        _improve_all(improved, self.nodes, max(_LEAST_STEPS, int(settings.steps * (64 / workers) ** 2)))
+        improved.sort(key=lambda start: score_of(start.layout))
+        fitting = [start for start in improved if start.fits]
+        yield from (self.plan_of(start) for start in fitting[:1])
+        if workers > settings.second_step_up_to:
+            return
+        yield from _made_by(settings.seeds, plan, self._seen, self._cost)
+        if settings.effort:
+            fitting.sort(key=Start.promise)
+            for start in fitting[: settings.tuned]:
+                yield tuned(self.plan_of(start), self._seen, self._cost, settings.effort)
+
+    def plan_of(self, start: Start) -> ParallelPlan:
+        """The plan of a layout."""
+        return plan_of(start.layout, self.nodes, start.tables.splits_backward, self._seen, self._cost)
 
 
 def _improve_all(starts: Sequence[Start], nodes: Nodes, steps: int) -> None:
@@ -135,10 +158,6 @@ def _improve_all(starts: Sequence[Start], nodes: Nodes, steps: int) -> None:
         for _ in pool.map(lambda seed: improve(starts[seed].tables, nodes, starts[seed].layout, steps, seed),
                           range(len(starts))):
             pass  # an error is raised here
-
-
-def _plan_of(start: Start, nodes: Nodes, health: Health, cost: JobCost) -> ParallelPlan:
-    return plan_of(start.layout, nodes, start.tables.splits_backward, health, cost)
 
 
 def _made_by(
@@ -165,12 +184,15 @@ def _still_possible(plan: ParallelPlan, health: Health, cost: JobCost) -> Parall
     return plan if kept == plan else kept
 
 
-def _can_be_changed_to(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> bool:
+def _runs_short(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> bool:
+    """Whether the states of both plans together, while one follows the other, don't fit into memory."""
+    if after.replicas == before.replicas:
+        return False
     try:
         check_change(before, after, cost.model, cost.training, cost.device.memory)
     except PlanError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _charges(
@@ -182,5 +204,4 @@ def _charges(
     if before.replicas != after.replicas and cost.until_next_event_s < float("inf"):
         left = 1 - seconds_to_move(moved, cost) / cost.until_next_event_s
         seconds = seconds / left if left > 0 else float("inf")
-    risky = after.replicas != before.replicas and not _can_be_changed_to(before, after, cost)
-    return risky, seconds, sum(moved.values())
+    return _runs_short(before, after, cost), seconds, sum(moved.values())

@@ -14,6 +14,7 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.room import check_change
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import evaluate
@@ -191,6 +192,17 @@ def test_no_plan_of_the_other_strategies_is_faster() -> None:
     for strategy in (resihp, malleus):
         other = strategy(BEFORE, health, COST)
         assert evaluate(seeded, health, COST).iteration_s <= evaluate(other, health, COST).iteration_s
+
+
+@pytest.mark.parametrize("memory_gib", [10, 12, 13, 14])
+def test_a_plan_that_leaves_room_for_the_state_before_it_is_looked_for(memory_gib: int) -> None:
+    """The fastest of all would run out of memory while both states are there; one that does not is hardly slower."""
+    health = Health({worker: 1.0 for worker in range(16) if worker not in (0, 3)})
+    cost = replace(COST, device=replace(DEVICE, memory=memory_gib * 2**30))
+    plan, fastest = joint(BEFORE, health, cost, QUICK), joint(BEFORE, health, COST, QUICK)
+    check_change(BEFORE, plan, MODEL, cost.training, cost.device.memory)
+    check_plan(plan, MODEL, cost.training, cost.device.memory)
+    assert evaluate(plan, health, cost).iteration_s <= 1.1 * evaluate(fastest, health, COST).iteration_s
 
 
 def test_too_little_memory_is_told() -> None:
