@@ -26,7 +26,7 @@ SCRIPTS: Final = ("pretrain_gpt.py", "make_dataset.py")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = _parser()
+    parser = command_parser()
     namespace = parser.parse_args(argv)
     if namespace.command is None:
         parser.print_help()
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """What `resihp` understands; scripts/make_reference.py writes a page of it."""
     from megatron_resihp.report import command as report_command
     from megatron_resihp.report import detect_command, plan_command, simulate_command
 

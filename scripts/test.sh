@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Checks everything: set-up, ruff, mypy, the import contracts, then the unit and the integration tests.
-# Arguments go to pytest: scripts/test.sh -k store, scripts/test.sh tests/unit. All steps run even if one fails, so that one
+# Checks everything: set-up, formatter and linters (scripts/lint.sh), then the unit and the integration tests.
+# Arguments go to pytest: scripts/test.sh -k store, scripts/test.sh tests/unit. With --coverage in front the unit tests are counted, which
+# takes longer, and the share of lines and branches that they run is printed. All steps run even if one fails, so that one
 # run shows all there is to mend; the exit code is non-zero if any failed. The last lines name tests that were left out
 # because a program or a variable is missing. Tests for the night are left out, too: scripts/nightly.sh runs those.
 set -uo pipefail
@@ -11,6 +12,11 @@ export OMP_NUM_THREADS=1
 
 readonly BIN=.venv/bin
 failed=()
+coverage=()
+if [[ ${1:-} == --coverage ]]; then
+    shift
+    coverage=(--cov --cov-report=term)
+fi
 
 run() {
     echo "+ $*"
@@ -21,15 +27,13 @@ bash scripts/setup.sh || exit 1
 # shellcheck source=scripts/left_out.sh
 source scripts/left_out.sh
 
-run "$BIN/ruff" check --output-format concise .
-run "$BIN/mypy"
-run "$BIN/lint-imports" --no-logo
+run scripts/lint.sh
 if (($#)); then
-    run "$BIN/pytest" "$@"
+    run "$BIN/pytest" "${coverage[@]}" "$@"
 else
     # A test's file stays in one process: what it shares, and compiles, is made once. A test that takes too long is
     # interrupted: the other way, which ends its process, would be tried again and again.
-    run "$BIN/pytest" tests/unit --numprocesses auto --dist loadfile --timeout-method signal
+    run "$BIN/pytest" tests/unit "${coverage[@]}" --numprocesses auto --dist loadfile --timeout-method signal
     # These start as many processes as there are cores themselves.
     run "$BIN/pytest" tests/integration
 fi

@@ -7,7 +7,7 @@ Imports numpy and this room.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -423,6 +423,6 @@ class Tracker:
         return float(np.clip(series, centre - reach, centre + reach).mean())
 
 
-def _moved(values: NDArray, source: NDArray[np.int64]) -> NDArray:
+def _moved(values: NDArray[Any], source: NDArray[np.int64]) -> NDArray[Any]:
     """Columns of the last axis by number; zeros for -1."""
     return np.concatenate([values, np.zeros_like(values, shape=(*values.shape[:-1], 1))], axis=-1)[..., source]

@@ -1,5 +1,7 @@
 """What is judged as one: a worker, or a tensor-parallel group whose members cannot be told apart. Imports numpy."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -59,6 +61,6 @@ class Units:
         total = np.bincount(self._unit, np.where(known, values, 0.0), len(self))
         return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
-    def spread(self, values: NDArray) -> NDArray:
+    def spread(self, values: NDArray[Any]) -> NDArray[Any]:
         """[workers] the value of each one's unit."""
         return values[self._unit]

@@ -9,7 +9,8 @@ from itertools import zip_longest
 
 from megatron_resihp.executor.messages import Message
 from megatron_resihp.executor.routes import RouteError, Step, all_routes
-from megatron_resihp.pipeline.orders import ProgramError, orders_of
+from megatron_resihp.pipeline.errors import ProgramError
+from megatron_resihp.pipeline.orders import orders_of
 from megatron_resihp.plan import ParallelPlan, PlannedOp
 
 Routes = Mapping[int, Sequence[Step]]

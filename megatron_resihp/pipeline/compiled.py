@@ -79,11 +79,11 @@ class PlanningClock(event.Listener):
         return self._clock() - self._compiling_s
 
     def __enter__(self) -> PlanningClock:
-        event.register(_COMPILE, self)
+        event.register(_COMPILE, self)  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        event.unregister(_COMPILE, self)
+        event.unregister(_COMPILE, self)  # type: ignore[no-untyped-call]
 
     # Functions that others call are compiled within those. One thread compiles at a time.
 

@@ -152,7 +152,7 @@ def _replicas(namespace: argparse.Namespace) -> int:
         layout = f"TP {namespace.tp} × PP {namespace.pp}"
         wrong = f"not {layout} × DP {namespace.dp}" if namespace.dp else f"no multiple of {layout}"
         raise SourceError(f"{namespace.gpus} GPUs are {wrong}")
-    return namespace.dp or replicas
+    return int(namespace.dp or replicas)
 
 
 def _device(namespace: argparse.Namespace) -> Device:

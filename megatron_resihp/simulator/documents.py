@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,7 +113,7 @@ def pack(lengths: NDArray[np.int64], sequence: int, count: int) -> NDArray[np.fl
     return np.bincount((cuts - 1) // sequence, weights=pieces.astype(np.float64) ** 2, minlength=count)
 
 
-def draw_squares(regimes: list[Regime], per_iteration: int, sequence: int, rng: np.random.Generator) -> NDArray:
+def draw_squares(regimes: list[Regime], per_iteration: int, sequence: int, rng: np.random.Generator) -> NDArray[Any]:
     """Σ l² of every micro-batch of one sequence: array [iterations, per_iteration]."""
     parts = []
     for regime in regimes:

@@ -2,17 +2,22 @@
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import megatron_resihp
 from megatron_resihp.config import DRILL_POINTS, ResihpConfig
 from megatron_resihp.control import launch_options
 from megatron_resihp.planner.strategies.registry import STRATEGIES
 
-DOCUMENTS = ["usage", "design", "planning", "benchmarks"]
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in DOCUMENTS), "patches/README.md"]
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs" / "how-to", ROOT / "patches")
+PAGES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in folder.glob("*.md"))
 
 
 @pytest.fixture
@@ -45,8 +50,42 @@ def test_planning_names_every_strategy(repository: Path) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(repository: Path, page: str) -> None:
     path = repository / page
-    targets = re.findall(r"\]\(([^)#\s]+)", path.read_text())
-    assert not [target for target in targets if "://" not in target and not (path.parent / target).exists()]
+    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", path.read_text())
+    assert not [link for link in links if "://" not in link[0] and not _leads_somewhere(path, *link)]
+
+
+def _leads_somewhere(page: Path, target: str, anchor: str) -> bool:
+    to = page.parent / target if target else page
+    return to.exists() and (not anchor or anchor in _anchors(to))
+
+
+@cache
+def _anchors(page: Path) -> frozenset[str]:
+    """Of a page's headings, as sites make them."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return frozenset(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings)
+
+
+def test_links_out_of_the_site_and_pages_in_no_menu() -> None:
+    """As `scripts/docs.sh`, which needs mkdocs, would say."""
+    site = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    menu = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(menu) == sorted(site)
+    for page in site:
+        targets = re.findall(r"\]\(([^)#\s]+)", (ROOT / "docs" / page).read_text())
+        inside = [(ROOT / "docs" / page).parent.joinpath(target).resolve() for target in targets if "://" not in target]
+        assert all(target.is_relative_to(ROOT / "docs") for target in inside), page
+
+
+def test_the_reference_is_what_the_code_says(load_script: Callable[[str], ModuleType]) -> None:
+    written = (ROOT / "docs" / "reference.md").read_text()
+    assert written == load_script("make_reference").page(), "run scripts/make_reference.py > docs/reference.md"
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == megatron_resihp.__version__
 
 
 def test_the_design_names_patches_that_exist(repository: Path) -> None:
