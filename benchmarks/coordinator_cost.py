@@ -141,9 +141,7 @@ def measure(replicas: int, directory: Path) -> dict[str, Any]:
     }
 
 
-def _parts(
-    workers: SyntheticWorkers, directory: Path, seconds: float, parts: Stopwatch
-) -> Iterator[tuple[str, float]]:
+def _parts(workers: SyntheticWorkers, directory: Path, seconds: float, parts: Stopwatch) -> Iterator[tuple[str, float]]:
     """Names and seconds of the parts. What is too short to be timed inside is timed again by itself."""
     recorder = Recorder(directory / "again.bin", {})
     for iteration in range(1, AGAIN + 1):

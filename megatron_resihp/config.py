@@ -16,8 +16,18 @@ DRILL_POINTS = (
 
 RECTANGULAR: Final = "rectangular"
 STRATEGIES: Final = (
-    RECTANGULAR, "drop-replica", "recycle", "oobleck", "greyhound", "adaptra", "recycle+greyhound", "oobleck+greyhound",
-    "resihp", "malleus", "adaptis", "joint",
+    RECTANGULAR,
+    "drop-replica",
+    "recycle",
+    "oobleck",
+    "greyhound",
+    "adaptra",
+    "recycle+greyhound",
+    "oobleck+greyhound",
+    "resihp",
+    "malleus",
+    "adaptis",
+    "joint",
 )
 """Who may plan in place."""
 ACTS: Final = ("observe", "ask", "act")

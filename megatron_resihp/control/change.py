@@ -158,9 +158,7 @@ def check_degrees(plan: ParallelPlan, job: Mapping[str, Any]) -> None:
         raise PlanError(f"{error}; ask for stages of another number of members") from None
 
 
-def check_memory(
-    after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]
-) -> None:
+def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
     """Called before a change by choice: who runs out of memory ends the job. Where nobody has told how much there is,
     on CPUs, nothing is checked.
 

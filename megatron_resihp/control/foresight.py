@@ -24,9 +24,7 @@ Loss = frozenset[int]
 """Workers that die together."""
 
 
-def likely_losses(
-    plan: ParallelPlan, own: tuple[Chunk, ...], places: int, workers_per_node: int
-) -> Iterator[Loss]:
+def likely_losses(plan: ParallelPlan, own: tuple[Chunk, ...], places: int, workers_per_node: int) -> Iterator[Loss]:
     """Each working worker alone, then each node with all its workers; those only that leave all of the state.
 
     Args:

@@ -53,9 +53,7 @@ def written_once(held: Held) -> dict[int, tuple[Shard, ...]]:
     return writers
 
 
-def plan_for_survivors(
-    shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan
-) -> ParallelPlan:
+def plan_for_survivors(shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan) -> ParallelPlan:
     """Complete replicas of the job's own layout, out of survivors that hold its state in any layout.
 
     Where nobody holds a shard of that layout as it is, but survivors hold its parts between them, one of them is taken

@@ -76,9 +76,7 @@ def rectangles_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]
         too_few = str(error)
     per_node = survivors.shape.workers_per_node
     try:
-        plan = plan_for_few(
-            survivors.own, survivors.held, survivors.running, survivors.job, survivors.places, per_node
-        )
+        plan = plan_for_few(survivors.own, survivors.held, survivors.running, survivors.job, survivors.places, per_node)
     except NoPlanError as error:
         raise NoPlanError(f"{too_few}; {error}") from None
     return plan, [{"event": "planned", "strategy": FALLBACK, "instead_of": RECTANGULAR, "reason": too_few}]

@@ -225,8 +225,7 @@ def _widths(arguments: Mapping[str, Any]) -> Widths:
         experts_per_token=arguments.get("moe_router_topk", 2),
         shared_ffn=arguments.get("moe_shared_expert_intermediate_size") or 0,
         shared_gate=bool(arguments.get("moe_shared_expert_gate")),
-        mamba_heads=arguments.get("mamba_num_heads")
-        or 2 * hidden // arguments.get("mamba_head_dim", 64),
+        mamba_heads=arguments.get("mamba_num_heads") or 2 * hidden // arguments.get("mamba_head_dim", 64),
         mamba_head_width=arguments.get("mamba_head_dim", 64),
         mamba_groups=arguments.get("mamba_num_groups", 8),
         mamba_state=arguments.get("mamba_state_dim", 128),

@@ -80,9 +80,7 @@ def check_plan(plan: ParallelPlan, model: Model, training: Training, capacity: i
         raise PlanError("members of a stage hold unlike shards, and the plan isn't marked so")
 
 
-def memory_of(
-    plan: ParallelPlan, model: Model, training: Training, kept_until_w: float = 1.0
-) -> dict[int, MemoryUse]:
+def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w: float = 1.0) -> dict[int, MemoryUse]:
     """Bytes on each worker of the plan, standbys included: they keep their shard and step, and hold no activations.
 
     Where the job's own schedule runs, it is taken to be 1F1B, or interleaved 1F1B with several chunks in a stage.
@@ -299,9 +297,7 @@ def _shards(replica: Replica, coordinate: Coordinate) -> tuple[Shard, ...]:
 
 
 @lru_cache(maxsize=256)
-def _ops_of(
-    schedule: Schedule | None, chunks: tuple[Chunk, ...], stages: int, micro_batches: int
-) -> list[_Ops]:
+def _ops_of(schedule: Schedule | None, chunks: tuple[Chunk, ...], stages: int, micro_batches: int) -> list[_Ops]:
     """Of each stage."""
     if schedule is not None and schedule.orders:
         pairs = [[(KINDS.index(op.kind), op.chunk) for op in order] for order in schedule.orders]

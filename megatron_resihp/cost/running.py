@@ -100,9 +100,7 @@ def _emulated_seconds(profile: emulated.DeviceProfile, model: Model, training: T
     """Of F, B and W of each layer, [3, layers], as `integration.padding` lets them last."""
     tokens = float(training.micro_batch_size * profile.sequence)
     squares = tokens * profile.sequence
-    passes = [
-        profile.stage([_KINDS.get(layer.kind, emulated.LayerKind.TRANSFORMER)], degree) for layer in model.layers
-    ]
+    passes = [profile.stage([_KINDS.get(layer.kind, emulated.LayerKind.TRANSFORMER)], degree) for layer in model.layers]
     seconds = np.array([[cost.seconds(tokens, squares) for cost in each] for each in passes]).T
     seconds.setflags(write=False)
     return seconds

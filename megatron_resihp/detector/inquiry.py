@@ -57,9 +57,7 @@ class Inquiries:
             "gemms": [asdict(gemm) for gemm in plan.gemms], "transfers": [asdict(each) for each in plan.transfers],
         }  # fmt: skip
 
-    def answer(
-        self, number: int, worker: int, gemm_seconds: Sequence[float]
-    ) -> list[Settled]:
+    def answer(self, number: int, worker: int, gemm_seconds: Sequence[float]) -> list[Settled]:
         """A worker has measured. When all suspects have, everything is settled."""
         if number != self._number or not self._suspicions:
             return []

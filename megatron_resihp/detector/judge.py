@@ -253,9 +253,7 @@ def _sources(
     return np.array([number.get(members, -1) for members in now], dtype=np.int64), returning
 
 
-def _slow(
-    units: Sequence[Members], tracker: Tracker, idle: Mapping[Members, Known]
-) -> Iterator[tuple[Members, float]]:
+def _slow(units: Sequence[Members], tracker: Tracker, idle: Mapping[Members, Known]) -> Iterator[tuple[Members, float]]:
     """Who is known to be slow, with or without work, and the excess."""
     for unit in map(int, np.flatnonzero(tracker.slow)):
         yield units[unit], float(tracker.excess[unit])

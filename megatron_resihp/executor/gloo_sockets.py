@@ -56,11 +56,7 @@ def listening_ports(except_for: set[str]) -> list[int]:
 def listeners(published: Iterable[bytes], except_for: set[str]) -> set[str]:
     """The listening sockets of gloo's groups, given what these have published; never one of `except_for`."""
     ports = {_published_port(value) for value in published}
-    return {
-        identity
-        for identity, tcp in tcp_sockets(except_for)
-        if _listens(tcp) and tcp.getsockname()[1] in ports
-    }
+    return {identity for identity, tcp in tcp_sockets(except_for) if _listens(tcp) and tcp.getsockname()[1] in ports}
 
 
 def at_ports(published: Iterable[bytes]) -> set[str]:
@@ -101,9 +97,7 @@ def stand_in(sought: Iterable[tuple[bytes, int]], except_for: set[str]) -> int:
         how many connections were made.
     """
     listeners = {
-        tcp.getsockname()[1]: (tcp.family, tcp.getsockname())
-        for _, tcp in tcp_sockets(except_for)
-        if _listens(tcp)
+        tcp.getsockname()[1]: (tcp.family, tcp.getsockname()) for _, tcp in tcp_sockets(except_for) if _listens(tcp)
     }
     count = 0
     for published, rank in sought:

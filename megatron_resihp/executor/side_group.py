@@ -19,9 +19,7 @@ class SideGroup:
     torch refuses a second default group, and `new_group` needs a world that standbys are not in.
     """
 
-    def __init__(
-        self, store: dist.Store, name: str, workers: Sequence[int], me: int, waiter: Waiter
-    ) -> None:
+    def __init__(self, store: dist.Store, name: str, workers: Sequence[int], me: int, waiter: Waiter) -> None:
         self._waiter = waiter
         self.workers = tuple(workers)
         self._rank_of = {worker: rank for rank, worker in enumerate(self.workers)}

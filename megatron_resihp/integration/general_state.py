@@ -127,9 +127,7 @@ def move_state(
     return received
 
 
-def _by_slice(
-    trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None
-) -> dict[Slice, list[Piece]]:
+def _by_slice(trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None) -> dict[Slice, list[Piece]]:
     found: dict[Slice, list[Piece]] = {piece: [] for piece in slices_of(shards, cuts, tied_head)}
     if shards:
         for piece in pieces_of(trained.model, shards, cuts, tied_head):

@@ -74,9 +74,7 @@ class PartCopy:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for entry in self.part.values() for tensor in entry.tensors.values())
 
-    def begin_step(
-        self, optimizer: Any, grad_norm: float, inverse: float | None, device: torch.device
-    ) -> None:
+    def begin_step(self, optimizer: Any, grad_norm: float, inverse: float | None, device: torch.device) -> None:
         """Take the owner's step in the background.
 
         Args:

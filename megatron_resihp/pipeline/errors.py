@@ -2,4 +2,4 @@
 
 
 class ProgramError(ValueError):
-        """A program that can't be run; the message names the op and the rule."""
+    """A program that can't be run; the message names the op and the rule."""

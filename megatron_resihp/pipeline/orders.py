@@ -104,6 +104,5 @@ def orders_of(replica: Replica) -> tuple[tuple[PlannedOp, ...], ...]:
 def planned_ops(orders: Sequence[Sequence[Op]], micro_batches: Sequence[int]) -> tuple[tuple[PlannedOp, ...], ...]:
     """A program's ops as a plan lists them; micro-batches 0, 1, … are these of the global batch."""
     return tuple(
-        tuple(PlannedOp(OpKind(op.kind).name, op.stage, micro_batches[op.micro_batch]) for op in ops)
-        for ops in orders
+        tuple(PlannedOp(OpKind(op.kind).name, op.stage, micro_batches[op.micro_batch]) for op in ops) for ops in orders
     )

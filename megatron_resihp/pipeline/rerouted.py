@@ -78,9 +78,7 @@ def order_ops(ways: Ways) -> tuple[list[list[Op]], float]:
     usual = (stages - ways.stage) * np.maximum(load / max(load.min(initial=0, where=load > 0) or 1, 1), 1.0)
 
     def tried(ahead: float, backward_first: bool = True, least_gap: float = 0.0) -> tuple[float, Index]:
-        rows, makespan = _place(
-            ways, queues, _nothing_done(ways), np.ceil(ahead * usual), backward_first, least_gap
-        )
+        rows, makespan = _place(ways, queues, _nothing_done(ways), np.ceil(ahead * usual), backward_first, least_gap)
         return makespan, rows
 
     best_ahead = min(((ahead, *tried(ahead)) for ahead in _AHEAD), key=itemgetter(1))

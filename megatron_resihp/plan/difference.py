@@ -78,6 +78,6 @@ def _layers(replica: Replica) -> str:
 
 
 def _ranges(indices: tuple[int, ...]) -> str:
-    """"8 (0 1 2 …)": how many, and which; the middle of long lists is left out."""
+    """ "8 (0 1 2 …)": how many, and which; the middle of long lists is left out."""
     shown = [*map(str, indices)] if len(indices) <= 8 else [*map(str, indices[:4]), "…", *map(str, indices[-2:])]
     return f"{len(indices)} ({' '.join(shown)})"

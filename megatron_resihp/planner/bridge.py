@@ -47,9 +47,7 @@ def strategy_named(name: str) -> Strategy:
     if name not in STRATEGIES or STRATEGIES[name].change is not Change.IN_PLACE:
         raise NoPlanError(f"there is no strategy {name} that changes a job in place")
     if name == "joint":
-        return lambda plan, health, cost: joint(
-            plan, health, cost, Settings(zero_bubble=cost.training.splits_backward)
-        )
+        return lambda plan, health, cost: joint(plan, health, cost, Settings(zero_bubble=cost.training.splits_backward))
     return STRATEGIES[name].strategy
 
 

@@ -40,6 +40,7 @@ class Health:
 
     def rounded_down(self, steps: int) -> "Health":
         """With speeds that are whole multiples of 1 / steps, or what they are where that would be 0."""
+
         # A little more, as 0.29 · 100 is just below 29.
         def rounded(speed: float) -> float:
             return int(speed * steps + 1e-9) / steps or speed

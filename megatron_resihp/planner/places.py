@@ -334,9 +334,7 @@ def _least(lacking: Array, workers: Index, places: Index) -> float:
         return np.inf
 
 
-def _in_order(
-    situation: _Situation, members: Sequence[Sequence[int]], places_of: Sequence[Sequence[int]]
-) -> list[int]:
+def _in_order(situation: _Situation, members: Sequence[Sequence[int]], places_of: Sequence[Sequence[int]]) -> list[int]:
     """The group for each group's places, of those that are as fast, by the middle of their layers."""
     middle = [_middle(kind.held) for kind in situation.kinds]
     wanted_middle = [_middle(kind.wanted) for kind in situation.place_kinds]

@@ -58,16 +58,11 @@ def initial_plan(shape: JobShape, workers: int, pipeline_last: bool = True) -> P
         slot = replica + replicas * stage if pipeline_last else stage + shape.pipeline_parallel * replica
         return tp_rank + shape.tensor_parallel * slot
 
-    grid = [
-        {c: worker(replica, c.stage, c.tp_rank) for c in shape.coordinates()}
-        for replica in range(replicas)
-    ]
+    grid = [{c: worker(replica, c.stage, c.tp_rank) for c in shape.coordinates()} for replica in range(replicas)]
     return _plan(grid, shape, standbys={})
 
 
-def plan_rectangular(
-    shape: JobShape, held: Mapping[int, Coordinate | None], previous: ParallelPlan
-) -> ParallelPlan:
+def plan_rectangular(shape: JobShape, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> ParallelPlan:
     """As many complete replicas as the survivors can form, moving as little state as possible.
 
     Args:

@@ -110,9 +110,7 @@ class Partitioner:
     def fitting(self, lanes: Sequence[Lane], in_flight: int, first: int, end: int) -> list[bool]:
         """Which lanes run these layers."""
         for copies in self._copies(lanes):
-            fits = [
-                lane.degree > 0 and self.room(lane.degree, copies, first, end) >= in_flight for lane in lanes
-            ]
+            fits = [lane.degree > 0 and self.room(lane.degree, copies, first, end) >= in_flight for lane in lanes]
             if sum(fits) >= copies:
                 return fits
         return [False] * len(lanes)

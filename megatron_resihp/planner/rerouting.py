@@ -123,9 +123,7 @@ def _planned(ops: Sequence[Op], indices: Sequence[int]) -> tuple[PlannedOp, ...]
     return tuple(PlannedOp(op.kind.name, op.stage, indices[op.micro_batch]) for op in ops)
 
 
-def _transfers(
-    device: NDArray[np.int64], members: Sequence[tuple[int, ...]], health: Health, cost: JobCost
-) -> Array:
+def _transfers(device: NDArray[np.int64], members: Sequence[tuple[int, ...]], health: Health, cost: JobCost) -> Array:
     """Seconds between each micro-batch's stages, [stages − 1, micro-batches]."""
     stages, micro_batches = device.shape
     seconds = np.zeros((stages - 1, micro_batches))

@@ -129,7 +129,8 @@ class _Run:
             names.PLAN_FAILED: self._plan_failed,
             names.RECOVERY: self._recovery,
             names.PLAN_CHANGE: lambda e: [
-                f"change {e['number']} of the plan, {e['why']}:", *(f"  {line}" for line in e["changes"])
+                f"change {e['number']} of the plan, {e['why']}:",
+                *(f"  {line}" for line in e["changes"]),
             ],
             names.CHANGE_REFUSED: lambda e: [f"no change of the plan, {e['why']}: {e['reason']}"],
             names.RECONFIGURATION: _reconfiguration,

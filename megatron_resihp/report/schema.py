@@ -138,7 +138,9 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("cost_model", TEXT, "file that the detector was to start from; null: none named", required=False),
             Field("emulated", TEXT, "device profile of the emulated clock; null: none", required=False),
             Field(
-                "first_iteration", INTEGER, "iteration already done at the start; missing: as the first step shows",
+                "first_iteration",
+                INTEGER,
+                "iteration already done at the start; missing: as the first step shows",
                 required=False,
             ),
         ),
@@ -503,7 +505,9 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("usual_s", NUMBER, "what an iteration usually takes"),
             Field("over", FLAG, "whether an iteration was finished now"),
             Field(
-                "meanwhile", TEXT, "what goes on or is due then: recovery, change of plan, evaluation, checkpoint",
+                "meanwhile",
+                TEXT,
+                "what goes on or is due then: recovery, change of plan, evaluation, checkpoint",
                 required=False,
             ),
         ),
@@ -544,7 +548,9 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("seconds", NUMBER, "what it cost this worker"),
             Field("gemm_seconds", NUMBERS, "each repeat of a matrix product; empty: not a suspect"),
             Field(
-                "transfers", LIST, 'P2P with each peer: `[{"peer", "size" in bytes, "seconds": each repeat}]`',
+                "transfers",
+                LIST,
+                'P2P with each peer: `[{"peer", "size" in bytes, "seconds": each repeat}]`',
                 required=False,
             ),
         ),

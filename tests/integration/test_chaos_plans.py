@@ -20,10 +20,18 @@ SHAPE = JobShape(tensor_parallel=2, pipeline_parallel=2, micro_batches=MICRO_BAT
 OWN = (Chunk(0, 0, 3), Chunk(1, 3, 6))
 EVENTS = 8
 JOB = {
-    "micro_batches": MICRO_BATCHES, "tensor_parallel": 2, "seq_length": 32, "sequence_parallel": False,
+    "micro_batches": MICRO_BATCHES,
+    "tensor_parallel": 2,
+    "seq_length": 32,
+    "sequence_parallel": False,
     "arguments": {
-        "num_layers": LAYERS - 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32,
-        "max_position_embeddings": 32, "padded_vocab_size": 256, "micro_batch_size": 1,
+        "num_layers": LAYERS - 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+        "max_position_embeddings": 32,
+        "padded_vocab_size": 256,
+        "micro_batch_size": 1,
     },
 }
 

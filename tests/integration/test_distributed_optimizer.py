@@ -150,8 +150,13 @@ LONGER: dict[str, Any] = {**TENSOR, "train_iters": 10}
         pytest.param(LONGER | GROUPED | {"bf16": True}, (VEE, CROSSED), BF16, marks=NIGHTLY),
     ],
     ids=[
-        "and back", "then with standbys", "then with standbys, bf16", "unlike degrees",
-        "unlike degrees and back, llama", "zero bubble and back, grouped", "V shape and back, grouped, bf16",
+        "and back",
+        "then with standbys",
+        "then with standbys, bf16",
+        "unlike degrees",
+        "unlike degrees and back, llama",
+        "zero bubble and back, grouped",
+        "V shape and back, grouped, bf16",
     ],
 )
 def test_unlike_replicas(

@@ -91,9 +91,7 @@ def test_survivors_of_a_killed_worker_get_a_new_plan(launch: Launch) -> None:
     assert run.end() == 0, run.output()
 
 
-def test_a_plan_that_is_asked_for_is_taken(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_that_is_asked_for_is_taken(launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = launch()
     begun(run)
     replicas = [Replica(((worker,),), share) for worker, share in enumerate(deal((6, 4, 2)))]
@@ -303,9 +301,7 @@ def test_an_exit_code_without_a_word_ends_the_job(launch: Launch) -> None:
     assert "worker 0 failed: exit code 3" in run.output()
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
 def test_a_signal_ends_the_job_in_order(launch: Launch, number: signal.Signals, code: int) -> None:
     """Some job managers send it to the workers, too."""
     run = launch()
@@ -520,9 +516,7 @@ def test_a_late_node_joins_is_lost_and_comes_back(launch: Launch, port: int) -> 
     assert [death["dead"] for death in first.events("worker_dead")] == [2, 3]
 
 
-def test_a_late_node_waits_while_the_job_starts(
-    launch: Launch, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_node_waits_while_the_job_starts(launch: Launch, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "STILL_THERE_S", 0.5)
     options = {"late_nodes": 1, "workers_per_node": 1, "coordinator": Address("127.0.0.1", port)}
     first = launch("idle_0", node=0, connect_timeout_s=0.5, **options)

@@ -222,7 +222,9 @@ def run_case(
     plan = case.plan
     groups = {
         members: dist.new_group(members, backend="gloo")
-        for replica in plan.replicas for members in replica.stages if len(members) > 1
+        for replica in plan.replicas
+        for members in replica.stages
+        if len(members) > 1
     }
     replica = plan.replica_of(me)
     if replica is None:

@@ -245,9 +245,7 @@ def bad_source(tmp_path: Path, kind: str) -> Path:
         ("binary", "no text table"),
     ],
 )
-def test_bad_input_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, says: str
-) -> None:
+def test_bad_input_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, says: str) -> None:
     assert detect(bad_source(tmp_path, kind)) == 2
     captured = capsys.readouterr()
     assert says in captured.err

@@ -24,9 +24,7 @@ def test_a_worker_that_was_not_there_at_the_start_has_a_rank_of_the_first_world(
 
 def test_what_recovery_needs_of_nccl_is_no_choice_of_the_user() -> None:
     """torch's own defaults end survivors; a user's other settings stay."""
-    job = JobEnvironment(
-        node=0, size=JobSize(1, 2), store=STORE, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False
-    )
+    job = JobEnvironment(node=0, size=JobSize(1, 2), store=STORE, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False)
     inherited = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
     found = job.of(1, 3, 4, inherited)
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"

@@ -48,9 +48,7 @@ class Worker:
     def __init__(self, me: int, own_chunks: Sequence[int], emulated: bool, recording: bool = True) -> None:
         self.rows: list[tuple[Any, ...]] = []
         self.arrivals: list[float] = []
-        probes = SimpleNamespace(
-            recording=recording, immediate=True, note_transfer=lambda *row: self.rows.append(row)
-        )
+        probes = SimpleNamespace(recording=recording, immediate=True, note_transfer=lambda *row: self.rows.append(row))
         padding = SimpleNamespace(
             transfer_seconds=lambda peer, size: LINK_S[min(peer, me), max(peer, me)], pad_arrival=self.arrivals.append
         )

@@ -101,7 +101,14 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
         *(
             ((*SIZES, f"--{name}", value), f"--{name} must be at least 1")
             for name in (
-                "gpus", "tp", "pp", "dp", "micro-batches", "micro-batch-size", "seq-length", "workers-per-node"
+                "gpus",
+                "tp",
+                "pp",
+                "dp",
+                "micro-batches",
+                "micro-batch-size",
+                "seq-length",
+                "workers-per-node",
             )
             for value in (0, -1, 10**12)
         ),

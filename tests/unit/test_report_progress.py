@@ -155,9 +155,7 @@ def test_verdicts_are_told_in_words(synthetic_run: Callable[..., Any]) -> None:
     run.write("verdict", **VERDICT | {"kind": "link", "workers": [1, 3], "speed_low": None})
     run.write("verdict", **VERDICT | {"change": "recovery", "since": 90, "iteration": 93})
     run.write("notice", what="data", workers=[0, 2], seconds=4.0, iteration=95)
-    run.write(
-        "notice", what="data", workers=[1], seconds=0.042, iteration=96, times=24, total_s=1.008, longest_s=0.05
-    )
+    run.write("notice", what="data", workers=[1], seconds=0.042, iteration=96, times=24, total_s=1.008, longest_s=0.05)
     stall = {"iteration": 96, "usual_s": 0.4}
     run.write("stall", **stall, seconds=1.5, over=False, meanwhile=None)
     run.write("stall", **stall, seconds=4.5, over=False, meanwhile="evaluation")

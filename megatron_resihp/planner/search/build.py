@@ -8,9 +8,7 @@ from megatron_resihp.planner.search.groups import Nodes, members_of
 from megatron_resihp.planner.search.layout import Layout
 
 
-def plan_of(
-    layout: Layout, nodes: Nodes, splits_backward: bool, health: Health, cost: JobCost
-) -> ParallelPlan:
+def plan_of(layout: Layout, nodes: Nodes, splits_backward: bool, health: Health, cost: JobCost) -> ParallelPlan:
     """Workers without work are standbys that hold nothing.
 
     Args:

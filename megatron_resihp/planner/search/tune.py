@@ -36,9 +36,7 @@ def tuned(plan: ParallelPlan, health: Health, cost: JobCost, effort: int) -> Par
             alike[key] = _tuned(replica, len(plan.replicas), health, cost, share)
     return replace(
         plan,
-        replicas=tuple(
-            _like(alike[key], replica) for key, replica in zip(keys, plan.replicas, strict=True)
-        ),
+        replicas=tuple(_like(alike[key], replica) for key, replica in zip(keys, plan.replicas, strict=True)),
     )
 
 

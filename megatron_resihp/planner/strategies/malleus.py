@@ -93,9 +93,7 @@ Candidate = tuple[tuple[Group, ...], ...]
 """The groups of each pipeline, in the order of their stages."""
 
 
-def _candidates(
-    plan: ParallelPlan, health: Health, cost: JobCost, places: dict[int, int]
-) -> Iterator[Candidate]:
+def _candidates(plan: ParallelPlan, health: Health, cost: JobCost, places: dict[int, int]) -> Iterator[Candidate]:
     powers = [degree for degree in cost.degrees if degree.bit_count() == 1 and not cost.uneven(degree)]
     seen = set()
     for largest, splits in product(powers, (False, True)):
@@ -322,6 +320,4 @@ def _solved(candidate: Candidate, health: Health, cost: JobCost, solver: _Layers
     counts = least_maximum(slopes, offsets, [cost.micro_batches] * number, cost.micro_batches, least=1)
     if counts is None:
         return None
-    return tuple(
-        Replica(groups, share, chunks) for (groups, chunks), share in zip(rows, deal(counts), strict=True)
-    )
+    return tuple(Replica(groups, share, chunks) for (groups, chunks), share in zip(rows, deal(counts), strict=True))

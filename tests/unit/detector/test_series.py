@@ -30,9 +30,7 @@ def changes(result: Replay) -> list[tuple[Change, int]]:
 
 
 @pytest.mark.parametrize(("noise", "factor", "latency"), [(0.01, 1.15, 4), (0.03, 1.3, 4), (0.08, 1.3, 12)])
-def test_a_slow_spell_within_the_first_rows_is_found_and_its_end_too(
-    noise: float, factor: float, latency: int
-) -> None:
+def test_a_slow_spell_within_the_first_rows_is_found_and_its_end_too(noise: float, factor: float, latency: int) -> None:
     seconds = times(200, noise)
     seconds[14:60] *= factor
     (onset, began), (recovery, ended) = changes(judged(seconds))

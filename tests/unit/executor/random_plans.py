@@ -88,8 +88,6 @@ def _members(
     """Members of each stage; a stage without work may have none."""
     workers = iter(range(100))
     return [
-        tuple(
-            tuple(next(workers) for _ in range(source.randint(1 if order else 0, 4))) for order in replica
-        )
+        tuple(tuple(next(workers) for _ in range(source.randint(1 if order else 0, 4))) for order in replica)
         for replica in orders
     ]

@@ -44,7 +44,6 @@ class Worker(Member):
         self.group = self.communicators.side_group("both", (0, 1))
 
 
-
 @pytest.fixture
 def members() -> list[Worker]:
     store = dist.HashStore()

@@ -232,9 +232,7 @@ class TestSteps:
         get_through(routes, random.Random(0))
 
     def test_neighbours_in_one_stage_keep_the_result(self) -> None:
-        plan = ParallelPlan(
-            (Replica(((0,),), (0,), (Chunk(0, 0, 1), Chunk(0, 1, 2)), Schedule("interleaved")),)
-        )
+        plan = ParallelPlan((Replica(((0,),), (0,), (Chunk(0, 0, 1), Chunk(0, 1, 2)), Schedule("interleaved")),))
         routes = all_routes(plan, orders_of(plan), False, 8)
         check_routes(routes)
         assert [(str(step.op), str(step.source), str(step.target)) for step in routes[0]] == [

@@ -20,9 +20,7 @@ from megatron_resihp.planner.balance import balanced_chunks
     memory=st.sampled_from([16, 20, 80]),
     layers=st.integers(3, 8),
 )
-def test_no_other_split_has_a_faster_slowest_stage(
-    speeds: list[float], degree: int, memory: int, layers: int
-) -> None:
+def test_no_other_split_has_a_faster_slowest_stage(speeds: list[float], degree: int, memory: int, layers: int) -> None:
     cost = job(layers=layers, memory=memory * 2**30)
     stages = len(speeds)
     in_flight = range(stages, 0, -1)

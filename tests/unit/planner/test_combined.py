@@ -15,9 +15,7 @@ COST = job(micro_batches=32)
 PLAN = first_plan(COST, tensor=2, replicas=2, pipeline=4)
 
 
-@pytest.mark.parametrize(
-    ("fail_stop", "both"), [(recycle, recycle_greyhound), (oobleck, oobleck_greyhound)]
-)
+@pytest.mark.parametrize(("fail_stop", "both"), [(recycle, recycle_greyhound), (oobleck, oobleck_greyhound)])
 def test_slow_workers_cost_less_than_with_the_fail_stop_strategy_alone(fail_stop: Strategy, both: Strategy) -> None:
     health = healthy(PLAN, dead=(2,), slow={12: 0.4})
     plans = [strategy(PLAN, health, COST) for strategy in (fail_stop, both)]

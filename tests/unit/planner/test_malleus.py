@@ -25,9 +25,7 @@ from megatron_resihp.planner.strategies.malleus import malleus
     st.integers(1, 8),
     st.integers(0, 1),
 )
-def test_the_integer_program_finds_the_least_maximum(
-    each: list[tuple[int, int, int]], total: int, least: int
-) -> None:
+def test_the_integer_program_finds_the_least_maximum(each: list[tuple[int, int, int]], total: int, least: int) -> None:
     slopes, offsets, most = map(list, zip(*each, strict=True))
 
     def value(x: tuple[int, ...] | list[int]) -> int:

@@ -27,9 +27,7 @@ plans are as fast."""
 @pytest.mark.parametrize("name", STRATEGIES)
 @settings(max_examples=25)
 @given(situation=situations())
-def test_any_health_gives_a_valid_plan_or_a_reason(
-    name: str, situation: tuple[ParallelPlan, Health, JobCost]
-) -> None:
+def test_any_health_gives_a_valid_plan_or_a_reason(name: str, situation: tuple[ParallelPlan, Health, JobCost]) -> None:
     plan, health, cost = situation
     strategy = STRATEGIES[name].strategy
     try:
