@@ -22,13 +22,18 @@ CAUSAL_MASKS = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 def install() -> None:
-    DotProductAttention.forward = _accepting_packed_documents(DotProductAttention.forward)
+    install_packed_attention()
     WrappedTorchNorm.__new__ = build_norm
     # Without this, half precision would look for a fused CUDA kernel.
     FusedScaleMaskSoftmax.is_kernel_available = _no_kernel
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = WEIGHT_GRADIENT_KERNELS
         layers._grad_accum_fusion_available = True
+
+
+def install_packed_attention() -> None:
+    """Let Megatron's own attention take packed documents, on any device."""
+    DotProductAttention.forward = _accepting_packed_documents(DotProductAttention.forward)
 
 
 def _no_kernel(self: FusedScaleMaskSoftmax, *_shape: Any) -> bool:

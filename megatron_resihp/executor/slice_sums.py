@@ -7,6 +7,7 @@ holders have the same bits afterwards.
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -46,26 +47,52 @@ def make_buckets(
 def sum_gradients(buckets: Sequence[Bucket], views: Views, contributed: Set[Slice]) -> None:
     """Replace each gradient by its sum over all who contribute to it; all holders call it once per iteration."""
     for bucket in buckets:
-        parts = [_once_each(views[piece]) for piece in bucket.slices]
-        if not any(parts):
+        parts = [(_once_each(views[piece]), piece in contributed) for piece in bucket.slices]
+        gradients = [(copies, counts) for part, counts in parts for copies in part]
+        if not gradients:
             continue  # none of its slices has a parameter, for any of their holders
-        if bucket.group is None and not any(len(copies) > 1 for part in parts for copies in part):
+        if bucket.group is None and not any(len(copies) > 1 for copies, _ in gradients):
             continue
-        flat = torch.cat([
-            _summed(copies, piece in contributed)
-            for piece, part in zip(bucket.slices, parts, strict=True)
-            for copies in part
-        ])  # fmt: skip
+        flat = pack(gradients)
         if bucket.group is not None:
             host = flat.cpu()
             bucket.group.sum(host)
             flat = host.to(flat.device)
-        offset = 0
-        for copies in (copies for part in parts for copies in part):
-            size = copies[0].numel()
-            for view in copies:
-                view.copy_(flat[offset : offset + size].view(view.shape))
-            offset += size
+        unpack(flat, [copies for copies, _ in gradients])
+
+
+def pack(gradients: Sequence[tuple[Sequence[torch.Tensor], bool]]) -> torch.Tensor:
+    """One flat tensor of gradients, read once.
+
+    Args:
+        gradients: of each the copies that a worker has, which are added, and whether they count; if not, zeros do.
+    """
+    kind = reduce(torch.promote_types, (copies[0].dtype for copies, _ in gradients))
+    size = sum(copies[0].numel() for copies, _ in gradients)
+    flat = torch.empty(size, dtype=kind, device=gradients[0][0][0].device)
+    places = _places(flat, [copies for copies, _ in gradients])
+    counted = [(place, copies) for place, (copies, counts) in zip(places, gradients, strict=True) if counts]
+    if len(counted) < len(places):
+        torch._foreach_zero_([place for place, (_, counts) in zip(places, gradients, strict=True) if not counts])
+    if counted:
+        torch._foreach_copy_([place for place, _ in counted], [copies[0] for _, copies in counted])
+    for place, copies in counted:
+        for other in copies[1:]:
+            place += other
+    return flat
+
+
+def unpack(flat: torch.Tensor, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Put what `pack` has packed back into all copies of each."""
+    pairs = [
+        (view, place) for place, copies in zip(_places(flat, gradients), gradients, strict=True) for view in copies
+    ]
+    torch._foreach_copy_([view for view, _ in pairs], [place for _, place in pairs])
+
+
+def _places(flat: torch.Tensor, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    parts = flat.split([copies[0].numel() for copies in gradients])
+    return [part.view(copies[0].shape) for part, copies in zip(parts, gradients, strict=True)]
 
 
 def _once_each(named: Sequence[tuple[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -74,12 +101,3 @@ def _once_each(named: Sequence[tuple[str, torch.Tensor]]) -> list[list[torch.Ten
     for name, view in sorted(named, key=lambda each: each[0]):
         found.setdefault(name, []).append(view)
     return list(found.values())
-
-
-def _summed(copies: Sequence[torch.Tensor], counts: bool) -> torch.Tensor:
-    if not counts:
-        return torch.zeros(copies[0].numel(), dtype=copies[0].dtype, device=copies[0].device)
-    total = copies[0].reshape(-1)
-    for other in copies[1:]:
-        total = total + other.reshape(-1)
-    return total

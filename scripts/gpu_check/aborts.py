@@ -24,6 +24,8 @@ ABORT_S: Final = 5.0
 LEFT_MIB: Final = 200
 """The most device memory that may be missing afterwards."""
 PROCESS_S: Final = 60.0
+REHEARSED_PROCESS_S: Final = 240.0
+"""To import torch alone may take a minute where few cores do everything."""
 
 
 @dataclass(frozen=True)
@@ -71,43 +73,45 @@ def _run(setting: Setting, name: str) -> Row:
     case = CASES[name]
     meeting = setting.out / f"aborts-{name}"
     meeting.mkdir(parents=True)
-    environment = setting.environment(**_own_environment() | dict(case.environment))
+    environment = setting.environment(**own_environment() | dict(case.environment))
     options = {**asdict(case), "backend": setting.backend, "meeting": str(meeting / "store")}
     worker = str(Path(__file__).with_name("abort_worker.py"))
     processes = [
         subprocess.Popen(
-            python(worker, json.dumps({**options, "rank": rank, "result": str(_result(meeting, rank))})),
+            python(worker, json.dumps({**options, "rank": rank, "result": str(result_of(meeting, rank))})),
             env=environment, stdout=(meeting / f"log{rank}").open("w"), stderr=subprocess.STDOUT,
         )
         for rank in range(WORLD)
     ]  # fmt: skip
     try:
-        rows = [_await_result(process, meeting, rank) for rank, process in enumerate(processes[:2])]
+        rows = [await_result(setting, process, meeting, rank) for rank, process in enumerate(processes[:2])]
     finally:
         end_all(processes)
     good = all(map(_is_good, rows))
     return {"ok": good or not case.required, "good": good, "required": case.required, "survivors": rows}
 
 
-def _own_environment() -> dict[str, str]:
+def own_environment() -> dict[str, str]:
     """What the plugin starts its workers with."""
     from megatron_resihp.control.environment import NCCL
 
     return {**NCCL, "TORCH_GLOO_LAZY_INIT": "1"}
 
 
-def _result(meeting: Path, rank: int) -> Path:
+def result_of(meeting: Path, rank: int) -> Path:
     return meeting / f"result{rank}.json"
 
 
-def _await_result(process: subprocess.Popen[bytes], meeting: Path, rank: int) -> dict[str, Any]:
-    deadline = time.monotonic() + PROCESS_S
+def await_result(setting: Setting, process: subprocess.Popen[bytes], meeting: Path, rank: int) -> dict[str, Any]:
+    """What a process has found, when it has ended."""
+    seconds = REHEARSED_PROCESS_S if setting.stand_in else PROCESS_S
+    deadline = time.monotonic() + seconds
     try:
         process.wait(max(0.1, deadline - time.monotonic()))
         ended: dict[str, Any] = {"code": process.returncode}
     except subprocess.TimeoutExpired:
-        ended = {"code": None, "error": f"still ran after {PROCESS_S:g} s"}
-    path = _result(meeting, rank)
+        ended = {"code": None, "error": f"still ran after {seconds:g} s"}
+    path = result_of(meeting, rank)
     found = json.loads(path.read_text()) if path.exists() else {}
     if ended["code"] != 0 and "error" not in found:
         lines = (meeting / f"log{rank}").read_text(errors="replace").splitlines()

@@ -16,9 +16,14 @@ from pathlib import Path
 from typing import Final
 
 import aborts
+import detecting
 import device
+import engine_jobs
+import groups
 import jobs
+import packing
 import paths
+import probes
 import rebuild
 from setting import Row, Setting
 
@@ -46,9 +51,14 @@ PARTS: Final = (
     Part("device", 1, device.run, device.CASES, "the device, its driver and libraries"),
     Part("aborts", 1, aborts.run, aborts.CASES, "a peer dies or stops: aborts, the device afterwards, the next world"),
     Part("paths", 1, paths.run, paths.CASES, "GB/s of every way that state and gradients take"),
+    Part("packing", 1, packing.run, packing.CASES, "how fast gradients of slices are packed, against a copy"),
+    Part("groups", 1, groups.run, groups.CASES, "seconds to make the communicators of an epoch, and how many"),
+    Part("probes", 1, probes.run, probes.CASES, "what probes cost an iteration"),
     Part("kills", 2, jobs.run_kills, jobs.KILLS, "jobs with a fault at each kind of point, against undisturbed ones"),
     Part("plans", 3, jobs.run_plans, jobs.PLANS, "real jobs under heterogeneous plans, there and back"),
     Part("rebuild", 3, rebuild.run, rebuild.CASES, "a recovery of a job that fills 55 and 85 % of the device's memory"),
+    Part("detecting", 3, detecting.run, detecting.CASES, "errors of predictions; a slowed device is named"),
+    Part("engine", 3, engine_jobs.run, engine_jobs.CASES, "a death in a job with Transformer Engine, if it is there"),
 )
 
 
@@ -58,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = [part for part in PARTS if part.name in asked.part] if asked.part else _of_call(asked)
     if asked.list:
         for part in parts:
-            print(f"{part.name:8}  call {part.call}  {part.what}")
+            print(f"{part.name:9}  call {part.call}  {part.what}")
         return 0
     out = asked.out or Path(tempfile.mkdtemp(prefix="gpu_check-"))
     out.mkdir(parents=True, exist_ok=True)

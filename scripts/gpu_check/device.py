@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import torch
 from setting import Row, Setting
 
 CASES: Final = {"device": "what is here"}
+NEEDED: Final = ("megatron", "matplotlib", "numba", "numpy", "psutil", "rich", "scipy")
+"""What the plugin imports beside torch."""
 SEVERAL_RANKS_SINCE: Final = (2, 30)
 """The NCCL that lets several ranks of a communicator share a GPU."""
 
@@ -21,6 +24,9 @@ def run(setting: Setting) -> Iterator[Row]:
 
 def _facts(setting: Setting) -> Row:
     row: Row = {"python": platform.python_version(), "torch": torch.__version__}
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        return row | {"ok": False, "error": f"not installed: {', '.join(missing)}; take their wheels along"}
     if setting.stand_in:
         return row | {"ok": True, "device": f"CPU stand-in ({platform.machine()})"}
     nccl = torch.cuda.nccl.version()

@@ -78,15 +78,16 @@ PLANS: Final[Mapping[str, Case]] = {
 
 def run_kills(setting: Setting) -> Iterator[Row]:
     """Faults at each kind of point, under Megatron's own groups."""
-    yield from _run(setting, KILLS)
+    yield from run_cases(setting, KILLS)
 
 
 def run_plans(setting: Setting) -> Iterator[Row]:
     """Plans that Megatron's own groups can't run."""
-    yield from _run(setting, PLANS)
+    yield from run_cases(setting, PLANS)
 
 
-def _run(setting: Setting, cases: Mapping[str, Case]) -> Iterator[Row]:
+def run_cases(setting: Setting, cases: Mapping[str, Case]) -> Iterator[Row]:
+    """Each job against an undisturbed one."""
     references: dict[tuple[Any, ...], RunSummary] = {}
     yield from setting.each(list(cases), partial(_compare, setting, cases, references))
 

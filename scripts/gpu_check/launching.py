@@ -20,6 +20,8 @@ from megatron_resihp.report.summary import summarize
 
 SCRIPT: Final = REPOSITORY / "scripts" / "pretrain_gpt.py"
 JOB_S: Final = 150.0
+REHEARSED_JOB_S: Final = 400.0
+"""Few cores do the work of a device."""
 MODEL: Final[Mapping[str, Any]] = {
     "num-layers": 4, "hidden-size": 256, "num-attention-heads": 8, "seq-length": 256, "micro-batch-size": 1,
     "global-batch-size": 8, "train-iters": 12, "vocab-size": 1000,
@@ -27,7 +29,7 @@ MODEL: Final[Mapping[str, Any]] = {
 REHEARSED: Final[Mapping[str, Any]] = {"hidden-size": 32, "num-attention-heads": 4, "seq-length": 32, "vocab-size": 64}
 ALWAYS: Final = (
     "--position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --min-lr 1e-4 "
-    "--lr-decay-style cosine --lr-warmup-iters 2 --mock-data --split 98,1,1 --tokenizer-type NullTokenizer "
+    "--lr-decay-style cosine --lr-warmup-iters 2 --split 98,1,1 --tokenizer-type NullTokenizer "
     "--num-workers 0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --transformer-impl local "
     "--attention-backend unfused --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
     "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion --disable-jit-fuser "
@@ -40,33 +42,39 @@ class Launched:
 
     Attributes:
         codes: exit codes of its launchers; None for one that had to be killed.
+        run_dir: what it left behind.
         summary: what its event log says.
     """
 
     def __init__(self, codes: Sequence[int | None], run_dir: Path) -> None:
         self.codes = list(codes)
+        self.run_dir = run_dir
         self.summary: RunSummary = summarize(read_events(run_dir / FILE_NAME).events)
 
 
-def launch(setting: Setting, name: str, workers: int, flags: Sequence[str], **model: Any) -> Launched:
+def launch(
+    setting: Setting, name: str, workers: int, flags: Sequence[str], script: Path = SCRIPT,
+    data: Sequence[str] = ("--mock-data",), **model: Any,
+) -> Launched:  # fmt: skip
     """Run a job to its end.
 
     Args:
         flags: beside those of all jobs.
+        data: flags that say what is read; none if `flags` do.
         model: what differs from MODEL.
     """
     folder = setting.out / name
     folder.mkdir(parents=True)
-    port = _free_port()
+    port, words = _free_port(), [*_flags(setting, model), *data, *flags]
     processes = [
         subprocess.Popen(
-            _command(setting, folder / "run", workers, node, port) + _flags(setting, model) + list(flags),
+            [*_command(setting, folder / "run", workers, node, port), str(script), *words],
             cwd=REPOSITORY, env=setting.environment(), stdout=(folder / f"node{node}").open("w"),
             stderr=subprocess.STDOUT,
         )
         for node in range(workers)
     ]  # fmt: skip
-    deadline = time.monotonic() + JOB_S
+    deadline = time.monotonic() + (REHEARSED_JOB_S if setting.stand_in else JOB_S)
     try:
         codes = [_await(process, deadline) for process in processes]
     finally:
@@ -81,7 +89,7 @@ def _command(setting: Setting, run_dir: Path, workers: int, node: int, port: int
         options += ["--nnodes", str(workers), "--node-rank", str(node), "--coordinator", f"127.0.0.1:{port}"]
     if setting.stand_in:
         options.append("--stand-in")
-    return [*python("-m", "megatron_resihp.cli", "launch"), *options, str(SCRIPT)]
+    return [*python("-m", "megatron_resihp.cli", "launch"), *options]
 
 
 def _flags(setting: Setting, model: Mapping[str, Any]) -> list[str]:

@@ -43,7 +43,7 @@ def run(setting: Setting) -> Iterator[Row]:
         way = ways.get(name)
         if way is None:
             return _transfer(state, device)
-        seconds = _fastest(way, device)
+        seconds = fastest(way, device)
         same = name == "digest" or torch.equal({"to-host": host, "to-pinned": pinned}.get(name, target), state.to(
             "cpu" if name.startswith("to-") else device))  # fmt: skip
         return {"ok": bool(same), "gb_per_s": round(size / seconds / 1e9, 2)}
@@ -51,7 +51,8 @@ def run(setting: Setting) -> Iterator[Row]:
     yield from setting.each(list(CASES), measure)
 
 
-def _fastest(way: Callable[[], Any], device: torch.device) -> float:
+def fastest(way: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of something, done a few times."""
     times = []
     for _ in range(ROUNDS):
         start = time.monotonic()

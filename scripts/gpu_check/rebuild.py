@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from launching import launch
@@ -23,7 +23,7 @@ def run(setting: Setting) -> Iterator[Row]:
 
 def _rebuild(setting: Setting, name: str) -> Row:
     if setting.stand_in:
-        layers, model = REHEARSED_LAYERS, {}
+        layers, model = REHEARSED_LAYERS, dict[str, Any]()
     else:
         layers = _layers(CASES[name], torch.cuda.mem_get_info()[1])
         model = {"hidden-size": WIDTH, "num-attention-heads": 48}

@@ -21,10 +21,10 @@ def rehearse(repository: Path, out: Path, *options: str) -> dict[str, object]:
 
 
 def test_the_shortest_cases(repository: Path, tmp_path: Path) -> None:
-    """A peer that dies, a transfer, and a job that loses its communicators twice."""
-    cases = ("device", "first-hangs", "transfer", "alone")
-    said = rehearse(repository, tmp_path, "--part", "device", "aborts", "paths", "kills", "--case", *cases)
-    assert said == {"parts": 4, "failed": 0, "failed_parts": [], "stand_in": True}
+    """A peer that dies, copies, a transfer, and a job that loses its communicators twice."""
+    cases = ("device", "first-hangs", "transfer", "pack", "alone")
+    said = rehearse(repository, tmp_path, "--part", "device", "aborts", "paths", "packing", "kills", "--case", *cases)
+    assert said == {"parts": 5, "failed": 0, "failed_parts": [], "stand_in": True}
 
 
 @pytest.mark.nightly

@@ -46,3 +46,14 @@ def test_word_embeddings_that_are_held_twice_are_one() -> None:
     views = {Slice(TIED, 0): [("weight", first), ("weight", last)]}
     sum_gradients([bucket(list(views), None)], views, set(views))
     assert torch.equal(first, torch.full((3,), 3.0)) and torch.equal(last, first)
+
+
+def test_views_of_any_shape_and_type() -> None:
+    """A slice may be some columns of a matrix, and gradients of half precision may stand beside others."""
+    matrix, bias, group = torch.arange(12.0).view(3, 4), torch.ones(2, dtype=torch.bfloat16), Group()
+    columns = matrix[:, 1:3]
+    views = {Slice(1, 0): [("a", columns), ("b", bias)]}
+    sum_gradients([bucket(list(views), group)], views, set(views))
+    assert torch.equal(matrix[:, 1:3], torch.tensor([[6.0, 7.0], [10.0, 11.0], [14.0, 15.0]]))
+    assert torch.equal(matrix[:, 0], torch.tensor([0.0, 4.0, 8.0]))
+    assert torch.equal(bias, torch.full((2,), 6.0, dtype=torch.bfloat16))

@@ -1,0 +1,36 @@
+"""What the probes cost an iteration on the device. Imports the standard library; measured in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from typing import Final
+
+from setting import REPOSITORY, Row, Setting, python
+
+CASES: Final = {"probes": "the same work with and without them, in turns"}
+MOST_PERCENT: Final = 0.5
+MEASURE_S: Final = 200.0
+PROGRAM: Final = """\
+import json, sys
+sys.path.insert(0, "benchmarks")
+from probe_cost import measure_probes
+print(json.dumps(measure_probes()))
+"""
+
+
+def run(setting: Setting) -> Iterator[Row]:
+    yield from setting.each(list(CASES), lambda name: _measure(setting))
+
+
+def _measure(setting: Setting) -> Row:
+    done = subprocess.run(
+        python("-c", PROGRAM), cwd=REPOSITORY, env=setting.environment(), capture_output=True, text=True,
+        timeout=MEASURE_S,
+    )  # fmt: skip
+    if done.returncode != 0:
+        return {"ok": False, "error": " | ".join(done.stderr.splitlines()[-3:])[-300:]}
+    found: Row = json.loads(done.stdout.splitlines()[-1])
+    percent = found["overhead_percent"]
+    return {"ok": setting.stand_in if percent is None else percent <= MOST_PERCENT, **found}
