@@ -26,6 +26,9 @@ SLACK_S: Final = 1e-4
 """By how much times of one record may contradict each other: events are not read at exactly the same moment."""
 _MICRO_BATCHES = 1 << 16
 
+_Rows = tuple[NDArray[np.int64], NDArray[np.void]]
+"""Of each entry the row of its worker, and the entries."""
+
 
 class Joiner:
     """Joins the records of an epoch's workers."""
@@ -64,12 +67,13 @@ class Joiner:
         seconds[~(seconds > 0)] = np.nan
         reported = np.zeros(self._count, dtype=np.bool_)
         reported[rows] = True
-        compute, waited, tokens, squares = self._ops(rows, records, seconds, counters)
+        spans = _concatenate(rows, [record.spans for record in records], SPAN)
+        compute, waited, tokens, squares = self._ops(rows, records, seconds, spans, counters)
         transfer, size = self._transfers(rows, records, seconds, counters)
         return IterationObservations(
             epoch=self.layout.epoch, iteration=iteration, compute=compute, waited=waited, tokens=tokens,
             squares=squares, transfer=transfer, transfer_bytes=size,
-            spans=self._spans(rows, records, counters), seconds=seconds, reported=reported,
+            spans=self._spans(rows, spans, counters), seconds=seconds, reported=reported,
         )  # fmt: skip
 
     def _ops(
@@ -77,6 +81,7 @@ class Joiner:
         rows: NDArray[np.int64],
         records: Sequence[IterationRecord],
         seconds: NDArray[np.float64],
+        spans: _Rows,
         counters: Counters,
     ) -> tuple[NDArray[np.float64], ...]:
         op_rows, ops = _concatenate(rows, [record.ops for record in records], OP)
@@ -97,29 +102,15 @@ class Joiner:
         waits = ops["waited"].astype(np.float64)
         with np.errstate(invalid="ignore"):
             waited[place] = np.where((waits >= 0) & (waits <= duration + SLACK_S), np.minimum(waits, duration), np.nan)
-        absent = np.zeros_like(compute)
-        absent[place] = self._absences(op_rows, ops, rows, records)
-        self._blame_absences(absent, waited)
+        seconds_absent = _absences(op_rows, ops, spans)
+        if seconds_absent is not None:
+            absent = np.zeros_like(compute)
+            absent[place] = seconds_absent
+            self._blame_absences(absent, waited)
         features = self._workload(found, load, inverse[len(ops) :])
         tokens, squares = (np.full((self._count, width), np.nan) for _ in range(2))
         tokens[owner, position], squares[owner, position] = features
         return compute, waited, tokens, squares
-
-    def _absences(
-        self,
-        op_rows: NDArray[np.int64],
-        ops: NDArray[np.void],
-        rows: NDArray[np.int64],
-        records: Sequence[IterationRecord],
-    ) -> NDArray[np.float64]:
-        """Of each op, the seconds in which its worker's process was stopped."""
-        absent = np.zeros(len(ops))
-        for row, record in zip(rows, records, strict=True):
-            stops = record.spans[record.spans["kind"] == SpanKind.ABSENT]
-            if len(stops):
-                own = op_rows == row
-                absent[own] = _overlaps(ops[own], stops).sum(axis=1)
-        return absent
 
     def _blame_absences(self, absent: NDArray[np.float64], waited: NDArray[np.float64]) -> None:
         """Take out of `waited` in which a worker was stopped while all others of its group waited, for it."""
@@ -145,10 +136,8 @@ class Joiner:
                 values[unknown] = np.where(there, values[~unknown][first[row]], np.nan)
         return tokens, squares
 
-    def _spans(
-        self, rows: NDArray[np.int64], records: Sequence[IterationRecord], counters: Counters
-    ) -> NDArray[np.float64]:
-        span_rows, spans = _concatenate(rows, [record.spans for record in records], SPAN)
+    def _spans(self, rows: NDArray[np.int64], found: _Rows, counters: Counters) -> NDArray[np.float64]:
+        span_rows, spans = found
         # Evaluations and saves come between iterations and may last longer than one.
         duration = _durations(spans, np.full(len(spans), np.inf), spans["kind"] <= max(SpanKind), counters)
         usable = np.isfinite(duration)
@@ -230,6 +219,19 @@ def _concatenate(
     counts = [len(array) for array in arrays]
     data = b"".join([array.tobytes() for array in arrays])
     return np.repeat(rows, counts), np.frombuffer(data, dtype)
+
+
+def _absences(op_rows: NDArray[np.int64], ops: NDArray[np.void], found: _Rows) -> NDArray[np.float64] | None:
+    """Of each op, the seconds in which its worker's process was stopped; None: none was, as in healthy jobs."""
+    span_rows, spans = found
+    stopped = spans["kind"] == SpanKind.ABSENT
+    if not stopped.any():
+        return None
+    absent = np.zeros(len(ops))
+    for row in np.unique(span_rows[stopped]):
+        own = op_rows == row
+        absent[own] = _overlaps(ops[own], spans[stopped & (span_rows == row)]).sum(axis=1)
+    return absent
 
 
 def _shared(spans: NDArray[np.void], one: SpanKind, other: SpanKind) -> float:

@@ -22,6 +22,9 @@ NOBODY = object()
 SAMPLE = 4
 """Where timing a collective costs events, only those of one micro-batch in so many are timed, taking turns."""
 
+STALL_S = 1e-3
+"""A wait for data that is shorter is none to tell of, whatever the thread did meanwhile."""
+
 MOST_PAUSES = 256
 """Of garbage collections since the last record; the newest count."""
 
@@ -41,6 +44,7 @@ class Probes:
         worker: this worker's id.
         make_clock: gives a clock; two are used in turns.
         send: takes what has been noted of an iteration; must not block. Its record is made where `record` is called.
+        run_delay: seconds for which the training thread has waited for a core so far. Those are no wait for data.
 
     Attributes:
         recording: whether an iteration is under way; nothing else is to be called for ops and transfers if not.
@@ -52,13 +56,18 @@ class Probes:
             the host has made the op longer by counts as waiting, too: no device would have.
     """
 
-    def __init__(self, worker: int, make_clock: Callable[[], Clock], send: Callable[[Sheet], None]) -> None:
+    def __init__(
+        self, worker: int, make_clock: Callable[[], Clock], send: Callable[[Sheet], None],
+        run_delay: Callable[[], float] = lambda: 0.0,
+    ) -> None:  # fmt: skip
         self.recording = False
         self.tp_group: Any = None
         self.timed_group: Any = NOBODY
         self.emulated = False
         self._worker = worker
         self._send = send
+        self._run_delay = run_delay
+        self._delay = 0.0
         # Marks of one iteration are read while the next one takes its own.
         self._clock, self._other_clock = make_clock(), make_clock()
         self.mark = self._clock.mark
@@ -169,6 +178,7 @@ class Probes:
 
     def open_forward(self, chunk: int, index: int, inputs: Iterable[Any]) -> None:
         """A forward op begins. `index`: among the replica's own micro-batches; `inputs`: received tensors or None."""
+        self._delay = self._run_delay()
         self._open(OpKind.F, chunk, self._micro_batches[index], inputs)
 
     def open_backward(self, output: Any, gradients: Iterable[Any]) -> None:
@@ -209,6 +219,8 @@ class Probes:
         """The micro-batch of the forward op under way is there: what came before was no work of the device."""
         if self._op is not None and self._op[0] is OpKind.F:
             self._batch_came = time.monotonic()
+            if self._batch_came - self._entered > STALL_S:
+                self._batch_came = max(self._entered, self._batch_came - (self._run_delay() - self._delay))
             del self._sheet.waits[self._first_wait :]
             self._waited = 0.0
             self._opened = self.mark()

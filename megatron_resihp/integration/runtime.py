@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_resihp.config import ResihpConfig, Slowdown
+from megatron_resihp.control.linux import RunDelay
 from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.routes import Step
@@ -199,7 +200,7 @@ class Runtime:
         self.phases: dict[str, float] = {}
         self.recovered_from: float | None = None
         self.last_step_at: float | None = None
-        self.probes = Probes(self.worker, make_clock, send)
+        self.probes = Probes(self.worker, make_clock, send, RunDelay())
         self.padding: Padding | None = None
         self.slowing: DeviceSlowing | None = None
         self.to_validate: dict[str, Any] | None = None

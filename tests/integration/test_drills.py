@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from jobs import Job, Jobs, check_training, tiny
 from launched import Launched, eventually
 
 from megatron_resihp.cli import main
-from megatron_resihp.control import contact
+from megatron_resihp.control import contact, exit_codes
 from megatron_resihp.cost.profile import BUILT_IN
 
 Said = Callable[..., str]
@@ -162,3 +163,29 @@ def iteration_times(job: Job) -> list[float]:
                 if first <= began and event["time"] <= last:
                     found[index].append(event["duration_s"])
     return [statistics.median(times) for times in found]
+
+
+ON_S, OFF_S = 0.02, 0.03
+STOPPED_S = 20.0
+
+
+@pytest.mark.nightly
+def test_a_worker_that_somebody_stops_and_continues_in_turns_is_told_as_slow(jobs: Jobs) -> None:
+    """And nobody as held up by data, though what it does for its data takes longer as well."""
+    job = jobs.start(tiny(train_iters=20000), workers=2)
+    job.await_event("iteration", timeout_s=300.0, iteration=100)
+    held_up = job.output().count("data held up")
+    victim, since = job.worker_pids()[1], time.monotonic()
+    while time.monotonic() < since + STOPPED_S:
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(OFF_S)
+        os.kill(victim, signal.SIGCONT)
+        time.sleep(ON_S)
+    found = job.await_event("verdict", timeout_s=20.0, change="onset")
+    job.signal(signal.SIGTERM)
+    assert job.wait(180.0).code == exit_codes.stopped_by(signal.SIGTERM)
+    verdicts = [(event["iteration"], event["kind"], event["change"], event["workers"], event["speed"])
+                for event in job.events("verdict")]  # fmt: skip
+    print(verdicts, job.events("detection")[-1])
+    assert (found["kind"], found["workers"]) == ("compute", [1]) and found["speed"] < 0.7, verdicts
+    assert job.output().count("data held up") == held_up

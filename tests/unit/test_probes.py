@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,11 @@ class FakeClock:
         self.times.clear()
 
 
-def make(make_clock: Any = HostClock) -> tuple[Probes, list[IterationRecord]]:
+def make(
+    make_clock: Any = HostClock, run_delay: Callable[[], float] = lambda: 0.0
+) -> tuple[Probes, list[IterationRecord]]:
     sent: list[IterationRecord] = []
-    probes = Probes(3, make_clock, lambda sheet: sent.append(sheet.record()))
+    probes = Probes(3, make_clock, lambda sheet: sent.append(sheet.record()), run_delay)
     probes.tp_group = GROUP
     return probes, sent
 
@@ -163,6 +166,20 @@ def test_an_op_begins_when_its_micro_batch_is_there() -> None:
     op, span = sent[0].ops[0], sent[0].spans[0]
     assert op["waited"] == 0
     assert span["kind"] == SpanKind.DATA and span["end"] <= op["start"]
+
+
+@pytest.mark.parametrize(("delayed", "told"), [(0.0, 0.02), (0.015, 0.005), (9.0, 0.0)])
+def test_time_in_which_there_was_no_core_for_it_is_no_wait_for_data(delayed: float, told: float) -> None:
+    delays = iter((3.0, 3.0 + delayed))
+    probes, sent = make(run_delay=lambda: next(delays))
+    probes.begin(0, 1, (0,), WORKERS)
+    probes.open_forward(0, 0, [])
+    probes._entered -= 0.02
+    probes.batch_came()
+    probes.close_forward(object(), [], None, None)
+    probes.finish()
+    [span] = sent[0].spans
+    assert span["end"] - span["start"] == pytest.approx(told, abs=0.004)
 
 
 def test_an_op_is_padded_before_it_ends() -> None:
