@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_resihp.plan import ParallelPlan, Shard
+from megatron_resihp.protocol.answers import Answer
 from megatron_resihp.protocol.records import Commit
 
 
@@ -70,11 +71,11 @@ class Notify:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Tell who waits for it: {"done": line, ...} or {"refused": line}. `key`: where it is looked for."""
+class Reply:
+    """Tell who waits for an answer. `key`: where it is looked for."""
 
     key: str
-    content: dict[str, Any]
+    answer: Answer
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class End:
     at_once: bool = False
 
 
-Action = PublishPlan | OrderSalvage | Go | Notify | Answer | Reopen | Log | End
+Action = PublishPlan | OrderSalvage | Go | Notify | Reply | Reopen | Log | End
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,16 @@ from megatron_resihp.control.nodes import NodeWatcher
 from megatron_resihp.control.slicing import Slicer
 from megatron_resihp.control.starting import Starter, Worker
 from megatron_resihp.plan.places import place_of
+from megatron_resihp.protocol.messages import (
+    ConnectionLost,
+    HeartbeatsMissing,
+    LeaveRequest,
+    NodeLost,
+    ProcessExited,
+    SaveRequest,
+    StopRequest,
+    WorkerRestarted,
+)
 
 LOOK_S: Final = 0.2
 """How often silence is looked for when nothing happens."""
@@ -137,9 +147,9 @@ class Agent:
             if worker.lost_at is not None and now - worker.lost_at > LOST_GRACE_S:
                 worker.lost_at = None
                 self._give_up(worker)
-                self._link.post("lost", worker=worker.number)
+                self._link.post(ConnectionLost(worker.number, time.time()))
         for loss in self._nodes.look(now) if self._nodes is not None else []:
-            self._link.post("node_lost", node=loss.node, cause=loss.cause)
+            self._link.post(NodeLost(loss.node, loss.cause, time.time()))
         for letter in self._mailbox.take():
             if isinstance(letter, Ending):
                 self._end(letter, now)
@@ -158,7 +168,7 @@ class Agent:
         self._guardian.forget(worker.pid)
         _, status = os.waitpid(worker.pid, 0)
         worker.code = os.waitstatus_to_exitcode(status)
-        self._link.post("exited", worker=worker.number, code=worker.code, cause=self._cause(worker))
+        self._link.post(ProcessExited(worker.number, worker.code, time.time(), self._cause(worker)))
         if worker.failed is None:
             worker.failed = self._ending is None and worker.code not in (0, messages.FENCED_EXIT)
         self._exits.append(worker)
@@ -199,7 +209,7 @@ class Agent:
         self._workers[worker.number] = worker
         self._slicer.add(worker.number, worker.pid, worker.pidfd)
         self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
-        self._link.post("restarted", worker=worker.number, instead_of=number)
+        self._link.post(WorkerRestarted(worker.number, number, time.time()))
 
     def _leave(self) -> None:
         if not self._living():
@@ -214,7 +224,7 @@ class Agent:
         elif finding.kind is Kind.LOST:
             worker.lost_at = now
         else:
-            self._link.post("silent", worker=worker.number, silence_s=finding.silence_s)
+            self._link.post(HeartbeatsMissing(worker.number, finding.silence_s, time.time()))
             self._give_up(worker)
 
     def _give_up(self, worker: Worker) -> None:
@@ -238,7 +248,7 @@ class Agent:
 
     def _on_signal(self, number: int, now: float) -> None:
         if number == signal.SIGUSR2:
-            self._link.post("save")
+            self._link.post(SaveRequest(time.time()))
             return
         # SIGUSR1 comes ahead of a SIGTERM, and may come twice, from a script that passes it on.
         if number != signal.SIGUSR1 and self._told_to_end:
@@ -253,10 +263,10 @@ class Agent:
         if number == signal.SIGTERM and self._node > 0:
             self._schedule.append((now + ASK_TO_LEAVE_AFTER_S, self._ask_to_leave))
         else:
-            self._link.post("stop", signal=number)
+            self._link.post(StopRequest(number, time.time()))
 
     def _ask_to_leave(self) -> None:
-        self._link.post("leave", node=self._node, agent=self._link.name)
+        self._link.post(LeaveRequest(self._node, self._link.name, time.time()))
 
     def _end(self, ending: Ending, now: float) -> None:
         if self._ending is not None:

@@ -13,6 +13,8 @@ from megatron_resihp.control import contact
 from megatron_resihp.control.store import StoreError
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.files import read_plan
+from megatron_resihp.protocol.answers import Refused
+from megatron_resihp.protocol.messages import PlanRequest
 
 EPILOG = """\
 The plan says who works where; whoever is alive beside becomes a standby. PLAN.json holds a plan as events and
@@ -36,15 +38,15 @@ def run(namespace: argparse.Namespace) -> int:
     """Do what the parsed arguments ask; the exit code is 0, or 2 where nothing is changed."""
     try:
         plan = read_plan(namespace.plan, namespace.strategy)
-        message = {"type": "apply", "plan": plan, "why": f"asked for by hand: {namespace.plan.name}"}
-        answer = contact.ask(contact.reach(namespace.run_dir), message)
+        request = PlanRequest(plan, f"asked for by hand: {namespace.plan.name}")
+        answer = contact.ask(contact.reach(namespace.run_dir), request, "resihp apply")
     except (PlanError, StoreError, TimeoutError) as error:
         print(f"resihp: {error}", file=sys.stderr)
         return 2
-    if "refused" in answer:
-        print(f"resihp: {answer['refused']}", file=sys.stderr)
+    if isinstance(answer, Refused):
+        print(f"resihp: {answer.reason}", file=sys.stderr)
         return 2
-    for line in answer["changes"]:
+    for line in answer.changes:
         print(f"  {line}")
-    print(f"resihp: {answer['done']}")
+    print(f"resihp: {answer.line}")
     return 0

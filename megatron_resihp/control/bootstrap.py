@@ -7,7 +7,6 @@ this room's modules; torch only where something is told to the coordinator.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import re
 import runpy
@@ -15,16 +14,16 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from megatron_resihp.control import environment, linux, messages
 from megatron_resihp.control.lifeline import ENDED, FAILED, Lifeline
 from megatron_resihp.control.streams import let_no_full_disk_end_this
 from megatron_resihp.control.worker import JobEnded
+from megatron_resihp.protocol.messages import MESSAGES, Message, ScriptEnded, ScriptFailed
 
 REPORT_TIMEOUT_S: Final = 60.0
 """A script may fail before the agent, which imports torch meanwhile, serves the store."""
@@ -64,9 +63,9 @@ def main(command: Sequence[str]) -> NoReturn:
     if end.error is not None:
         # No exit hooks: some wait for peers, which wait for this process.
         lifeline.last_word(FAILED)
-        _tell(type="failed", error=end.error, code=end.code)
+        _tell(ScriptFailed(_worker(), end.error, end.code))
     elif end.code == 0:
-        _tell(type="done")
+        _tell(ScriptEnded(_worker()))
         _run_exit_hooks()
     else:
         lifeline.last_word(ENDED)
@@ -158,15 +157,18 @@ def _shorten(error: str) -> str:
     return (error.strip().splitlines() or [""])[0].rstrip(": ")[:LONGEST_ERROR]
 
 
-def _tell(**message: Any) -> None:
+def _worker() -> int:
+    return int(os.environ[environment.WORKER])
+
+
+def _tell(message: Message) -> None:
     """Tell the coordinator before peers can notice that this process ends; where that fails, the agent will."""
     from megatron_resihp.control.address import parse_address
     from megatron_resihp.control.store import StoreError, connect
 
-    message |= {"worker": int(os.environ[environment.WORKER]), "time": time.time()}
     try:
         store = connect(*parse_address(os.environ[environment.STORE]), REPORT_TIMEOUT_S)
-        store.push(messages.INBOX, json.dumps(message))
+        store.push(messages.INBOX, MESSAGES.write(message, f"worker {_worker()}"))
     except StoreError as error:
         print(f"resihp: the coordinator could not be told: {error}", file=sys.stderr)
 

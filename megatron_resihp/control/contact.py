@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from megatron_resihp.control import messages
 from megatron_resihp.control.address import Address, parse_address
 from megatron_resihp.control.claim import Owner, claimed
 from megatron_resihp.control.store import Store, StoreError, connect
+from megatron_resihp.protocol.answers import ANSWERS, Answer
+from megatron_resihp.protocol.messages import MESSAGES, PlanRequest, SlowdownRequest
+from megatron_resihp.protocol.wire import MalformedError
 
 FILE_NAME: Final = "coordinator.json"
 CONNECT_S: Final = 5.0
@@ -72,18 +74,23 @@ def reach(run_dir: Path) -> Store:
     raise StoreError(f"no job runs in {run_dir}, or none that answers: {why}")
 
 
-def ask(store: Store, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Send the coordinator a message and wait for its answer: {"done": line, ...} or {"refused": line}.
+def ask(store: Store, request: PlanRequest | SlowdownRequest, sender: str) -> Answer:
+    """Send the coordinator a request and wait for its answer.
+
+    Args:
+        sender: the command that asks.
 
     Raises:
         TimeoutError: it does not answer.
-        StoreError: it is gone.
+        StoreError: it is gone, or answers in another version of the protocol.
     """
     key = f"{messages.ANSWERS}{secrets.token_hex(8)}"
-    store.push(messages.INBOX, json.dumps({**message, "answer": key}))
+    store.push(messages.INBOX, MESSAGES.write(replace(request, answer=key), sender))
     try:
-        answer: dict[str, Any] = json.loads(store.get(key, ANSWER_S))
+        answer = ANSWERS.read(store.get(key, ANSWER_S)).body
     except TimeoutError:
         raise TimeoutError(f"the coordinator did not answer within {ANSWER_S:g} s; is the job ending?") from None
+    except MalformedError as error:
+        raise StoreError(str(error)) from None
     store.delete(key)
     return answer

@@ -18,7 +18,6 @@ from megatron_resihp.control import messages
 from megatron_resihp.control.absence import Absence
 from megatron_resihp.control.actions import (
     Action,
-    Answer,
     End,
     Go,
     Limits,
@@ -27,14 +26,18 @@ from megatron_resihp.control.actions import (
     OrderSalvage,
     PublishPlan,
     Reopen,
+    Reply,
 )
-from megatron_resihp.control.door import MalformedError, read_message, shown
+from megatron_resihp.control.door import read_message
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.next_plan import NextPlan, rectangles_or_less
 from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.control.store import Store, StoreError
+from megatron_resihp.protocol import answers
 from megatron_resihp.protocol.coding import encode
+from megatron_resihp.protocol.messages import EventsReported, JobStarted, Message, PlanRequest, SlowdownRequest
+from megatron_resihp.protocol.wire import MalformedError, shown
 
 POLL_S = 0.5
 """How often bounded waits are looked at when no message comes."""
@@ -56,6 +59,9 @@ RECENT = 10_000
 """Ids of so many messages are remembered."""
 
 
+Order = dict[str, Any] | PlanRequest
+
+
 class ForeignWriterError(RuntimeError):
     """Somebody else writes to this job's store."""
 
@@ -70,7 +76,7 @@ class Coordinator:
         command: what was started, for the log.
         limits: bounds of waiting.
         grace_s: how long workers get to exit by themselves at the end.
-        to_notify: notices that others want all workers to get, and messages (with a `type`) that are to be reacted to.
+        to_notify: notices that others want all workers to get, and requests for plans.
         next_plan: who plans when workers have died.
         reopen: lets a node that was lost, or has never been there, come with workers of these ids.
         clock: seconds that bounded waits count; nobody may set it.
@@ -85,7 +91,7 @@ class Coordinator:
         command: list[str],
         limits: Limits | None = None,
         grace_s: float = 10.0,
-        to_notify: queue.SimpleQueue[dict[str, Any]] | None = None,
+        to_notify: queue.SimpleQueue[Order] | None = None,
         next_plan: NextPlan = rectangles_or_less,
         reopen: Callable[[int, Sequence[int]], None] = lambda node, workers: None,
         clock: Callable[[], float] = time.monotonic,
@@ -160,20 +166,20 @@ class Coordinator:
         passed_s, self._ticked_at = now - self._ticked_at, now
         yield self._membership.tick(passed_s - self._absence.before(now), time.time())
         for order in self._waiting_orders():
-            yield self._react(order) if "type" in order else [Notify(order)]
+            yield self._react(order) if isinstance(order, PlanRequest) else [Notify(order)]
 
-    def _waiting_orders(self) -> list[dict[str, Any]]:
+    def _waiting_orders(self) -> list[Order]:
         return [self._to_notify.get() for _ in range(self._to_notify.qsize())]
 
     def _take_in(self, text: str) -> list[Action]:
         message = self._read(text)
         return [] if message is None else self._react(message)
 
-    def _read(self, text: str) -> dict[str, Any] | None:
+    def _read(self, text: str) -> Message | None:
         """A message from the store, in which any process may write; None: it is none, and dropped."""
         try:
-            message = read_message(text, self._membership.size, self._membership.newcomers.may_exist)
-            return message if self._is_new(message.pop("id", None)) else None
+            letter = read_message(text, self._membership.size, self._membership.newcomers.may_exist)
+            return letter.body if self._is_new(letter.id) else None
         except MalformedError as error:
             self._dropped += 1
             if self._dropped <= DROPPED_SHOWN:
@@ -192,34 +198,33 @@ class Coordinator:
             del self._recent[next(iter(self._recent))]
         return True
 
-    def _react(self, message: dict[str, Any]) -> list[Action]:
-        if self._took_events(message):
+    def _react(self, message: Message) -> list[Action]:
+        if isinstance(message, EventsReported):
+            self._write_events(message)
             return []
-        if message["type"] == "slowdown":
+        if isinstance(message, SlowdownRequest):
             return self._slow(message)
-        if message["type"] == "job":
-            self._slowness.emulated = message.get("emulated") is not None
-            self._slowness.on_devices = message.get("device_memory") is not None
+        if isinstance(message, JobStarted):
+            self._slowness.emulated = message.job.emulated is not None
+            self._slowness.on_devices = message.job.device_memory is not None
         return self._membership.handle(message, time.time())
 
-    def _slow(self, message: dict[str, Any]) -> list[Action]:
+    def _slow(self, request: SlowdownRequest) -> list[Action]:
         """Do what a scheduled drill or `resihp drill` asks for, and answer who waits for it."""
-        number = message.get("number")
+        number = request.number
         if number is not None and not self._slowness.is_new(number):
             return []
         actions: list[Action] = []
         try:
-            slowdown = Slowdown(tuple(message["workers"]), message["factor"], message["iteration"])
+            slowdown = Slowdown(request.workers, request.factor, request.iteration)
             self._slowness.take(slowdown, self._membership.dead, self._membership.living)
-            answer = {"done": str(slowdown)}
+            answer: answers.Answer = answers.Accepted(str(slowdown))
             actions = [Log(self._drill_set(slowdown)), Notify(self._slowness.notice())]
-        except (ConfigError, KeyError, TypeError) as error:
-            answer = {"refused": str(error)}
+        except ConfigError as error:
+            answer = answers.Refused(str(error))
             if number is not None:
-                actions = [Log({"event": "drill_refused", "workers": message["workers"], "reason": str(error)})]
-        if "answer" in message:
-            actions.append(Answer(message["answer"], answer))
-        return actions
+                actions = [Log({"event": "drill_refused", "workers": request.workers, "reason": str(error)})]
+        return actions if request.answer is None else [*actions, Reply(request.answer, answer)]
 
     def _drill_set(self, slowdown: Slowdown) -> dict[str, Any]:
         speeds = {str(worker): speed for worker, speed in self._slowness.holds.speeds.items()}
@@ -233,9 +238,9 @@ class Coordinator:
         match action:
             case Log(event):
                 self._log(event)
-            case Answer(key, content):
+            case Reply(key, answer):
                 if key.startswith(messages.ANSWERS):
-                    self._store.set(key, json.dumps(content))
+                    self._store.set(key, answers.ANSWERS.write(answer, "the coordinator"))
             case Notify(notice):
                 self._notify(json.dumps(notice))
             case PublishPlan(epoch, plan, commit, held, groups_of_change, leaving, on_trial):
@@ -283,23 +288,15 @@ class Coordinator:
             if (text := self._store.pop(messages.INBOX, 0.0)) is None:
                 break
             message = self._read(text)
-            if message is not None:
-                self._took_events(message)
+            if isinstance(message, EventsReported):
+                self._write_events(message)
 
-    def _took_events(self, message: dict[str, Any]) -> bool:
-        """Write the events that a message carries, if that is what it is for."""
-        if message["type"] == "event":
-            events = [message["event"]]
-        elif message["type"] == "events":
-            events = message["events"]
-        else:
-            return False
-        for event in events:
+    def _write_events(self, message: EventsReported) -> None:
+        for event in message.events:
             self._note_drill(event)
             if event["event"] == "iteration":
                 self._membership.progressed(event["iteration"])
             self._write_event(event)
-        return True
 
     def _note_drill(self, event: dict[str, Any]) -> None:
         if event["event"] == "drill" and event["action"] in FATAL:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 from megatron_resihp.control.shipping import Inbox
+from megatron_resihp.protocol.messages import PlanRequest
 
 Event = dict[str, Any]
 
@@ -59,7 +60,7 @@ class Detection:
 
     def __init__(self, make_judge: Callable[[Callable[[Event], None]], Judge], write: Callable[[Event], None]) -> None:
         self.inbox = Inbox(WAITING)
-        self.orders: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[Event | PlanRequest] = queue.SimpleQueue()
         self._make_judge = make_judge
         self._write = write
         self._judge: Judge | None = None

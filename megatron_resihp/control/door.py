@@ -15,23 +15,29 @@ from typing import Any, Final
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.messages import GIVEN_UP, LEFT, SAVE, SLOWNESS
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
-from megatron_resihp.plan import Chunk, PlanError
+from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.layers import check_chunks
-from megatron_resihp.protocol.records import Stage
-
-MOST_LAYERS: Final = 10_000
-MOST_SHARES: Final = 4096
-MOST_MICRO_BATCHES: Final = 1_000_000
-SHOWN: Final = 200
-"""Characters of what was dropped that the log shows."""
+from megatron_resihp.protocol.messages import (
+    MESSAGES,
+    EventsReported,
+    JobStarted,
+    JoinRequest,
+    LeaveRequest,
+    Message,
+    ModelBuilt,
+    NodeLost,
+    PlanRequest,
+    SaveRequest,
+    SlowdownRequest,
+    StopRequest,
+    WorkerRestarted,
+)
+from megatron_resihp.protocol.values import MOST_LAYERS
+from megatron_resihp.protocol.wire import Letter, MalformedError
 
 Check = Callable[[Any], bool]
 Fields = Mapping[str, Check]
 """By field; one that may be missing ends with a question mark."""
-
-
-class MalformedError(Exception):
-    """What came is no message; the text says why."""
 
 
 # Values
@@ -57,16 +63,8 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _is_anything(value: Any) -> bool:
-    return True
-
-
 def _none_or(check: Check) -> Check:
     return lambda value: value is None or check(value)
-
-
-def _one_of(*values: Any) -> Check:
-    return lambda value: _is_text(value) and value in values
 
 
 def _list_of(check: Check) -> Check:
@@ -77,10 +75,6 @@ def _row_of(*checks: Check) -> Check:
     return lambda value: (
         isinstance(value, list) and len(value) == len(checks) and all(c(v) for c, v in zip(checks, value, strict=True))
     )
-
-
-def _map_of(key: Check, value: Check) -> Check:
-    return lambda found: isinstance(found, dict) and all(key(k) and value(v) for k, v in found.items())
 
 
 def _object_of(fields: Fields) -> Check:
@@ -99,94 +93,8 @@ def _wrong_field(value: Mapping[str, Any], fields: Fields) -> str | None:
     return None
 
 
-def _is_count(text: Any) -> bool:
-    return _is_text(text) and text.isascii() and text.isdecimal() and len(text) < 19
-
-
-def _is_digest_key(text: Any) -> bool:
-    """See `control.digests`."""
-    numbers = text.split("/") if _is_text(text) else ()
-    return len(numbers) in (2, 3, 4) and all(_is_count(number.removeprefix("-")) for number in numbers)
-
-
-def _is_shard(value: Any) -> bool:
-    if not _row_of(*4 * [_is_int(0, MOST_LAYERS)])(value):
-        return False
-    first, end, rank, degree = value
-    return bool(first <= end and rank < degree <= MOST_SHARES)
-
-
 _NATURAL = _is_int(0)
 _POSITIVE = _is_int(1)
-
-_OUTCOME: Final = _object_of({
-    "epoch": _NATURAL, "grad_norm": _none_or(_is_number), "losses": _list_of(_row_of(_is_number, _is_number)),
-    "loss_names": _list_of(_is_text), "stop": _is_flag, "save": _is_flag, "skipped": _is_flag,
-    "experts": _list_of(_is_number),
-})  # fmt: skip
-_RECORD: Final = _object_of({
-    "iteration": _NATURAL, "stage": _one_of(*(stage.name for stage in Stage)), "works": _is_flag,
-    "outcomes": _map_of(_is_count, _OUTCOME),
-    "counters": _map_of(_is_count, _object_of({"totals?": lambda value: isinstance(value, dict | list)})),
-    "position": _NATURAL, "loss_names": _list_of(_is_text),
-})  # fmt: skip
-_JOB: Final[Fields] = {
-    "tensor_parallel": _is_int(1, MOST_SHARES), "pipeline_parallel": _is_int(1, MOST_LAYERS),
-    "micro_batches": _is_int(1, MOST_MICRO_BATCHES), "pipeline_last": _is_flag, "seq_length": _POSITIVE,
-    "sequence_parallel": _is_flag, "chunks": _list_of(_row_of(*3 * [_is_int(0, MOST_LAYERS)])),
-    "train_iters?": _none_or(_NATURAL), "ends_early?": _is_flag,
-    "eval_interval?": _none_or(_NATURAL), "save_interval?": _none_or(_NATURAL),
-    "distributed_optimizer?": _is_flag, "strategy?": _is_text, "act?": _is_text,
-    "begins_with_a_plan?": _is_flag, "seconds_between_changes?": _is_number, "plan_wait?": _is_finite,
-    "emulated?": _none_or(_is_text),
-    "gemm?": _list_of(_NATURAL), "transfer_bytes?": _NATURAL, "false_alarms_per_job?": _is_number,
-    "device_memory?": _none_or(_NATURAL), "memory_reserve?": _is_finite, "cost_model?": _none_or(_is_text),
-}  # fmt: skip
-
-# Messages
-
-
-def _of_worker(**fields: Check) -> Fields:
-    return {"worker": _NATURAL, **fields}
-
-
-_ANSWERED: Final[Fields] = {"answer?": _none_or(_is_text)}
-_FIELDS: Final[Mapping[str, Fields]] = {
-    "job": _of_worker(**_JOB),
-    "joining": _of_worker(**_JOB),
-    "model": _of_worker(arguments=lambda value: _are_arguments(value)),
-    "ready": _of_worker(
-        epoch=_NATURAL, digests=_map_of(_is_digest_key, _is_text), ports=_list_of(_is_int(1, 65535)),
-        bytes_received=_NATURAL, steps_redone=_NATURAL,
-    ),
-    "suspect": _of_worker(epoch=_is_int(-1), error=_is_text),
-    "plan_failed": _of_worker(epoch=_NATURAL, error=_is_text),
-    "muster": _of_worker(epoch=_NATURAL, record=_RECORD, held=_list_of(_is_shard),
-        **{"unreachable?": _list_of(_NATURAL)},
-    ),
-    "prepared": _of_worker(number=_NATURAL),
-    "trained": _of_worker(iteration=_NATURAL),
-    "salvaged": _of_worker(),
-    "done": _of_worker(),
-    "failed": _of_worker(error=_is_text, code=_is_int(0, 255)),
-    "event": _of_worker(event=lambda value: _is_event(value)),
-    "events": _of_worker(events=_list_of(lambda value: _is_event(value))),
-    "apply": {"plan": _is_anything, "why": _is_text, "patient?": _is_flag, **_ANSWERED},
-    "slowdown": {
-        "workers": _list_of(_NATURAL), "factor": _is_number, "iteration": _none_or(_NATURAL), "number?": _NATURAL,
-        **_ANSWERED,
-    },
-    "exited": _of_worker(code=_is_int(-64, 255), time=_is_finite, **{"cause?": _none_or(_is_text)}),
-    "silent": _of_worker(time=_is_finite, **{"silence_s?": _is_finite}),
-    "lost": _of_worker(time=_is_finite),
-    "restarted": _of_worker(instead_of=_NATURAL, time=_is_finite),
-    "node_lost": {"node": _NATURAL, "cause": _is_text, "time": _is_finite},
-    "stop": {"signal": _is_int(1, 64), "time": _is_finite},
-    "leave": {"node": _NATURAL, "agent": _NATURAL, "time": _is_finite},
-    "save": {"time": _is_finite},
-}  # fmt: skip
-TYPES: Final = frozenset(_FIELDS)
-"""Of messages that the coordinator takes."""
 
 _COMMON: Final[Fields] = {
     "event": _is_text, "time": _is_finite, "epoch": _none_or(_is_int(-1)), "worker": _none_or(_NATURAL),
@@ -221,38 +129,61 @@ def _are_arguments(value: Any) -> bool:
     return True
 
 
-def _is_event(value: Any) -> bool:
-    if not _object_of(_COMMON)(value) or value["event"] in _OTHERS_EVENTS:
-        return False
-    return _wrong_field(value, _EVENTS.get(value["event"], {})) is None
+def _wrong_event(event: Any) -> str | None:
+    """What is wrong with an event that a worker has sent."""
+    wrong = _wrong_field(event, _COMMON)
+    if wrong is None and event["event"] in _OTHERS_EVENTS:
+        return f"no worker writes {event['event']!r}"
+    return wrong or _wrong_field(event, _EVENTS.get(event["event"], {}))
 
 
-def read_message(text: str, size: JobSize, may_exist: Callable[[int], bool]) -> dict[str, Any]:
+def read_message(text: str, size: JobSize, may_exist: Callable[[int], bool]) -> Letter[Message]:
     """A message to the coordinator.
 
     Args:
         may_exist: whether the job may have a worker of this id by now.
 
     Raises:
-        MalformedError: it is none.
+        MalformedError: it is none; the message names sender and field.
     """
-    message = _read_object(text)
-    _require(message, {"id?": _is_text}, "")
-    kind = message.get("type")
-    if not isinstance(kind, str) or kind not in TYPES:
-        raise MalformedError(f"its type {_cut(repr(kind), 60)} is unknown")
-    _require(message, _FIELDS[kind], f"{kind!r}: ")
-    for name in ("worker", "instead_of"):
-        if name in message and not may_exist(message[name]):
-            raise MalformedError(f"{kind!r}: the job has no worker {message[name]}")
-    if "node" in message and message["node"] >= size.most_nodes:
-        raise MalformedError(f"{kind!r}: the job has no node {message['node']}")
-    if kind in ("job", "joining"):
-        try:
-            check_chunks([Chunk(*chunk) for chunk in message["chunks"]], message["pipeline_parallel"])
-        except PlanError as error:
-            raise MalformedError(f"{kind!r}: {error}") from None
-    return message
+    letter = MESSAGES.read(text)
+    message = letter.body
+    wrong = _wrong_names(message, size, may_exist) or _wrong_content(message)
+    if wrong is not None:
+        raise MalformedError(f"{type(message).__name__} from {letter.sender}: {wrong}")
+    return letter
+
+
+def _wrong_names(message: Message, size: JobSize, may_exist: Callable[[int], bool]) -> str | None:
+    """Which worker or node is none of this job's."""
+    workers: tuple[int, ...] = ()
+    match message:
+        case NodeLost(node=node) | LeaveRequest(node=node):
+            return f"'node' is {node}, which the job does not have" if node >= size.most_nodes else None
+        case PlanRequest() | SlowdownRequest() | StopRequest() | SaveRequest():
+            return None
+        case WorkerRestarted():
+            workers = (message.worker, message.instead_of)
+        case _:
+            workers = (message.worker,)
+    unknown = [worker for worker in workers if not may_exist(worker)]
+    return f"'worker' is {unknown[0]}, which the job does not have" if unknown else None
+
+
+def _wrong_content(message: Message) -> str | None:
+    """What is wrong by more than a field's type."""
+    match message:
+        case JobStarted(job=job) | JoinRequest(job=job):
+            try:
+                check_chunks(job.chunks, job.pipeline_parallel)
+            except PlanError as error:
+                return f"'job.chunks': {error}"
+        case ModelBuilt(arguments=arguments):
+            return None if _are_arguments(arguments) else "'arguments' are none that a model is made of"
+        case EventsReported(events=events):
+            wrong = ((number, _wrong_event(event)) for number, event in enumerate(events))
+            return next((f"'events.{number}': {found}" for number, found in wrong if found is not None), None)
+    return None
 
 
 # Notices
@@ -313,11 +244,6 @@ def _require(value: Mapping[str, Any], fields: Fields, where: str) -> None:
     wrong = _wrong_field(value, fields)
     if wrong is not None:
         raise MalformedError(where + wrong)
-
-
-def shown(text: str) -> str:
-    """What of a malformed text the log shows."""
-    return _cut(text, SHOWN)
 
 
 def _cut(text: str, length: int) -> str:

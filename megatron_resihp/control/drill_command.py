@@ -13,6 +13,8 @@ from megatron_resihp.config import ConfigError, Slowdown, factor_of
 from megatron_resihp.control import contact
 from megatron_resihp.control.launcher import RUNS
 from megatron_resihp.control.store import Store, StoreError
+from megatron_resihp.protocol.answers import Refused
+from megatron_resihp.protocol.messages import SlowdownRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,16 +38,14 @@ def run(namespace: argparse.Namespace) -> int:
     try:
         slowdown = Slowdown(tuple(namespace.workers), factor_of(namespace.factor))
         store = contact.reach(namespace.run_dir) if namespace.run_dir else _reach_newest(RUNS)
-        answer = contact.ask(store, {
-            "type": "slowdown", "workers": slowdown.workers, "factor": slowdown.factor, "iteration": None,
-        })  # fmt: skip
+        answer = contact.ask(store, SlowdownRequest(slowdown.workers, slowdown.factor), "resihp drill")
     except (ConfigError, StoreError, TimeoutError) as error:
         print(f"resihp: {error}", file=sys.stderr)
         return 2
-    if "refused" in answer:
-        print(f"resihp: {answer['refused']}", file=sys.stderr)
+    if isinstance(answer, Refused):
+        print(f"resihp: {answer.reason}", file=sys.stderr)
         return 2
-    print(f"resihp: {answer['done']}")
+    print(f"resihp: {answer.line}")
     return 0
 
 

@@ -1,14 +1,15 @@
 """What the coordinator writes to the event log when one epoch follows another. Pure; imports `plan` and this room."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from megatron_resihp.control.change import Change
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.protocol.messages import Ready
 from megatron_resihp.protocol.records import Commit, Outcome
 
 Event = dict[str, Any]
-Ready = Collection[Mapping[str, Any]]
+Reports = Collection[Ready]
 """What the members of an epoch reported when they were ready for it."""
 
 
@@ -26,7 +27,7 @@ def agreed(epoch: int, commit: Commit, outcome: Outcome) -> Event:
 
 
 def recovery(
-    epoch: int, commit: Commit, ready: Ready, dead: Iterable[int], broken_at: float, now: float
+    epoch: int, commit: Commit, ready: Reports, dead: Iterable[int], broken_at: float, now: float
 ) -> Event:
     """Training goes on after a failure."""
     return {
@@ -36,7 +37,7 @@ def recovery(
 
 
 def reconfiguration(
-    epoch: int, commit: Commit, ready: Ready, change: Change, groups_made_ahead: bool, now: float
+    epoch: int, commit: Commit, ready: Reports, change: Change, groups_made_ahead: bool, now: float
 ) -> Event:
     """Training goes on after a change by choice."""
     left_at = now if change.first_mustered_at is None else change.first_mustered_at
@@ -47,9 +48,9 @@ def reconfiguration(
     }  # fmt: skip
 
 
-def _moved(epoch: int, commit: Commit, ready: Ready) -> Event:
+def _moved(epoch: int, commit: Commit, ready: Reports) -> Event:
     return {
         "epoch": epoch, "from_epoch": epoch - 1, "to_epoch": epoch, "resumed_iteration": commit.iteration,
-        "bytes_moved": sum(message["bytes_received"] for message in ready),
-        "steps_redone": max(message["steps_redone"] for message in ready),
+        "bytes_moved": sum(message.bytes_received for message in ready),
+        "steps_redone": max(message.steps_redone for message in ready),
     }  # fmt: skip

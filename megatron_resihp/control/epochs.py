@@ -4,7 +4,6 @@ Pure: no sockets, no clock, no processes. May import `plan`, `planner` and this 
 """
 
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from megatron_resihp.config import RECTANGULAR
 from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.actions import (
     Action,
-    Answer,
     End,
     Go,
     Limits,
@@ -21,6 +19,7 @@ from megatron_resihp.control.actions import (
     OrderSalvage,
     Phase,
     PublishPlan,
+    Reply,
 )
 from megatron_resihp.control.change import (
     Change,
@@ -45,9 +44,10 @@ from megatron_resihp.control.record import NoCommitError, resolve
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, spelled_out
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError
+from megatron_resihp.protocol.answers import Accepted, Answer, Refused
+from megatron_resihp.protocol.messages import PlanRequest, Ready
 from megatron_resihp.protocol.records import Commit, Record
 
-Message = Mapping[str, Any]
 WhoHolds = dict[int, tuple[Shard, ...]]
 
 
@@ -85,7 +85,7 @@ class Epochs:
     stop_signal: int | None = None
     _stop_reason: str = ""
     _saves: int = 0
-    _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _ready: dict[int, Ready] = field(default_factory=dict)
     _records: dict[int, Record] = field(default_factory=dict)
     _held: dict[int, tuple[Shard, ...]] = field(default_factory=dict)
     _unreachable: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Epochs:
     """Who has made the groups of the change that is under way."""
     _made_ahead: int | None = None
     """The change whose groups the plan that was published last is run in."""
-    _waiting: list[Message] = field(default_factory=list)
+    _waiting: list[PlanRequest] = field(default_factory=list)
     """Plans that are asked for as soon as training goes on."""
     _first_steps: FirstSteps = field(default_factory=FirstSteps)
     _recoveries_here: int = 0
@@ -130,7 +130,7 @@ class Epochs:
         return bool(self.job.get("distributed_optimizer")) and (ran is None or ran.not_rectangular is None)
 
     def _go(self, plan: ParallelPlan, now: float) -> list[Action]:
-        ports = tuple(sorted({port for ready in self._ready.values() for port in ready["ports"]}))
+        ports = tuple(sorted({port for ready in self._ready.values() for port in ready.ports}))
         actions: list[Action] = [Go(self.epoch, ports), Log(epoch_started(self.epoch, plan))]
         if self._change is not None and self.commit is not None:
             ahead, ready = self._made_ahead is not None, self._ready.values()
@@ -141,25 +141,25 @@ class Epochs:
             actions.append(Log(recovery(self.epoch, self.commit, ready, dead, self._broken_at, now)))
         self.phase, self._left_s, self._change, self._running = Phase.RUNNING, None, None, plan
         waiting, self._waiting = self._waiting, []
-        actions += [action for message in waiting for action in self._ask_for(message)]
+        actions += [action for request in waiting for action in self._ask_for(request)]
         return actions + self._depart() + self._grow()
 
     # Changes by choice
 
-    def _ask_for(self, message: Message) -> list[Action]:
-        """Somebody asks for a plan: {"plan", "why", "answer": key or None}; with "patient", also to have it later."""
-        if message.get("patient") and (self._change or self.phase in (Phase.MUSTERING, Phase.BUILDING)):
-            self._waiting.append(message)
+    def _ask_for(self, request: PlanRequest) -> list[Action]:
+        """Somebody asks for a plan."""
+        if request.patient and (self._change or self.phase in (Phase.MUSTERING, Phase.BUILDING)):
+            self._waiting.append(request)
             return []
         try:
-            change = self._new_change(message)
+            change = self._new_change(request)
         except ChangeRefused as error:
-            refused = Log({"event": "change_refused", "why": message["why"], "reason": str(error)})
-            return [refused, *_answer(message, {"refused": str(error)})]
-        return self._begin(change, message)
+            refused = Log({"event": "change_refused", "why": request.why, "reason": str(error)})
+            return [refused, *_reply(request.answer, Refused(str(error)))]
+        return self._begin(change, request.answer)
 
-    def _begin(self, change: Change, message: Message) -> list[Action]:
-        """Tell all workers of a change. `message`: of who asked for it."""
+    def _begin(self, change: Change, answer: str | None = None) -> list[Action]:
+        """Tell all workers of a change. `answer`: key under which whoever asked for it awaits an answer."""
         assert self.plan is not None
         lines = changes(self.plan, change.plan, self.own)
         self._change, self._changes, self._prepared = change, change.number, set()
@@ -171,19 +171,19 @@ class Epochs:
             Notify({
                 "kind": "change", "number": change.number, "epoch": self.epoch, "plan": change.plan.to_dict(),
             }),
-            *_answer(message, {"done": f"change {change.number} begins after an iteration", "changes": lines}),
+            *_reply(answer, Accepted(f"change {change.number} begins after an iteration", lines)),
         ]  # fmt: skip
 
-    def _new_change(self, message: Message) -> Change:
+    def _new_change(self, request: PlanRequest) -> Change:
         """Raises ChangeRefused."""
         self._check_that_changes_can_be()
         assert self.plan is not None and self.shape is not None
-        asked, degree = plan_of(message["plan"]), self.shape.tensor_parallel
+        asked, degree = plan_of(request.plan), self.shape.tensor_parallel
         plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living | self.newcomers.waiting)
         if self._optimizer_is_shared_out:
             plan = without_parts_kept(plan)
         error = self._first_steps.failed.get(plan.work_digest)
-        if error is not None and not message.get("answer"):  # people may know better
+        if error is not None and request.answer is None:  # people may know better
             raise ChangeRefused(f"this plan has failed in the first step: {error}")
         try:
             check_degrees(plan, self.job)
@@ -191,7 +191,7 @@ class Epochs:
             check_memory(plan, self.plan, self.own, self.job)
         except PlanError as error:
             raise ChangeRefused(str(error)) from None
-        return Change(self._changes + 1, plan, message["why"])
+        return Change(self._changes + 1, plan, request.why)
 
     def _check_that_changes_can_be(self) -> None:
         """Raises ChangeRefused."""
@@ -227,7 +227,7 @@ class Epochs:
             check_memory(plan, self.plan, self.own, self.job)
         except PlanError as error:
             return [Log({"event": "change_refused", "why": why, "reason": str(error)})]
-        return self._begin(Change(self._changes + 1, plan, why), {"why": why}) if taken else []
+        return self._begin(Change(self._changes + 1, plan, why)) if taken else []
 
     # Nodes that leave
 
@@ -251,7 +251,7 @@ class Epochs:
             return actions + self._stop(signal.SIGTERM, reason)
         why = f"{nodes} leaves"
         change = Change(self._changes + 1, plan, why, leaving=leaving)
-        return [*actions, *map(Log, told), *self._begin(change, {"why": why})]
+        return [*actions, *map(Log, told), *self._begin(change)]
 
     def _let_go(self) -> list[Action]:
         """Nodes that are to leave, and have no members any more, may."""
@@ -522,5 +522,5 @@ class Epochs:
         ]
 
 
-def _answer(message: Message, content: dict[str, Any]) -> list[Action]:
-    return [Answer(message["answer"], content)] if message.get("answer") else []
+def _reply(key: str | None, answer: Answer) -> list[Action]:
+    return [] if key is None else [Reply(key, answer)]

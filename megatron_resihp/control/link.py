@@ -5,7 +5,6 @@ May import: the standard library and this room's modules.
 
 from __future__ import annotations
 
-import json
 import queue
 import secrets
 import threading
@@ -19,6 +18,7 @@ from megatron_resihp.control.lifeline import Lifeline
 from megatron_resihp.control.mailbox import Ending, GivenUp, coordinator_lost
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
+from megatron_resihp.protocol.messages import MESSAGES, Message
 
 SLICE_S: Final = 1.0
 """Waiting for the end looks up this often whether it is still wanted."""
@@ -38,7 +38,7 @@ class Link:
         on_end: told, in a thread of the link, how the workers are to end.
         on_slowness: told, in another, what drills have slowed, where agents have to do it.
         on_given_up: told, in that one too, which workers the coordinator has given up.
-        name: that no other agent of this run has, nor has had.
+        name: that no other agent of this run has, nor has had: the id of its first worker.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Link:
         self._on_slowness = on_slowness
         self._on_given_up = on_given_up
         self._letterhead, self._posted = secrets.token_hex(4), 0
-        self._letters: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._letters: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lifeline: Lifeline | None = None
         self._closed = False
         self._belongs = False
@@ -70,10 +70,10 @@ class Link:
         for thread in self._threads:
             thread.start()
 
-    def post(self, kind: str, **fields: Any) -> None:
+    def post(self, message: Message) -> None:
         """Send a message to the coordinator, soon and in order."""
         self._posted += 1
-        self._letters.put({"type": kind, "time": time.time(), "id": f"{self._letterhead}.{self._posted}", **fields})
+        self._letters.put(MESSAGES.write(message, f"agent {self.name}", f"{self._letterhead}.{self._posted}"))
 
     def close(self, timeout_s: float) -> None:
         """Send what is waiting and let go of the store."""
@@ -92,7 +92,7 @@ class Link:
             # An agent that is refused says nothing: its workers' ids may be those of others.
             self._introduced.wait()
             while self._belongs and (letter := self._letters.get()) is not None:
-                store.push(messages.INBOX, json.dumps(letter))
+                store.push(messages.INBOX, letter)
         except (StoreError, TimeoutError) as error:
             self._lost(error)
 

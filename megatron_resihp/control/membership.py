@@ -5,36 +5,109 @@ pure modules.
 """
 
 import signal
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.actions import Action, Log, Notify, Phase, PublishPlan, Reopen
 from megatron_resihp.control.causes import ending
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
-from megatron_resihp.control.epochs import Epochs, Message
+from megatron_resihp.control.epochs import Epochs
 from megatron_resihp.control.exposure import exposure, in_words
 from megatron_resihp.control.messages import FENCED_EXIT, REFUSED_EXIT
-from megatron_resihp.plan import Chunk, Shard
+from megatron_resihp.plan import Chunk
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
-from megatron_resihp.protocol.coding import decode
-from megatron_resihp.protocol.records import Record
+from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.messages import (
+    CommunicationFailed,
+    ConnectionLost,
+    EmergencyCheckpointWritten,
+    FirstStepFailed,
+    GroupsPrepared,
+    HeartbeatsMissing,
+    JobStarted,
+    JoinRequest,
+    LeaveRequest,
+    ModelBuilt,
+    NodeLost,
+    PlanRequest,
+    ProcessExited,
+    Ready,
+    SaveRequest,
+    ScriptEnded,
+    ScriptFailed,
+    StopRequest,
+    SurvivorReport,
+    TrainingFinished,
+    WordOfAgent,
+    WordOfWorker,
+    WorkerRestarted,
+)
 
 
 @dataclass
 class Membership(Epochs):
     """Feed it with `handle` and `tick`; carry out the actions that they return."""
 
-    def handle(self, message: Message, now: float) -> list[Action]:
+    def handle(self, message: WordOfWorker | WordOfAgent | PlanRequest, now: float) -> list[Action]:
         """React to one message.
 
         Args:
-            message: well formed, as `door` lets through.
+            message: as `door` lets through.
             now: Unix time, for events; waits are bounded by what `tick` is told.
         """
         if self.phase is Phase.ENDED:
             return []
-        handler = getattr(self, f"_on_{message['type']}", None)
-        return handler(message, now) if handler else []
+        if isinstance(message, WordOfWorker):
+            return self._on_worker(message, now)
+        return self._on_other(message, now)
+
+    def _on_worker(self, message: WordOfWorker, now: float) -> list[Action]:
+        match message:
+            case JobStarted():
+                return self._on_job(message)
+            case JoinRequest():
+                return self._on_joining(message, now)
+            case ModelBuilt():
+                return self._on_model(message)
+            case Ready():
+                return self._on_ready(message, now)
+            case CommunicationFailed():
+                return self._on_communication_failed(message, now)
+            case FirstStepFailed():
+                return self._on_first_step_failed(message, now)
+            case SurvivorReport():
+                return self._on_report(message, now)
+            case GroupsPrepared():
+                return self._on_prepared(message)
+            case TrainingFinished():
+                return self._on_trained(message)
+            case EmergencyCheckpointWritten():
+                return self._on_saved(message)
+            case ScriptEnded(worker):
+                return self._on_end(worker, now, by_word=True)
+            case ScriptFailed(worker, error, code):
+                return self._on_failed(worker, error, code, now)
+
+    def _on_other(self, message: WordOfAgent | PlanRequest, now: float) -> list[Action]:
+        match message:
+            case PlanRequest():
+                return self._ask_for(message)
+            case ProcessExited():
+                return self._on_exited(message, now)
+            case HeartbeatsMissing(worker, silence_s, time):
+                return self._die({worker: f"no heartbeat for {silence_s:.1f} s"}, time, now)
+            case ConnectionLost(worker, time):
+                return self._die({worker: "connection lost"}, time, now)
+            case WorkerRestarted():
+                return self._on_restarted(message)
+            case NodeLost():
+                return self._on_node_lost(message, now)
+            case StopRequest(number):
+                return self._stop(number, f"stopped by signal {number}")
+            case LeaveRequest():
+                return self._on_leave(message)
+            case SaveRequest():
+                return self._on_save()
 
     def tick(self, passed_s: float, now: float) -> list[Action]:
         """Give up on those that a bounded wait ran out for.
@@ -66,38 +139,34 @@ class Membership(Epochs):
 
     # What workers say
 
-    def _on_job(self, message: Message, now: float) -> list[Action]:
-        shape, own = self._sizes_in(message)
+    def _on_job(self, message: JobStarted) -> list[Action]:
+        job = message.job
+        shape, own = self._sizes_in(job)
         if self.shape is not None:
             if (shape, own) != (self.shape, self.own):
                 unlike = f"workers were started with different sizes: {self.shape} and {shape}"
                 return self._end(exit_codes.REFUSED, unlike)
             return []
-        self.shape, self.own, self.job = shape, own, dict(message)
+        self.shape, self.own, self.job = shape, own, asdict(job)
         try:
-            self.plan = self._first = initial_plan(shape, self.size.workers, message["pipeline_last"])
+            self.plan = self._first = initial_plan(shape, self.size.workers, job.pipeline_last)
         except NoPlanError as error:
             return self._end(exit_codes.REFUSED, str(error))
         return [
-            Log({"event": "job", **{k: v for k, v in message.items() if k not in ("type", "epoch")}}),
+            Log({"event": "job", **self.job, "worker": message.worker}),
             PublishPlan(0, self.plan, None, {}),
         ]
 
-    def _sizes_in(self, message: Message) -> tuple[JobShape, tuple[Chunk, ...]]:
-        shape = JobShape(
-            tensor_parallel=message["tensor_parallel"],
-            pipeline_parallel=message["pipeline_parallel"],
-            micro_batches=message["micro_batches"],
-            workers_per_node=self.size.workers_per_node,
-        )
-        return shape, tuple(Chunk(*chunk) for chunk in message["chunks"])
+    def _sizes_in(self, job: JobDescription) -> tuple[JobShape, tuple[Chunk, ...]]:
+        shape = JobShape(job.tensor_parallel, job.pipeline_parallel, job.micro_batches, self.size.workers_per_node)
+        return shape, job.chunks
 
-    def _on_joining(self, message: Message, now: float) -> list[Action]:
+    def _on_joining(self, message: JoinRequest, now: float) -> list[Action]:
         """A worker that was not there at the start is ready for a place in a plan; it holds nothing."""
-        worker = message["worker"]
+        worker = message.worker
         if worker in self.dead or worker in self.living:
             return []
-        if self._sizes_in(message) != (self.shape, self.own):
+        if self._sizes_in(message.job) != (self.shape, self.own):
             reason = "was started with other sizes than the job"
             dismissed = Notify({"kind": "dismissed", "worker": worker, "reason": f"worker {worker} {reason}"})
             return [*self._die({worker: reason}, now, now), dismissed]
@@ -105,23 +174,23 @@ class Membership(Epochs):
         self.newcomers.waiting.add(worker)
         return [Log({"event": "worker_waiting", "waiting": worker, "place": place}), *self._grow()]
 
-    def _on_restarted(self, message: Message, now: float) -> list[Action]:
-        worker, before = message["worker"], message["instead_of"]
+    def _on_restarted(self, message: WorkerRestarted) -> list[Action]:
+        worker, before = message.worker, message.instead_of
         self.newcomers.heard_of(worker)
         return [Log({"event": "worker_restarted", "restarted": worker, "instead_of": before})]
 
-    def _on_model(self, message: Message, now: float) -> list[Action]:
-        self.job["arguments"] = message["arguments"]
-        return [Log({"event": "model", "arguments": message["arguments"]})]
+    def _on_model(self, message: ModelBuilt) -> list[Action]:
+        self.job["arguments"] = message.arguments
+        return [Log({"event": "model", "arguments": message.arguments})]
 
-    def _on_ready(self, message: Message, now: float) -> list[Action]:
-        here = message["epoch"] == self.epoch and message["worker"] in self.living
+    def _on_ready(self, message: Ready, now: float) -> list[Action]:
+        here = message.epoch == self.epoch and message.worker in self.living
         if not here or self.phase not in (Phase.STARTING, Phase.BUILDING):
             return []
-        self._ready[message["worker"]] = dict(message)
+        self._ready[message.worker] = message
         if self.plan is None or set(self.plan.members) - set(self._ready):
             return self._end_if_stranded()
-        unlike = differing(ready["digests"] for ready in self._ready.values())
+        unlike = differing(ready.digests for ready in self._ready.values())
         if unlike:
             cause = f"state differs between holders of {', '.join(name_of(key) for key in unlike)}"
             if self.phase is Phase.STARTING:
@@ -152,63 +221,63 @@ class Membership(Epochs):
         size = self.size
         return [Reopen(node, tuple(size.places_on(node))) for node in range(size.nodes, size.most_nodes)]
 
-    def _on_suspect(self, message: Message, now: float) -> list[Action]:
-        if message["epoch"] != self.epoch or message["worker"] not in self.living:
+    def _on_communication_failed(self, message: CommunicationFailed, now: float) -> list[Action]:
+        if message.epoch != self.epoch or message.worker not in self.living:
             return []
         plan = self.plan if self.trained and self.phase is Phase.RUNNING else None
-        if plan is not None and message["worker"] not in plan.working:
+        if plan is not None and message.worker not in plan.working:
             # The workers are leaving because they are done, perhaps with a long save: the standby waits for the end.
             return [Notify({"kind": "finishing"})]
-        return self._break(f"communication error on worker {message['worker']}: {message['error']}", now, probe=True)
+        return self._break(f"communication error on worker {message.worker}: {message.error}", now, probe=True)
 
-    def _on_plan_failed(self, message: Message, now: float) -> list[Action]:
+    def _on_first_step_failed(self, message: FirstStepFailed, now: float) -> list[Action]:
         """An error of its own ends a worker, and the job; in a chosen plan's first step it may be the plan's."""
-        if message["epoch"] != self.epoch or self.phase not in (Phase.BUILDING, Phase.RUNNING):
+        if message.epoch != self.epoch or self.phase not in (Phase.BUILDING, Phase.RUNNING):
             return []
-        worker, error = message["worker"], message["error"]
+        worker, error = message.worker, message.error
         failed = self._first_steps.fail(worker, error)
         if worker in self.dead or failed is None:
             return []
         return [Log(failed), *self._break(f"the plan's first step failed on worker {worker}: {error}", now)]
 
-    def _on_muster(self, message: Message, now: float) -> list[Action]:
-        worker = message["worker"]
-        if worker not in self.living or message["epoch"] != self.epoch or self.phase is Phase.SALVAGING:
+    def _on_report(self, message: SurvivorReport, now: float) -> list[Action]:
+        worker = message.worker
+        if worker not in self.living or message.epoch != self.epoch or self.phase is Phase.SALVAGING:
             return []
         if self._change is not None and self.phase is Phase.RUNNING:
             self._leave_by_choice(now)
         mustering = self.phase is Phase.MUSTERING
         broken = [] if mustering else self._break(f"worker {worker} left the epoch", now)
-        self._unreachable[worker] = tuple(message.get("unreachable", ()))
-        self._records[worker] = decode(Record, message["record"])
-        self._held[worker] = tuple(Shard(*shard) for shard in message["held"])
+        self._unreachable[worker] = message.unreachable
+        self._records[worker] = message.record
+        self._held[worker] = message.held
         return broken + self._decide(now)
 
-    def _on_prepared(self, message: Message, now: float) -> list[Action]:
+    def _on_prepared(self, message: GroupsPrepared) -> list[Action]:
         """A worker has made the groups of a change ahead of it."""
-        if self._change is not None and self._change.number == message["number"]:
-            self._prepared.add(message["worker"])
+        if self._change is not None and self._change.number == message.number:
+            self._prepared.add(message.worker)
         return []
 
-    def _on_trained(self, message: Message, now: float) -> list[Action]:
-        self.progressed(message["iteration"])
-        self.trained = self.trained or message["worker"] in self.living
+    def _on_trained(self, message: TrainingFinished) -> list[Action]:
+        self.progressed(message.iteration)
+        self.trained = self.trained or message.worker in self.living
         return []
 
-    def _on_salvaged(self, message: Message, now: float) -> list[Action]:
-        self._salvage_left.discard(message["worker"])
+    def _on_saved(self, message: EmergencyCheckpointWritten) -> list[Action]:
+        self._salvage_left.discard(message.worker)
         if self.phase is Phase.SALVAGING and not self._salvage_left:
             return self._end_salvaged()
         return []
 
-    def _on_done(self, message: Message, now: float) -> list[Action]:
-        worker = message["worker"]
+    def _on_end(self, worker: int, now: float, by_word: bool) -> list[Action]:
+        """A worker's script has ended well: it says so itself, or its agent has seen the process end."""
         if worker in self.dead:
             return []
         if self.newcomers.has_never_run(worker, self._running):
             return self._die({worker: "ended before it was taken in"}, now, now)
         too_early = self._too_early()
-        if too_early and message["type"] == "done":
+        if too_early and by_word:
             # If that is so, its agent sees its process end; a word alone ends nothing before its time.
             return []
         # Its exit comes after its word, and by then others may build an epoch without it.
@@ -228,64 +297,48 @@ class Membership(Epochs):
         broken = self._break(f"worker {worker} finished", now) if waited_for else []
         return broken + self._decide(now) + self._end_if_stranded()
 
-    def _on_failed(self, message: Message, now: float) -> list[Action]:
-        worker, error = message["worker"], message["error"]
+    def _on_failed(self, worker: int, error: str, code: int, now: float) -> list[Action]:
         if worker in self.dead:
             return []
         if self.newcomers.has_never_run(worker, self._running):
             return self._die({worker: f"failed before it was taken in: {error}"}, now, now)
-        refused = self.phase is Phase.STARTING and message["code"] == REFUSED_EXIT
+        refused = self.phase is Phase.STARTING and code == REFUSED_EXIT
         return [
             Log({"event": "worker_failed", "failed": worker, "error": error}),
             *self._end(exit_codes.REFUSED if refused else exit_codes.FAILED, f"worker {worker} failed: {error}"),
         ]
 
-    # What people and the policy ask for
-
-    def _on_apply(self, message: Message, now: float) -> list[Action]:
-        return self._ask_for(message)
-
     # What agents say
 
-    def _on_exited(self, message: Message, now: float) -> list[Action]:
-        worker, code = message["worker"], message["code"]
+    def _on_exited(self, message: ProcessExited, now: float) -> list[Action]:
+        worker, code = message.worker, message.code
         if code == 0:
-            return self._on_done(message, now)
+            return self._on_end(worker, now, by_word=False)
         if worker in self.dead:
             return []
         if code == FENCED_EXIT:
-            return self._die({worker: "fenced itself"}, message["time"], now)
-        ended = ending(code, message.get("cause"))
+            return self._die({worker: "fenced itself"}, message.time, now)
+        ended = ending(code, message.cause)
         if code > 0:
-            return self._on_failed({"worker": worker, "error": ended, "code": code}, now)
-        return self._die({worker: ended}, message["time"], now)
+            return self._on_failed(worker, ended, code, now)
+        return self._die({worker: ended}, message.time, now)
 
-    def _on_silent(self, message: Message, now: float) -> list[Action]:
-        cause = f"no heartbeat for {message['silence_s']:.1f} s" if "silence_s" in message else "no heartbeat"
-        return self._die({message["worker"]: cause}, message["time"], now)
-
-    def _on_lost(self, message: Message, now: float) -> list[Action]:
-        return self._die({message["worker"]: "connection lost"}, message["time"], now)
-
-    def _on_node_lost(self, message: Message, now: float) -> list[Action]:
-        node, known = message["node"], {*range(self.size.workers), *self.living, *self.newcomers.waiting}
+    def _on_node_lost(self, message: NodeLost, now: float) -> list[Action]:
+        node, known = message.node, {*range(self.size.workers), *self.living, *self.newcomers.waiting}
         workers = sorted(worker for worker in known if self.newcomers.node_of(worker) == node)
-        actions = self._die({w: f"node lost: {message['cause']}" for w in workers}, message["time"], now)
+        actions = self._die({w: f"node lost: {message.cause}" for w in workers}, message.time, now)
         return actions if self.phase is Phase.ENDED else [*actions, Reopen(node, self.newcomers.ids_for(node))]
 
-    def _on_stop(self, message: Message, now: float) -> list[Action]:
-        return self._stop(message["signal"], f"stopped by signal {message['signal']}")
-
-    def _on_leave(self, message: Message, now: float) -> list[Action]:
+    def _on_leave(self, message: LeaveRequest) -> list[Action]:
         """A node is to be taken away in order; others were told so, too, if the whole job is to end."""
         if self.stop_signal:
             return []
-        node = message["node"]
+        node = message.node
         if self.phase is Phase.STARTING:
             return self._stop(signal.SIGTERM, f"node {node} left")
-        self.departures.agents[node] = message["agent"]
+        self.departures.agents[node] = message.agent
         return self._depart()
 
-    def _on_save(self, message: Message, now: float) -> list[Action]:
+    def _on_save(self) -> list[Action]:
         self._saves += 1
         return [Notify({"kind": messages.SAVE, "number": self._saves})]

@@ -31,6 +31,7 @@ from megatron_resihp.control.trial import Outcome
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
+from megatron_resihp.protocol.messages import PlanRequest
 
 Event = dict[str, Any]
 
@@ -54,7 +55,7 @@ class Strategist:
         run_dir: where proposals are written and the detector keeps what it learns.
         size: of the job.
         write: takes events; from any thread.
-        order: takes messages for the coordinator.
+        order: takes requests for the coordinator.
 
     Attributes:
         next_plan: who plans when workers have died.
@@ -65,7 +66,7 @@ class Strategist:
         run_dir: Path,
         size: JobSize,
         write: Callable[[Event], None],
-        order: Callable[[Event], None],
+        order: Callable[[PlanRequest], None],
     ) -> None:
         self.next_plan = StrategicPlan(self._plan_for_survivors)
         self._run_dir = run_dir
@@ -287,7 +288,7 @@ class Strategist:
         found = answer.get("plan")
         if found is not None and self._newcomers.intersection(ParallelPlan.from_dict(found).working):
             why = arrival(sorted(self._newcomers), self._sizes[0])
-            self._order({"type": "apply", "plan": found, "why": why, "patient": True})
+            self._order(PlanRequest(found, why, patient=True))
 
     def _recommend(self, found: Recommend) -> None:
         numbers = {
@@ -295,7 +296,7 @@ class Strategist:
             "iteration_s": found.iteration_s,
         }  # fmt: skip
         if found.act == ACT:
-            self._order({"type": "apply", "plan": found.plan, "why": found.why})
+            self._order(PlanRequest(found.plan, found.why))
         elif found.act == ASK:
             path = self._propose({**numbers, "plan": found.plan})
             self._tell({"event": "proposal", **numbers, "path": str(path)})

@@ -20,7 +20,18 @@ from megatron_resihp.control.reach import unreachable
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
 from megatron_resihp.plan import ParallelPlan, Shard
-from megatron_resihp.protocol.coding import decode, encode
+from megatron_resihp.protocol.coding import decode
+from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.messages import (
+    MESSAGES,
+    CommunicationFailed,
+    EventsReported,
+    FirstStepFailed,
+    JoinRequest,
+    Message,
+    Ready,
+    SurvivorReport,
+)
 from megatron_resihp.protocol.records import Commit, Record
 
 NO_EPOCH = -1
@@ -141,7 +152,7 @@ class WorkerControl:
         self._thread = threading.Thread(target=self._listen, name="resihp-notices", daemon=True)
         self._thread.start()
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def tell(self, message: Message) -> None:
         """Send a message to the coordinator.
 
         Raises:
@@ -149,8 +160,8 @@ class WorkerControl:
         """
         with self._asked() as store:
             self._told += 1
-            letter = {"type": kind, "worker": self.worker, "id": f"{self._name}.{self._told}", **fields}
-            store.push(messages.INBOX, json.dumps(letter))
+            text = MESSAGES.write(message, f"worker {self.worker}", f"{self._name}.{self._told}")
+            store.push(messages.INBOX, text)
 
     @contextmanager
     def _asked(self) -> Iterator[Store]:
@@ -166,12 +177,12 @@ class WorkerControl:
     def event(self, name: str, **fields: Any) -> None:
         """Write an event to the run's log."""
         event = {"event": name, "time": time.time(), "epoch": self.epoch, "worker": self.worker, **fields}
-        self.tell("event", event=event)
+        self.tell(EventsReported(self.worker, (event,)))
 
     def events(self, events: list[dict[str, Any]]) -> None:
         """Write several events at once; each needs at least `event`."""
         common = {"time": time.time(), "epoch": self.epoch, "worker": self.worker}
-        self.tell("events", events=[{**common, **event} for event in events])
+        self.tell(EventsReported(self.worker, tuple({**common, **event} for event in events)))
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -233,17 +244,18 @@ class WorkerControl:
         Raises:
             JobEnded: the job ended meanwhile, or the coordinator counts as lost, having said nothing for `timeout_s`.
         """
-        self._report("suspect", _first_line(error), timeout_s)
+        self._report(CommunicationFailed(self.worker, self.epoch, _first_line(error)), timeout_s)
 
     def blame_plan(self, error: BaseException, timeout_s: float) -> None:
         """Report that the first step under a plan on trial has failed, and wait as in `suspect`; raises the same."""
         name = type(error).__name__
         said = _first_line(error)
-        self._report("plan_failed", said if said == name else f"{name}: {said}", timeout_s)
+        told = said if said == name else f"{name}: {said}"
+        self._report(FirstStepFailed(self.worker, self.epoch, told), timeout_s)
 
-    def _report(self, kind: str, error: str, timeout_s: float) -> None:
+    def _report(self, failure: CommunicationFailed | FirstStepFailed, timeout_s: float) -> None:
         if not self.broken():
-            self.tell(kind, epoch=self.epoch, error=error)
+            self.tell(failure)
         with self._news:
             answered = self._news.wait_for(lambda: self._finishing or self.broken(), timeout_s)
         if not answered:
@@ -263,7 +275,7 @@ class WorkerControl:
         """
         self._finishing = False  # who was about to leave has to stay
         self._unreachable = self._knock(self._members) if self.epoch in self._to_probe else []
-        self.tell("muster", epoch=self.epoch, record=encode(record), held=held, unreachable=self._unreachable)
+        self.tell(SurvivorReport(self.worker, self.epoch, record, held, tuple(self._unreachable)))
         return self._enter(self.epoch + 1)
 
     def check_reach(self, plan: ParallelPlan) -> None:
@@ -293,7 +305,7 @@ class WorkerControl:
                     self._doors[worker] = parse_address(store.get(key, READ_S))
         return unreachable({worker: self._doors[worker] for worker in wanted if worker in self._doors})
 
-    def join(self, **job: Any) -> EpochPlan | SalvageOrder:
+    def join(self, job: JobDescription) -> EpochPlan | SalvageOrder:
         """Ask for a place in a plan, for a worker that was started anew, and wait for one.
 
         Args:
@@ -302,7 +314,7 @@ class WorkerControl:
         Raises:
             JobEnded: there is no place any more.
         """
-        self.tell("joining", **job)
+        self.tell(JoinRequest(self.worker, job))
         with self._news:
             # As long as the job lasts, whose end is heard of, and so is the coordinator's.
             self._news.wait_for(lambda: self._joins is not None or self._end is not None)
@@ -351,10 +363,7 @@ class WorkerControl:
         Raises:
             EpochBroken, JobEnded: somebody died or state differed meanwhile.
         """
-        self.tell(
-            "ready", epoch=self.epoch, digests=digests, bytes_received=bytes_received, steps_redone=steps_redone,
-            ports=ports,
-        )  # fmt: skip
+        self.tell(Ready(self.worker, self.epoch, digests, tuple(ports), bytes_received, steps_redone))
         self.peer_ports = set(json.loads(self._await_go())["ports"])
 
     def _await_go(self) -> str:

@@ -71,7 +71,7 @@ class DetectionService:
                 self._places = event["most_nodes"] * self._workers_per_node
             case "job":
                 self._job = event
-                if "gemm" in event:
+                if event.get("gemm") is not None:
                     self._inquiries = Inquiries(tuple(event["gemm"]), event["transfer_bytes"])
                 return self._open_recording() + self._load()
             case "epoch_started":

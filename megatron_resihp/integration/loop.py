@@ -23,10 +23,11 @@ from megatron_resihp.integration.optimizer_ring import move_parts, tell_cost
 from megatron_resihp.integration.probe_seams import begin_iteration
 from megatron_resihp.integration.recovery import TakenIn, leave_if_agreed
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.startup import job_fields
+from megatron_resihp.integration.startup import describe_job
 from megatron_resihp.integration.step import tell_of_experts
 from megatron_resihp.integration.telemetry import report_iteration
 from megatron_resihp.integration.validation import validate
+from megatron_resihp.protocol.messages import TrainingFinished
 from megatron_resihp.protocol.records import Outcome, Stage
 
 StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None, Any]
@@ -85,7 +86,7 @@ def _finish(runtime: Runtime) -> None:
         # From here on, who recovers finds the counters as they are after the last step.
         runtime.args.curr_iteration = progress.iteration
         progress.begin(progress.iteration + 1, snapshot_counters(runtime))
-    runtime.control.tell("trained", iteration=progress.iteration - 1)
+    runtime.control.tell(TrainingFinished(runtime.worker, progress.iteration - 1))
 
 
 def wrap_evaluation(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,7 +124,7 @@ def _join(runtime: Runtime) -> NoReturn:
     """
     count_as_one_replica(runtime)
     # From here on an epoch may break; until then nobody waits for this worker.
-    raise TakenIn(runtime.control.join(**job_fields(runtime.args, runtime.config, runtime.own)))
+    raise TakenIn(runtime.control.join(describe_job(runtime.args, runtime.config, runtime.own)))
 
 
 def _fresh(iterator: Any) -> Any:

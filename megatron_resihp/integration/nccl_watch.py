@@ -10,6 +10,7 @@ from typing import Final
 
 from megatron_resihp.control.worker import JobEnded, WorkerControl
 from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.protocol.messages import CommunicationFailed
 
 LOOK_S: Final = 1.0
 
@@ -35,4 +36,4 @@ def look(communicators: Communicators, control: WorkerControl) -> None:
         return
     failure = communicators.failure()
     if failure is not None:
-        control.tell("suspect", epoch=epoch, error=failure)
+        control.tell(CommunicationFailed(control.worker, epoch, failure))

@@ -15,6 +15,7 @@ from megatron_resihp.executor.groups_ahead import GroupsAhead
 from megatron_resihp.integration.group_needs import needs_of
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.protocol.messages import GroupsPrepared
 
 LONGEST_S = 10.0
 """A change does not wait longer for groups that are made ahead of it."""
@@ -78,4 +79,4 @@ class Preparation:
                 why = f"{type(error).__name__}: {error}"
                 print(f"resihp: worker {runtime.worker} can't make groups ahead ({why})", file=sys.stderr, flush=True)
             return
-        runtime.control.tell("prepared", number=number)
+        runtime.control.tell(GroupsPrepared(runtime.worker, number))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from megatron_resihp.control.worker import JobEnded, WorkerControl
+from megatron_resihp.protocol.messages import CommunicationFailed
 
 LOOK_S: Final = 10.0
 LONG_S: Final = 20.0
@@ -58,4 +59,4 @@ class ReachWatch:
         lost = sorted(worker for worker, times in self._missed.items() if times >= TIMES)
         if lost:
             self._missed.clear()
-            self._control.tell("suspect", epoch=epoch, error=f"worker {lost[0]} can't be reached")
+            self._control.tell(CommunicationFailed(self._control.worker, epoch, f"worker {lost[0]} can't be reached"))

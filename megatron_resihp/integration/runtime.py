@@ -28,6 +28,7 @@ from megatron_resihp.integration.probe_sheet import Sheet
 from megatron_resihp.integration.probes import PadOp, PadTransfer, Probes
 from megatron_resihp.plan import Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.files import read_plan
+from megatron_resihp.protocol.messages import PlanRequest, SlowdownRequest
 from megatron_resihp.protocol.records import Outcome, Record, Stage
 
 if TYPE_CHECKING:
@@ -324,7 +325,7 @@ class Runtime:
         while self.plans and self.plans[0][0].iteration <= iteration:
             due, plan = self.plans.pop(0)
             if self.reports:
-                self.control.tell("apply", plan=plan, why=f"--resihp-plan {due.path}", answer=None, patient=True)
+                self.control.tell(PlanRequest(plan, f"--resihp-plan {due.path}", patient=True))
 
     def _announce_drill(self, drill: Any) -> None:
         self.control.event(
@@ -332,6 +333,4 @@ class Runtime:
         )
 
     def _ask_for_slowdown(self, index: int, slowdown: Slowdown) -> None:
-        self.control.tell(
-            "slowdown", number=index, workers=slowdown.workers, factor=slowdown.factor, iteration=slowdown.iteration
-        )
+        self.control.tell(SlowdownRequest(slowdown.workers, slowdown.factor, slowdown.iteration, index))

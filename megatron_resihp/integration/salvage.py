@@ -30,6 +30,7 @@ from megatron_resihp.integration.optimizer_shards import own_part
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.slices import cuts_of, slices_of
+from megatron_resihp.protocol.messages import EmergencyCheckpointWritten
 
 
 def salvage(runtime: Runtime, order: SalvageOrder) -> None:
@@ -45,7 +46,7 @@ def salvage(runtime: Runtime, order: SalvageOrder) -> None:
         "salvage", iteration=order.commit.iteration, path=str(path), complete=not order.missing,
         missing=[runtime.own.coordinate_of((shard,)) for shard in order.missing],
     )
-    runtime.control.tell("salvaged")
+    runtime.control.tell(EmergencyCheckpointWritten(runtime.worker))
 
 
 def write_state(runtime: Runtime, order: SalvageOrder, directory: Path) -> Path:

@@ -52,6 +52,8 @@ from megatron_resihp.integration.step import install_step
 from megatron_resihp.integration.whereabouts import whereabouts
 from megatron_resihp.integration.world import build_world
 from megatron_resihp.plan.places import node_of
+from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.messages import JobStarted, ModelBuilt
 
 CONNECT_TIMEOUT_S = 300.0
 LAST_RECORDS_S = 1.0
@@ -137,7 +139,7 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
             torch.cuda.set_device(args.local_rank)
             build_lonely_world(runtime)
             return original(*positional, **options)
-        runtime.control.tell("job", **job_fields(args, runtime.config, own))
+        runtime.control.tell(JobStarted(runtime.worker, describe_job(args, runtime.config, own)))
         runtime.plan = runtime.control.first_plan()
         coordinate = runtime.plan.coordinate_of(runtime.worker)
         assert coordinate is not None, "every worker has work at the start"
@@ -149,40 +151,40 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
     return initialize_megatron
 
 
-def job_fields(args: Any, config: ResihpConfig, own: OwnLayout) -> dict[str, Any]:
+def describe_job(args: Any, config: ResihpConfig, own: OwnLayout) -> JobDescription:
     """What the coordinator must know of Megatron's arguments and of ours."""
-    return {
-        "tensor_parallel": args.tensor_model_parallel_size,
-        "pipeline_parallel": args.pipeline_model_parallel_size,
-        "chunks": own.chunks,
-        "tied": own.tied_head is not None,
-        "micro_batch_size": args.micro_batch_size,
-        "global_batch_size": args.global_batch_size,
-        "micro_batches": args.global_batch_size // args.micro_batch_size,
-        "seq_length": args.seq_length,
-        "sequence_parallel": own.sequence_parallel,
-        "emulated": config.resihp_emulate,
-        "train_iters": args.train_iters,
-        "ends_early": bool(args.exit_interval),
-        "eval_interval": args.eval_interval if args.eval_iters else None,
-        "save_interval": args.save_interval if args.save else None,
-        "pipeline_last": not args.use_tp_pp_dp_mapping,
-        "gemm": [
+    return JobDescription(
+        tensor_parallel=args.tensor_model_parallel_size,
+        pipeline_parallel=args.pipeline_model_parallel_size,
+        chunks=own.chunks,
+        tied=own.tied_head is not None,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size,
+        micro_batches=args.global_batch_size // args.micro_batch_size,
+        seq_length=args.seq_length,
+        sequence_parallel=own.sequence_parallel,
+        emulated=config.resihp_emulate,
+        train_iters=args.train_iters,
+        ends_early=bool(args.exit_interval),
+        eval_interval=args.eval_interval if args.eval_iters else None,
+        save_interval=args.save_interval if args.save else None,
+        pipeline_last=not args.use_tp_pp_dp_mapping,
+        gemm=(
             args.micro_batch_size * args.seq_length, args.ffn_hidden_size // args.tensor_model_parallel_size,
             args.hidden_size,
-        ],
-        "transfer_bytes": args.micro_batch_size * args.seq_length * args.hidden_size * args.params_dtype.itemsize,
-        "false_alarms_per_job": config.resihp_false_alarms_per_job,
-        "distributed_optimizer": bool(args.use_distributed_optimizer),
-        "strategy": config.resihp_strategy,
-        "plan_wait": config.resihp_plan_wait,
-        "act": config.resihp_act,
-        "begins_with_a_plan": config.begins_with_a_plan,
-        "seconds_between_changes": config.resihp_seconds_between_changes,
-        "device_memory": None if cpu.installed() else torch.cuda.get_device_properties(args.local_rank).total_memory,
-        "memory_reserve": config.resihp_memory_reserve,
-        "cost_model": config.resihp_cost_model and os.path.abspath(config.resihp_cost_model),
-    }
+        ),
+        transfer_bytes=args.micro_batch_size * args.seq_length * args.hidden_size * args.params_dtype.itemsize,
+        false_alarms_per_job=config.resihp_false_alarms_per_job,
+        distributed_optimizer=bool(args.use_distributed_optimizer),
+        strategy=config.resihp_strategy,
+        plan_wait=config.resihp_plan_wait,
+        act=config.resihp_act,
+        begins_with_a_plan=config.begins_with_a_plan,
+        seconds_between_changes=config.resihp_seconds_between_changes,
+        device_memory=None if cpu.installed() else torch.cuda.get_device_properties(args.local_rank).total_memory,
+        memory_reserve=config.resihp_memory_reserve,
+        cost_model=config.resihp_cost_model and os.path.abspath(config.resihp_cost_model),
+    )
 
 
 def model_fields(args: Any) -> dict[str, Any]:
@@ -227,7 +229,7 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
     @functools.wraps(original)
     def setup_model_and_optimizer(*positional: Any, **options: Any) -> Any:
         if runtime.worker == 0:  # first, so that planners practise meanwhile
-            runtime.control.tell("model", arguments=model_fields(runtime.args))
+            runtime.control.tell(ModelBuilt(runtime.worker, model_fields(runtime.args)))
         # What a newcomer will hold comes from others, not from a checkpoint.
         with _without_loading(runtime.args) if runtime.newcomer else nullcontext():
             model, optimizer, scheduler = original(*positional, **options)

@@ -68,7 +68,7 @@ class JobDescription:
     micro_batch_size: Positive | None = None
     global_batch_size: Positive | None = None
     emulated: str | None = None
-    gemm: tuple[Natural, ...] | None = None
+    gemm: tuple[Natural, Natural, Natural] | None = None
     transfer_bytes: Natural | None = None
     false_alarms_per_job: float = FALSE_ALARMS_PER_JOB
     distributed_optimizer: bool = False

@@ -274,12 +274,14 @@ class SaveRequest:
     time: UnixTime
 
 
-Message = (
+WordOfWorker = (
     JobStarted | JoinRequest | ModelBuilt | Ready | CommunicationFailed | FirstStepFailed | SurvivorReport
-    | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed | EventsReported
-    | PlanRequest | SlowdownRequest
-    | ProcessExited | HeartbeatsMissing | ConnectionLost | WorkerRestarted | NodeLost
-    | StopRequest | LeaveRequest | SaveRequest
+    | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed
 )  # fmt: skip
+WordOfAgent = (
+    ProcessExited | HeartbeatsMissing | ConnectionLost | WorkerRestarted | NodeLost | StopRequest | LeaveRequest
+    | SaveRequest
+)  # fmt: skip
+Message = WordOfWorker | WordOfAgent | PlanRequest | SlowdownRequest | EventsReported
 MESSAGES = Kinds[Message](get_args(Message), "a message")
 """To the coordinator."""

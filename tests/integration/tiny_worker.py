@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron_resihp.control.address import parse_address
 from megatron_resihp.control.reach import Door, own_address_towards
@@ -35,6 +35,8 @@ from megatron_resihp.control.worker import (
 )
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.messages import EmergencyCheckpointWritten, JobStarted, ModelBuilt, TrainingFinished
 from megatron_resihp.protocol.records import Record, Stage
 
 WORKER = int(os.environ["RESIHP_WORKER"])
@@ -42,10 +44,10 @@ NEWCOMER = int(os.environ["RANK"]) != WORKER
 RUN_DIR = Path(os.environ["RESIHP_RUN_DIR"])
 TICK_S = 0.01
 ANSWERED_S = 30.0
-JOB = {
-    "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "global_batch_size": 12, "micro_batches": 12,
-    "train_iters": 5, "seq_length": 8, "sequence_parallel": False, "pipeline_last": True, "chunks": [[0, 0, 4]],
-}  # fmt: skip
+JOB = JobDescription(
+    tensor_parallel=1, pipeline_parallel=1, micro_batches=12, chunks=(Chunk(0, 0, 4),), seq_length=8,
+    sequence_parallel=False, pipeline_last=True, train_iters=5, micro_batch_size=1, global_batch_size=12,
+)  # fmt: skip
 
 MODEL = {
     "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8,
@@ -72,7 +74,7 @@ def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
     while True:
         order = control.muster(record, shards_at([Chunk(0, 0, 4)], held, 1) if held else ())
         if isinstance(order, SalvageOrder):
-            control.tell("salvaged")
+            control.tell(EmergencyCheckpointWritten(WORKER))
             raise control.await_end()
         assert isinstance(order, EpochPlan)
         try:
@@ -111,13 +113,13 @@ def train(control: WorkerControl, news: threading.Event) -> None:
 
 
 def join(control: WorkerControl) -> ParallelPlan:
-    order = control.join(**told_of_the_job())
+    order = control.join(told_of_the_job())
     assert isinstance(order, EpochPlan) and not order.held[WORKER]
     return order.plan
 
 
-def told_of_the_job() -> dict[str, Any]:
-    return {**JOB, **(json.loads((RUN_DIR / "job").read_text()) if asked("job") else {})}
+def told_of_the_job() -> JobDescription:
+    return replace(JOB, **(json.loads((RUN_DIR / "job").read_text()) if asked("job") else {}))
 
 
 def breed() -> None:
@@ -148,11 +150,11 @@ def main() -> None:
     door = Door(own_address_towards(store.address.host)).address
     control = WorkerControl(store, WORKER, news.set, NO_EPOCH if NEWCOMER else 0, door)
     if not NEWCOMER:
-        control.tell("job", **told_of_the_job())
-        control.tell("model", arguments=MODEL)
+        control.tell(JobStarted(WORKER, told_of_the_job()))
+        control.tell(ModelBuilt(WORKER, MODEL))
     try:
         train(control, news)
-        control.tell("trained", iteration=told_of_the_job()["train_iters"])
+        control.tell(TrainingFinished(WORKER, told_of_the_job().train_iters or 0))
     except JobEnded as end:
         print(f"ended: {end}", flush=True)
         while asked(f"hang_{WORKER}"):

@@ -18,6 +18,7 @@ from megatron_resihp.control.address import Address
 from megatron_resihp.control.lasting import LastingStore
 from megatron_resihp.control.store import SILENT_S, StoreError, TcpStore, connect, serve
 from megatron_resihp.control.worker import WorkerControl
+from megatron_resihp.protocol.messages import MESSAGES, TrainingFinished
 
 SHORT_S = 0.05
 HEARD_S = 30.0
@@ -163,6 +164,6 @@ def test_a_worker_hears_and_is_heard_again(between: GoBetween, served: TcpStore)
     between.cut()
     served.set(messages.notice_key(0), json.dumps({"kind": "broken", "epoch": 0, "cause": "worker 0: exit signal 9"}))
     assert broken.wait(HEARD_S)
-    control.tell("trained", iteration=3)
-    message = json.loads(served.pop(messages.INBOX, HEARD_S) or "")
-    assert (message["type"], message["worker"]) == ("trained", 1) and message["id"]
+    control.tell(TrainingFinished(1, 3))
+    letter = MESSAGES.read(served.pop(messages.INBOX, HEARD_S) or "")
+    assert letter.body == TrainingFinished(1, 3) and letter.id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,21 +14,31 @@ from megatron_resihp.control import coordinator, exit_codes, messages
 from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.coordinator import Coordinator
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.protocol.coding import encode
+from megatron_resihp.plan import Chunk, Shard
+from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.messages import (
+    MESSAGES,
+    EmergencyCheckpointWritten,
+    EventsReported,
+    JobStarted,
+    Message,
+    ProcessExited,
+    Ready,
+    ScriptFailed,
+    SurvivorReport,
+)
 from megatron_resihp.protocol.records import Record, Stage
+from megatron_resihp.protocol.wire import Letter
 
 MUSTER_S = 60.0
-SIZES: dict[str, Any] = {
-    "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batches": 4, "chunks": [[0, 0, 3]], "seq_length": 8,
-    "sequence_parallel": False, "pipeline_last": True,
-}  # fmt: skip
-END = {"type": "failed", "worker": 0, "error": "enough", "code": 1}
+STARTED = JobStarted(0, JobDescription(1, 1, 4, (Chunk(0, 0, 3),), 8, False, True))
+END = ScriptFailed(0, "enough", 1)
 
 
 class Played:
     """A store whose inbox is a script: a message, or seconds that pass without one. Its time is the clock's."""
 
-    def __init__(self, *script: dict[str, Any] | float) -> None:
+    def __init__(self, *script: Message | Letter[Message] | float) -> None:
         self.script = deque(script)
         self.now = 1000.0
         self.values: dict[str, str] = {}
@@ -36,10 +47,14 @@ class Played:
         if not self.script and not timeout_s:
             return None
         assert self.script, "the coordinator goes on after the end"
-        if isinstance(self.script[0], dict):
-            return json.dumps(self.script.popleft())
+        told = self.script[0]
+        if not isinstance(told, float):
+            self.script.popleft()
+            letter = told if isinstance(told, Letter) else Letter("a process", told)
+            return MESSAGES.write(letter.body, letter.sender, letter.id)
         if timeout_s:
-            self.now += self.script.popleft()
+            self.script.popleft()
+            self.now += told
         return None
 
     def set(self, key: str, value: str) -> None:
@@ -49,27 +64,25 @@ class Played:
         return self.values.setdefault(key, value)
 
 
-def drill(action: str, worker: int, struck_at: float) -> dict[str, Any]:
+def drill(action: str, worker: int, struck_at: float) -> EventsReported:
     event = {"event": "drill", "time": struck_at, "epoch": 0, "worker": worker, "action": action, "target": worker}
-    return {"type": "event", "worker": worker, "event": event}
+    return EventsReported(worker, (event,))
 
 
-def ready(worker: int, epoch: int) -> dict[str, Any]:
-    return {"type": "ready", "worker": worker, "epoch": epoch, "digests": {"0/0": "a"}, "ports": [9000 + worker],
-            "bytes_received": 0, "steps_redone": 0}  # fmt: skip
+def ready(worker: int, epoch: int) -> Ready:
+    return Ready(worker, epoch, {"0/0": "a"}, (9000 + worker,), 0, 0)
 
 
-def muster(worker: int) -> dict[str, Any]:
+def muster(worker: int) -> SurvivorReport:
     record = Record(5, Stage.COMPUTE, counters={n: {"iteration": n - 1} for n in (4, 5)})
-    return {"type": "muster", "worker": worker, "epoch": 0, "record": encode(record), "held": [[0, 3, 0, 1]]}
+    return SurvivorReport(worker, 0, record, (Shard(0, 3, 0, 1),))
 
 
-def trained_until_a_death() -> list[dict[str, Any] | float]:
-    start = [{"type": "job", "worker": 0, **SIZES}, *(ready(worker, 0) for worker in range(4))]
-    return [*start, 0.5, {"type": "exited", "worker": 3, "code": -9, "time": 1.0}]
+def trained_until_a_death() -> list[Message | float]:
+    return [STARTED, *(ready(worker, 0) for worker in range(4)), 0.5, ProcessExited(3, -9, 1.0)]
 
 
-def dead_after(*script: dict[str, Any] | float) -> list[int]:
+def dead_after(*script: Message | float) -> list[int]:
     """Who was given up in a job in which worker 3 dies, and this follows."""
     store = Played(*trained_until_a_death(), *script, END)
     events: list[dict[str, Any]] = []
@@ -104,8 +117,8 @@ def test_a_clock_that_is_set_gives_up_nobody(monkeypatch: pytest.MonkeyPatch) ->
     assert dead_after(0.5, muster(0), 0.5, muster(1), 0.5, muster(2)) == [3]
 
 
-def salvaged(worker: int) -> dict[str, Any]:
-    return {"type": "salvaged", "worker": worker}
+def salvaged(worker: int) -> EmergencyCheckpointWritten:
+    return EmergencyCheckpointWritten(worker)
 
 
 MUSTERED = (muster(0), muster(1), muster(2))
@@ -151,14 +164,14 @@ def test_a_plan_that_can_not_be_published_has_them_save_too(monkeypatch: pytest.
 
 def test_a_go_that_somebody_else_has_given_binds_nobody() -> None:
     store = Played(*trained_until_a_death(), *MUSTERED, *(ready(worker, 1) for worker in range(3)),
-                   *({**each, "epoch": 1} for each in MUSTERED), salvaged(0))  # fmt: skip
+                   *(replace(each, epoch=1) for each in MUSTERED), salvaged(0))  # fmt: skip
     store.values["go/1"] = '{"ports": []}'
     assert "'go/1' was in the store before" in ends_after(store)[-1]["reason"]
     assert "impossible" in json.loads(store.values["plan/2"])
 
 
 def test_before_the_first_iteration_there_is_nothing_to_save() -> None:
-    store = Played({"type": "job", "worker": 0, **SIZES})
+    store = Played(STARTED)
     store.values["plan/0"] = "{}"
     assert "'plan/0' was in the store before" in ends_after(store)[-1]["reason"]
 
@@ -175,8 +188,8 @@ def test_the_cause_of_a_death_is_told_where_it_is_known(
     action: str, exited: dict[str, Any], cause: str, died_at: float
 ) -> None:
     *trained, death = trained_until_a_death()
-    assert isinstance(death, dict)
-    store = Played(*trained, drill(action, 3, struck_at=0.25), {**death, **exited}, END)
+    assert isinstance(death, ProcessExited)
+    store = Played(*trained, drill(action, 3, struck_at=0.25), replace(death, **exited), END)
     events: list[dict[str, Any]] = []
     Coordinator(store, events.append, JobSize(4, 1), [], clock=lambda: store.now).run()  # type: ignore[arg-type]
     (dead,) = [event for event in events if event["event"] == "worker_dead"]
@@ -185,8 +198,8 @@ def test_the_cause_of_a_death_is_told_where_it_is_known(
 
 def test_what_is_sent_again_counts_once() -> None:
     event = {"event": "samples", "time": 1.0, "epoch": 0, "worker": 1}
-    once = {"type": "event", "worker": 1, "id": "a.1", "event": event}
-    events = ends_after(Played(once, once, {**once, "id": "a.2"}, END), code=exit_codes.FAILED)
+    once = Letter[Message]("worker 1", EventsReported(1, (event,)), "a.1")
+    events = ends_after(Played(once, once, replace(once, id="a.2"), END), code=exit_codes.FAILED)
     assert [each["event"] for each in events].count("samples") == 2
 
 
@@ -200,7 +213,7 @@ def test_who_is_given_up_is_named_to_its_agent() -> None:
 
 def test_who_looks_for_stalls_is_asked_only_once_all_is_heard() -> None:
     heard: list[str] = []
-    store = Played({"type": "job", "worker": 0, **SIZES}, drill("stop", 1, 0.5), 0.5, END)
+    store = Played(STARTED, drill("stop", 1, 0.5), 0.5, END)
     Coordinator(
         store, lambda event: heard.append(event["event"]), JobSize(4, 1), [], clock=lambda: store.now,  # type: ignore[arg-type]
         on_heard=lambda: heard.append("all"),

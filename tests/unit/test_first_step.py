@@ -10,12 +10,13 @@ from test_membership import LIMITS, OTHER_LAYERS, UNLIKE, Job, events, notices, 
 from megatron_resihp.control.actions import Action, Go, OrderSalvage, Phase, PublishPlan
 from megatron_resihp.control.next_plan import Survivors, rectangles_or_less
 from megatron_resihp.plan import Chunk, ParallelPlan
+from megatron_resihp.protocol.messages import CommunicationFailed, FirstStepFailed, PlanRequest, ScriptFailed
 
 ERROR = "ValueError: shards (2) must be >= tensor_model_parallel_size (4)."
 
 
 def failing(job: Job, worker: int = 1, error: str = ERROR) -> list[Action]:
-    return job.tell("plan_failed", worker, epoch=job.membership.epoch, error=error)
+    return job.tell(FirstStepFailed(worker, epoch=job.membership.epoch, error=error))
 
 
 def changed(plan: ParallelPlan = UNLIKE, **asked: Any) -> Job:
@@ -56,7 +57,7 @@ def test_the_same_error_again_is_none_of_the_plans() -> None:
     job.muster(0, 1, 2, 3)
     job.ready(*job.members)
     assert failing(job) == []
-    job.tell("failed", 1, error=ERROR, code=1)
+    job.tell(ScriptFailed(1, error=ERROR, code=1))
     assert job.membership.phase is Phase.ENDED
 
 
@@ -66,8 +67,7 @@ def test_a_plan_that_has_failed_is_not_chosen_again_except_by_people() -> None:
     job.at = {}
     job.muster(0, 1, 2, 3)
     job.ready(*job.members)
-    asked = {"plan": UNLIKE.to_dict(), "why": "iterations 25 % shorter"}
-    [refused] = events(job.tell("apply", **asked), "change_refused")
+    [refused] = events(job.tell(PlanRequest(UNLIKE.to_dict(), "iterations 25 % shorter")), "change_refused")
     assert refused["reason"] == f"this plan has failed in the first step: {ERROR}"
     assert events(job.apply(UNLIKE), "plan_change")
 
@@ -176,7 +176,7 @@ def test_recoveries_of_an_iteration_stay_bounded() -> None:
     for recovery in range(2 * LIMITS.recoveries_per_iteration):
         job.ready(*sorted(job.membership.living))
         failing(job)
-        job.tell("suspect", 1, epoch=job.membership.epoch, error="connection reset")
+        job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="connection reset"))
         actions = job.muster(*sorted(job.membership.living))
         if any(isinstance(action, OrderSalvage) for action in actions):
             assert recovery <= LIMITS.recoveries_per_iteration

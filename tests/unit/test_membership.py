@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from collections.abc import Iterable
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.actions import (
     Action,
-    Answer,
     End,
     Go,
     Limits,
@@ -26,20 +24,40 @@ from megatron_resihp.control.actions import (
     Phase,
     PublishPlan,
     Reopen,
+    Reply,
 )
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.messages import FENCED_EXIT
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, deal, rules, spelled_out
 from megatron_resihp.plan.places import renamed
-from megatron_resihp.protocol.coding import encode
+from megatron_resihp.protocol.answers import Refused
+from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.messages import (
+    CommunicationFailed,
+    ConnectionLost,
+    EmergencyCheckpointWritten,
+    GroupsPrepared,
+    HeartbeatsMissing,
+    JobStarted,
+    JoinRequest,
+    LeaveRequest,
+    Message,
+    ModelBuilt,
+    NodeLost,
+    PlanRequest,
+    ProcessExited,
+    Ready,
+    ScriptEnded,
+    ScriptFailed,
+    StopRequest,
+    SurvivorReport,
+    TrainingFinished,
+    WorkerRestarted,
+)
 from megatron_resihp.protocol.records import Outcome, Record, Stage
 
 LIMITS = Limits(muster_s=10.0, build_s=100.0, salvage_s=50.0, recoveries_per_iteration=3)
-
-
-def plain(record: Record) -> Any:
-    return json.loads(json.dumps(encode(record)))
 
 
 class Job:
@@ -56,18 +74,14 @@ class Job:
         per_node = 2 if workers % 2 == 0 else 1
         self.membership = Membership(JobSize(workers // per_node, per_node, late_nodes), limits=LIMITS)
         self.own = tuple(Chunk(stage, 3 * stage, 3 * stage + 3) for stage in range(pipeline))
-        self.sizes = {
-            "tensor_parallel": tensor, "pipeline_parallel": pipeline, "micro_batches": micro_batches,
-            "chunks": [list(chunk) for chunk in self.own], "seq_length": 8, "sequence_parallel": False,
-        }  # fmt: skip
+        self.description = JobDescription(tensor, pipeline, micro_batches, self.own, 8, False, True)
         self.now = 0.0
         self.iteration = 5
         self.at: dict[int, tuple[int, Stage]] = {}
         self.held: dict[int, tuple[Shard, ...]] = {}
         self.actions: list[Action] = []
 
-    def tell(self, kind: str, worker: int | None = None, **fields: Any) -> list[Action]:
-        message = {"type": kind, **({} if worker is None else {"worker": worker}), **fields}
+    def tell(self, message: Any) -> list[Action]:
         return self._take(self.membership.handle(message, self.now))
 
     def wait(self, seconds: float) -> list[Action]:
@@ -88,26 +102,24 @@ class Job:
     # What workers do
 
     def describe(self, worker: int, **changed: Any) -> list[Action]:
-        return self.tell("job", worker, **{**self.sizes, "pipeline_last": True, **changed})
+        return self.tell(JobStarted(worker, replace(self.description, **changed)))
 
     def ready(self, *workers: int, state: str = "same", **fields: Any) -> list[Action]:
         return [
             action
             for worker in workers
-            for action in self.tell(
-                "ready", worker, **{"epoch": self.membership.epoch, "digests": self.digests(worker, state),
-                "ports": [9000 + worker], "bytes_received": 0, "steps_redone": 1, **fields},
-            )
+            for action in self.tell(replace(
+                Ready(worker, self.membership.epoch, self.digests(worker, state), (9000 + worker,), 0, 1), **fields
+            ))
         ]  # fmt: skip
 
     def muster(self, *workers: int, **fields: Any) -> list[Action]:
         return [
             action
             for worker in workers
-            for action in self.tell(
-                "muster", worker, **{"epoch": self.membership.epoch, "record": plain(self.record(worker)),
-                "held": self.held[worker], **fields},
-            )
+            for action in self.tell(replace(
+                SurvivorReport(worker, self.membership.epoch, self.record(worker), self.held[worker]), **fields
+            ))
         ]  # fmt: skip
 
     def digests(self, worker: int, state: str) -> dict[str, str]:
@@ -137,7 +149,7 @@ class Job:
 
     def apply(self, plan: Any, **fields: Any) -> list[Action]:
         data = plan.to_dict() if isinstance(plan, ParallelPlan) else plan
-        return self.tell("apply", plan=data, why="asked for by hand", answer="answer/1", **fields)
+        return self.tell(replace(PlanRequest(data, "asked for by hand", answer="answer/1"), **fields))
 
     def leave(self, *workers: int) -> list[Action]:
         """Workers muster after the step that all have agreed on."""
@@ -145,12 +157,12 @@ class Job:
         return self.muster(*workers)
 
     def kill(self, worker: int, number: int = signal.SIGKILL) -> list[Action]:
-        return self.tell("exited", worker, code=-number, time=self.now)
+        return self.tell(ProcessExited(worker, code=-number, time=self.now))
 
     def come_back(self, worker: int, **changed: Any) -> list[Action]:
         """A worker that was started anew is ready for a plan."""
         self.held.setdefault(worker, ())
-        return self.tell("joining", worker, **{**self.sizes, "pipeline_last": True, **changed})
+        return self.tell(JoinRequest(worker, replace(self.description, **changed)))
 
     # Ways to a state
 
@@ -232,30 +244,30 @@ class TestStartUp:
         end = only(End, job.ready(3, state="other"))
         assert end.code == 1 and "state differs between holders of stage 1 TP rank 0" in end.reason
 
-    @pytest.mark.parametrize("news", [{"type": "failed", "error": "exit code 2"}, {"type": "exited", "time": 0.0}])
-    def test_a_refusal_before_training_is_told_from_a_failure(self, news: dict[str, object]) -> None:
+    @pytest.mark.parametrize("news", [ScriptFailed(2, "exit code 2", 2), ProcessExited(2, 2, 0.0)])
+    def test_a_refusal_before_training_is_told_from_a_failure(self, news: Message) -> None:
         """argparse and the plugin refuse arguments with 2; the same code of a user's script later is a failure."""
         for job, code in ((Job(), 2), (Job().start(), 1)):
-            end = only(End, job.membership.handle({"worker": 2, "code": 2, **news}, 0.0))
+            end = only(End, job.tell(news))
             assert end.code == code
 
     def test_a_stop_signal(self) -> None:
         job = Job()
         job.describe(0)
-        assert only(End, job.tell("stop", signal=signal.SIGTERM)).code == 143
+        assert only(End, job.tell(StopRequest(signal=signal.SIGTERM, time=0.0))).code == 143
 
     def test_a_script_that_does_not_train(self) -> None:
         """No worker ever tells sizes: all just exit with 0."""
         job = Job(workers=2)
-        assert not job.tell("exited", 0, code=0, time=0.0)
-        assert only(End, job.tell("exited", 1, code=0, time=0.0)).code == 0
+        assert not job.tell(ProcessExited(0, code=0, time=0.0))
+        assert only(End, job.tell(ProcessExited(1, code=0, time=0.0))).code == 0
 
     def test_workers_that_end_before_they_train(self) -> None:
         """Nothing was trained, so nobody may take it for a success."""
         job = Job(workers=2)
         job.describe(0)
-        job.tell("done", 0)
-        end = only(End, job.tell("done", 1))
+        job.tell(ScriptEnded(0))
+        end = only(End, job.tell(ScriptEnded(1)))
         assert end.code == 1 and "ended before the first iteration" in end.reason
 
     @pytest.mark.parametrize("ready_first", [False, True])
@@ -263,15 +275,12 @@ class TestStartUp:
         job = Job()
         job.describe(0)
         if not ready_first:
-            job.tell("done", 1)
+            job.tell(ScriptEnded(1))
         actions = job.ready(0, 2, 3)
         if ready_first:
-            actions = job.tell("done", 1)
+            actions = job.tell(ScriptEnded(1))
         end = only(End, actions)
         assert end.code == 1 and "worker 1 finished during start-up" in end.reason
-
-    def test_unknown_messages_are_for_others(self) -> None:
-        assert not Job().tell("weather", 0, sunny=True)
 
 
 class TestRecovery:
@@ -358,15 +367,15 @@ class TestRecovery:
         """A connection that failed costs a rebuild, and nobody's work."""
         job = Job().start()
         before = job.membership.plan
-        assert notices(job.tell("suspect", 2, epoch=0, error="connection reset")) == ["broken"]
-        assert not job.tell("suspect", 3, epoch=0, error="me too")
+        assert notices(job.tell(CommunicationFailed(2, epoch=0, error="connection reset"))) == ["broken"]
+        assert not job.tell(CommunicationFailed(3, epoch=0, error="me too"))
         published = only(PublishPlan, job.muster(0, 1, 2, 3))
         assert published.epoch == 1 and published.plan == before
         only(Go, job.ready(0, 1, 2, 3))
 
     def test_a_suspicion_of_an_older_epoch(self) -> None:
         job = Job().start().recover([0])
-        assert not job.tell("suspect", 1, epoch=0, error="late")
+        assert not job.tell(CommunicationFailed(1, epoch=0, error="late"))
         assert job.membership.phase is Phase.RUNNING
 
     def test_a_report_from_an_older_epoch(self) -> None:
@@ -383,17 +392,17 @@ class TestRecovery:
     def test_counting_recoveries_without_a_step(self) -> None:
         job = Job().start()
         for _ in range(LIMITS.recoveries_per_iteration):
-            job.tell("suspect", 1, epoch=job.membership.epoch, error="flaky")
+            job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="flaky"))
             job.muster(0, 1, 2, 3)
             job.ready(0, 1, 2, 3)
-        job.tell("suspect", 1, epoch=job.membership.epoch, error="flaky")
+        job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="flaky"))
         order = only(OrderSalvage, job.muster(0, 1, 2, 3))
         assert "3 recoveries without a step after iteration 4" in order.reason
 
     def test_a_step_starts_the_count_anew(self) -> None:
         job = Job().start()
         for _ in range(3 * LIMITS.recoveries_per_iteration):
-            job.tell("suspect", 1, epoch=job.membership.epoch, error="flaky")
+            job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="flaky"))
             job.muster(0, 1, 2, 3)
             only(Go, job.ready(0, 1, 2, 3))
             job.iteration += 1
@@ -430,25 +439,25 @@ class TestGivenUp:
     def test_a_silent_worker_is_fenced(self) -> None:
         """What it says when it wakes up is heard by nobody, and the plan has no place for it."""
         job = Job().start()
-        actions = job.tell("silent", 3, silence_s=30.04, time=0.0)
+        actions = job.tell(HeartbeatsMissing(3, silence_s=30.04, time=0.0))
         assert events(actions, "worker_dead")[0]["cause"] == "no heartbeat for 30.0 s"
         published = only(PublishPlan, job.muster(0, 1, 2))
         assert 3 not in published.plan.members
         job.ready(0, 1, 2)
         for late in (
-            {"kind": "muster", "epoch": 0, "record": plain(job.record(3)), "held": [[3, 6, 0, 1]]},
-            {"kind": "muster", "epoch": 1, "record": plain(job.record(3)), "held": [[3, 6, 0, 1]]},
-            {"kind": "suspect", "epoch": 1, "error": "everybody is gone"},
-            {"kind": "ready", "epoch": 1, "state": "old", "ports": [], "bytes_received": 0, "steps_redone": 0},
-            {"kind": "failed", "error": "RuntimeError: gloo"},
-            {"kind": "trained", "iteration": 5},
-            {"kind": "done"},
-            {"kind": "exited", "code": FENCED_EXIT, "time": 1.0},
-            {"kind": "exited", "code": 0, "time": 1.0},
-            {"kind": "exited", "code": 1, "time": 1.0},
-            {"kind": "lost", "time": 1.0},
+            SurvivorReport(3, 0, job.record(3), (Shard(3, 6, 0, 1),)),
+            SurvivorReport(3, 1, job.record(3), (Shard(3, 6, 0, 1),)),
+            CommunicationFailed(3, 1, "everybody is gone"),
+            Ready(3, 1, {"1/0": "old"}, (), 0, 0),
+            ScriptFailed(3, "RuntimeError: gloo", 1),
+            TrainingFinished(3, 5),
+            ScriptEnded(3),
+            ProcessExited(3, FENCED_EXIT, 1.0),
+            ProcessExited(3, 0, 1.0),
+            ProcessExited(3, 1, 1.0),
+            ConnectionLost(3, 1.0),
         ):
-            assert job.tell(worker=3, **late) == []
+            assert job.tell(late) == []
             assert job.membership.phase is Phase.RUNNING
         # Also not later: the next death is recovered from as if it had not spoken.
         job.kill(1)
@@ -456,7 +465,7 @@ class TestGivenUp:
 
     def test_a_node_is_lost(self) -> None:
         job = Job().start()
-        actions = job.tell("node_lost", node=1, cause="connection lost", time=0.0)
+        actions = job.tell(NodeLost(node=1, cause="connection lost", time=0.0))
         assert [event["dead"] for event in events(actions, "worker_dead")] == [2, 3]
         assert "node lost: connection lost" in events(actions, "epoch_broken")[0]["cause"]
         order = only(OrderSalvage, job.muster(0, 1))
@@ -464,129 +473,129 @@ class TestGivenUp:
 
     def test_a_node_with_a_copy_of_everything_is_lost(self) -> None:
         job = Job(pipeline=1, tensor=2).start()
-        job.tell("node_lost", node=0, cause="no heartbeat", time=0.0)
+        job.tell(NodeLost(node=0, cause="no heartbeat", time=0.0))
         assert only(PublishPlan, job.muster(2, 3)).plan.working == (2, 3)
 
     def test_connection_lost(self) -> None:
-        actions = Job().start().tell("lost", 2, time=0.0)
+        actions = Job().start().tell(ConnectionLost(2, time=0.0))
         assert events(actions, "worker_dead")[0]["cause"] == "connection lost" and notices(actions) == ["broken"]
 
     def test_a_living_worker_that_fences_itself(self) -> None:
         job = Job().start()
-        actions = job.tell("exited", 2, code=FENCED_EXIT, time=0.0)
+        actions = job.tell(ProcessExited(2, code=FENCED_EXIT, time=0.0))
         assert events(actions, "worker_dead")[0]["cause"] == "fenced itself"
 
     def test_one_death_is_told_once(self) -> None:
         job = Job().start()
         job.kill(0)
-        for kind in ("lost", "silent"):
-            assert job.tell(kind, 0, time=0.0) == []
-        assert job.tell("node_lost", node=0, cause="gone", time=0.0) != [], "worker 1 was there too"
+        assert job.tell(ConnectionLost(0, 0.0)) == []
+        assert job.tell(HeartbeatsMissing(0, 6.0, 0.0)) == []
+        assert job.tell(NodeLost(node=0, cause="gone", time=0.0)) != [], "worker 1 was there too"
 
 
 class TestEnd:
     def test_all_are_done(self) -> None:
         job = Job().start()
         for worker in (0, 1, 2):
-            job.tell("trained", worker, iteration=5)
-            assert not job.tell("done", worker)
-        actions = job.tell("done", 3)
+            job.tell(TrainingFinished(worker, iteration=5))
+            assert not job.tell(ScriptEnded(worker))
+        actions = job.tell(ScriptEnded(3))
         assert only(End, actions) == End(0, "finished")
         assert notices(actions) == ["end"] and events(actions, "run_finished")[0]["exit_code"] == 0
 
     def test_a_word_alone_ends_nothing_before_the_last_iteration(self) -> None:
         """Not with all workers' names under it; and what agents say ends it as what it is."""
         job = Job()
-        job.sizes["train_iters"] = 20
+        job.description = replace(job.description, train_iters=20)
         job.start()
         job.membership.progressed(7)
         for worker in (*range(4), *range(4)):
-            assert job.tell("done", worker) == []
+            assert job.tell(ScriptEnded(worker)) == []
         assert job.membership.living == {0, 1, 2, 3}
-        actions = [job.tell("exited", worker, code=0, time=0.0) for worker in range(4)][-1]
+        actions = [job.tell(ProcessExited(worker, code=0, time=0.0)) for worker in range(4)][-1]
         assert only(End, actions) == End(1, "the workers ended after iteration 7 of 20; see their logs")
 
     @pytest.mark.parametrize("how", ["trained", "ends_early", "stop"])
     def test_what_ends_a_job_in_order_before_that(self, how: str) -> None:
         job = Job()
-        job.sizes |= {"train_iters": 20, "ends_early": how == "ends_early"}
+        job.description = replace(job.description, train_iters=20, ends_early=how == "ends_early")
         job.start()
         if how == "stop":
-            job.tell("stop", signal=15, time=0.0)
+            job.tell(StopRequest(signal=15, time=0.0))
         if how == "trained":
-            job.tell("trained", 1, iteration=20)
-        ends = [action for worker in range(4) for action in job.tell("done", worker) if isinstance(action, End)]
+            job.tell(TrainingFinished(1, iteration=20))
+        ends = [action for worker in range(4) for action in job.tell(ScriptEnded(worker)) if isinstance(action, End)]
         assert [end.code for end in ends] == [143 if how == "stop" else 0]
 
     def test_standbys_and_dead_are_not_waited_for(self) -> None:
         job = Job().start().recover([0])
         assert job.membership.plan is not None
         first, second = job.membership.plan.working
-        job.tell("done", first)
-        assert only(End, job.tell("exited", second, code=0, time=0.0)).code == 0
+        job.tell(ScriptEnded(first))
+        assert only(End, job.tell(ProcessExited(second, code=0, time=0.0))).code == 0
 
     def test_a_worker_dies_on_its_way_out(self) -> None:
         """All others have saved and left with 0; nothing that was wanted of the dead one is missing."""
         job = Job().start()
         job.kill(2)
-        job.tell("done", 0)
-        job.tell("done", 1)
-        assert only(End, job.tell("done", 3)).code == 0
+        job.tell(ScriptEnded(0))
+        job.tell(ScriptEnded(1))
+        assert only(End, job.tell(ScriptEnded(3))).code == 0
 
     def test_a_worker_that_has_said_goodbye_ends_while_others_recover(self) -> None:
         """They build an epoch without it: nothing is wrong with that."""
         job = Job().start()
-        job.tell("done", 0)
+        job.tell(ScriptEnded(0))
         job.kill(2)
         only(PublishPlan, job.muster(1, 3))
-        assert not job.tell("exited", 0, code=0, time=0.0)
+        assert not job.tell(ProcessExited(0, code=0, time=0.0))
         assert job.membership.phase is Phase.BUILDING
 
     def test_a_standby_that_loses_its_peers_while_they_build(self) -> None:
         """Training is over and they are not: without it no epoch comes about."""
         job = Job().start()
-        job.tell("trained", 1, iteration=5)
+        job.tell(TrainingFinished(1, iteration=5))
         job.kill(0)
         job.muster(1, 2, 3)
         [standby] = job.membership.plan.standbys if job.membership.plan else []
-        assert "broken" in notices(job.tell("suspect", standby, epoch=1, error="connection closed"))
+        assert "broken" in notices(job.tell(CommunicationFailed(standby, epoch=1, error="connection closed")))
         assert job.membership.phase is Phase.MUSTERING
 
     def test_standbys_suspect_those_who_leave(self) -> None:
         job = Job().start().recover([0])
         assert job.membership.plan is not None
         (standby,) = job.membership.plan.standbys
-        job.tell("trained", job.membership.plan.working[0], iteration=5)
-        answer = job.tell("suspect", standby, epoch=1, error="connection closed by peer")
+        job.tell(TrainingFinished(job.membership.plan.working[0], iteration=5))
+        answer = job.tell(CommunicationFailed(standby, epoch=1, error="connection closed by peer"))
         assert answer == [Notify({"kind": "finishing"})]
         assert job.membership.phase is Phase.RUNNING
 
     def test_a_worker_fails(self) -> None:
         """A user's bug is raised as in stock Megatron: no recovery."""
-        actions = Job().start().tell("failed", 2, error="ValueError: x", code=1)
+        actions = Job().start().tell(ScriptFailed(2, error="ValueError: x", code=1))
         end = only(End, actions)
         assert end.code == 1 and end.reason == "worker 2 failed: ValueError: x"
         assert events(actions, "worker_failed")[0]["failed"] == 2
         assert "broken" not in notices(actions)
 
     def test_a_bad_exit_code(self) -> None:
-        end = only(End, Job().start().tell("exited", 2, code=3, time=0.0))
+        end = only(End, Job().start().tell(ProcessExited(2, code=3, time=0.0)))
         assert end.code == 1 and "exit code 3" in end.reason
 
     def test_a_stop_signal(self) -> None:
         job = Job().start()
-        assert notices(job.tell("stop", signal=signal.SIGTERM)) == ["stop"]
+        assert notices(job.tell(StopRequest(signal=signal.SIGTERM, time=0.0))) == ["stop"]
         for worker in (0, 1, 2):
-            assert not job.tell("done", worker)
-        end = only(End, job.tell("done", 3))
+            assert not job.tell(ScriptEnded(worker))
+        end = only(End, job.tell(ScriptEnded(3)))
         assert (end.code, end.reason) == (143, "stopped by signal 15")
 
     def test_a_stop_signal_outlives_a_recovery(self) -> None:
         job = Job().start()
-        job.tell("stop", signal=signal.SIGINT)
+        job.tell(StopRequest(signal=signal.SIGINT, time=0.0))
         job.recover([0])
-        job.tell("done", 1)
-        assert only(End, job.tell("done", 3)).code == 130
+        job.tell(ScriptEnded(1))
+        assert only(End, job.tell(ScriptEnded(3))).code == 130
 
     def test_nobody_survives(self) -> None:
         job = Job(workers=2).start()
@@ -596,7 +605,7 @@ class TestEnd:
 
     def test_nothing_happens_after_the_end(self) -> None:
         job = Job().start()
-        job.tell("failed", 2, error="x")
+        job.tell(ScriptFailed(2, error="x", code=1))
         assert job.kill(1) == [] and job.muster(0) == [] and job.wait(1e9) == []
 
     def test_nobody_waits_for_who_finished_while_others_muster(self) -> None:
@@ -604,7 +613,7 @@ class TestEnd:
         job = Job().start()
         job.kill(0)
         job.muster(2, 3)
-        actions = job.tell("done", 1)
+        actions = job.tell(ScriptEnded(1))
         assert job.membership.phase is not Phase.MUSTERING
         assert only(OrderSalvage, actions).missing == (Shard(0, 3, 0, 1),)
 
@@ -612,7 +621,7 @@ class TestEnd:
         job = Job().start()
         job.kill(3)
         job.muster(0)
-        job.tell("done", 0)
+        job.tell(ScriptEnded(0))
         published = only(PublishPlan, job.muster(1, 2))
         assert published.plan.members == (1, 2)
 
@@ -621,14 +630,14 @@ class TestEnd:
         job.kill(0)
         job.muster(1, 2, 3)
         job.ready(1, 2)
-        assert notices(job.tell("exited", 3, code=0, time=0.0)) == ["broken"]
+        assert notices(job.tell(ProcessExited(3, code=0, time=0.0))) == ["broken"]
         assert only(PublishPlan, job.muster(1, 2)).plan.members == (1, 2)
 
 
 class TestAfterTraining:
     def test_a_death_is_recovered_from(self) -> None:
         job = Job().start()
-        job.tell("trained", 1, iteration=5)
+        job.tell(TrainingFinished(1, iteration=5))
         job.kill(0)
         assert only(PublishPlan, job.muster(1, 2, 3)).commit is not None
 
@@ -639,8 +648,8 @@ class TestAfterTraining:
         job.muster(1, 2, 3)
         job.ready(1, 2, 3)
         [standby] = job.membership.plan.standbys if job.membership.plan else []
-        job.tell("trained", 1, iteration=5)
-        assert notices(job.tell("suspect", standby, epoch=1, error="connection closed")) == ["finishing"]
+        job.tell(TrainingFinished(1, iteration=5))
+        assert notices(job.tell(CommunicationFailed(standby, epoch=1, error="connection closed"))) == ["finishing"]
 
 
 class TestFailedLinks:
@@ -649,7 +658,8 @@ class TestFailedLinks:
     def fail(self, job: Job, *links: tuple[int, int]) -> list[Action]:
         """Node by node; all members report whom they have not reached."""
         waiting = sorted(job.membership.living)
-        broken = job.tell("suspect", waiting[0], epoch=job.membership.epoch, error="Timed out waiting 600000ms")
+        timed_out = CommunicationFailed(waiting[0], job.membership.epoch, "Timed out waiting 600000ms")
+        broken = job.tell(timed_out)
         assert next(each for each in broken if isinstance(each, Notify)).notice["probe"]
         actions: list[Action] = []
         for worker in waiting:
@@ -688,7 +698,7 @@ class TestFailedLinks:
     def test_one_worker_that_others_can_not_reach(self) -> None:
         job = Job(workers=6, micro_batches=12).start()
         for _ in range(2):
-            job.tell("suspect", 0, epoch=job.membership.epoch, error="Timed out waiting 600000ms")
+            job.tell(CommunicationFailed(0, epoch=job.membership.epoch, error="Timed out waiting 600000ms"))
             actions = [a for w in range(6) for a in job.muster(w, unreachable=[3] if w > 3 else [])]
         assert events(actions, "link_failed")[0]["left_out"] == [3]
 
@@ -724,7 +734,7 @@ class TestNoPlan:
         assert order.writers == {0: (Shard(0, 3, 0, 1),)}, "one writer per shard"
         assert order.missing == (Shard(3, 6, 0, 1),)
         assert "stage 1 TP rank 0 is held by no survivor" in order.reason
-        end = only(End, job.tell("salvaged", 0))
+        end = only(End, job.tell(EmergencyCheckpointWritten(0)))
         assert end.code == exit_codes.NO_PLAN
         assert "no plan fits the survivors: the state of stage 1 TP rank 0 is held by no survivor" in end.reason
 
@@ -752,7 +762,7 @@ class TestNoPlan:
         job, _ = self.lose_a_shard()
         actions = job.kill(1)
         assert not [action for action in actions if isinstance(action, End | Notify)]
-        assert only(End, job.tell("salvaged", 0)).code == exit_codes.NO_PLAN
+        assert only(End, job.tell(EmergencyCheckpointWritten(0))).code == exit_codes.NO_PLAN
 
     def test_nobody_holds_anything(self) -> None:
         job = Job(workers=2, pipeline=1).start()
@@ -774,8 +784,8 @@ class TestNoPlan:
         assert not [action for action in actions if isinstance(action, Go)]
         assert notices(actions) == ["broken"], "members wait for Go and would not hear of the order"
         assert order.epoch == 2 and order.writers == {1: (Shard(0, 3, 0, 1),), 2: (Shard(3, 6, 0, 1),)}
-        assert not job.tell("salvaged", 1)
-        assert only(End, job.tell("salvaged", 2)).code == exit_codes.NO_PLAN
+        assert not job.tell(EmergencyCheckpointWritten(1))
+        assert only(End, job.tell(EmergencyCheckpointWritten(2))).code == exit_codes.NO_PLAN
 
     def test_who_is_on_the_move_writes_what_it_still_holds(self) -> None:
         """Its plan says stage 1, but until Go its state is that of stage 0."""
@@ -797,7 +807,7 @@ class TestNoPlan:
     def test_nobody_knows_where_to_go_on(self) -> None:
         job = Job().start()
         job.kill(0)
-        empty = plain(Record(5, Stage.COMPUTE))
+        empty = Record(5, Stage.COMPUTE)
         end = only(End, job.muster(1, 2, 3, record=empty))
         assert end.code == exit_codes.RETRY and "no survivor knows" in end.reason
 
@@ -817,11 +827,11 @@ class TestChangeByChoice:
         job = Job().start()
         job.now = 10.0
         actions = job.apply(UNLIKE)
-        answer = only(Answer, actions)
-        assert answer.key == "answer/1" and "change 1 begins" in answer.content["done"]
-        assert "replica 0: layers 3, 3 → 2, 4" in answer.content["changes"]
+        answer = only(Reply, actions)
+        assert answer.key == "answer/1" and "change 1 begins" in answer.answer.line
+        assert "replica 0: layers 3, 3 → 2, 4" in answer.answer.changes
         [change] = events(actions, "plan_change")
-        assert change["to_digest"] == UNLIKE.digest and change["changes"] == answer.content["changes"]
+        assert change["to_digest"] == UNLIKE.digest and change["changes"] == answer.answer.changes
         [notice] = [action.notice for action in actions if isinstance(action, Notify)]
         assert notice == {"kind": "change", "number": 1, "epoch": 0, "plan": UNLIKE.to_dict()}
         assert job.membership.phase is Phase.RUNNING
@@ -845,11 +855,11 @@ class TestChangeByChoice:
         job = Job().start()
         job.apply(UNLIKE)
         for worker in {0, 1, 2, 3} - {late}:
-            assert not job.tell("prepared", worker, number=1)
+            assert not job.tell(GroupsPrepared(worker, number=1))
         published = only(PublishPlan, job.leave(0, 1, 2, 3))
         assert published.groups_of_change == (1 if late is None else None)
         if late is not None:
-            job.tell("prepared", late, number=1)
+            job.tell(GroupsPrepared(late, number=1))
         [done] = events(job.ready(*job.members), "reconfiguration")
         assert done["groups_made_ahead"] == (late is None)
 
@@ -858,13 +868,13 @@ class TestChangeByChoice:
         job = Job().start()
         job.apply(UNLIKE)
         for worker in range(4):
-            job.tell("prepared", worker, number=1)
+            job.tell(GroupsPrepared(worker, number=1))
         job.kill(3)
         assert only(PublishPlan, job.muster(0, 1, 2)).groups_of_change is None
         job.ready(*job.members)
         job.apply(plan_of((((0,), (2,)), OTHER_LAYERS), counts=(4,)))
         for worker in job.members:
-            job.tell("prepared", worker, number=1)
+            job.tell(GroupsPrepared(worker, number=1))
         assert only(PublishPlan, job.leave(*job.members)).groups_of_change is None
 
     def test_there_and_back(self) -> None:
@@ -905,7 +915,7 @@ class TestChangeByChoice:
     def test_what_is_refused(self, asked: Any, reason: str) -> None:
         job = Job().start()
         actions = job.apply(asked)
-        assert reason in only(Answer, actions).content["refused"]
+        assert reason in only(Reply, actions).answer.reason
         assert reason in events(actions, "change_refused")[0]["reason"]
         assert not notices(actions) and job.membership.phase is Phase.RUNNING
         self.change(job, UNLIKE)
@@ -932,10 +942,10 @@ class TestChangeByChoice:
             "padded_vocab_size": 192,
         }  # fmt: skip
         job = Job().start()
-        job.tell("model", 0, arguments=arguments | changed)
-        answer = only(Answer, job.apply(plan_of(((tuple(range(degree)),), (Chunk(0, 0, 6),)), counts=(4,)))).content
-        assert ("refused" in answer) == (reason is not None)
-        assert reason is None or reason in answer["refused"]
+        job.tell(ModelBuilt(0, arguments=arguments | changed))
+        answer = only(Reply, job.apply(plan_of(((tuple(range(degree)),), (Chunk(0, 0, 6),)), counts=(4,)))).answer
+        assert isinstance(answer, Refused) == (reason is not None)
+        assert reason is None or reason in answer.reason
 
     @pytest.mark.parametrize(
         ("memory", "reason"),
@@ -953,12 +963,12 @@ class TestChangeByChoice:
             "max_position_embeddings": 8, "padded_vocab_size": 192, "seq_length": 8, "micro_batch_size": 1,
         }  # fmt: skip
         job = Job()
-        job.sizes["device_memory"] = memory
+        job.description = replace(job.description, device_memory=memory)
         job.start()
-        job.tell("model", 0, arguments=arguments)
-        answer = only(Answer, job.apply(plan_of((((0, 1),), (Chunk(0, 0, 6),)), counts=(4,)))).content
-        assert ("refused" in answer) == (reason is not None), answer
-        assert reason is None or reason in answer["refused"]
+        job.tell(ModelBuilt(0, arguments=arguments))
+        answer = only(Reply, job.apply(plan_of((((0, 1),), (Chunk(0, 0, 6),)), counts=(4,)))).answer
+        assert isinstance(answer, Refused) == (reason is not None), answer
+        assert reason is None or reason in answer.reason
 
     def test_ops_that_would_wait_for_each_other_never_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Even if a plan's own rules were wrong about them: each stage is to compute first what needs the other."""
@@ -969,7 +979,7 @@ class TestChangeByChoice:
         with monkeypatch.context() as patch:
             patch.setattr(rules, "stuck_op", lambda *_: None)
             actions = job.apply(asked)
-        refused = only(Answer, actions).content["refused"]
+        refused = only(Reply, actions).answer.reason
         assert "ops don't fit together: op B0.0 waits for an op that waits for it" in refused and "\n" not in refused
         assert events(actions, "change_refused") and not notices(actions)
         assert not [action for action in actions if isinstance(action, PublishPlan)]
@@ -978,7 +988,7 @@ class TestChangeByChoice:
     def test_one_change_at_a_time(self) -> None:
         job = Job().start()
         job.apply(UNLIKE)
-        assert "change 1 is under way" in only(Answer, job.apply(UNLIKE)).content["refused"]
+        assert "change 1 is under way" in only(Reply, job.apply(UNLIKE)).answer.reason
 
     @pytest.mark.parametrize("state", ["starting", "mustering", "building"])
     def test_no_change_while_there_is_no_training(self, state: str) -> None:
@@ -989,7 +999,7 @@ class TestChangeByChoice:
             job.kill(0)
         if state == "building":
             job.muster(1, 2, 3)
-        assert f"is {state}" in only(Answer, job.apply(UNLIKE)).content["refused"]
+        assert f"is {state}" in only(Reply, job.apply(UNLIKE)).answer.reason
 
     def test_plans_that_are_due_in_a_recovery_are_taken_after_it(self) -> None:
         """Nobody asks for those of --resihp-plan again; and one after the other."""
@@ -1007,11 +1017,11 @@ class TestChangeByChoice:
             assert job.membership.plan is not None and job.membership.plan.replicas == plan.replicas
         assert not events(job.ready(*job.members), "plan_change")
 
-    @pytest.mark.parametrize("news", [{"kind": "trained", "worker": 1, "iteration": 5}, {"kind": "stop", "signal": 15}])
-    def test_no_change_shortly_before_the_end(self, news: dict[str, Any]) -> None:
+    @pytest.mark.parametrize("news", [TrainingFinished(1, 5), StopRequest(15, 0.0)])
+    def test_no_change_shortly_before_the_end(self, news: Message) -> None:
         job = Job().start()
-        job.tell(**news)
-        assert "about to end" in only(Answer, job.apply(UNLIKE)).content["refused"]
+        job.tell(news)
+        assert "about to end" in only(Reply, job.apply(UNLIKE)).answer.reason
 
     def test_a_death_before_anybody_has_left(self) -> None:
         job = Job().start()
@@ -1027,7 +1037,7 @@ class TestChangeByChoice:
         job = Job().start()
         job.apply(UNLIKE)
         job.leave(1)
-        actions = job.kill(0) if dies_first else job.tell("suspect", 2, epoch=0, error="connection reset")
+        actions = job.kill(0) if dies_first else job.tell(CommunicationFailed(2, epoch=0, error="connection reset"))
         assert notices(actions) == ["broken"] and events(actions, "epoch_broken")
         job.kill(0)
         published = only(PublishPlan, job.leave(2, 3))
@@ -1134,7 +1144,7 @@ class TestLateNodes:
     def test_it_is_lost_again_and_comes_back(self) -> None:
         job = self.job().start()
         self.take_in(job, 4, 5)
-        lost = job.tell("node_lost", node=2, cause="gone", time=0.0)
+        lost = job.tell(NodeLost(node=2, cause="gone", time=0.0))
         assert only(Reopen, lost) == Reopen(2, (12, 13))
         assert only(PublishPlan, job.muster(0, 1, 2, 3)).plan.members == (0, 1, 2, 3)
         job.ready(0, 1, 2, 3)
@@ -1144,7 +1154,7 @@ class TestLateNodes:
     def test_it_is_lost_before_its_workers_were_ready(self) -> None:
         """The job has not even begun to count on them."""
         job = self.job().start()
-        lost = job.tell("node_lost", node=2, cause="gone", time=0.0)
+        lost = job.tell(NodeLost(node=2, cause="gone", time=0.0))
         assert lost == [Reopen(2, (12, 13))] and job.membership.phase is Phase.RUNNING
 
     @pytest.mark.parametrize("said", ["a word", "nothing"])
@@ -1153,13 +1163,13 @@ class TestLateNodes:
         job = self.job().start()
         for worker, offered in ((4, (12, 13)), (12, (20, 21)), (20, (28, 29))):
             if said == "a word":
-                job.tell("failed", worker, error="refused", code=2)
-            assert only(Reopen, job.tell("node_lost", node=2, cause="gone", time=0.0)) == Reopen(2, offered)
+                job.tell(ScriptFailed(worker, error="refused", code=2))
+            assert only(Reopen, job.tell(NodeLost(node=2, cause="gone", time=0.0))) == Reopen(2, offered)
 
     def test_who_fails_before_it_is_taken_in_ends_nothing(self) -> None:
         job = self.job().start()
         job.come_back(4)
-        [died] = events(job.tell("failed", 4, error="no such file", code=1), "worker_dead")
+        [died] = events(job.tell(ScriptFailed(4, error="no such file", code=1)), "worker_dead")
         assert died["cause"] == "failed before it was taken in: no such file"
         assert job.membership.phase is Phase.RUNNING
 
@@ -1187,7 +1197,7 @@ class TestComingBack:
         first = job.membership.plan
         assert first is not None
         job.recover([3])
-        assert events(job.tell("restarted", 7, instead_of=3), "worker_restarted")[0]["restarted"] == 7
+        assert events(job.tell(WorkerRestarted(7, 3, 0.0)), "worker_restarted")[0]["restarted"] == 7
         actions = job.come_back(7)
         assert events(actions, "worker_waiting")[0]["place"] == 3
         [change] = events(actions, "plan_change")
@@ -1259,28 +1269,28 @@ class TestComingBack:
         assert only(PublishPlan, job.muster(0, 1, 2)).plan == before
         only(Go, job.ready(0, 1, 2))
 
-    @pytest.mark.parametrize("told", ["failed", "exited", "done"])
+    @pytest.mark.parametrize("told", [ScriptFailed(7, "ImportError: x", 1), ProcessExited(7, 1, 0.0), ScriptEnded(7)])
     @pytest.mark.parametrize("called", [False, True])
-    def test_its_own_errors_end_no_job_before_it_was_taken_in(self, told: str, called: bool) -> None:
+    def test_its_own_errors_end_no_job_before_it_was_taken_in(self, told: Message, called: bool) -> None:
         job = Job().start().recover([3])
         job.come_back(7)
         if called:
             job.leave(0, 1, 2)
-        actions = job.tell(told, 7, **({} if told == "done" else {"error": "ImportError: x", "code": 1}))
+        actions = job.tell(told)
         assert events(actions, "worker_dead")[0]["dead"] == 7
         assert not [action for action in actions if isinstance(action, End)]
 
     def test_its_errors_end_the_job_afterwards(self) -> None:
         job = Job().start().recover([3])
         self.take_in(job, 7)
-        assert only(End, job.tell("failed", 7, error="ValueError: x", code=1)).code == 1
+        assert only(End, job.tell(ScriptFailed(7, error="ValueError: x", code=1))).code == 1
 
     def test_a_failure_before_it_is_taken_in(self) -> None:
         """The others recover without it; then it is asked for again."""
         job = Job().start().recover([3])
         job.come_back(7)
         job.leave(0, 1)
-        assert notices(job.tell("suspect", 2, epoch=1, error="connection reset")) == ["broken"]
+        assert notices(job.tell(CommunicationFailed(2, epoch=1, error="connection reset"))) == ["broken"]
         assert only(PublishPlan, job.leave(2)).plan.members == (0, 1, 2)
         assert notices(job.ready(*job.members)) == ["change"]
 
@@ -1306,15 +1316,15 @@ class TestComingBack:
         job = Job().start().recover([3])
         assert job.membership.plan is not None
         working = job.membership.plan.working
-        job.tell("trained", working[0], iteration=5)
+        job.tell(TrainingFinished(working[0], iteration=5))
         assert not notices(job.come_back(7))
-        job.tell("done", working[0])
-        assert only(End, job.tell("done", working[1])).code == 0
+        job.tell(ScriptEnded(working[0]))
+        assert only(End, job.tell(ScriptEnded(working[1]))).code == 0
 
     def test_its_node_is_lost(self) -> None:
         job = Job().start().recover([3])
         self.take_in(job, 7)
-        actions = job.tell("node_lost", node=1, cause="gone", time=0.0)
+        actions = job.tell(NodeLost(node=1, cause="gone", time=0.0))
         assert [event["dead"] for event in events(actions, "worker_dead")] == [2, 7]
         assert only(Reopen, actions) == Reopen(1, (6, 11)), "ids that nobody has had"
 
@@ -1337,7 +1347,7 @@ class TestLeaving:
     """A node other than node 0 is told to end."""
 
     def leave(self, job: Job, node: int) -> list[Action]:
-        return job.tell("leave", node=node, agent=2 * node, signal=signal.SIGTERM)
+        return job.tell(LeaveRequest(node=node, agent=2 * node, time=0.0))
 
     def test_its_workers_are_planned_around_after_a_step(self) -> None:
         job = Job().start_with(**REPLICA_PER_NODE)
@@ -1350,25 +1360,25 @@ class TestLeaving:
         assert [notice for action in left if isinstance(action, Notify) for notice in [action.notice]] == [
             {"kind": "left", "agent": 2, "workers": [2, 3]}
         ]
-        assert not job.tell("exited", 2, code=0, time=job.now) and not job.tell("done", 3)
+        assert not job.tell(ProcessExited(2, code=0, time=job.now)) and not job.tell(ScriptEnded(3))
         done = job.ready(0, 1)
         assert events(done, "reconfiguration")[0]["steps_redone"] == 1 and not events(done, "recovery")
-        gone = job.tell("node_lost", node=1, cause="connection lost", time=job.now)
+        gone = job.tell(NodeLost(node=1, cause="connection lost", time=job.now))
         assert gone == [Reopen(1, (6, 7))], "nobody has died, and the node may come back"
 
     def test_where_no_plan_is_left_all_stop(self) -> None:
         """The second stage is nowhere else."""
         job = Job().start()
         assert notices(self.leave(job, 1)) == ["stop"]
-        [end] = [action for w in range(4) for action in job.tell("done", w) if isinstance(action, End)]
+        [end] = [action for w in range(4) for action in job.tell(ScriptEnded(w)) if isinstance(action, End)]
         assert end.code == 143
         assert end.reason.startswith("node 1 is to leave, and there is no plan without its workers: the state of")
 
     def test_when_all_are_told_to_end_nobody_is_planned_around(self) -> None:
         job = Job().start_with(**REPLICA_PER_NODE)
-        job.tell("stop", signal=signal.SIGTERM)
+        job.tell(StopRequest(signal=signal.SIGTERM, time=0.0))
         assert not self.leave(job, 1)
-        [end] = [action for w in range(4) for action in job.tell("done", w) if isinstance(action, End)]
+        [end] = [action for w in range(4) for action in job.tell(ScriptEnded(w)) if isinstance(action, End)]
         assert end.code == 143
 
     def test_during_start_up_the_job_ends(self) -> None:
@@ -1466,13 +1476,13 @@ class TestWhateverHappens:
                 state = data.draw(st.sampled_from(["same"] * 9 + ["other"]))
                 job.ready(worker, epoch=epoch, state=state)
             case "suspect":
-                job.tell("suspect", worker, epoch=epoch, error="connection reset by peer")
+                job.tell(CommunicationFailed(worker, epoch=epoch, error="connection reset by peer"))
             case "kill":
                 job.kill(worker)
             case "silent":
-                job.tell("silent", worker, time=job.now)
+                job.tell(HeartbeatsMissing(worker, silence_s=6.0, time=job.now))
             case "node":
-                job.tell("node_lost", node=worker % size // 2, cause="gone", time=job.now)
+                job.tell(NodeLost(node=worker % size // 2, cause="gone", time=job.now))
             case "wait":
                 job.wait(data.draw(st.sampled_from([1.0, 200.0])))
 
@@ -1485,7 +1495,7 @@ class TestWhateverHappens:
         stages, chunks = ((first,), tuple(rest[:2])), (Chunk(0, 0, cut), Chunk(1, cut, layers))
         if not rest:
             stages, chunks = ((first,),), (Chunk(0, 0, layers),)  # type: ignore[assignment]
-        return ParallelPlan((Replica(stages, tuple(range(job.sizes["micro_batches"])), chunks),))
+        return ParallelPlan((Replica(stages, tuple(range(job.description.micro_batches)), chunks),))
 
     def _do_what_is_told(self, job: Job) -> None:
         membership = job.membership
@@ -1497,7 +1507,7 @@ class TestWhateverHappens:
             case Phase.SALVAGING:
                 order = next(action for action in job.actions if isinstance(action, OrderSalvage))
                 for worker in order.writers:
-                    job.tell("salvaged", worker)
+                    job.tell(EmergencyCheckpointWritten(worker))
 
     def _check(self, job: Job) -> None:
         plans = [action for action in job.actions if isinstance(action, PublishPlan | OrderSalvage)]
@@ -1534,7 +1544,7 @@ class TestDistributedOptimizer:
 
     def start(self) -> Job:
         job = Job(workers=3, pipeline=1, micro_batches=3)
-        job.sizes["distributed_optimizer"] = True
+        job.description = replace(job.description, distributed_optimizer=True)
         return job.start()
 
     def test_the_loss_of_an_owner_leaves_the_copy(self) -> None:
@@ -1553,7 +1563,7 @@ class TestDistributedOptimizer:
 
     def test_each_survivor_writes_its_part(self) -> None:
         job = Job(workers=4, pipeline=1)
-        job.sizes["distributed_optimizer"] = True
+        job.description = replace(job.description, distributed_optimizer=True)
         job.start()
         job.kill(0)
         job.kill(1)
@@ -1562,7 +1572,7 @@ class TestDistributedOptimizer:
     def test_what_was_kept_before_go_counts_until_then(self) -> None:
         """Workers 0 and 2 are neighbours in the new ring, which does not hold yet."""
         job = Job(workers=4, pipeline=1)
-        job.sizes["distributed_optimizer"] = True
+        job.description = replace(job.description, distributed_optimizer=True)
         job.start()
         job.kill(1)
         job.muster(0, 2, 3)
@@ -1575,7 +1585,7 @@ class TestDistributedOptimizer:
 
     def test_who_has_a_part_only_keeps_nothing_beside_unlike_replicas(self) -> None:
         job = Job(workers=4, pipeline=1, micro_batches=4)
-        job.sizes["distributed_optimizer"] = True
+        job.description = replace(job.description, distributed_optimizer=True)
         job.start()
         one = plan_of((((0,), (1,)), (Chunk(0, 0, 1), Chunk(1, 1, 3))), counts=(4,))
         job.apply(one)

@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 
 from megatron_resihp.integration.nccl_watch import look
+from megatron_resihp.protocol.messages import CommunicationFailed
 
 ERROR = "NCCL group 7: COMM_ERROR"
 
 
 @pytest.mark.parametrize(
     ("failure", "broken", "told"),
-    ((None, False, []), (ERROR, False, [("suspect", {"epoch": 4, "error": ERROR})]), (ERROR, True, [])),
+    ((None, False, []), (ERROR, False, [CommunicationFailed(1, 4, ERROR)]), (ERROR, True, [])),
     ids=("healthy", "failed", "known"),
 )
 def test_the_coordinator_is_told(failure: str | None, broken: bool, told: list[Any]) -> None:
     said: list[Any] = []
     control: Any = SimpleNamespace(
-        epoch=4, broken=lambda: broken, tell=lambda kind, **fields: said.append((kind, fields))
+        worker=1, epoch=4, broken=lambda: broken, tell=said.append
     )
     communicators: Any = SimpleNamespace(failure=lambda: failure)
     look(communicators, control)

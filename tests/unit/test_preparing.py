@@ -12,6 +12,7 @@ from megatron_resihp.control.worker import NO_EPOCH, EpochPlan
 from megatron_resihp.integration import preparing
 from megatron_resihp.integration.preparing import Preparation
 from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.protocol.messages import GroupsPrepared, Message
 
 LIMIT_S = 10.0
 PLAN = ParallelPlan((Replica(((0, 1),), (0, 1)),))
@@ -25,13 +26,13 @@ class Worker:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int = 0, epoch: int = 3) -> None:
-        self.said: list[tuple[str, int]] = []
+        self.said: list[Message] = []
         self.discarded: list[int] = []
         self.may_go_on = threading.Event()
         self.error: Exception | None = None
         self.runtime: Any = SimpleNamespace(
             worker=number, epoch=epoch, communicators=self,
-            control=SimpleNamespace(tell=lambda kind, number: self.said.append((kind, number)), broken=lambda: False),
+            control=SimpleNamespace(tell=self.said.append, broken=lambda: False),
         )  # fmt: skip
         monkeypatch.setattr(preparing, "needs_of", lambda runtime, plan: "needs")
         self.preparation = Preparation(self.runtime)
@@ -81,7 +82,7 @@ def test_it_says_so_once_they_are_there(worker: Worker) -> None:
     worker.hear()
     assert not worker.preparation.is_over() and not worker.said
     worker.finish()
-    assert worker.said == [("prepared", 1)]
+    assert worker.said == [GroupsPrepared(0, 1)]
     assert worker.take(1) == 1 and not worker.discarded
     assert worker.take(1) is None, "once"
 
@@ -130,7 +131,7 @@ def test_a_newcomer_that_was_not_taken_in_makes_others_for_the_next_change(monke
     worker.finish()
     worker.hear(2)
     worker.finish()
-    assert worker.said == [("prepared", 1), ("prepared", 2)] and worker.discarded == [1]
+    assert worker.said == [GroupsPrepared(1, 1), GroupsPrepared(1, 2)] and worker.discarded == [1]
     assert worker.take(2) == 2
 
 

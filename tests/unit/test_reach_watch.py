@@ -9,12 +9,14 @@ import pytest
 
 from megatron_resihp.integration import startup
 from megatron_resihp.integration.reach_watch import LONG_S, LOOK_S, ReachWatch
+from megatron_resihp.protocol.messages import CommunicationFailed, Message
 
 
 class Control:
     """Answers what it is told to, one list of silent workers a look."""
 
     def __init__(self, *silent: Sequence[int]) -> None:
+        self.worker = 1
         self.epoch = 4
         self.is_broken = False
         self.looks = 0
@@ -29,8 +31,8 @@ class Control:
         self.looks += 1
         return self._silent.pop(0)
 
-    def tell(self, kind: str, **fields: Any) -> None:
-        self.told.append((kind, fields))
+    def tell(self, message: Message) -> None:
+        self.told.append(message)
 
 
 def watched(control: Any, waited: Callable[[float], float], looks: int) -> list[Any]:
@@ -41,7 +43,7 @@ def watched(control: Any, waited: Callable[[float], float], looks: int) -> list[
     return told
 
 
-LOST = ("suspect", {"epoch": 4, "error": "worker 4 can't be reached"})
+LOST = CommunicationFailed(1, 4, "worker 4 can't be reached")
 
 
 @pytest.mark.parametrize(

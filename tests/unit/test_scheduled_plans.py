@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_resihp.config import ScheduledPlan
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.protocol.messages import PlanRequest
 
 
 class Worker(SimpleNamespace):
@@ -13,7 +14,7 @@ class Worker(SimpleNamespace):
 
     def __init__(self, *iterations: int) -> None:
         self.asked: list[Any] = []
-        self.control = SimpleNamespace(tell=lambda kind, plan, **_: self.asked.append((kind, plan)))
+        self.control = SimpleNamespace(tell=lambda request: self.asked.append((type(request), request.plan)))
         self.reports = False
         self.plans = [(ScheduledPlan(Path("plan.json"), each), {"replicas": each}) for each in iterations]
 
@@ -26,7 +27,7 @@ def test_who_reports_asks_when_the_iteration_begins() -> None:
     worker = Worker(2, 4)
     for iteration in (1, 2, 2, 3):
         worker.begin(iteration, reports=True)
-    assert worker.asked == [("apply", {"replicas": 2})]
+    assert worker.asked == [(PlanRequest, {"replicas": 2})]
 
 
 def test_a_worker_that_reports_later_asks_for_nothing_of_before() -> None:
@@ -34,4 +35,4 @@ def test_a_worker_that_reports_later_asks_for_nothing_of_before() -> None:
     worker.begin(2, reports=False)
     worker.begin(5, reports=False)
     worker.begin(6, reports=True)
-    assert worker.asked == [("apply", {"replicas": 6})]
+    assert worker.asked == [(PlanRequest, {"replicas": 6})]

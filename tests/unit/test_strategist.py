@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +17,10 @@ from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.next_plan import Survivors
 from megatron_resihp.control.planner_process import UNANSWERED
 from megatron_resihp.control.strategist import Strategist
-from megatron_resihp.plan import Chunk, ParallelPlan, Replica, spelled_out
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, spelled_out
 from megatron_resihp.planner import JobShape
-from megatron_resihp.protocol.coding import encode
+from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.messages import JobStarted, ModelBuilt, PlanRequest, ProcessExited, Ready, SurvivorReport
 from megatron_resihp.protocol.records import Outcome, Record, Stage
 
 PLAN = ParallelPlan((Replica(((0,),), (0, 1)), Replica(((1,),), (2, 3))))
@@ -28,7 +28,7 @@ NEXT = ParallelPlan((Replica(((0,), (1,)), (0, 1, 2, 3), (Chunk(0, 0, 1), Chunk(
 WAIT_S = 30.0
 OWN = (Chunk(0, 0, 4),)
 SHAPE = JobShape(tensor_parallel=1, pipeline_parallel=1, micro_batches=4, workers_per_node=4)
-SIZES = {
+SIZES: dict[str, Any] = {
     "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batches": 4, "chunks": [[0, 0, 4]], "pipeline_last": True,
     "strategy": "joint", "train_iters": 100, "seq_length": 8, "sequence_parallel": False,
 }  # fmt: skip
@@ -44,7 +44,7 @@ def verdict(worker: int) -> dict[str, Any]:
 
 def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one comes while a plan is made for the first."""
-    orders: queue.Queue[dict[str, Any]] = queue.Queue()
+    orders: queue.Queue[PlanRequest] = queue.Queue()
     asked: list[dict[str, float]] = []
 
     class Planner:
@@ -75,7 +75,7 @@ def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypa
     order = orders.get(timeout=30.0)
     desk.close(30.0)
     assert asked == [{"0": 0.5, "1": 1.0}, {"0": 0.5, "1": 0.5}]
-    assert order["plan"] == NEXT.to_dict() and "worker 1 at 0.50" in order["why"]
+    assert order.plan == NEXT.to_dict() and "worker 1 at 0.50" in order.why
     assert orders.empty()
 
 
@@ -133,7 +133,7 @@ class Desk:
 
         monkeypatch.setattr(strategist, "PlannerProcess", Planner)
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.orders: queue.Queue[PlanRequest] = queue.Queue()
         self.strategist = Strategist(run_dir, JobSize(1, 4), self.events.put, self.orders.put)
 
     def note(self, event: str, **fields: Any) -> None:
@@ -175,24 +175,23 @@ def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
     membership = Membership(JobSize(1, 4), next_plan=desk.strategist.next_plan)
     told: list[dict[str, Any]] = []
 
-    def tell(kind: str, worker: int, **fields: Any) -> None:
-        message = json.loads(json.dumps({"type": kind, "worker": worker, "epoch": membership.epoch, **fields}))
+    def tell(message: Any) -> None:
         for action in membership.handle(message, 0.0):
             if isinstance(action, Log):
                 told.append({"time": 0.0, "epoch": membership.epoch, "worker": None, **action.event})
                 desk.strategist.note(told[-1])
 
-    tell("job", 0, **SIZES)
-    tell("model", 0, arguments={"num_layers": 2})
+    tell(JobStarted(0, JobDescription(**{**SIZES, "chunks": OWN})))
+    tell(ModelBuilt(0, {"num_layers": 2}))
     for worker in range(4):
-        tell("ready", worker, digests={"0/0": "same"}, ports=[], bytes_received=0, steps_redone=0)
+        tell(Ready(worker, 0, {"0/0": "same"}, (), 0, 0))
     desk.note("iteration", iteration=1, duration_s=1.0)
     assert desk.speeds_ahead(4) == [without(0), without(1), without(2), without(3)]
-    tell("exited", 1, code=-9, time=0.0)
+    tell(ProcessExited(1, -9, 0.0))
     outcomes, counters = {0: Outcome(0, 1.5, ((8.0, 4.0),), ("lm loss",))}, {0: {"iteration": 0}, 1: {"iteration": 1}}
     for worker in (3, 2, 0):
         record = Record(1, Stage.COMPUTE, True, outcomes, counters)
-        tell("muster", worker, record=encode(record), held=[[0, 4, 0, 1]])
+        tell(SurvivorReport(worker, 0, record, (Shard(0, 4, 0, 1),)))
     [planned] = [event for event in told if event["event"] == "planned"]
     assert planned["made_ahead"] and planned["planning_s"] == 0.1
     assert desk.asked.empty()
@@ -245,7 +244,7 @@ def test_workers_that_come_together_are_taken_in_together(desk: Desk) -> None:
     desk.train(replicas(0, 1))
     desk.note("worker_waiting", waiting=2)
     order = desk.orders.get(timeout=WAIT_S)
-    assert ParallelPlan.from_dict(order["plan"]).working == (0, 1, 2, 3) and "workers 2, 3" in order["why"]
+    assert ParallelPlan.from_dict(order.plan).working == (0, 1, 2, 3) and "workers 2, 3" in order.why
     desk.strategist.close(WAIT_S)
     assert desk.orders.empty()
 
@@ -263,7 +262,7 @@ def test_who_is_left_of_those_that_came_is_taken_in(desk: Desk) -> None:
     desk.note("worker_waiting", waiting=2)
     desk.note("worker_waiting", waiting=3)
     order = desk.orders.get(timeout=WAIT_S)
-    assert ParallelPlan.from_dict(order["plan"]).working == (0, 1, 2)
+    assert ParallelPlan.from_dict(order.plan).working == (0, 1, 2)
     desk.strategist.close(WAIT_S)
     assert desk.orders.empty()
 

@@ -12,6 +12,14 @@ import pytest
 from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.store import StoreError
 from megatron_resihp.control.worker import NOTICE_S, CoordinatorLost, EpochBroken, JobEnded, WorkerControl
+from megatron_resihp.protocol.messages import (
+    MESSAGES,
+    CommunicationFailed,
+    FirstStepFailed,
+    Message,
+    Ready,
+    TrainingFinished,
+)
 from megatron_resihp.protocol.records import Record, Stage
 
 HEARD_S = 30.0
@@ -22,7 +30,7 @@ class Published:
 
     def __init__(self, **values: Any) -> None:
         self.values = {name.replace("_", "/"): json.dumps(value) for name, value in values.items()}
-        self.told: list[dict[str, Any]] = []
+        self.told: list[Message] = []
         self.ids: set[str] = set()
         self.answers_after_s = 0.0
 
@@ -30,11 +38,11 @@ class Published:
         return self
 
     def push(self, queue: str, item: str) -> None:
-        message = json.loads(item)
-        letter = message.pop("id")
-        assert letter not in self.ids, "each has one of its own"
-        self.ids.add(letter)
-        self.told.append(message)
+        letter = MESSAGES.read(item)
+        assert letter.id is not None and letter.id not in self.ids, "each has one of its own"
+        assert letter.sender == "worker 1"
+        self.ids.add(letter.id)
+        self.told.append(letter.body)
 
     def check(self, key: str) -> bool:
         return key in self.values
@@ -68,7 +76,7 @@ def test_go_holds_for_who_hears_of_a_death_first() -> None:
     control = control_of(store)
     control.ready({}, 0, 0, [8])
     assert control.peer_ports == {7, 8} and control.broken()
-    assert [message["type"] for message in store.told] == ["ready"]
+    assert store.told == [Ready(1, 0, {}, (8,), 0, 0)]
 
 
 def test_an_epoch_that_broke_before_go_never_holds() -> None:
@@ -119,7 +127,7 @@ class Gone(Published):
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda control: control.tell("trained", iteration=3),
+        lambda control: control.tell(TrainingFinished(1, 3)),
         lambda control: control.suspect(RuntimeError("gloo: Connection closed by peer"), HEARD_S),
         lambda control: control.muster(Record(3, Stage.COMPUTE), ()),
         lambda control: control.count("salvaged"),
@@ -151,7 +159,7 @@ def test_a_coordinator_that_was_away_is_waited_for() -> None:
     control = WorkerControl(store, 1, lambda: None)
     store.back = lambda: control._hear(BROKEN)  # type: ignore[method-assign]
     control.suspect(RuntimeError("gloo: Connection closed by peer"), HEARD_S)
-    assert control.broken() and [message["type"] for message in store.told] == ["suspect"]
+    assert control.broken() and store.told == [CommunicationFailed(1, 0, "gloo: Connection closed by peer")]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +175,7 @@ def test_a_plan_is_blamed_once(error: Exception, told: str) -> None:
     control = WorkerControl(store, 1, lambda: None)
     with pytest.raises(JobEnded):
         control.blame_plan(error, 0.0)
-    assert store.told == [{"type": "plan_failed", "worker": 1, "epoch": 0, "error": told}]
+    assert store.told == [FirstStepFailed(1, 0, told)]
     broken = Published(notice_0=BROKEN)
     control_of(broken).blame_plan(error, 0.0)
     assert not broken.told
