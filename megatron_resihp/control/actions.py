@@ -1,15 +1,15 @@
 """What the coordinator decides: the actions that `membership` returns and `coordinator` carries out, as plain values.
 
-May import `plan` and `control.record`.
+What is published for all (`protocol.published`) is an action as it is. May import `plan` and `protocol`.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatron_resihp.plan import ParallelPlan, Shard
 from megatron_resihp.protocol.answers import Answer
-from megatron_resihp.protocol.records import Commit
+from megatron_resihp.protocol.notices import Notice
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
 
 
 class Phase(Enum):
@@ -26,48 +26,10 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class PublishPlan:
-    """A plan with the commit that it starts from, and what each member holds, current to that commit.
-
-    Attributes:
-        groups_of_change: number of the change for which all members have made this plan's groups ahead; None: not all.
-        leaving: who was in the epoch before and leaves the job in order.
-        on_trial: whether another plan follows if the first step fails; see `control.first_step`.
-    """
-
-    epoch: int
-    plan: ParallelPlan
-    commit: Commit | None
-    held: dict[int, tuple[Shard, ...]]
-    groups_of_change: int | None = None
-    leaving: tuple[int, ...] = ()
-    on_trial: bool = False
-
-
-@dataclass(frozen=True)
-class OrderSalvage:
-    """No plan fits: holders of state write it down (`writers`: worker → its part) and the job ends."""
-
-    epoch: int
-    reason: str
-    commit: Commit | None
-    writers: dict[int, tuple[Shard, ...]]
-    missing: tuple[Shard, ...]
-
-
-@dataclass(frozen=True)
-class Go:
-    """Every member is ready: training goes on. `ports`: where the members' gloo groups listen."""
-
-    epoch: int
-    ports: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Notify:
     """Tell every worker."""
 
-    notice: dict[str, Any]
+    notice: Notice
 
 
 @dataclass(frozen=True)
@@ -100,7 +62,7 @@ class End:
     at_once: bool = False
 
 
-Action = PublishPlan | OrderSalvage | Go | Notify | Reply | Reopen | Log | End
+Action = EpochPlan | EmergencyCheckpointOrder | Go | Notify | Reply | Reopen | Log | End
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ Runs in a thread of node 0's agent, never in a worker. May import `plan`, this r
 writer, which is handed in.
 """
 
-import json
 import queue
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
@@ -19,12 +19,9 @@ from megatron_resihp.control.absence import Absence
 from megatron_resihp.control.actions import (
     Action,
     End,
-    Go,
     Limits,
     Log,
     Notify,
-    OrderSalvage,
-    PublishPlan,
     Reopen,
     Reply,
 )
@@ -35,9 +32,10 @@ from megatron_resihp.control.next_plan import NextPlan, rectangles_or_less
 from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.control.store import Store, StoreError
 from megatron_resihp.protocol import answers
-from megatron_resihp.protocol.coding import encode
 from megatron_resihp.protocol.messages import EventsReported, JobStarted, Message, PlanRequest, SlowdownRequest
-from megatron_resihp.protocol.wire import MalformedError, shown
+from megatron_resihp.protocol.notices import NOTICES, ValidationOrder
+from megatron_resihp.protocol.published import DECISIONS, END, GO, EmergencyCheckpointOrder, EpochPlan, Go, JobEnd
+from megatron_resihp.protocol.wire import COORDINATOR, MalformedError, shown
 
 POLL_S = 0.5
 """How often bounded waits are looked at when no message comes."""
@@ -59,7 +57,7 @@ RECENT = 10_000
 """Ids of so many messages are remembered."""
 
 
-Order = dict[str, Any] | PlanRequest
+Order = ValidationOrder | PlanRequest
 
 
 class ForeignWriterError(RuntimeError):
@@ -76,7 +74,7 @@ class Coordinator:
         command: what was started, for the log.
         limits: bounds of waiting.
         grace_s: how long workers get to exit by themselves at the end.
-        to_notify: notices that others want all workers to get, and requests for plans.
+        to_notify: what all workers are to measure, and requests for plans.
         next_plan: who plans when workers have died.
         reopen: lets a node that was lost, or has never been there, come with workers of these ids.
         clock: seconds that bounded waits count; nobody may set it.
@@ -137,7 +135,7 @@ class Coordinator:
         except Exception as error:
             traceback.print_exc()
             reason = f"the coordinator failed: {type(error).__name__}: {error}"
-        unpublished = isinstance(self._doing, PublishPlan)
+        unpublished = isinstance(self._doing, EpochPlan)
         return self._serve(self._membership.save_and_end(reason, time.time(), unpublished))
 
     def _serve(self, actions: list[Action]) -> int:
@@ -240,34 +238,24 @@ class Coordinator:
                 self._log(event)
             case Reply(key, answer):
                 if key.startswith(messages.ANSWERS):
-                    self._store.set(key, answers.ANSWERS.write(answer, "the coordinator"))
+                    self._store.set(key, answers.ANSWERS.write(answer, COORDINATOR))
             case Notify(notice):
-                self._notify(json.dumps(notice))
-            case PublishPlan(epoch, plan, commit, held, groups_of_change, leaving, on_trial):
-                self._publish(messages.plan_key(epoch), {
-                    "plan": plan.to_dict(), "digest": plan.digest, "commit": encode(commit),
-                    "held": {str(worker): shards for worker, shards in held.items()},
-                    "groups_of_change": groups_of_change, "leaving": leaving, "on_trial": on_trial,
-                })  # fmt: skip
-            case OrderSalvage(epoch, reason, commit, writers, missing):
-                self._publish(messages.plan_key(epoch), {
-                    "impossible": reason, "commit": encode(commit),
-                    "writers": {str(worker): shards for worker, shards in writers.items()}, "missing": missing,
-                })  # fmt: skip
+                self._notify(NOTICES.write(notice, COORDINATOR))
+            case EpochPlan(epoch) | EmergencyCheckpointOrder(epoch):
+                self._publish(messages.plan_key(epoch), DECISIONS.write(action, COORDINATOR))
             case Reopen(node, workers):
                 self._reopen(node, workers)
-            case Go(epoch, ports):
-                self._publish(messages.go_key(epoch), {"ports": ports})
+            case Go(epoch):
+                self._publish(messages.go_key(epoch), GO.write(action, COORDINATOR))
             case End(code, reason, at_once):
                 self._drain_events()
                 last = self._membership.plan
                 # Workers that were started anew and are in no plan yet have nothing to bring to an end.
-                members = None if last is None else last.members
-                end = {"code": code, "reason": reason, "grace_s": self._grace_s, "members": members}
+                end = JobEnd(code, reason, self._grace_s, None if last is None else last.members)
                 if at_once:
-                    end |= {"grace_s": 0.0, "terminate_s": TERMINATE_S}
+                    end = replace(end, grace_s=0.0, terminate_s=TERMINATE_S)
                 # Whatever a stranger has put there: agents read on until this comes.
-                self._store.set(messages.END, json.dumps(end))
+                self._store.set(messages.END, END.write(end, COORDINATOR))
                 return code
         return None
 
@@ -277,9 +265,8 @@ class Coordinator:
             self._notices += 1
         self._notices += 1
 
-    def _publish(self, key: str, value: dict[str, Any]) -> None:
+    def _publish(self, key: str, text: str) -> None:
         """What binds all members, who may have read it already: if it is somebody else's, nothing can be agreed on."""
-        text = json.dumps(value)
         if self._store.set_once(key, text) != text:
             raise ForeignWriterError(f"{key!r} was in the store before the coordinator wrote it")
 

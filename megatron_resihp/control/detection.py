@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 
 from megatron_resihp.control.shipping import Inbox
 from megatron_resihp.protocol.messages import PlanRequest
+from megatron_resihp.protocol.notices import ValidationOrder
 
 Event = dict[str, Any]
 
@@ -58,9 +59,11 @@ class Detection:
         orders: the judge's notices, which wait for the coordinator to send them.
     """
 
-    def __init__(self, make_judge: Callable[[Callable[[Event], None]], Judge], write: Callable[[Event], None]) -> None:
+    def __init__(
+        self, make_judge: Callable[[Callable[[ValidationOrder], None]], Judge], write: Callable[[Event], None]
+    ) -> None:
         self.inbox = Inbox(WAITING)
-        self.orders: queue.SimpleQueue[Event | PlanRequest] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[ValidationOrder | PlanRequest] = queue.SimpleQueue()
         self._make_judge = make_judge
         self._write = write
         self._judge: Judge | None = None

@@ -1,22 +1,22 @@
-"""The door of the control plane: which messages and notices are well formed. What is not goes no further. Pure.
+"""The door of the control plane: which messages reach the coordinator. What is malformed goes no further. Pure.
 
-All processes of a job write to one store, and a broken or foreign one may write anything. Behind the door, state
-machine and threads take it that fields are there, have their types, and are of sizes that a job can have.
-May import `plan`, what `cost` knows of models, and this room's other pure modules.
+All processes of a job write to one store, and a broken or foreign one may write anything. `protocol.wire` checks what
+types say; here is checked what only this job knows: its workers and nodes, its layers, and which events are a worker's.
+May import `plan`, `protocol`, what `cost` knows of models, and this room's other pure modules.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.messages import GIVEN_UP, LEFT, SAVE, SLOWNESS
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.layers import check_chunks
+from megatron_resihp.protocol.checks import Between
+from megatron_resihp.protocol.coding import WrongValueError, decode
 from megatron_resihp.protocol.messages import (
     MESSAGES,
     EventsReported,
@@ -32,81 +32,44 @@ from megatron_resihp.protocol.messages import (
     StopRequest,
     WorkerRestarted,
 )
-from megatron_resihp.protocol.values import MOST_LAYERS
+from megatron_resihp.protocol.values import MOST_LAYERS, Natural, Seconds, UnixTime, Worker
+from megatron_resihp.protocol.version import MINOR
 from megatron_resihp.protocol.wire import Letter, MalformedError
 
-Check = Callable[[Any], bool]
-Fields = Mapping[str, Check]
-"""By field; one that may be missing ends with a question mark."""
+
+@dataclass(frozen=True)
+class _Event:
+    """What each event of a worker has. Most are only written down; somebody on node 0 reacts to the ones below."""
+
+    event: str
+    time: UnixTime
+    epoch: Annotated[int, Between(-1)] | None
+    worker: Worker | None
 
 
-# Values
+@dataclass(frozen=True)
+class _Iteration(_Event):
+    iteration: Natural
+    duration_s: float | None
 
 
-def _is_int(least: float = -math.inf, most: float = 2**63) -> Check:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+@dataclass(frozen=True)
+class _Validation(_Event):
+    number: Natural
+    iteration: Natural
+    worker: Worker
+    gemm_seconds: tuple[Seconds, ...]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or _is_int(-(2**63))(value)
+@dataclass(frozen=True)
+class _Drill(_Event):
+    target: Natural
+    action: str
 
 
-def _is_finite(value: Any) -> bool:
-    return _is_number(value) and math.isfinite(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _none_or(check: Check) -> Check:
-    return lambda value: value is None or check(value)
-
-
-def _list_of(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def _row_of(*checks: Check) -> Check:
-    return lambda value: (
-        isinstance(value, list) and len(value) == len(checks) and all(c(v) for c, v in zip(checks, value, strict=True))
-    )
-
-
-def _object_of(fields: Fields) -> Check:
-    return lambda value: isinstance(value, dict) and _wrong_field(value, fields) is None
-
-
-def _wrong_field(value: Mapping[str, Any], fields: Fields) -> str | None:
-    """The first field that is missing or isn't what it has to be."""
-    for name, check in fields.items():
-        known = name.removesuffix("?")
-        if known in value:
-            if not check(value[known]):
-                return f"its {known!r} is {_cut(repr(value[known]), 60)}"
-        elif known == name:
-            return f"it has no {known!r}"
-    return None
-
-
-_NATURAL = _is_int(0)
-_POSITIVE = _is_int(1)
-
-_COMMON: Final[Fields] = {
-    "event": _is_text, "time": _is_finite, "epoch": _none_or(_is_int(-1)), "worker": _none_or(_NATURAL),
-}  # fmt: skip
-_EVENTS: Final[Mapping[str, Fields]] = {
-    "iteration": {"iteration": _NATURAL, "duration_s": _none_or(_is_number)},
-    "validation": {
-        "number": _NATURAL, "iteration": _NATURAL, "worker": _NATURAL, "gemm_seconds": _list_of(_is_finite),
-    },
-    "drill": {"target": _NATURAL, "action": _is_text},
-}  # fmt: skip
-"""Events of workers that somebody on node 0 reacts to. All others are only written down."""
+_EVENTS: Final[Mapping[str, type[_Event]]] = {"iteration": _Iteration, "validation": _Validation, "drill": _Drill}
+_WITH_OTHERS: Final = MINOR + 1
+"""Events have fields that nobody here knows of."""
 _OTHERS_EVENTS: Final = frozenset({
     "run_started", "job", "model", "epoch_started", "epoch_broken", "recovery", "agreed", "plan_change",
     "change_refused", "reconfiguration", "worker_dead", "worker_failed", "worker_restarted", "worker_waiting",
@@ -115,10 +78,10 @@ _OTHERS_EVENTS: Final = frozenset({
 """Events that no worker writes, and to which somebody on node 0 reacts, or a reader of the log."""
 
 
-def _are_arguments(value: Any) -> bool:
+def _are_arguments(value: Mapping[str, Any]) -> bool:
     """Of Megatron's, that a model is made of, or that are known to make one of which nothing is known here."""
-    counts = {f"{name}?": _none_or(_is_int(0, MOST_LAYERS)) for name in ("num_layers", "mtp_num_layers", "num_experts")}
-    if not _object_of(counts)(value):
+    counts = [value.get(name) or 0 for name in ("num_layers", "mtp_num_layers", "num_experts")]
+    if not all(type(count) is int and 0 <= count <= MOST_LAYERS for count in counts):
         return False
     try:
         model_from_arguments(value)
@@ -129,12 +92,17 @@ def _are_arguments(value: Any) -> bool:
     return True
 
 
-def _wrong_event(event: Any) -> str | None:
+def _wrong_event(event: Mapping[str, Any]) -> str | None:
     """What is wrong with an event that a worker has sent."""
-    wrong = _wrong_field(event, _COMMON)
-    if wrong is None and event["event"] in _OTHERS_EVENTS:
-        return f"no worker writes {event['event']!r}"
-    return wrong or _wrong_field(event, _EVENTS.get(event["event"], {}))
+    try:
+        name = decode(_Event, event, _WITH_OTHERS).event
+        if name in _OTHERS_EVENTS:
+            return f"no worker writes {name!r}"
+        if name in _EVENTS:
+            decode(_EVENTS[name], event, _WITH_OTHERS)
+    except WrongValueError as error:
+        return str(error)
+    return None
 
 
 def read_message(text: str, size: JobSize, may_exist: Callable[[int], bool]) -> Letter[Message]:
@@ -184,67 +152,3 @@ def _wrong_content(message: Message) -> str | None:
             wrong = ((number, _wrong_event(event)) for number, event in enumerate(events))
             return next((f"'events.{number}': {found}" for number, found in wrong if found is not None), None)
     return None
-
-
-# Notices
-
-
-_NOTICES: Final[Mapping[str, Fields]] = {
-    "broken": {"epoch": _NATURAL, "cause": _is_text, "probe?": _is_flag},
-    "stop": {"signal": _is_int(1, 64)},
-    "finishing": {},
-    "end": {"code": _is_int(0, 255), "reason": _is_text},
-    SLOWNESS: {
-        "by_agents": _is_flag, "speeds": _list_of(_row_of(_NATURAL, _is_finite)),
-        "links": _list_of(_row_of(_NATURAL, _NATURAL, _is_finite)),
-    },
-    "validate": {"number": _POSITIVE, "epoch": _NATURAL, "gemms": _list_of(_object_of({})),
-                 "transfers": _list_of(_object_of({}))},
-    "change": {"number": _POSITIVE, "epoch": _NATURAL, "plan": _object_of({})},
-    "join": {"epoch": _NATURAL, "workers": _list_of(_NATURAL)},
-    GIVEN_UP: {"workers": _list_of(_NATURAL), "reason": _is_text, "for_good?": _is_flag},
-    "dismissed": {"worker": _NATURAL, "reason": _is_text},
-    LEFT: {"agent": _NATURAL, "workers": _list_of(_NATURAL)},
-    SAVE: {"number": _POSITIVE},
-}  # fmt: skip
-_END: Final[Fields] = {
-    "code": _is_int(0, 255), "reason": _is_text, "grace_s": _is_finite, "members?": _none_or(_list_of(_NATURAL)),
-    "terminate_s?": _is_finite,
-}  # fmt: skip
-
-
-def read_notice(text: str) -> dict[str, Any]:
-    """A notice to workers and agents. Raises MalformedError: it is none."""
-    notice = _read_object(text)
-    kind = notice.get("kind")
-    if not isinstance(kind, str) or kind not in _NOTICES:
-        raise MalformedError(f"its kind {_cut(repr(kind), 60)} is unknown")
-    _require(notice, _NOTICES[kind], f"{kind!r}: ")
-    return notice
-
-
-def read_end(text: str) -> dict[str, Any]:
-    """What agents are told of the job's end. Raises MalformedError: it isn't that."""
-    end = _read_object(text)
-    _require(end, _END, "")
-    return end
-
-
-def _read_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MalformedError(f"it is not JSON ({type(error).__name__})") from None
-    if not isinstance(value, dict):
-        raise MalformedError("it is no JSON object")
-    return value
-
-
-def _require(value: Mapping[str, Any], fields: Fields, where: str) -> None:
-    wrong = _wrong_field(value, fields)
-    if wrong is not None:
-        raise MalformedError(where + wrong)
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"

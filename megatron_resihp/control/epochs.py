@@ -8,17 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_resihp.config import RECTANGULAR
-from megatron_resihp.control import exit_codes, messages
+from megatron_resihp.control import exit_codes
 from megatron_resihp.control.actions import (
     Action,
     End,
-    Go,
     Limits,
     Log,
     Notify,
-    OrderSalvage,
     Phase,
-    PublishPlan,
     Reply,
 )
 from megatron_resihp.control.change import (
@@ -46,6 +43,16 @@ from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError
 from megatron_resihp.protocol.answers import Accepted, Answer, Refused
 from megatron_resihp.protocol.messages import PlanRequest, Ready
+from megatron_resihp.protocol.notices import (
+    EpochIsBroken,
+    JobEnds,
+    NodeReleased,
+    PlanChange,
+    StopTraining,
+    WorkersGivenUp,
+    WorkersTakenIn,
+)
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
 from megatron_resihp.protocol.records import Commit, Record
 
 WhoHolds = dict[int, tuple[Shard, ...]]
@@ -168,9 +175,7 @@ class Epochs:
                 "event": "plan_change", "number": change.number, "why": change.why, "from_digest": self.plan.digest,
                 "to_digest": change.plan.digest, "changes": lines,
             }),
-            Notify({
-                "kind": "change", "number": change.number, "epoch": self.epoch, "plan": change.plan.to_dict(),
-            }),
+            Notify(PlanChange(change.number, self.epoch, change.plan)),
             *_reply(answer, Accepted(f"change {change.number} begins after an iteration", lines)),
         ]  # fmt: skip
 
@@ -264,7 +269,7 @@ class Epochs:
             self.departures.left.update(workers)
             self.newcomers.waiting.difference_update(workers)
             actions.append(Log({"event": "node_left", "node": node, "left": workers}))
-            actions.append(Notify({"kind": messages.LEFT, "agent": agent, "workers": workers}))
+            actions.append(Notify(NodeReleased(agent, tuple(workers))))
         return actions
 
     def _stop(self, number: int, reason: str) -> list[Action]:
@@ -272,7 +277,7 @@ class Epochs:
         self.stop_signal, self._stop_reason = number, reason
         if self.phase is Phase.STARTING:
             return self._end(exit_codes.stopped_by(number), f"{reason} during start-up")
-        return [Notify({"kind": "stop", "signal": number})]
+        return [Notify(StopTraining(number))]
 
     # Deaths, and what comes after an epoch
 
@@ -319,7 +324,7 @@ class Epochs:
         self._links.left_out.update(without)
         return [
             Log({"event": "link_failed", "reason": separated.why, "left_out": without}),
-            Notify({"kind": messages.GIVEN_UP, "workers": without, "reason": why, "for_good": True}),
+            Notify(WorkersGivenUp(tuple(without), why, for_good=True)),
             *self._die(dict.fromkeys(without, why), now, now),
         ]
 
@@ -352,7 +357,7 @@ class Epochs:
     def _broken(self, cause: str, probe: bool = False) -> list[Action]:
         return [
             Log({"event": "epoch_broken", "epoch": self.epoch, "broken_epoch": self.epoch, "cause": cause}),
-            Notify({"kind": "broken", "epoch": self.epoch, "cause": cause, "probe": probe}),
+            Notify(EpochIsBroken(self.epoch, cause, probe)),
         ]
 
     def _decide(self, now: float) -> list[Action]:
@@ -398,11 +403,11 @@ class Epochs:
         self.plan, self.phase, self._ready = plan, Phase.BUILDING, {}
         self._left_s = self.limits.build_s
         joined = self.newcomers.taken_in(plan)
-        called = [Notify({"kind": "join", "epoch": self.epoch, "workers": joined})] if joined else []
+        called = [Notify(WorkersTakenIn(self.epoch, tuple(joined)))] if joined else []
         self._made_ahead = self._groups_of_change(plan)
         # In the very plan that they are not in they read that this is why.
         leaving = tuple(sorted(self.departures.among(self._records.keys() - held.keys())))
-        published = PublishPlan(self.epoch, plan, commit, held, self._made_ahead, leaving, on_trial)
+        published = EpochPlan(self.epoch, plan, commit, held, self._made_ahead, leaving, on_trial)
         return [*map(Log, told), *step, published, *called, *self._let_go()]
 
     def _plan_after(self, held: WhoHolds, now: float) -> tuple[ParallelPlan, WhoHolds, list[dict[str, Any]]]:
@@ -470,7 +475,7 @@ class Epochs:
         self.phase, self._left_s = Phase.SALVAGING, self.limits.salvage_s
         self._salvage_left = set(writers)
         self._salvage_reason = self._to_save or f"no plan fits the survivors: {reason}"
-        order = OrderSalvage(self.epoch, reason, self.commit, writers, missing)
+        order = EmergencyCheckpointOrder(self.epoch, reason, self.commit, writers, missing)
         return [order] if writers else [order, *self._end_salvaged()]
 
     def _end_salvaged(self) -> list[Action]:
@@ -515,7 +520,7 @@ class Epochs:
     def _end(self, code: int, reason: str) -> list[Action]:
         self.phase = Phase.ENDED
         return [
-            Notify({"kind": "end", "code": code, "reason": reason}),
+            Notify(JobEnds(code, reason)),
             Log({"event": "run_finished", "exit_code": code, "reason": reason}),
             # Who has not told of a job hears no notice either.
             End(code, reason, at_once=self.shape is None and code != exit_codes.FINISHED),

@@ -5,7 +5,6 @@ May import: the standard library and this room's modules.
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -27,6 +26,8 @@ from megatron_resihp.control.nodes import Meeting, publish
 from megatron_resihp.control.stalls import StallWatch
 from megatron_resihp.control.store import StoreError, TcpStore, serve
 from megatron_resihp.control.strategist import Strategist
+from megatron_resihp.protocol.published import END, JobEnd
+from megatron_resihp.protocol.wire import COORDINATOR
 
 FAILED_GRACE_S: Final = 5.0
 
@@ -129,7 +130,7 @@ class Headquarters:
         code = exit_codes.RETRY
         self._write({"event": "run_finished", "time": time.time(), "exit_code": code, "reason": reason})
         try:
-            store.set(messages.END, json.dumps({"code": code, "reason": reason, "grace_s": FAILED_GRACE_S}))
+            store.set(messages.END, END.write(JobEnd(code, reason, FAILED_GRACE_S), COORDINATOR))
         except StoreError as error:
             self._on_end(Ending(code, f"{reason}; and {error}"))
 

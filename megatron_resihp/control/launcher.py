@@ -42,6 +42,7 @@ from megatron_resihp.control.spawn import Spawn, exec_worker
 from megatron_resihp.control.starting import Starter, Worker
 from megatron_resihp.control.store import Store, StoreError, connect, reserve, wait_until_reachable
 from megatron_resihp.control.strategist import Strategist
+from megatron_resihp.protocol.notices import ValidationOrder
 
 LOCAL_HOST: Final = "127.0.0.1"
 RESULT: Final = "exit_code"
@@ -316,7 +317,7 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     return Headquarters(seat.address, seat.listener, write, job, meeting, detection, strategist, mailbox.end)
 
 
-def _make_judge(run_dir: Path, order: Callable[[dict[str, Any]], None]) -> Judge:
+def _make_judge(run_dir: Path, order: Callable[[ValidationOrder], None]) -> Judge:
     from megatron_resihp.detector.service import DetectionService
 
     return DetectionService(run_dir, order)

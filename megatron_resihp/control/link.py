@@ -10,15 +10,17 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from megatron_resihp.control import exit_codes, messages
-from megatron_resihp.control.door import MalformedError, read_end, read_notice
 from megatron_resihp.control.lifeline import Lifeline
 from megatron_resihp.control.mailbox import Ending, GivenUp, coordinator_lost
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
 from megatron_resihp.protocol.messages import MESSAGES, Message
+from megatron_resihp.protocol.notices import NOTICES, JobEnds, NodeReleased, Notice, SlownessChanged, WorkersGivenUp
+from megatron_resihp.protocol.published import END
+from megatron_resihp.protocol.wire import Kinds, MalformedError
 
 SLICE_S: Final = 1.0
 """Waiting for the end looks up this often whether it is still wanted."""
@@ -108,14 +110,13 @@ class Link:
         try:
             while not self._closed:
                 if store.wait(messages.END, SLICE_S):
-                    end = _read(read_end, store.get(messages.END, END_READ_S))
+                    end = _read(END, store.get(messages.END, END_READ_S))
                     if end is None:
                         # The coordinator puts its own in that place when the job is over.
                         time.sleep(SLICE_S)
                         continue
-                    members = None if end.get("members") is None else frozenset(end["members"])
-                    waits = end["grace_s"], end.get("terminate_s")
-                    self._on_end(Ending(end["code"], end["reason"], waits[0], True, members, waits[1]))
+                    members = None if end.members is None else frozenset(end.members)
+                    self._on_end(Ending(end.code, end.reason, end.grace_s, True, members, end.terminate_s))
                     return
         except (StoreError, TimeoutError) as error:
             self._lost(error)
@@ -126,22 +127,24 @@ class Link:
             store = self._connect()
             while not self._closed:
                 if store.wait(messages.notice_key(number), SLICE_S):
-                    notice = _read(read_notice, store.get(messages.notice_key(number), END_READ_S))
+                    notice = _read(NOTICES, store.get(messages.notice_key(number), END_READ_S))
                     number += 1
-                    if notice is None:
-                        continue
-                    if notice["kind"] == messages.SLOWNESS and notice["by_agents"]:
-                        self._on_slowness(Slowness.from_dict(notice))
-                    if notice["kind"] == messages.GIVEN_UP:
-                        given_up = GivenUp(frozenset(notice["workers"]), notice.get("for_good", False))
-                        self._on_given_up(given_up)
-                    if notice["kind"] == messages.LEFT and notice["agent"] == self.name:
-                        members, reason = frozenset(notice["workers"]), "this node has left the job, which goes on"
-                        self._on_end(Ending(exit_codes.FINISHED, reason, LEAVING_S, members=members))
-                    if notice["kind"] == "end":
+                    if notice is not None:
+                        self._act_on(notice)
+                    if isinstance(notice, JobEnds):
                         return
         except (StoreError, TimeoutError) as error:
             self._lost(error)
+
+    def _act_on(self, notice: Notice) -> None:
+        match notice:
+            case SlownessChanged(by_agents=True):
+                self._on_slowness(Slowness.of(notice))
+            case WorkersGivenUp(workers, _, for_good):
+                self._on_given_up(GivenUp(frozenset(workers), for_good))
+            case NodeReleased(agent, workers) if agent == self.name:
+                reason = "this node has left the job, which goes on"
+                self._on_end(Ending(exit_codes.FINISHED, reason, LEAVING_S, members=frozenset(workers)))
 
     def _lost(self, error: Exception) -> None:
         if not self._closed:
@@ -151,9 +154,9 @@ class Link:
                 self._lifeline.close()
 
 
-def _read(reader: Callable[[str], dict[str, Any]], text: str) -> dict[str, Any] | None:
+def _read[T](kinds: Kinds[T], text: str) -> T | None:
     """None: it is malformed. Workers say so where they hear of it, too."""
     try:
-        return reader(text)
+        return kinds.read(text).body
     except MalformedError:
         return None

@@ -7,8 +7,8 @@ pure modules.
 import signal
 from dataclasses import asdict, dataclass
 
-from megatron_resihp.control import exit_codes, messages
-from megatron_resihp.control.actions import Action, Log, Notify, Phase, PublishPlan, Reopen
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.actions import Action, Log, Notify, Phase, Reopen
 from megatron_resihp.control.causes import ending
 from megatron_resihp.control.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.epochs import Epochs
@@ -42,6 +42,8 @@ from megatron_resihp.protocol.messages import (
     WordOfWorker,
     WorkerRestarted,
 )
+from megatron_resihp.protocol.notices import OthersFinish, SaveOrder, WorkerDismissed, WorkersGivenUp
+from megatron_resihp.protocol.published import EpochPlan
 
 
 @dataclass
@@ -127,7 +129,7 @@ class Membership(Epochs):
         if self.phase is Phase.MUSTERING:
             late = self.living - set(self._records)
             cause = f"did not report within {self.limits.muster_s:g} s"
-            given_up = Notify({"kind": messages.GIVEN_UP, "workers": sorted(late), "reason": cause})
+            given_up = Notify(WorkersGivenUp(tuple(sorted(late)), cause))
             return [given_up, *self._die(dict.fromkeys(late, cause), now, now)]
         if self.phase is Phase.BUILDING:
             # Most of them wait for one that hangs. That one will not report either, and is given up then.
@@ -154,7 +156,7 @@ class Membership(Epochs):
             return self._end(exit_codes.REFUSED, str(error))
         return [
             Log({"event": "job", **self.job, "worker": message.worker}),
-            PublishPlan(0, self.plan, None, {}),
+            EpochPlan(0, self.plan, None),
         ]
 
     def _sizes_in(self, job: JobDescription) -> tuple[JobShape, tuple[Chunk, ...]]:
@@ -168,7 +170,7 @@ class Membership(Epochs):
             return []
         if self._sizes_in(message.job) != (self.shape, self.own):
             reason = "was started with other sizes than the job"
-            dismissed = Notify({"kind": "dismissed", "worker": worker, "reason": f"worker {worker} {reason}"})
+            dismissed = Notify(WorkerDismissed(worker, f"worker {worker} {reason}"))
             return [*self._die({worker: reason}, now, now), dismissed]
         place = self.newcomers.heard_of(worker)
         self.newcomers.waiting.add(worker)
@@ -227,7 +229,7 @@ class Membership(Epochs):
         plan = self.plan if self.trained and self.phase is Phase.RUNNING else None
         if plan is not None and message.worker not in plan.working:
             # The workers are leaving because they are done, perhaps with a long save: the standby waits for the end.
-            return [Notify({"kind": "finishing"})]
+            return [Notify(OthersFinish())]
         return self._break(f"communication error on worker {message.worker}: {message.error}", now, probe=True)
 
     def _on_first_step_failed(self, message: FirstStepFailed, now: float) -> list[Action]:
@@ -341,4 +343,4 @@ class Membership(Epochs):
 
     def _on_save(self) -> list[Action]:
         self._saves += 1
-        return [Notify({"kind": messages.SAVE, "number": self._saves})]
+        return [Notify(SaveOrder(self._saves))]

@@ -1,16 +1,16 @@
-"""Names of what travels over the store: messages to the coordinator, notices to workers, keys. Imports nothing.
+"""Under which keys of the store what `protocol` describes is found. Imports nothing.
 
-Messages go to one queue, `INBOX`, as JSON objects with a `type`. Notices are numbered keys that every worker reads in
-order. Plans and commits have a key per epoch.
+Messages go to one queue, `INBOX`. Notices are numbered keys that every worker reads in order. Plans have a key per
+epoch.
 """
 
 from typing import Final
 
 INBOX: Final = "inbox"
-"""Queue of messages to the coordinator."""
+"""Queue of messages to the coordinator: `protocol.messages.MESSAGES`."""
 
 END: Final = "end"
-"""Key that ends the job for the agents: {"code", "reason", "grace_s"} and, but where it is None, "members"."""
+"""Key that ends the job for the agents: `protocol.published.END`."""
 
 LIFELINE_ADDRESS: Final = "lifeline_address"
 """Key with host:port where agents of other nodes connect their lifelines."""
@@ -28,20 +28,7 @@ IDENTITY: Final = "identity"
 """Key of a digest of what the job's first worker was started with; what it stands for is under `identity/DIGEST`."""
 
 ANSWERS: Final = "answer/"
-"""What the keys begin with under which commands find the coordinator's answers."""
-
-SLOWNESS: Final = "slowness"
-"""Kind of the notice of what drills have slowed: {"by_agents", "speeds", "links"}."""
-
-GIVEN_UP: Final = "given_up"
-"""Kind of the notice that workers count as dead, whatever their processes do: {"workers", "reason"} and, if none
-is to be started in their places, "for_good"."""
-
-LEFT: Final = "left"
-"""Kind of the notice that a node which was told to leave may: {"agent", "workers"}."""
-
-SAVE: Final = "save"
-"""Kind of the notice that a checkpoint is to be written after an iteration: {"number"}, counted from 1."""
+"""What the keys begin with under which commands find what they are answered: `protocol.answers.ANSWERS`."""
 
 REFUSED_EXIT: Final = 2
 """Exit code of a worker that refuses its arguments, as argparse does, and of the job that it was to begin."""
@@ -51,23 +38,15 @@ FENCED_EXIT: Final = 75
 
 
 def plan_key(epoch: int) -> str:
-    """Key of an epoch's plan.
-
-    {"plan", "digest", "commit", "held", "groups_of_change", "leaving", "on_trial"}, or
-    {"impossible", "commit", "missing"}
-    """
+    """Key of what was decided for an epoch: `protocol.published.DECISIONS`."""
     return f"plan/{epoch}"
 
 
 def go_key(epoch: int) -> str:
-    """Key that is set once every member of the epoch is ready and the digests of the state agree."""
+    """Key that is set once every member of the epoch is ready and the digests of the state agree: `published.GO`."""
     return f"go/{epoch}"
 
 
 def notice_key(number: int) -> str:
-    """Key of the notice with this number.
-
-    {"kind": "broken" | "stop" | "finishing" | "end" | "slowness" | "validate" | "change" | "join" | "dismissed"
-    | "left" | "save" | "given_up", ...}
-    """
+    """Key of the notice with this number: `protocol.notices.NOTICES`."""
     return f"notice/{number}"

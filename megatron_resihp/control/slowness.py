@@ -1,16 +1,15 @@
 """Who is slowed by drills: the state that the coordinator keeps and workers and agents are told. Pure.
 
-May import `config`, `control.messages` and the standard library.
+May import `config`, `protocol` and the standard library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_resihp.config import ConfigError, Slowdown
-from megatron_resihp.control import messages
+from megatron_resihp.protocol.notices import SlownessChanged
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,10 @@ class Slowness:
             case _:
                 return Slowness()
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"speeds": [[w, p] for w, p in self.speeds.items()], "links": [[*ab, f] for ab, f in self.links.items()]}
-
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Slowness:
-        return cls(dict(data["speeds"]), {(a, b): f for a, b, f in data["links"]})
+    def of(cls, notice: SlownessChanged) -> Slowness:
+        """What a notice says."""
+        return cls(dict(notice.speeds), {(one, other): factor for one, other, factor in notice.links})
 
 
 def _changed[Key](factors: Mapping[Key, float], key: Key, factor: float) -> dict[Key, float]:
@@ -91,10 +88,11 @@ class SlownessDesk:
             raise ConfigError("links can only be slowed on the emulated clock; start the job with --resihp-emulate")
         self.holds = self.holds.after(slowdown)
 
-    def notice(self) -> dict[str, Any]:
+    def notice(self) -> SlownessChanged:
         """What workers and agents are told; agents act on it where workers can't."""
         by_agents = not (self.emulated or self.on_devices)
-        return {"kind": messages.SLOWNESS, "by_agents": by_agents, **self.holds.to_dict()}
+        links = tuple((one, other, factor) for (one, other), factor in self.holds.links.items())
+        return SlownessChanged(by_agents, tuple(self.holds.speeds.items()), links)
 
     def is_new(self, number: int) -> bool:
         """Whether the scheduled slowdown of this number was not asked for before: all workers ask for each."""

@@ -3,24 +3,20 @@
 May import `plan` and this room's other modules.
 """
 
-import json
 import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.address import Address, parse_address
-from megatron_resihp.control.door import MalformedError, read_notice
 from megatron_resihp.control.reach import unreachable
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.store import Store, StoreError
 from megatron_resihp.plan import ParallelPlan, Shard
-from megatron_resihp.protocol.coding import decode
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import (
     MESSAGES,
@@ -32,7 +28,25 @@ from megatron_resihp.protocol.messages import (
     Ready,
     SurvivorReport,
 )
-from megatron_resihp.protocol.records import Commit, Record
+from megatron_resihp.protocol.notices import (
+    NOTICES,
+    EpochIsBroken,
+    JobEnds,
+    NodeReleased,
+    Notice,
+    OthersFinish,
+    PlanChange,
+    SaveOrder,
+    SlownessChanged,
+    StopTraining,
+    ValidationOrder,
+    WorkerDismissed,
+    WorkersGivenUp,
+    WorkersTakenIn,
+)
+from megatron_resihp.protocol.published import DECISIONS, GO, Decision, EpochPlan
+from megatron_resihp.protocol.records import Record
+from megatron_resihp.protocol.wire import MalformedError
 
 NO_EPOCH = -1
 """That of a worker which was started anew, until a plan has it in it."""
@@ -70,39 +84,6 @@ class CoordinatorLost(JobEnded):
         super().__init__(exit_codes.RETRY, f"the coordinator is gone: {why}")
 
 
-@dataclass(frozen=True)
-class EpochPlan:
-    """A plan with the commit that it starts from, and what each member holds, current to that commit.
-
-    Attributes:
-        groups_of_change: number of the change for which all members have made this plan's groups ahead; None: not all.
-        on_trial: whether another plan follows if the first step fails.
-    """
-
-    epoch: int
-    plan: ParallelPlan
-    commit: Commit | None
-    held: dict[int, tuple[Shard, ...]]
-    groups_of_change: int | None = None
-    on_trial: bool = False
-
-
-@dataclass(frozen=True)
-class SalvageOrder:
-    """No plan fits. `shards` is what this worker writes down, `missing` what nobody holds.
-
-    Attributes:
-        writers: how many workers write something.
-    """
-
-    epoch: int
-    reason: str
-    commit: Commit | None
-    shards: tuple[Shard, ...]
-    writers: int
-    missing: tuple[Shard, ...]
-
-
 class WorkerControl:
     """Connects one worker to the coordinator.
 
@@ -129,15 +110,15 @@ class WorkerControl:
         self.to_save = 0
         self.peer_ports: set[int] = set()
         self.slowness = Slowness()
-        self.on_change: Callable[[dict[str, Any]], None] = lambda notice: None
+        self.on_change: Callable[[PlanChange], None] = lambda change: None
         self._store = store
         self._lock = threading.Lock()
         self._name, self._told = secrets.token_hex(4), 0
         self._on_broken = on_broken
         self._broken: dict[int, tuple[str, float]] = {}
         self._finishing = False
-        self._validation: dict[str, Any] | None = None
-        self._change: dict[str, Any] | None = None
+        self._validation: ValidationOrder | None = None
+        self._change: PlanChange | None = None
         self._joins: int | None = None
         self._end: JobEnded | None = None
         self._dropped = 0
@@ -190,23 +171,23 @@ class WorkerControl:
         return self._members
 
     @property
-    def validation(self) -> dict[str, Any] | None:
+    def validation(self) -> ValidationOrder | None:
         """The validation of this epoch that this worker has heard of and not taken."""
         order = self._validation
-        return order if order is not None and order["epoch"] == self.epoch else None
+        return order if order is not None and order.epoch == self.epoch else None
 
-    def drop_validation(self, order: dict[str, Any] | None) -> None:
+    def drop_validation(self, order: ValidationOrder | None) -> None:
         """This one has been taken; one that came meanwhile stays."""
         if self._validation is order:
             self._validation = None
 
     @property
-    def change(self) -> dict[str, Any] | None:
+    def change(self) -> PlanChange | None:
         """The change of plan in this epoch that this worker has heard of and not taken."""
         order = self._change
-        return order if order is not None and order["epoch"] == self.epoch else None
+        return order if order is not None and order.epoch == self.epoch else None
 
-    def drop_change(self, order: dict[str, Any] | None) -> None:
+    def drop_change(self, order: PlanChange | None) -> None:
         """All leave the epoch for this one; one that came meanwhile stays."""
         if self._change is order:
             self._change = None
@@ -267,7 +248,7 @@ class WorkerControl:
         if self._end is not None:
             raise self._end
 
-    def muster(self, record: Record, held: tuple[Shard, ...]) -> EpochPlan | SalvageOrder:
+    def muster(self, record: Record, held: tuple[Shard, ...]) -> Decision:
         """Report how far this worker got in the epoch and what it holds, and wait for what comes next.
 
         Raises:
@@ -305,7 +286,7 @@ class WorkerControl:
                     self._doors[worker] = parse_address(store.get(key, READ_S))
         return unreachable({worker: self._doors[worker] for worker in wanted if worker in self._doors})
 
-    def join(self, job: JobDescription) -> EpochPlan | SalvageOrder:
+    def join(self, job: JobDescription) -> Decision:
         """Ask for a place in a plan, for a worker that was started anew, and wait for one.
 
         Args:
@@ -323,27 +304,23 @@ class WorkerControl:
         assert self._joins is not None
         return self._enter(self._joins)
 
-    def _enter(self, epoch: int) -> EpochPlan | SalvageOrder:
-        data = json.loads(self._await(messages.plan_key(epoch), mind_epoch=False))
-        commit = data["commit"] and decode(Commit, data["commit"])
-        if "impossible" in data:
-            self.epoch = epoch
-            writers, own = data["writers"], _shards(data["writers"].get(str(self.worker), ()))
-            return SalvageOrder(epoch, data["impossible"], commit, own, len(writers), _shards(data["missing"]))
-        plan = ParallelPlan.from_dict(data["plan"])
-        if self.worker in data["leaving"]:
-            raise JobEnded(0, "its node leaves")
-        if self.worker not in plan.members:
-            raise JobEnded(messages.FENCED_EXIT, "this worker was given up for dead and is fenced")
-        self.epoch, self._members = epoch, plan.members
-        all_held = {int(worker): _shards(shards) for worker, shards in data["held"].items()}
-        return EpochPlan(epoch, plan, commit, all_held, data["groups_of_change"], data["on_trial"])
+    def _enter(self, epoch: int) -> Decision:
+        decision = DECISIONS.read(self._await(messages.plan_key(epoch), mind_epoch=False)).body
+        if isinstance(decision, EpochPlan):
+            if self.worker in decision.leaving:
+                raise JobEnded(0, "its node leaves")
+            if self.worker not in decision.plan.members:
+                raise JobEnded(messages.FENCED_EXIT, "this worker was given up for dead and is fenced")
+            self._members = decision.plan.members
+        self.epoch = epoch
+        return decision
 
     def first_plan(self) -> ParallelPlan:
         """Wait for the plan of epoch 0."""
-        plan = ParallelPlan.from_dict(json.loads(self._await(messages.plan_key(0)))["plan"])
-        self._members = plan.members
-        return plan
+        decision = DECISIONS.read(self._await(messages.plan_key(0))).body
+        assert isinstance(decision, EpochPlan), "nothing is held yet that could be saved"
+        self._members = decision.plan.members
+        return decision.plan
 
     def count(self, name: str) -> int:
         """Add one to a counter that all workers share and return its new value."""
@@ -364,7 +341,7 @@ class WorkerControl:
             EpochBroken, JobEnded: somebody died or state differed meanwhile.
         """
         self.tell(Ready(self.worker, self.epoch, digests, tuple(ports), bytes_received, steps_redone))
-        self.peer_ports = set(json.loads(self._await_go())["ports"])
+        self.peer_ports = set(GO.read(self._await_go()).body.ports)
 
     def _await_go(self) -> str:
         """Go holds for all members or for none: others may have given up what they held before it."""
@@ -415,7 +392,7 @@ class WorkerControl:
 
     def _read(self, text: str) -> None:
         try:
-            notice = read_notice(text)
+            notice = NOTICES.read(text).body
         except MalformedError as error:
             self._dropped += 1
             if self._dropped <= DROPPED_SHOWN:
@@ -423,49 +400,56 @@ class WorkerControl:
             return
         self._hear(notice)
 
-    def _hear(self, notice: dict[str, Any]) -> None:
-        if notice["kind"] == "stop":
-            self.stop_signal = notice["signal"]
-            return
-        if notice["kind"] == messages.SAVE:
-            # What was ordered before a worker was there has been done.
-            self.to_save = 0 if self.epoch == NO_EPOCH else notice["number"]
-            return
-        if notice["kind"] == messages.LEFT:  # for agents
-            return
-        if notice["kind"] == messages.SLOWNESS:
-            self.slowness = Slowness.from_dict(notice)
-            return
-        if notice["kind"] == "validate":
-            self._validation = notice
-            return
-        if notice["kind"] == "change":
-            try:
-                self.on_change(notice)
-            except Exception as error:  # like that of an abort below
-                print(f"resihp: worker {self.worker} does not prepare a change: {error}", file=sys.stderr, flush=True)
-            self._change = notice
-            return
-        with self._news:
-            if notice["kind"] == "finishing":
+    def _hear(self, notice: Notice) -> None:
+        match notice:
+            case StopTraining(signal):
+                self.stop_signal = signal
+            case SaveOrder(number):
+                # What was ordered before a worker was there has been done.
+                self.to_save = 0 if self.epoch == NO_EPOCH else number
+            case NodeReleased():
+                pass  # for agents
+            case SlownessChanged():
+                self.slowness = Slowness.of(notice)
+            case ValidationOrder():
+                self._validation = notice
+            case PlanChange():
+                self._hear_of_change(notice)
+            case _:
+                with self._news:
+                    self._hear_news(notice)
+                    self._news.notify_all()
+                if self.broken():
+                    self._abort_epoch()
+
+    def _hear_of_change(self, change: PlanChange) -> None:
+        try:
+            self.on_change(change)
+        except Exception as error:  # like that of an abort below
+            print(f"resihp: worker {self.worker} does not prepare a change: {error}", file=sys.stderr, flush=True)
+        self._change = change
+
+    def _hear_news(
+        self, notice: EpochIsBroken | OthersFinish | WorkersTakenIn | WorkersGivenUp | WorkerDismissed | JobEnds
+    ) -> None:
+        """What somebody may wait for."""
+        match notice:
+            case EpochIsBroken(epoch, cause, probe):
+                if probe:
+                    self._to_probe.add(epoch)
+                self._broken[epoch] = (cause, time.time())
+            case OthersFinish():
                 self._finishing = True
-            elif notice["kind"] == "join":
-                self._joins = notice["epoch"] if self.worker in notice["workers"] else self._joins
-            elif notice["kind"] == messages.GIVEN_UP:
-                if self.worker in notice["workers"]:
-                    self._end = self._end or JobEnded(messages.FENCED_EXIT, notice["reason"])
-            elif notice["kind"] == "dismissed":
-                if self.worker == notice["worker"]:
-                    self._end = self._end or JobEnded(messages.REFUSED_EXIT, notice["reason"])
-            elif notice["kind"] == "end":
-                self._end = self._end or JobEnded(notice["code"], notice["reason"])
-            else:
-                if notice.get("probe"):
-                    self._to_probe.add(notice["epoch"])
-                self._broken[notice["epoch"]] = (notice["cause"], time.time())
-            self._news.notify_all()
-        if self.broken():
-            self._abort_epoch()
+            case WorkersTakenIn(epoch, workers):
+                self._joins = epoch if self.worker in workers else self._joins
+            case WorkersGivenUp(workers, reason):
+                if self.worker in workers:
+                    self._end = self._end or JobEnded(messages.FENCED_EXIT, reason)
+            case WorkerDismissed(worker, reason):
+                if self.worker == worker:
+                    self._end = self._end or JobEnded(messages.REFUSED_EXIT, reason)
+            case JobEnds(code, reason):
+                self._end = self._end or JobEnded(code, reason)
 
     def _abort_epoch(self) -> None:
         try:
@@ -476,7 +460,3 @@ class WorkerControl:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
-def _shards(data: Iterable[Iterable[int]]) -> tuple[Shard, ...]:
-    return tuple(Shard(*shard) for shard in data)

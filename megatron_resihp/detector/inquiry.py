@@ -1,22 +1,20 @@
 """Validations under way: what suspects are asked to measure, and what their answers mean.
 
-Pure. One at a time, since all workers have to have heard of one before it can be run. Imports this room.
+Pure. One at a time, since all workers have to have heard of one before it can be run. Imports this room and `protocol`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
 from megatron_resihp.detector.observations import Layout
 from megatron_resihp.detector.validation import Suspicion, culprits, plan_validation
+from megatron_resihp.protocol.notices import ValidationOrder
 
 PAUSE: Final = 50
 """Iterations after which the same suspects may be asked again, and answers that are missing are given up."""
 
 Settled = tuple[Suspicion, Mapping[int, float]]
 """A suspicion with its culprits and their speeds."""
-Order = dict[str, Any]
-"""A notice to all workers: {"kind": "validate", "number", "epoch", "gemms", "transfers"}; see `validation`."""
 
 
 class Inquiries:
@@ -40,7 +38,7 @@ class Inquiries:
         """What is being validated."""
         return self._suspicions
 
-    def ask(self, suspicions: Sequence[Suspicion], layout: Layout, iteration: int) -> Order | None:
+    def ask(self, suspicions: Sequence[Suspicion], layout: Layout, iteration: int) -> ValidationOrder | None:
         """What to have measured; None while answers are awaited, or if there is nothing new to ask."""
         if iteration >= self._asked_at + PAUSE:
             self.drop()
@@ -52,10 +50,7 @@ class Inquiries:
         self._number += 1
         self._suspicions, self._seconds, self._asked_at = fresh, {}, iteration
         self._not_before |= {each.workers: iteration + PAUSE for each in fresh}
-        return {
-            "kind": "validate", "number": self._number, "epoch": layout.epoch,
-            "gemms": [asdict(gemm) for gemm in plan.gemms], "transfers": [asdict(each) for each in plan.transfers],
-        }  # fmt: skip
+        return ValidationOrder(self._number, layout.epoch, plan.gemms, plan.transfers)
 
     def answer(self, number: int, worker: int, gemm_seconds: Sequence[float]) -> list[Settled]:
         """A worker has measured. When all suspects have, everything is settled."""

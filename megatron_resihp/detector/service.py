@@ -14,7 +14,7 @@ from megatron_resihp.cost.store import FILE_NAME as COST_MODEL_NAME
 from megatron_resihp.cost.store import CostModelError
 from megatron_resihp.detector.assemble import Assembler
 from megatron_resihp.detector.held_up import HeldUp
-from megatron_resihp.detector.inquiry import Inquiries, Order
+from megatron_resihp.detector.inquiry import Inquiries
 from megatron_resihp.detector.keeper import Keeper
 from megatron_resihp.detector.layout import layout_of
 from megatron_resihp.detector.learned import Learned, load
@@ -25,6 +25,7 @@ from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Verdict
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.places import node_of
+from megatron_resihp.protocol.notices import ValidationOrder
 
 Event = dict[str, Any]
 
@@ -44,7 +45,7 @@ class DetectionService:
         callbacks: called with each verdict, in this object's thread.
     """
 
-    def __init__(self, run_dir: Path, order: Callable[[Order], None]) -> None:
+    def __init__(self, run_dir: Path, order: Callable[[ValidationOrder], None]) -> None:
         self._order = order
         self._inquiries: Inquiries | None = None
         self.callbacks: list[Callable[[Verdict], None]] = []

@@ -2,7 +2,7 @@
 
 Pure; the benchmarks themselves run in `integration`, on the suspects only, at the next iteration boundary. ResiHP
 (arXiv 2605.06374) and Greyhound validate every suspicion so; here only those that name several workers. Imports the
-standard library and numpy.
+standard library, numpy and `protocol`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
-GEMM_REPEATS: Final = 20
-TRANSFER_REPEATS: Final = 10
+from megatron_resihp.protocol.notices import MatrixProduct, Transfer
+
 LEAST_SHARE: Final = 0.5
 """A culprit shows at least this share of the suspected slowdown (as log ratio) in a micro-benchmark."""
 
@@ -37,32 +37,11 @@ class Suspicion:
 
 
 @dataclass(frozen=True)
-class Gemm:
-    """Each of `workers` multiplies an [m, k] by a [k, n] matrix in the training's dtype."""
-
-    workers: tuple[int, ...]
-    m: int
-    n: int
-    k: int
-    repeats: int = GEMM_REPEATS
-
-
-@dataclass(frozen=True)
-class PointToPoint:
-    """`sender` sends `size` bytes to `receiver`; pairs of one plan that share no worker may run together."""
-
-    sender: int
-    receiver: int
-    size: int
-    repeats: int = TRANSFER_REPEATS
-
-
-@dataclass(frozen=True)
 class ValidationPlan:
     """What to run. All times are reported in seconds, one for each repeat."""
 
-    gemms: tuple[Gemm, ...]
-    transfers: tuple[PointToPoint, ...]
+    gemms: tuple[MatrixProduct, ...]
+    transfers: tuple[Transfer, ...]
 
 
 def plan_validation(
@@ -85,8 +64,8 @@ def plan_validation(
     working = {worker for each in suspicions if not each.idle for worker in each.workers}
     tried = [pair for pair in links if not working.isdisjoint(pair)]
     return ValidationPlan(
-        tuple(Gemm(suspects, *shape) for shape in gemm_shapes),
-        tuple(PointToPoint(first, second, transfer_size) for first, second in tried),
+        tuple(MatrixProduct(suspects, *shape) for shape in gemm_shapes),
+        tuple(Transfer(first, second, transfer_size) for first, second in tried),
     )
 
 

@@ -16,7 +16,6 @@ from megatron_resihp.control.noticeboard import Noticeboard
 from megatron_resihp.control.record import NoCommitError
 from megatron_resihp.control.saved_state import DIRECTORY, LastSave, latest_in
 from megatron_resihp.control.survivors import Decision, Standing, awaited, decide, missing, part_of
-from megatron_resihp.control.worker import SalvageOrder
 from megatron_resihp.integration.device_loss import abort_or_die
 from megatron_resihp.integration.recovery import apply_commit
 from megatron_resihp.integration.runtime import Runtime
@@ -25,6 +24,7 @@ from megatron_resihp.integration.world import tear_down
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.places import node_of
 from megatron_resihp.protocol.coding import decode, encode
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder
 
 TELL_S = 15.0
 """How long survivors wait for each other's records: they learn of the loss at different times."""
@@ -64,10 +64,13 @@ def _save(runtime: Runtime, why: str) -> None:
     if shards is None:
         _save_alone(runtime, own, why, base)
     elif shards and decision.commit.iteration:
-        _save_share(runtime, decision, SalvageOrder(runtime.epoch, why, decision.commit, shards, 0, ()), board, base)
+        order = EmergencyCheckpointOrder(runtime.epoch, why, decision.commit, {runtime.worker: shards}, ())
+        _save_share(runtime, decision, order, board, base)
 
 
-def _save_share(runtime: Runtime, decision: Decision, order: SalvageOrder, board: Noticeboard, base: Path) -> None:
+def _save_share(
+    runtime: Runtime, decision: Decision, order: EmergencyCheckpointOrder, board: Noticeboard, base: Path
+) -> None:
     directory = base / decision.directory
     shard: Coordinate | None = None
     try:
@@ -94,7 +97,8 @@ def _save_alone(runtime: Runtime, own: Standing, why: str, base: Path) -> None:
     commit = decide({runtime.worker: own}, DIRECTORY).commit
     directory = base / DIRECTORY / f"worker_{runtime.worker}-{runtime.run}"
     apply_commit(runtime, commit)
-    write_state(runtime, SalvageOrder(runtime.epoch, why, commit, own.held, 0, ()), directory)
+    order = EmergencyCheckpointOrder(runtime.epoch, why, commit, {runtime.worker: own.held}, ())
+    write_state(runtime, order, directory)
     _say(runtime, f"was after iteration {commit.iteration}, others were not: what it saved is no part of theirs")
 
 

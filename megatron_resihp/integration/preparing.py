@@ -8,14 +8,14 @@ published says whether all had them. May import megatron and this room.
 import sys
 import threading
 import time
-from typing import Any
 
-from megatron_resihp.control.worker import NO_EPOCH, EpochPlan
+from megatron_resihp.control.worker import NO_EPOCH
 from megatron_resihp.executor.groups_ahead import GroupsAhead
 from megatron_resihp.integration.group_needs import needs_of
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.protocol.messages import GroupsPrepared
+from megatron_resihp.protocol.notices import PlanChange
+from megatron_resihp.protocol.published import EpochPlan
 
 LONGEST_S = 10.0
 """A change does not wait longer for groups that are made ahead of it."""
@@ -33,14 +33,14 @@ class Preparation:
         self._lock = threading.Lock()
         """Whoever hears of a change may be late, when the next epoch begins already."""
 
-    def begin(self, order: dict[str, Any]) -> None:
-        """Called in the thread that hears of a change, which has other news to hear. `order`: the notice."""
+    def begin(self, change: PlanChange) -> None:
+        """Called in the thread that hears of a change, which has other news to hear."""
         with self._lock:
-            if self._runtime.epoch not in (order["epoch"], NO_EPOCH):
+            if self._runtime.epoch not in (change.epoch, NO_EPOCH):
                 return
             self._give_up()  # a newcomer may have been asked for before
-            self._number, self._until = order["number"], time.monotonic() + LONGEST_S
-            thread = threading.Thread(target=self._make, args=(order,), name="resihp-preparing", daemon=True)
+            self._number, self._until = change.number, time.monotonic() + LONGEST_S
+            thread = threading.Thread(target=self._make, args=(change,), name="resihp-preparing", daemon=True)
             thread.start()
             self._thread = thread
 
@@ -66,10 +66,9 @@ class Preparation:
         if groups is not None:
             self._runtime.communicators.discard(groups)
 
-    def _make(self, order: dict[str, Any]) -> None:
-        runtime, number = self._runtime, order["number"]
+    def _make(self, change: PlanChange) -> None:
+        runtime, number, plan = self._runtime, change.number, change.plan
         try:
-            plan = ParallelPlan.from_dict(order["plan"])
             if runtime.worker not in plan.members:
                 return
             self._groups = runtime.communicators.groups_ahead(number, plan.digest)

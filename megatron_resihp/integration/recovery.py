@@ -16,7 +16,7 @@ from megatron.core.rerun_state_machine import RerunMode
 
 from megatron_resihp.control.digests import name_of
 from megatron_resihp.control.store import StoreError
-from megatron_resihp.control.worker import EpochBroken, EpochPlan, JobEnded, SalvageOrder
+from megatron_resihp.control.worker import EpochBroken, JobEnded
 from megatron_resihp.executor.communicators import is_communicator_error, is_out_of_memory
 from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
 from megatron_resihp.integration.counting import count_again, note_in_progress_log, restore_counters
@@ -34,6 +34,7 @@ from megatron_resihp.integration.step import install_step, take_step
 from megatron_resihp.integration.world import build_model_parallel, build_world, reset_singletons, tear_down
 from megatron_resihp.plan.slices import all_shards, cuts_of
 from megatron_resihp.plan.spelling import spelled_out
+from megatron_resihp.protocol.published import Decision, EmergencyCheckpointOrder, EpochPlan
 from megatron_resihp.protocol.records import Commit, Stage
 
 
@@ -52,7 +53,7 @@ class TakenIn(Exception):
         order: the plan.
     """
 
-    def __init__(self, order: EpochPlan | SalvageOrder) -> None:
+    def __init__(self, order: Decision) -> None:
         super().__init__()
         self.order = order
 
@@ -177,15 +178,15 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
             begun = apply_commit(runtime, order.commit)
             # Who leaves by choice does so before anything is computed.
             redone = 0 if by_choice else begun
-        if isinstance(order, SalvageOrder):
+        if isinstance(order, EmergencyCheckpointOrder):
             salvage(runtime, order)
             raise runtime.control.await_end()
     _enter(runtime, phases, order, redone)
 
 
-def _enter_first_epoch(runtime: Runtime, phases: Phases, order: EpochPlan | SalvageOrder) -> None:
+def _enter_first_epoch(runtime: Runtime, phases: Phases, order: Decision) -> None:
     """A worker that was started anew leaves the world that it started in; it has nothing to say and nothing to redo."""
-    if isinstance(order, SalvageOrder):
+    if isinstance(order, EmergencyCheckpointOrder):
         raise runtime.control.await_end()
     assert order.commit is not None
     tear_down(runtime)

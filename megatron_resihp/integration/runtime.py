@@ -29,6 +29,7 @@ from megatron_resihp.integration.probes import PadOp, PadTransfer, Probes
 from megatron_resihp.plan import Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.files import read_plan
 from megatron_resihp.protocol.messages import PlanRequest, SlowdownRequest
+from megatron_resihp.protocol.notices import PlanChange, ValidationOrder
 from megatron_resihp.protocol.records import Outcome, Record, Stage
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class Runtime:
         self.probes = Probes(self.worker, make_clock, send, RunDelay())
         self.padding: Padding | None = None
         self.slowing: DeviceSlowing | None = None
-        self.to_validate: dict[str, Any] | None = None
+        self.to_validate: ValidationOrder | None = None
         self.to_change = False
         self.saves = 0
         self.preparation: Preparation | None = None
@@ -228,7 +229,7 @@ class Runtime:
         return self.control.epoch
 
     @property
-    def change(self) -> dict[str, Any] | None:
+    def change(self) -> PlanChange | None:
         """The change of plan that this worker can leave the epoch for, as far as it has heard."""
         # In this order: what is heard of between both has its thread already.
         change = self.control.change

@@ -21,7 +21,6 @@ from megatron.training.checkpointing import generate_state_dict, get_checkpoint_
 
 from megatron_resihp.control.environment import RUN_DIR
 from megatron_resihp.control.saved_state import DIRECTORY
-from megatron_resihp.control.worker import SalvageOrder
 from megatron_resihp.integration.counting import count_again, restore_counters
 from megatron_resihp.integration.general_state import slice_states
 from megatron_resihp.integration.loss_scale import scale_of
@@ -31,15 +30,16 @@ from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.slices import cuts_of, slices_of
 from megatron_resihp.protocol.messages import EmergencyCheckpointWritten
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder
 
 
-def salvage(runtime: Runtime, order: SalvageOrder) -> None:
+def salvage(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
     """Write this worker's shard if it was chosen to, and report."""
-    if not order.shards or order.commit is None:
+    if not order.part_of(runtime.worker) or order.commit is None:
         return
     directory = Path(os.environ[RUN_DIR]) / DIRECTORY
     path = write_state(runtime, order, directory)
-    if runtime.writes_shard and runtime.control.count("salvaged") == order.writers and not order.missing:
+    if runtime.writes_shard and runtime.control.count("salvaged") == len(order.writers) and not order.missing:
         # Only when all shards are there may a later start find them.
         name_latest(directory, order.commit.iteration)
     runtime.control.event(
@@ -49,7 +49,7 @@ def salvage(runtime: Runtime, order: SalvageOrder) -> None:
     runtime.control.tell(EmergencyCheckpointWritten(runtime.worker))
 
 
-def write_state(runtime: Runtime, order: SalvageOrder, directory: Path) -> Path:
+def write_state(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
     """Write what this worker holds, once it has taken the committed step; asks nobody."""
     assert runtime.sizes is not None
     runtime.sizes.restore()
@@ -76,7 +76,7 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     aside.replace(path)
 
 
-def _save_shard(runtime: Runtime, order: SalvageOrder, coordinate: Coordinate, directory: Path) -> Path:
+def _save_shard(runtime: Runtime, order: EmergencyCheckpointOrder, coordinate: Coordinate, directory: Path) -> Path:
     assert runtime.trained is not None and order.commit is not None
     iteration, args = order.commit.iteration, runtime.args
     path = Path(
@@ -97,12 +97,12 @@ def _save_shard(runtime: Runtime, order: SalvageOrder, coordinate: Coordinate, d
     return path
 
 
-def _save_slices(runtime: Runtime, order: SalvageOrder, directory: Path) -> Path:
+def _save_slices(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
     """What no stage and TP rank of the job's own layout has: a file of tensors, and what is in it as JSON beside it."""
     assert runtime.trained is not None and order.commit is not None
     tied_head = runtime.own.tied_head
-    cuts = cuts_of((*runtime.held, *order.shards))
-    wanted = slices_of(order.shards, cuts, tied_head)
+    cuts = cuts_of((*runtime.held, *order.part_of(runtime.worker)))
+    wanted = slices_of(order.part_of(runtime.worker), cuts, tied_head)
     states = slice_states(runtime.trained, runtime.held, cuts, tied_head)
     tensors = {
         str(piece): {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
@@ -112,7 +112,7 @@ def _save_slices(runtime: Runtime, order: SalvageOrder, directory: Path) -> Path
     return _save_tensors(runtime, order, directory, "slices", tensors, {"cuts": cuts})
 
 
-def _save_parts(runtime: Runtime, kept: Kept, order: SalvageOrder, directory: Path) -> Path:
+def _save_parts(runtime: Runtime, kept: Kept, order: EmergencyCheckpointOrder, directory: Path) -> Path:
     """What this worker has of a distributed optimizer, its own part and the copy, by parameter and elements."""
     assert runtime.trained is not None
     part = {**(own_part(runtime.trained) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
@@ -125,8 +125,8 @@ def _save_parts(runtime: Runtime, kept: Kept, order: SalvageOrder, directory: Pa
 
 
 def _save_tensors(
-    runtime: Runtime, order: SalvageOrder, directory: Path, kind: str, tensors: dict[str, dict[str, torch.Tensor]],
-    more: dict[str, Any],
+    runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path, kind: str,
+    tensors: dict[str, dict[str, torch.Tensor]], more: dict[str, Any],
 ) -> Path:  # fmt: skip
     assert runtime.trained is not None and order.commit is not None
     iteration = order.commit.iteration
@@ -160,7 +160,7 @@ def _random_states() -> dict[str, Any]:
     }
 
 
-def _count_after_step(runtime: Runtime, order: SalvageOrder) -> None:
+def _count_after_step(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
     """Counters as they are once the committed iteration is over."""
     assert order.commit is not None
     restore_counters(runtime, order.commit.counters)

@@ -24,6 +24,7 @@ from megatron_resihp.integration.loss_scale import (
 )
 from megatron_resihp.integration.optimizer_shards import gather_parameters, step_part
 from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime, parts_of
+from megatron_resihp.protocol.notices import PlanChange, ValidationOrder
 from megatron_resihp.protocol.records import Outcome, Stage
 
 SHARED_COUNTERS = (
@@ -156,7 +157,7 @@ def tell_of_experts(runtime: Runtime, outcome: Outcome) -> None:
 
 
 def _brought(
-    runtime: Runtime, norm_squared: float, validation: dict[str, Any] | None, change: dict[str, Any] | None
+    runtime: Runtime, norm_squared: float, validation: ValidationOrder | None, change: PlanChange | None
 ) -> torch.Tensor:
     """What this worker adds to the reduction."""
     values = torch.zeros(END, dtype=torch.float64)
@@ -192,11 +193,11 @@ def _check_norm(runtime: Runtime, norm_squared: float) -> None:
         )
 
 
-def _number(order: dict[str, Any] | None) -> float:
-    return float(order["number"]) if order is not None else 0.0
+def _number(order: ValidationOrder | PlanChange | None) -> float:
+    return float(order.number) if order is not None else 0.0
 
 
-def _heard_by_all(runtime: Runtime, order: dict[str, Any] | None, total: torch.Tensor) -> bool:
+def _heard_by_all(runtime: Runtime, order: ValidationOrder | PlanChange | None, total: torch.Tensor) -> bool:
     """Whether everybody has heard of an order; everybody sees that in the same step."""
     assert runtime.everybody is not None
     return order is not None and float(total) == _number(order) * len(runtime.everybody.workers)

@@ -6,11 +6,14 @@ May import this package's other modules.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Final, get_args
 
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.protocol.values import Epoch, ExitCode, Finite, Natural, Positive, Signal, Worker
 from megatron_resihp.protocol.wire import Kinds
+
+GEMM_REPEATS: Final = 20
+TRANSFER_REPEATS: Final = 10
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,15 @@ class JobEnds:
 
 @dataclass(frozen=True)
 class SlownessChanged:
-    """All slowdowns that are injected now; on a real clock agents carry them out.
+    """All slowdowns that are injected now.
 
     Attributes:
+        by_agents: agents carry them out, as workers can't.
         speeds: (worker, factor) each.
         links: (worker, worker, factor of its bandwidth) each.
     """
 
-    emulated: bool
+    by_agents: bool
     speeds: tuple[tuple[Worker, Finite], ...] = ()
     links: tuple[tuple[Worker, Worker, Finite], ...] = ()
 
@@ -68,7 +72,7 @@ class MatrixProduct:
     m: Positive
     n: Positive
     k: Positive
-    repeats: Positive
+    repeats: Positive = GEMM_REPEATS
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Transfer:
     sender: Worker
     receiver: Worker
     size: Natural
-    repeats: Positive
+    repeats: Positive = TRANSFER_REPEATS
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import get_args
 
-from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan import ParallelPlan, Shard
 from megatron_resihp.protocol.records import Commit
 from megatron_resihp.protocol.values import Epoch, ExitCode, HeldShards, Natural, Port, Seconds, Worker
 from megatron_resihp.protocol.wire import Kinds
@@ -48,6 +48,10 @@ class EmergencyCheckpointOrder:
     commit: Commit | None
     writers: dict[Worker, HeldShards]
     missing: HeldShards
+
+    def part_of(self, worker: int) -> tuple[Shard, ...]:
+        """What a worker writes."""
+        return self.writers.get(worker, ())
 
 
 Decision = EpochPlan | EmergencyCheckpointOrder

@@ -19,6 +19,7 @@ LARGEST: Final = 8 * 1024 * 1024
 """Characters of a text; the store takes no more bytes."""
 SHOWN: Final = 200
 """Characters of what was refused that the log shows."""
+COORDINATOR: Final = "the coordinator"
 NOBODY: Final = "somebody"
 """Who has sent what does not say so."""
 

@@ -27,9 +27,7 @@ from megatron_resihp.control.store import connect
 from megatron_resihp.control.worker import (
     NO_EPOCH,
     EpochBroken,
-    EpochPlan,
     JobEnded,
-    SalvageOrder,
     UnreachableError,
     WorkerControl,
 )
@@ -37,6 +35,7 @@ from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import EmergencyCheckpointWritten, JobStarted, ModelBuilt, TrainingFinished
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan
 from megatron_resihp.protocol.records import Record, Stage
 
 WORKER = int(os.environ["RESIHP_WORKER"])
@@ -73,7 +72,7 @@ def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
     held = plan.coordinate_of(WORKER)
     while True:
         order = control.muster(record, shards_at([Chunk(0, 0, 4)], held, 1) if held else ())
-        if isinstance(order, SalvageOrder):
+        if isinstance(order, EmergencyCheckpointOrder):
             control.tell(EmergencyCheckpointWritten(WORKER))
             raise control.await_end()
         assert isinstance(order, EpochPlan)

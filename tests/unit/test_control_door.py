@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_resihp.control import messages
 from megatron_resihp.control.coordinator import DROPPED_SHOWN, Coordinator
-from megatron_resihp.control.door import read_end, read_message, read_notice
+from megatron_resihp.control.door import read_message
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.membership import Membership
 from megatron_resihp.control.worker import WorkerControl
@@ -49,6 +49,8 @@ from megatron_resihp.protocol.messages import (
     TrainingFinished,
     WorkerRestarted,
 )
+from megatron_resihp.protocol.notices import NOTICES
+from megatron_resihp.protocol.published import END
 from megatron_resihp.protocol.records import Outcome, Record, Stage
 from megatron_resihp.protocol.version import VERSION
 from megatron_resihp.protocol.wire import MalformedError
@@ -129,7 +131,7 @@ def test_each_message_that_somebody_sends_gets_through() -> None:
 
 @pytest.mark.parametrize("text", BAD_TEXTS, ids=lambda text: text[:60])
 def test_what_is_malformed_gets_no_further(text: str) -> None:
-    for reader in (read, read_notice, read_end):
+    for reader in (read, NOTICES.read, END.read):
         with pytest.raises(MalformedError):
             reader(text)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -19,6 +18,7 @@ from megatron_resihp.control.lasting import LastingStore
 from megatron_resihp.control.store import SILENT_S, StoreError, TcpStore, connect, serve
 from megatron_resihp.control.worker import WorkerControl
 from megatron_resihp.protocol.messages import MESSAGES, TrainingFinished
+from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken
 
 SHORT_S = 0.05
 HEARD_S = 30.0
@@ -162,7 +162,7 @@ def test_a_worker_hears_and_is_heard_again(between: GoBetween, served: TcpStore)
     broken = threading.Event()
     control = WorkerControl(lasting(between), 1, broken.set)
     between.cut()
-    served.set(messages.notice_key(0), json.dumps({"kind": "broken", "epoch": 0, "cause": "worker 0: exit signal 9"}))
+    served.set(messages.notice_key(0), NOTICES.write(EpochIsBroken(0, "worker 0: exit signal 9"), "the coordinator"))
     assert broken.wait(HEARD_S)
     control.tell(TrainingFinished(1, 3))
     letter = MESSAGES.read(served.pop(messages.INBOX, HEARD_S) or "")

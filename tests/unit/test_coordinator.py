@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from dataclasses import replace
@@ -10,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control import coordinator, exit_codes, messages
+from megatron_resihp.control import coordinator, exit_codes
 from megatron_resihp.control.actions import Limits
 from megatron_resihp.control.coordinator import Coordinator
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.plan import Chunk, Shard
+from megatron_resihp.protocol import published
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import (
     MESSAGES,
@@ -27,6 +27,8 @@ from megatron_resihp.protocol.messages import (
     ScriptFailed,
     SurvivorReport,
 )
+from megatron_resihp.protocol.notices import NOTICES, WorkersGivenUp
+from megatron_resihp.protocol.published import DECISIONS, EmergencyCheckpointOrder, EpochPlan
 from megatron_resihp.protocol.records import Record, Stage
 from megatron_resihp.protocol.wire import Letter
 
@@ -130,9 +132,15 @@ def ends_after(store: Played, code: int = exit_codes.RETRY, **options: Any) -> l
     options = {"clock": lambda: store.now, **options}
     made = Coordinator(store, events.append, JobSize(4, 1), [], Limits(), **options)  # type: ignore[arg-type]
     assert made.run() == code
-    assert json.loads(store.values["end"])["code"] == code
+    assert published.END.read(store.values["end"]).body.code == code
     assert events[-1]["event"] == "run_finished"
     return events
+
+
+def order_in(store: Played, epoch: int) -> EmergencyCheckpointOrder:
+    decision = DECISIONS.read(store.values[f"plan/{epoch}"]).body
+    assert isinstance(decision, EmergencyCheckpointOrder)
+    return decision
 
 
 def test_an_error_of_its_own_has_survivors_save_what_they_hold(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,9 +149,9 @@ def test_an_error_of_its_own_has_survivors_save_what_they_hold(capsys: pytest.Ca
 
     store = Played(*trained_until_a_death(), *MUSTERED, salvaged(0))
     events = ends_after(store, next_plan=next_plan)
-    order = json.loads(store.values["plan/1"])
-    assert events[-1]["reason"] == "the coordinator failed: ZeroDivisionError: a bug" == order["impossible"]
-    assert order["writers"] == {"0": [[0, 3, 0, 1]]}, "each shard once"
+    order = order_in(store, 1)
+    assert events[-1]["reason"] == "the coordinator failed: ZeroDivisionError: a bug" == order.reason
+    assert order.writers == {0: (Shard(0, 3, 0, 1),)}, "each shard once"
     assert "a bug" in capsys.readouterr().err
 
 
@@ -153,13 +161,13 @@ def test_a_plan_that_can_not_be_published_has_them_save_too(monkeypatch: pytest.
     put = store.set_once
 
     def set_once(key: str, value: str) -> str:
-        if key == "plan/1" and "impossible" not in json.loads(value):
+        if key == "plan/1" and isinstance(DECISIONS.read(value).body, EpochPlan):
             raise ValueError("'plan/1': the store takes values up to 8388608 bytes")
         return put(key, value)
 
     monkeypatch.setattr(store, "set_once", set_once)
     assert "the store takes values up to" in ends_after(store)[-1]["reason"]
-    assert "impossible" in json.loads(store.values["plan/1"])
+    assert order_in(store, 1)
 
 
 def test_a_go_that_somebody_else_has_given_binds_nobody() -> None:
@@ -167,7 +175,7 @@ def test_a_go_that_somebody_else_has_given_binds_nobody() -> None:
                    *(replace(each, epoch=1) for each in MUSTERED), salvaged(0))  # fmt: skip
     store.values["go/1"] = '{"ports": []}'
     assert "'go/1' was in the store before" in ends_after(store)[-1]["reason"]
-    assert "impossible" in json.loads(store.values["plan/2"])
+    assert order_in(store, 2)
 
 
 def test_before_the_first_iteration_there_is_nothing_to_save() -> None:
@@ -206,9 +214,9 @@ def test_what_is_sent_again_counts_once() -> None:
 def test_who_is_given_up_is_named_to_its_agent() -> None:
     store = Played(*trained_until_a_death(), muster(0), muster(1), *HALF_SECONDS, END)
     ends_after(store, code=exit_codes.FAILED)
-    notices = [json.loads(value) for key, value in store.values.items() if key.startswith("notice/")]
-    given_up = [notice for notice in notices if notice["kind"] == messages.GIVEN_UP]
-    assert given_up == [{"kind": "given_up", "workers": [2], "reason": "did not report within 60 s"}]
+    notices = [NOTICES.read(value).body for key, value in store.values.items() if key.startswith("notice/")]
+    given_up = [notice for notice in notices if isinstance(notice, WorkersGivenUp)]
+    assert given_up == [WorkersGivenUp((2,), "did not report within 60 s")]
 
 
 def test_who_looks_for_stalls_is_asked_only_once_all_is_heard() -> None:

@@ -148,4 +148,4 @@ def test_a_benchmark_of_a_slowed_device(device: Device) -> None:
 def test_who_slows_a_worker(emulated: bool, on_devices: bool, by_agents: bool) -> None:
     """A device works on while its process is stopped."""
     desk: Any = SlownessDesk(2, emulated, on_devices=on_devices)
-    assert desk.notice()["by_agents"] is by_agents
+    assert desk.notice().by_agents is by_agents

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from test_membership import LIMITS, OTHER_LAYERS, UNLIKE, Job, events, notices, only, plan_of
 
-from megatron_resihp.control.actions import Action, Go, OrderSalvage, Phase, PublishPlan
+from megatron_resihp.control.actions import Action, Phase
 from megatron_resihp.control.next_plan import Survivors, rectangles_or_less
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.protocol.messages import CommunicationFailed, FirstStepFailed, PlanRequest, ScriptFailed
+from megatron_resihp.protocol.notices import EpochIsBroken
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
 
 ERROR = "ValueError: shards (2) must be >= tensor_model_parallel_size (4)."
 
@@ -23,7 +25,7 @@ def changed(plan: ParallelPlan = UNLIKE, **asked: Any) -> Job:
     """A job that has just begun with a plan by choice."""
     job = Job().start()
     job.apply(plan, **asked)
-    published = only(PublishPlan, job.leave(*sorted(job.membership.living)))
+    published = only(EpochPlan, job.leave(*sorted(job.membership.living)))
     assert published.on_trial
     return job
 
@@ -39,10 +41,10 @@ def test_after_a_change_by_choice_the_plan_before_follows(running: bool) -> None
     [failed] = events(actions, "plan_failed")
     assert (failed["failed"], failed["error"], failed["number"]) == (1, ERROR, 1)
     assert failed["digest"] == UNLIKE.digest
-    assert notices(actions) == ["broken"]
+    assert notices(actions) == [EpochIsBroken]
     assert not events(failing(job, 2), "plan_failed"), "one word is enough"
     job.at = {}
-    published = only(PublishPlan, job.muster(0, 1, 2, 3))
+    published = only(EpochPlan, job.muster(0, 1, 2, 3))
     assert published.plan == before and not published.on_trial
     actions = job.ready(*job.members)
     only(Go, actions)
@@ -82,7 +84,7 @@ def test_standbys_of_the_plan_before_keep_what_they_hold_now() -> None:
     job.ready(*job.members)
     failing(job, 3)
     job.at = {}
-    published = only(PublishPlan, job.muster(*sorted(job.membership.living)))
+    published = only(EpochPlan, job.muster(*sorted(job.membership.living)))
     assert published.plan.working == (0, 2)
     for worker, kept in published.plan.standbys.items():
         assert kept is None or worker == 2 or published.held[worker], worker
@@ -95,7 +97,7 @@ def test_if_somebody_dies_meanwhile_rectangles_follow() -> None:
     failing(job)
     job.kill(3)
     job.at = {}
-    published = only(PublishPlan, job.muster(0, 1, 2))
+    published = only(EpochPlan, job.muster(0, 1, 2))
     assert published.plan.not_rectangular is None and set(published.plan.members) == {0, 1, 2}
     assert not published.on_trial
 
@@ -116,7 +118,7 @@ def after_a_death(job: Job) -> list[Action]:
     job.membership.next_plan = choose
     job.kill(0)
     actions = job.muster(1, 2, 3)
-    assert only(PublishPlan, actions).on_trial
+    assert only(EpochPlan, actions).on_trial
     return actions
 
 
@@ -125,7 +127,7 @@ def test_after_a_loss_rectangles_follow() -> None:
     after_a_death(job)
     only(Go, job.ready(1, 2, 3))
     assert events(failing(job), "plan_failed")[0]["number"] is None
-    published = only(PublishPlan, job.muster(1, 2, 3))
+    published = only(EpochPlan, job.muster(1, 2, 3))
     assert published.plan.not_rectangular is None and not published.on_trial
     assert published.commit.iteration == 4, "the iteration is computed again"
     only(Go, job.ready(*job.members))
@@ -136,7 +138,7 @@ def test_rectangles_after_a_loss_are_not_on_trial() -> None:
     job = Job().start()
     job.membership.next_plan = rectangles_or_less
     job.kill(0)
-    assert not only(PublishPlan, job.muster(1, 2, 3)).on_trial
+    assert not only(EpochPlan, job.muster(1, 2, 3)).on_trial
     job.ready(*job.members)
     assert failing(job) == []
 
@@ -152,10 +154,10 @@ def test_where_there_are_no_rectangles_state_is_saved() -> None:
     )  # fmt: skip
     job.kill(1)
     job.at = {}
-    only(PublishPlan, job.muster(0))
+    only(EpochPlan, job.muster(0))
     job.ready(0)
     failing(job, 0)
-    order = only(OrderSalvage, job.muster(0))
+    order = only(EmergencyCheckpointOrder, job.muster(0))
     assert order.writers == {0: job.held[0]}
     [ended] = [event for event in events(job.actions, "epoch_broken") if ERROR in event["cause"]]
     assert ended
@@ -178,7 +180,7 @@ def test_recoveries_of_an_iteration_stay_bounded() -> None:
         failing(job)
         job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="connection reset"))
         actions = job.muster(*sorted(job.membership.living))
-        if any(isinstance(action, OrderSalvage) for action in actions):
+        if any(isinstance(action, EmergencyCheckpointOrder) for action in actions):
             assert recovery <= LIMITS.recoveries_per_iteration
             return
     pytest.fail("recovered for ever")

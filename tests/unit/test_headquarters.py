@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from megatron_resihp.control.headquarters import Headquarters, Job
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.mailbox import Ending
 from megatron_resihp.control.store import StoreError, connect, reserve
+from megatron_resihp.protocol.published import END
 
 HEARD_S = 30.0
 
@@ -43,8 +43,8 @@ def test_a_coordinator_that_fails_leaves_an_end(monkeypatch: pytest.MonkeyPatch,
     event = events.get(timeout=HEARD_S)
     assert (event["event"], event["exit_code"]) == ("run_finished", exit_codes.RETRY)
     assert event["reason"] == "the coordinator failed: ZeroDivisionError: twice"
-    end = json.loads(connect(*address, HEARD_S).get(messages.END, HEARD_S))
-    assert (end["code"], end["reason"]) == (exit_codes.RETRY, event["reason"])
+    end = END.read(connect(*address, HEARD_S).get(messages.END, HEARD_S)).body
+    assert (end.code, end.reason) == (exit_codes.RETRY, event["reason"])
     made.close(Ending(1, event["reason"], agreed=True), HEARD_S)
     assert events.empty()
 

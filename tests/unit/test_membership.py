@@ -16,13 +16,10 @@ from megatron_resihp.control import exit_codes
 from megatron_resihp.control.actions import (
     Action,
     End,
-    Go,
     Limits,
     Log,
     Notify,
-    OrderSalvage,
     Phase,
-    PublishPlan,
     Reopen,
     Reply,
 )
@@ -55,6 +52,18 @@ from megatron_resihp.protocol.messages import (
     TrainingFinished,
     WorkerRestarted,
 )
+from megatron_resihp.protocol.notices import (
+    EpochIsBroken,
+    JobEnds,
+    NodeReleased,
+    OthersFinish,
+    PlanChange,
+    StopTraining,
+    WorkerDismissed,
+    WorkersGivenUp,
+    WorkersTakenIn,
+)
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
 from megatron_resihp.protocol.records import Outcome, Record, Stage
 
 LIMITS = Limits(muster_s=10.0, build_s=100.0, salvage_s=50.0, recoveries_per_iteration=3)
@@ -200,14 +209,14 @@ def events(actions: list[Action], name: str) -> list[dict[str, Any]]:
     return [action.event for action in actions if isinstance(action, Log) and action.event["event"] == name]
 
 
-def notices(actions: list[Action]) -> list[str]:
-    return [action.notice["kind"] for action in actions if isinstance(action, Notify)]
+def notices(actions: list[Action]) -> list[type]:
+    return [type(action.notice) for action in actions if isinstance(action, Notify)]
 
 
 class TestStartUp:
     def test_from_the_first_worker_to_go(self) -> None:
         job = Job()
-        published = only(PublishPlan, job.describe(2))
+        published = only(EpochPlan, job.describe(2))
         assert (published.epoch, published.commit) == (0, None)
         assert published.plan.rank_order() == (0, 1, 2, 3)
         assert not job.describe(0), "told twice"
@@ -288,12 +297,12 @@ class TestRecovery:
         job = Job().start()
         job.now = 100.0
         actions = job.kill(0)
-        assert notices(actions) == ["broken"]
+        assert notices(actions) == [EpochIsBroken]
         dead = events(actions, "worker_dead")[0]
         assert (dead["dead"], dead["node"], dead["cause"], dead["noticed_at"]) == (0, 0, "exit signal 9", 100.0)
         assert events(actions, "epoch_broken")[0]["broken_epoch"] == 0
         assert not job.muster(1, 2)
-        published = only(PublishPlan, job.muster(3))
+        published = only(EpochPlan, job.muster(3))
         assert published.epoch == 1
         assert published.plan.working == (1, 3) and set(published.plan.standbys) == {2}
         assert published.plan.replicas[0].micro_batches == (0, 1, 2, 3)
@@ -314,7 +323,7 @@ class TestRecovery:
         job.at = {1: (5, Stage.AGREED), 2: (5, Stage.REDUCED), 3: (5, Stage.REDUCED)}
         job.kill(0)
         actions = job.muster(1, 2, 3)
-        published = only(PublishPlan, actions)
+        published = only(EpochPlan, actions)
         assert (published.commit.iteration, published.commit.replay) == (5, True)
         agreed = events(actions, "agreed")[0]
         assert (agreed["iteration"], agreed["epoch"], agreed["loss"]) == (5, 0, {"lm loss": 2.0})
@@ -322,19 +331,19 @@ class TestRecovery:
     def test_a_worker_that_musters_breaks_the_epoch(self) -> None:
         """Its agent's message about the death may come later."""
         job = Job().start()
-        assert notices(job.muster(1)) == ["broken"]
+        assert notices(job.muster(1)) == [EpochIsBroken]
         assert not notices(job.kill(0)), "told already"
-        only(PublishPlan, job.muster(2, 3))
+        only(EpochPlan, job.muster(2, 3))
 
     def test_a_death_during_building(self) -> None:
         job = Job().start()
         job.kill(0)
         job.muster(1, 2, 3)
         job.ready(2)
-        assert notices(job.kill(3)) == ["broken"]
+        assert notices(job.kill(3)) == [EpochIsBroken]
         job.ready(1, epoch=1)
         assert job.membership.phase is Phase.MUSTERING, "ready for an epoch that broke is worth nothing"
-        published = only(PublishPlan, job.muster(1, 2))
+        published = only(EpochPlan, job.muster(1, 2))
         assert (published.epoch, published.plan.working, published.commit.iteration) == (2, (1, 2), 4)
         assert only(Go, job.ready(1, 2)).epoch == 2
 
@@ -342,7 +351,7 @@ class TestRecovery:
         job = Job().start()
         job.kill(0)
         job.muster(1, 2)
-        published = only(PublishPlan, job.kill(3))
+        published = only(EpochPlan, job.kill(3))
         assert published.plan.members == (1, 2)
 
     def test_who_died_after_it_mustered_is_not_planned_with(self) -> None:
@@ -350,7 +359,7 @@ class TestRecovery:
         job.kill(0)
         job.muster(3, 2)
         job.kill(3)
-        published = only(PublishPlan, job.muster(1))
+        published = only(EpochPlan, job.muster(1))
         assert published.plan.members == (1, 2) and 3 not in published.held
 
     def test_time_of_the_break_is_that_of_the_first(self) -> None:
@@ -367,9 +376,9 @@ class TestRecovery:
         """A connection that failed costs a rebuild, and nobody's work."""
         job = Job().start()
         before = job.membership.plan
-        assert notices(job.tell(CommunicationFailed(2, epoch=0, error="connection reset"))) == ["broken"]
+        assert notices(job.tell(CommunicationFailed(2, epoch=0, error="connection reset"))) == [EpochIsBroken]
         assert not job.tell(CommunicationFailed(3, epoch=0, error="me too"))
-        published = only(PublishPlan, job.muster(0, 1, 2, 3))
+        published = only(EpochPlan, job.muster(0, 1, 2, 3))
         assert published.epoch == 1 and published.plan == before
         only(Go, job.ready(0, 1, 2, 3))
 
@@ -396,7 +405,7 @@ class TestRecovery:
             job.muster(0, 1, 2, 3)
             job.ready(0, 1, 2, 3)
         job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="flaky"))
-        order = only(OrderSalvage, job.muster(0, 1, 2, 3))
+        order = only(EmergencyCheckpointOrder, job.muster(0, 1, 2, 3))
         assert "3 recoveries without a step after iteration 4" in order.reason
 
     def test_a_step_starts_the_count_anew(self) -> None:
@@ -416,7 +425,7 @@ class TestGivenUp:
         assert not job.wait(9.9)
         actions = job.wait(0.2)
         assert events(actions, "worker_dead")[0]["cause"] == "did not report within 10 s"
-        assert only(PublishPlan, actions).plan.members == (1, 2)
+        assert only(EpochPlan, actions).plan.members == (1, 2)
 
     def test_who_keeps_others_from_becoming_ready(self) -> None:
         """Worker 2 waits for worker 3, which hangs: of both only the one that does not report either is given up."""
@@ -427,11 +436,11 @@ class TestGivenUp:
         assert not job.wait(99.0)
         actions = job.wait(2.0)
         assert events(actions, "epoch_broken")[0]["cause"] == "not ready within 100 s: 2, 3"
-        assert notices(actions) == ["broken"] and not events(actions, "worker_dead")
+        assert notices(actions) == [EpochIsBroken] and not events(actions, "worker_dead")
         job.muster(1, 2)
         actions = job.wait(10.1)
         assert [event["dead"] for event in events(actions, "worker_dead")] == [3]
-        assert only(PublishPlan, actions).plan.members == (1, 2)
+        assert only(EpochPlan, actions).plan.members == (1, 2)
 
     def test_nothing_is_late_while_training(self) -> None:
         assert not Job().start().recover([0]).wait(1e9)
@@ -441,7 +450,7 @@ class TestGivenUp:
         job = Job().start()
         actions = job.tell(HeartbeatsMissing(3, silence_s=30.04, time=0.0))
         assert events(actions, "worker_dead")[0]["cause"] == "no heartbeat for 30.0 s"
-        published = only(PublishPlan, job.muster(0, 1, 2))
+        published = only(EpochPlan, job.muster(0, 1, 2))
         assert 3 not in published.plan.members
         job.ready(0, 1, 2)
         for late in (
@@ -461,24 +470,24 @@ class TestGivenUp:
             assert job.membership.phase is Phase.RUNNING
         # Also not later: the next death is recovered from as if it had not spoken.
         job.kill(1)
-        assert only(PublishPlan, job.muster(0, 2)).plan.working == (0, 2)
+        assert only(EpochPlan, job.muster(0, 2)).plan.working == (0, 2)
 
     def test_a_node_is_lost(self) -> None:
         job = Job().start()
         actions = job.tell(NodeLost(node=1, cause="connection lost", time=0.0))
         assert [event["dead"] for event in events(actions, "worker_dead")] == [2, 3]
         assert "node lost: connection lost" in events(actions, "epoch_broken")[0]["cause"]
-        order = only(OrderSalvage, job.muster(0, 1))
+        order = only(EmergencyCheckpointOrder, job.muster(0, 1))
         assert order.missing == (Shard(3, 6, 0, 1),)
 
     def test_a_node_with_a_copy_of_everything_is_lost(self) -> None:
         job = Job(pipeline=1, tensor=2).start()
         job.tell(NodeLost(node=0, cause="no heartbeat", time=0.0))
-        assert only(PublishPlan, job.muster(2, 3)).plan.working == (2, 3)
+        assert only(EpochPlan, job.muster(2, 3)).plan.working == (2, 3)
 
     def test_connection_lost(self) -> None:
         actions = Job().start().tell(ConnectionLost(2, time=0.0))
-        assert events(actions, "worker_dead")[0]["cause"] == "connection lost" and notices(actions) == ["broken"]
+        assert events(actions, "worker_dead")[0]["cause"] == "connection lost" and notices(actions) == [EpochIsBroken]
 
     def test_a_living_worker_that_fences_itself(self) -> None:
         job = Job().start()
@@ -501,7 +510,7 @@ class TestEnd:
             assert not job.tell(ScriptEnded(worker))
         actions = job.tell(ScriptEnded(3))
         assert only(End, actions) == End(0, "finished")
-        assert notices(actions) == ["end"] and events(actions, "run_finished")[0]["exit_code"] == 0
+        assert notices(actions) == [JobEnds] and events(actions, "run_finished")[0]["exit_code"] == 0
 
     def test_a_word_alone_ends_nothing_before_the_last_iteration(self) -> None:
         """Not with all workers' names under it; and what agents say ends it as what it is."""
@@ -547,7 +556,7 @@ class TestEnd:
         job = Job().start()
         job.tell(ScriptEnded(0))
         job.kill(2)
-        only(PublishPlan, job.muster(1, 3))
+        only(EpochPlan, job.muster(1, 3))
         assert not job.tell(ProcessExited(0, code=0, time=0.0))
         assert job.membership.phase is Phase.BUILDING
 
@@ -558,7 +567,7 @@ class TestEnd:
         job.kill(0)
         job.muster(1, 2, 3)
         [standby] = job.membership.plan.standbys if job.membership.plan else []
-        assert "broken" in notices(job.tell(CommunicationFailed(standby, epoch=1, error="connection closed")))
+        assert EpochIsBroken in notices(job.tell(CommunicationFailed(standby, epoch=1, error="connection closed")))
         assert job.membership.phase is Phase.MUSTERING
 
     def test_standbys_suspect_those_who_leave(self) -> None:
@@ -567,7 +576,7 @@ class TestEnd:
         (standby,) = job.membership.plan.standbys
         job.tell(TrainingFinished(job.membership.plan.working[0], iteration=5))
         answer = job.tell(CommunicationFailed(standby, epoch=1, error="connection closed by peer"))
-        assert answer == [Notify({"kind": "finishing"})]
+        assert answer == [Notify(OthersFinish())]
         assert job.membership.phase is Phase.RUNNING
 
     def test_a_worker_fails(self) -> None:
@@ -576,7 +585,7 @@ class TestEnd:
         end = only(End, actions)
         assert end.code == 1 and end.reason == "worker 2 failed: ValueError: x"
         assert events(actions, "worker_failed")[0]["failed"] == 2
-        assert "broken" not in notices(actions)
+        assert EpochIsBroken not in notices(actions)
 
     def test_a_bad_exit_code(self) -> None:
         end = only(End, Job().start().tell(ProcessExited(2, code=3, time=0.0)))
@@ -584,7 +593,7 @@ class TestEnd:
 
     def test_a_stop_signal(self) -> None:
         job = Job().start()
-        assert notices(job.tell(StopRequest(signal=signal.SIGTERM, time=0.0))) == ["stop"]
+        assert notices(job.tell(StopRequest(signal=signal.SIGTERM, time=0.0))) == [StopTraining]
         for worker in (0, 1, 2):
             assert not job.tell(ScriptEnded(worker))
         end = only(End, job.tell(ScriptEnded(3)))
@@ -615,14 +624,14 @@ class TestEnd:
         job.muster(2, 3)
         actions = job.tell(ScriptEnded(1))
         assert job.membership.phase is not Phase.MUSTERING
-        assert only(OrderSalvage, actions).missing == (Shard(0, 3, 0, 1),)
+        assert only(EmergencyCheckpointOrder, actions).missing == (Shard(0, 3, 0, 1),)
 
     def test_who_finished_is_not_planned_with(self) -> None:
         job = Job().start()
         job.kill(3)
         job.muster(0)
         job.tell(ScriptEnded(0))
-        published = only(PublishPlan, job.muster(1, 2))
+        published = only(EpochPlan, job.muster(1, 2))
         assert published.plan.members == (1, 2)
 
     def test_nobody_waits_for_who_finished_while_an_epoch_is_built(self) -> None:
@@ -630,8 +639,8 @@ class TestEnd:
         job.kill(0)
         job.muster(1, 2, 3)
         job.ready(1, 2)
-        assert notices(job.tell(ProcessExited(3, code=0, time=0.0))) == ["broken"]
-        assert only(PublishPlan, job.muster(1, 2)).plan.members == (1, 2)
+        assert notices(job.tell(ProcessExited(3, code=0, time=0.0))) == [EpochIsBroken]
+        assert only(EpochPlan, job.muster(1, 2)).plan.members == (1, 2)
 
 
 class TestAfterTraining:
@@ -639,7 +648,7 @@ class TestAfterTraining:
         job = Job().start()
         job.tell(TrainingFinished(1, iteration=5))
         job.kill(0)
-        assert only(PublishPlan, job.muster(1, 2, 3)).commit is not None
+        assert only(EpochPlan, job.muster(1, 2, 3)).commit is not None
 
     def test_a_standby_that_loses_its_peers_waits_for_the_end(self) -> None:
         """The workers leave because they are done; that is no failure."""
@@ -649,7 +658,7 @@ class TestAfterTraining:
         job.ready(1, 2, 3)
         [standby] = job.membership.plan.standbys if job.membership.plan else []
         job.tell(TrainingFinished(1, iteration=5))
-        assert notices(job.tell(CommunicationFailed(standby, epoch=1, error="connection closed"))) == ["finishing"]
+        assert notices(job.tell(CommunicationFailed(standby, epoch=1, error="connection closed"))) == [OthersFinish]
 
 
 class TestFailedLinks:
@@ -660,7 +669,8 @@ class TestFailedLinks:
         waiting = sorted(job.membership.living)
         timed_out = CommunicationFailed(waiting[0], job.membership.epoch, "Timed out waiting 600000ms")
         broken = job.tell(timed_out)
-        assert next(each for each in broken if isinstance(each, Notify)).notice["probe"]
+        notice = next(each for each in broken if isinstance(each, Notify)).notice
+        assert isinstance(notice, EpochIsBroken) and notice.probe
         actions: list[Action] = []
         for worker in waiting:
             others = {n for link in links if worker // 2 in link for n in link} - {worker // 2}
@@ -671,13 +681,13 @@ class TestFailedLinks:
     def test_one_side_is_left_out_after_the_second_failure(self) -> None:
         job = Job(workers=6, micro_batches=12).start()
         before = job.membership.plan
-        assert only(PublishPlan, self.fail(job, (1, 2))).plan == before, "it may pass"
+        assert only(EpochPlan, self.fail(job, (1, 2))).plan == before, "it may pass"
         actions = self.fail(job, (1, 2))
         why = "workers 2, 3 (node 1) and workers 4, 5 (node 2) can't reach each other"
         assert events(actions, "link_failed") == [{"event": "link_failed", "reason": why, "left_out": [4, 5]}]
         [given_up] = [each.notice for each in actions if isinstance(each, Notify)]
-        assert (given_up["kind"], given_up["workers"], given_up["for_good"]) == ("given_up", [4, 5], True)
-        assert only(PublishPlan, actions).plan.members == (0, 1, 2, 3)
+        assert isinstance(given_up, WorkersGivenUp) and given_up.workers == (4, 5) and given_up.for_good
+        assert only(EpochPlan, actions).plan.members == (0, 1, 2, 3)
         job.ready(0, 1, 2, 3)
         assert job.membership.phase is Phase.RUNNING and job.membership.epoch == 2
 
@@ -693,7 +703,7 @@ class TestFailedLinks:
         for _ in range(2):
             actions = self.fail(job, (1, 2), (1, 3))
         assert [each["left_out"] for each in events(actions, "link_failed")] == [[2, 3]]
-        assert only(PublishPlan, actions).plan.members == (0, 1, 4, 5, 6, 7)
+        assert only(EpochPlan, actions).plan.members == (0, 1, 4, 5, 6, 7)
 
     def test_one_worker_that_others_can_not_reach(self) -> None:
         job = Job(workers=6, micro_batches=12).start()
@@ -716,17 +726,17 @@ class TestFailedLinks:
         for _ in range(2):
             actions = self.fail(job, (0, 1))
         assert not events(actions, "link_failed")
-        order = only(OrderSalvage, actions)
+        order = only(EmergencyCheckpointOrder, actions)
         assert order.reason.endswith("can't reach each other, and there is no plan without either")
         assert set(order.writers) == {0, 1, 2, 3} and order.commit is not None
 
 
 class TestNoPlan:
-    def lose_a_shard(self) -> tuple[Job, OrderSalvage]:
+    def lose_a_shard(self) -> tuple[Job, EmergencyCheckpointOrder]:
         job = Job().start()
         job.kill(2)
         job.kill(3)
-        return job, only(OrderSalvage, job.muster(0, 1))
+        return job, only(EmergencyCheckpointOrder, job.muster(0, 1))
 
     def test_survivors_write_what_they_hold(self) -> None:
         job, order = self.lose_a_shard()
@@ -745,7 +755,7 @@ class TestNoPlan:
         job.kill(2)
         job.kill(3)
         actions = job.muster(0, 1)
-        assert only(OrderSalvage, actions).commit.iteration == 5
+        assert only(EmergencyCheckpointOrder, actions).commit.iteration == 5
         [step] = events(actions, "agreed")
         assert (step["iteration"], step["epoch"], step["loss"]) == (5, 0, {"lm loss": 2.0})
 
@@ -769,7 +779,7 @@ class TestNoPlan:
         job.held[1] = ()
         job.kill(0)
         actions = job.muster(1)
-        assert only(OrderSalvage, actions).writers == {}
+        assert only(EmergencyCheckpointOrder, actions).writers == {}
         assert only(End, actions).code == exit_codes.NO_PLAN, "there is nothing to wait for"
 
     def test_state_that_differs_between_holders(self) -> None:
@@ -779,10 +789,10 @@ class TestNoPlan:
         job.muster(1, 2, 3)
         job.ready(1, 2)
         actions = job.ready(3, state="other")
-        order = only(OrderSalvage, actions)
+        order = only(EmergencyCheckpointOrder, actions)
         assert "state differs between holders of stage 1 TP rank 0" in order.reason
         assert not [action for action in actions if isinstance(action, Go)]
-        assert notices(actions) == ["broken"], "members wait for Go and would not hear of the order"
+        assert notices(actions) == [EpochIsBroken], "members wait for Go and would not hear of the order"
         assert order.epoch == 2 and order.writers == {1: (Shard(0, 3, 0, 1),), 2: (Shard(3, 6, 0, 1),)}
         assert not job.tell(EmergencyCheckpointWritten(1))
         assert only(End, job.tell(EmergencyCheckpointWritten(2))).code == exit_codes.NO_PLAN
@@ -792,7 +802,7 @@ class TestNoPlan:
         job = Job(workers=6, micro_batches=6).start()
         job.kill(4)
         job.kill(5)
-        plan = only(PublishPlan, job.muster(0, 1, 2, 3)).plan
+        plan = only(EpochPlan, job.muster(0, 1, 2, 3)).plan
         first = Shard(0, 3, 0, 1)
         wanted = spelled_out(plan, job.own)
         (mover,) = (w for w in plan.working if wanted.shards_of(w) != job.held[w])
@@ -800,7 +810,7 @@ class TestNoPlan:
         job.held.update({0: (first,), 1: (first,)})
         others = [worker for worker in plan.members if worker != mover]
         job.ready(*others)
-        order = only(OrderSalvage, job.ready(mover, state="garbled on the way"))
+        order = only(EmergencyCheckpointOrder, job.ready(mover, state="garbled on the way"))
         for worker, shard in order.writers.items():
             assert shard == job.held[worker]
 
@@ -833,12 +843,12 @@ class TestChangeByChoice:
         [change] = events(actions, "plan_change")
         assert change["to_digest"] == UNLIKE.digest and change["changes"] == answer.answer.changes
         [notice] = [action.notice for action in actions if isinstance(action, Notify)]
-        assert notice == {"kind": "change", "number": 1, "epoch": 0, "plan": UNLIKE.to_dict()}
+        assert notice == PlanChange(1, 0, UNLIKE)
         assert job.membership.phase is Phase.RUNNING
         job.now = 20.0
         actions = job.leave(0, 1, 2)
         assert not events(actions, "epoch_broken") and not notices(actions)
-        published = only(PublishPlan, job.leave(3))
+        published = only(EpochPlan, job.leave(3))
         assert (published.epoch, published.plan) == (1, UNLIKE)
         assert (published.commit.iteration, published.commit.replay) == (5, True)
         assert published.held[2] == (Shard(3, 6, 0, 1),)
@@ -856,7 +866,7 @@ class TestChangeByChoice:
         job.apply(UNLIKE)
         for worker in {0, 1, 2, 3} - {late}:
             assert not job.tell(GroupsPrepared(worker, number=1))
-        published = only(PublishPlan, job.leave(0, 1, 2, 3))
+        published = only(EpochPlan, job.leave(0, 1, 2, 3))
         assert published.groups_of_change == (1 if late is None else None)
         if late is not None:
             job.tell(GroupsPrepared(late, number=1))
@@ -870,12 +880,12 @@ class TestChangeByChoice:
         for worker in range(4):
             job.tell(GroupsPrepared(worker, number=1))
         job.kill(3)
-        assert only(PublishPlan, job.muster(0, 1, 2)).groups_of_change is None
+        assert only(EpochPlan, job.muster(0, 1, 2)).groups_of_change is None
         job.ready(*job.members)
         job.apply(plan_of((((0,), (2,)), OTHER_LAYERS), counts=(4,)))
         for worker in job.members:
             job.tell(GroupsPrepared(worker, number=1))
-        assert only(PublishPlan, job.leave(*job.members)).groups_of_change is None
+        assert only(EpochPlan, job.leave(*job.members)).groups_of_change is None
 
     def test_there_and_back(self) -> None:
         job = Job().start()
@@ -887,7 +897,7 @@ class TestChangeByChoice:
 
     def change(self, job: Job, plan: ParallelPlan) -> None:
         only(Notify, job.apply(plan))
-        only(PublishPlan, job.leave(*sorted(job.membership.living)))
+        only(EpochPlan, job.leave(*sorted(job.membership.living)))
         only(Go, job.ready(*job.members))
 
     def test_who_gets_no_work_keeps_what_it_holds(self) -> None:
@@ -982,7 +992,7 @@ class TestChangeByChoice:
         refused = only(Reply, actions).answer.reason
         assert "ops don't fit together: op B0.0 waits for an op that waits for it" in refused and "\n" not in refused
         assert events(actions, "change_refused") and not notices(actions)
-        assert not [action for action in actions if isinstance(action, PublishPlan)]
+        assert not [action for action in actions if isinstance(action, EpochPlan)]
         self.change(job, UNLIKE)
 
     def test_one_change_at_a_time(self) -> None:
@@ -1026,8 +1036,8 @@ class TestChangeByChoice:
     def test_a_death_before_anybody_has_left(self) -> None:
         job = Job().start()
         job.apply(UNLIKE)
-        assert notices(job.kill(0)) == ["broken"]
-        published = only(PublishPlan, job.muster(1, 2, 3))
+        assert notices(job.kill(0)) == [EpochIsBroken]
+        published = only(EpochPlan, job.muster(1, 2, 3))
         assert published.plan.not_rectangular is None and published.plan.members == (1, 2, 3)
         assert events(job.ready(1, 2, 3), "recovery")
 
@@ -1038,9 +1048,9 @@ class TestChangeByChoice:
         job.apply(UNLIKE)
         job.leave(1)
         actions = job.kill(0) if dies_first else job.tell(CommunicationFailed(2, epoch=0, error="connection reset"))
-        assert notices(actions) == ["broken"] and events(actions, "epoch_broken")
+        assert notices(actions) == [EpochIsBroken] and events(actions, "epoch_broken")
         job.kill(0)
-        published = only(PublishPlan, job.leave(2, 3))
+        published = only(EpochPlan, job.leave(2, 3))
         assert published.plan.not_rectangular is None and published.plan.members == (1, 2, 3)
         [recovery] = events(job.ready(1, 2, 3), "recovery")
         assert recovery["broken_at"] == job.now
@@ -1053,12 +1063,12 @@ class TestChangeByChoice:
         job.leave(0, 1, 2)
         assert not job.wait(LIMITS.leave_s - 1.0)
         actions = job.wait(2.0)
-        assert notices(actions) == ["broken"] and not events(actions, "worker_dead")
+        assert notices(actions) == [EpochIsBroken] and not events(actions, "worker_dead")
         assert "not all have left for change 1" in events(actions, "epoch_broken")[0]["cause"]
         assert not job.wait(9.0)
         actions = job.wait(2.0)
         assert events(actions, "worker_dead")[0]["cause"] == "did not report within 10 s"
-        assert only(PublishPlan, actions).plan.members == (0, 1, 2)
+        assert only(EpochPlan, actions).plan.members == (0, 1, 2)
 
     def test_a_death_while_the_new_plan_is_built(self) -> None:
         job = Job().start()
@@ -1066,8 +1076,8 @@ class TestChangeByChoice:
         job.leave(0, 1, 2, 3)
         job.ready(0, 1)
         job.now = 30.0
-        assert notices(job.kill(3)) == ["broken"]
-        published = only(PublishPlan, job.muster(0, 1, 2))
+        assert notices(job.kill(3)) == [EpochIsBroken]
+        published = only(EpochPlan, job.muster(0, 1, 2))
         assert published.plan.not_rectangular is None and published.epoch == 2
         assert published.held == {0: (Shard(0, 3, 0, 1),), 1: (Shard(0, 3, 0, 1),), 2: (Shard(3, 6, 0, 1),)}
         [recovery] = events(job.ready(0, 1, 2), "recovery")
@@ -1080,9 +1090,9 @@ class TestChangeByChoice:
         job.leave(0, 1, 2, 3)
         job.ready(0, 1, 2)
         actions = job.ready(3, state="garbled on the way")
-        assert notices(actions) == ["broken"]
+        assert notices(actions) == [EpochIsBroken]
         assert "layer 2" in events(actions, "epoch_broken")[0]["cause"]
-        published = only(PublishPlan, job.muster(0, 1, 2, 3))
+        published = only(EpochPlan, job.muster(0, 1, 2, 3))
         assert published.plan.not_rectangular is None
         only(Go, job.ready(0, 1, 2, 3))
 
@@ -1091,7 +1101,7 @@ class TestChangeByChoice:
         job = Job().start()
         self.change(job, UNLIKE)
         job.kill(3)
-        plan = only(PublishPlan, job.muster(0, 1, 2)).plan
+        plan = only(EpochPlan, job.muster(0, 1, 2)).plan
         assert plan.not_rectangular is None and len(plan.working) == 2
         assert events(job.ready(*job.members), "recovery")
 
@@ -1129,7 +1139,7 @@ class TestLateNodes:
         assert not notices(job.come_back(4))
         [change] = events(job.come_back(5), "plan_change")
         assert change["why"] == "workers 4, 5 joined"
-        published = only(PublishPlan, job.leave(0, 1, 2, 3))
+        published = only(EpochPlan, job.leave(0, 1, 2, 3))
         assert [len(each.micro_batches) for each in published.plan.replicas] == [2, 1, 1]
         assert published.plan.replicas[2].stages == ((4,), (5,)) and published.held[4] == ()
         only(Go, job.ready(*job.members))
@@ -1138,7 +1148,7 @@ class TestLateNodes:
     def test_it_waits_where_each_replica_has_one_micro_batch(self) -> None:
         job = self.job(micro_batches=2).start()
         assert not notices([*job.come_back(4), *job.come_back(5)])
-        published = only(PublishPlan, [*job.kill(3), *job.muster(0, 1, 2)])
+        published = only(EpochPlan, [*job.kill(3), *job.muster(0, 1, 2)])
         assert published.plan.working and 4 not in published.plan.members
 
     def test_it_is_lost_again_and_comes_back(self) -> None:
@@ -1146,7 +1156,7 @@ class TestLateNodes:
         self.take_in(job, 4, 5)
         lost = job.tell(NodeLost(node=2, cause="gone", time=0.0))
         assert only(Reopen, lost) == Reopen(2, (12, 13))
-        assert only(PublishPlan, job.muster(0, 1, 2, 3)).plan.members == (0, 1, 2, 3)
+        assert only(EpochPlan, job.muster(0, 1, 2, 3)).plan.members == (0, 1, 2, 3)
         job.ready(0, 1, 2, 3)
         self.take_in(job, 12, 13)
         assert events(job.actions, "plan_change")[-1]["why"] == "workers 12, 13 came back"
@@ -1185,7 +1195,7 @@ class TestLateNodes:
     def take_in(self, job: Job, *workers: int) -> None:
         for worker in workers:
             job.come_back(worker)
-        only(PublishPlan, job.leave(*sorted(job.membership.living)))
+        only(EpochPlan, job.leave(*sorted(job.membership.living)))
         only(Go, job.ready(*job.members))
 
 
@@ -1202,14 +1212,14 @@ class TestComingBack:
         assert events(actions, "worker_waiting")[0]["place"] == 3
         [change] = events(actions, "plan_change")
         assert change["why"] == "worker 7 came back"
-        assert notices(actions) == ["change"] and job.membership.phase is Phase.RUNNING
+        assert notices(actions) == [PlanChange] and job.membership.phase is Phase.RUNNING
         assert not notices(job.leave(0, 1)), "workers stand still, as for any change"
         actions = job.leave(2)
-        published = only(PublishPlan, actions)
+        published = only(EpochPlan, actions)
         assert published.plan == renamed(first, lambda worker: 7 if worker == 3 else worker)
         assert published.groups_of_change is None, "worker 7 has none yet, whatever others have"
         assert published.held[7] == () and published.held[2] == (Shard(3, 6, 0, 1),)
-        assert only(Notify, actions).notice == {"kind": "join", "epoch": 2, "workers": [7]}
+        assert only(Notify, actions).notice == WorkersTakenIn(2, (7,))
         assert not job.ready(0, 1, 2)
         actions = job.ready(7, bytes_received=5)
         assert events(actions, "reconfiguration") and not events(actions, "recovery")
@@ -1225,7 +1235,7 @@ class TestComingBack:
 
     def take_in(self, job: Job, worker: int) -> None:
         job.come_back(worker)
-        only(PublishPlan, job.leave(*sorted(job.membership.living)))
+        only(EpochPlan, job.leave(*sorted(job.membership.living)))
         only(Go, job.ready(*job.members))
 
     def test_two_come_back_one_by_one(self) -> None:
@@ -1237,9 +1247,9 @@ class TestComingBack:
         job = Job().start()
         job.kill(3)
         assert not notices(job.come_back(7))
-        published = only(PublishPlan, job.muster(0, 1, 2))
+        published = only(EpochPlan, job.muster(0, 1, 2))
         assert published.plan.members == (0, 1, 2)
-        assert notices(job.ready(0, 1, 2)) == ["change"]
+        assert notices(job.ready(0, 1, 2)) == [PlanChange]
 
     def test_nobody_waits_for_who_dies_before_others_have_heard_of_it(self) -> None:
         job = Job().start().recover([3])
@@ -1255,7 +1265,7 @@ class TestComingBack:
         job.come_back(7)
         job.leave(*left)
         assert not notices(job.kill(7))
-        published = only(PublishPlan, job.leave(*sorted({0, 1, 2} - set(left))))
+        published = only(EpochPlan, job.leave(*sorted({0, 1, 2} - set(left))))
         assert published.plan == before and 7 not in published.held
         only(Go, job.ready(0, 1, 2))
 
@@ -1265,8 +1275,8 @@ class TestComingBack:
         job.come_back(7)
         job.leave(0, 1, 2)
         job.ready(0, 1)
-        assert notices(job.kill(7)) == ["broken"]
-        assert only(PublishPlan, job.muster(0, 1, 2)).plan == before
+        assert notices(job.kill(7)) == [EpochIsBroken]
+        assert only(EpochPlan, job.muster(0, 1, 2)).plan == before
         only(Go, job.ready(0, 1, 2))
 
     @pytest.mark.parametrize("told", [ScriptFailed(7, "ImportError: x", 1), ProcessExited(7, 1, 0.0), ScriptEnded(7)])
@@ -1290,9 +1300,9 @@ class TestComingBack:
         job = Job().start().recover([3])
         job.come_back(7)
         job.leave(0, 1)
-        assert notices(job.tell(CommunicationFailed(2, epoch=1, error="connection reset"))) == ["broken"]
-        assert only(PublishPlan, job.leave(2)).plan.members == (0, 1, 2)
-        assert notices(job.ready(*job.members)) == ["change"]
+        assert notices(job.tell(CommunicationFailed(2, epoch=1, error="connection reset"))) == [EpochIsBroken]
+        assert only(EpochPlan, job.leave(2)).plan.members == (0, 1, 2)
+        assert notices(job.ready(*job.members)) == [PlanChange]
 
     def test_another_death_while_the_plan_with_it_is_built(self) -> None:
         """It is a survivor that holds nothing."""
@@ -1300,7 +1310,7 @@ class TestComingBack:
         job.come_back(11)
         job.leave(0, 1, 2, 3, 4)
         job.kill(4)
-        published = only(PublishPlan, job.muster(0, 1, 2, 3, 11))
+        published = only(EpochPlan, job.muster(0, 1, 2, 3, 11))
         assert published.held[11] == () and 11 in published.plan.standbys
         only(Go, job.ready(*job.members))
 
@@ -1309,7 +1319,7 @@ class TestComingBack:
         job = Job().start().recover([3])
         actions = job.come_back(7, micro_batches=8)
         [notice] = [action.notice for action in actions if isinstance(action, Notify)]
-        assert (notice["kind"], notice["worker"]) == ("dismissed", 7)
+        assert isinstance(notice, WorkerDismissed) and notice.worker == 7
         assert not job.membership.newcomers.waiting and job.membership.phase is Phase.RUNNING
 
     def test_shortly_before_the_end_nobody_waits_for_it(self) -> None:
@@ -1335,8 +1345,8 @@ class TestComingBack:
         assert not notices(job.come_back(7)), "the strategist will say what it is to do"
         job.apply(plan_of((((0,), (2,)), OTHER_LAYERS), (((1,), (7,)), OTHER_LAYERS), counts=(3, 1)))
         actions = job.leave(0, 1, 2)
-        assert only(PublishPlan, actions).plan.working == (0, 2, 1, 7)
-        assert notices(actions) == ["join"]
+        assert only(EpochPlan, actions).plan.working == (0, 2, 1, 7)
+        assert notices(actions) == [WorkersTakenIn]
 
 
 REPLICA_PER_NODE = {"pipeline_last": False}
@@ -1352,13 +1362,13 @@ class TestLeaving:
     def test_its_workers_are_planned_around_after_a_step(self) -> None:
         job = Job().start_with(**REPLICA_PER_NODE)
         begun = self.leave(job, 1)
-        assert notices(begun) == ["change"]
+        assert notices(begun) == [PlanChange]
         assert events(begun, "plan_change")[0]["why"] == "node 1 leaves"
         left = job.leave(0, 1, 2, 3)
-        published = only(PublishPlan, left)
+        published = only(EpochPlan, left)
         assert published.plan.members == (0, 1) and published.held.keys() == {0, 1} and published.leaving == (2, 3)
         assert [notice for action in left if isinstance(action, Notify) for notice in [action.notice]] == [
-            {"kind": "left", "agent": 2, "workers": [2, 3]}
+            NodeReleased(2, (2, 3))
         ]
         assert not job.tell(ProcessExited(2, code=0, time=job.now)) and not job.tell(ScriptEnded(3))
         done = job.ready(0, 1)
@@ -1369,7 +1379,7 @@ class TestLeaving:
     def test_where_no_plan_is_left_all_stop(self) -> None:
         """The second stage is nowhere else."""
         job = Job().start()
-        assert notices(self.leave(job, 1)) == ["stop"]
+        assert notices(self.leave(job, 1)) == [StopTraining]
         [end] = [action for w in range(4) for action in job.tell(ScriptEnded(w)) if isinstance(action, End)]
         assert end.code == 143
         assert end.reason.startswith("node 1 is to leave, and there is no plan without its workers: the state of")
@@ -1392,9 +1402,9 @@ class TestLeaving:
         job.leave(0)
         job.kill(1)
         actions = job.muster(2, 3, 4, 5)
-        published = only(PublishPlan, actions)
+        published = only(EpochPlan, actions)
         assert published.plan.working == (2, 3) and published.leaving == (4, 5)
-        assert notices(actions) == ["left"]
+        assert notices(actions) == [NodeReleased]
         [recovery] = events(job.ready(*job.members), "recovery")
         assert recovery["dead"] == [1]
 
@@ -1402,7 +1412,7 @@ class TestLeaving:
         job = Job(workers=6, micro_batches=6).start_with(**REPLICA_PER_NODE)
         job.kill(1)
         self.leave(job, 2)
-        assert only(PublishPlan, job.muster(0, 2, 3, 4, 5)).leaving == (4, 5)
+        assert only(EpochPlan, job.muster(0, 2, 3, 4, 5)).leaving == (4, 5)
 
     def test_a_change_that_is_under_way_comes_first(self) -> None:
         job = Job(workers=6, micro_batches=6).start_with(**REPLICA_PER_NODE)
@@ -1412,19 +1422,19 @@ class TestLeaving:
         job.apply(ParallelPlan(tuple(replace(replica, micro_batches=share) for replica, share in shares)))
         assert not self.leave(job, 2)
         job.leave(*range(6))
-        assert notices(job.ready(*job.members)) == ["change"]
-        assert only(PublishPlan, job.leave(*range(6))).leaving == (4, 5)
+        assert notices(job.ready(*job.members)) == [PlanChange]
+        assert only(EpochPlan, job.leave(*range(6))).leaving == (4, 5)
 
     def test_two_nodes_at_once(self) -> None:
         job = Job(workers=6, micro_batches=6).start_with(**REPLICA_PER_NODE)
         self.leave(job, 1)
         self.leave(job, 2)
-        assert only(PublishPlan, job.leave(*range(6))).leaving == (2, 3, 4, 5)
+        assert only(EpochPlan, job.leave(*range(6))).leaving == (2, 3, 4, 5)
 
     def test_a_node_whose_workers_are_in_no_plan_leaves_at_once(self) -> None:
         job = Job(late_nodes=1).start_with(**REPLICA_PER_NODE)
         job.come_back(4)
-        assert notices(self.leave(job, 2)) == ["left"]
+        assert notices(self.leave(job, 2)) == [NodeReleased]
         assert not job.membership.newcomers.waiting
 
 
@@ -1505,12 +1515,12 @@ class TestWhateverHappens:
             case Phase.BUILDING:
                 job.ready(*job.members)
             case Phase.SALVAGING:
-                order = next(action for action in job.actions if isinstance(action, OrderSalvage))
+                order = next(action for action in job.actions if isinstance(action, EmergencyCheckpointOrder))
                 for worker in order.writers:
                     job.tell(EmergencyCheckpointWritten(worker))
 
     def _check(self, job: Job) -> None:
-        plans = [action for action in job.actions if isinstance(action, PublishPlan | OrderSalvage)]
+        plans = [action for action in job.actions if isinstance(action, EpochPlan | EmergencyCheckpointOrder)]
         assert [action.epoch for action in plans] == list(range(len(plans))), "one plan or order for each epoch"
         commits = [action.commit.iteration for action in plans if action.commit is not None]
         assert commits == sorted(commits), "what was applied stays applied"
@@ -1518,11 +1528,11 @@ class TestWhateverHappens:
         assert went == sorted(set(went))
         ends = [index for index, action in enumerate(job.actions) if isinstance(action, End)]
         assert ends in ([], [len(job.actions) - 1]), "the end is one, and the last"
-        assert not any(isinstance(action, Go | PublishPlan) for action in self._after_order(job.actions))
+        assert not any(isinstance(action, Go | EpochPlan) for action in self._after_order(job.actions))
 
     def _after_order(self, actions: list[Action]) -> list[Action]:
-        order = next((n for n, action in enumerate(actions) if isinstance(action, OrderSalvage)), len(actions))
-        return actions[order:]
+        orders = [n for n, action in enumerate(actions) if isinstance(action, EmergencyCheckpointOrder)]
+        return actions[orders[0] if orders else len(actions) :]
 
     @given(data=st.data())
     def test_go_only_when_every_member_is_ready(self, data: st.DataObject) -> None:
@@ -1557,7 +1567,7 @@ class TestDistributedOptimizer:
         job = self.start()
         job.kill(0)
         job.kill(1)
-        order = only(OrderSalvage, job.muster(2))
+        order = only(EmergencyCheckpointOrder, job.muster(2))
         assert "died with its copy" in order.reason
         assert order.missing == (Shard(0, 3, 0, 1),) and order.writers == {2: (Shard(0, 3, 0, 1),)}
 
@@ -1567,7 +1577,7 @@ class TestDistributedOptimizer:
         job.start()
         job.kill(0)
         job.kill(1)
-        assert set(only(OrderSalvage, job.muster(2, 3)).writers) == {2, 3}
+        assert set(only(EmergencyCheckpointOrder, job.muster(2, 3)).writers) == {2, 3}
 
     def test_what_was_kept_before_go_counts_until_then(self) -> None:
         """Workers 0 and 2 are neighbours in the new ring, which does not hold yet."""
@@ -1577,7 +1587,7 @@ class TestDistributedOptimizer:
         job.kill(1)
         job.muster(0, 2, 3)
         job.kill(3)
-        assert only(PublishPlan, job.muster(0, 2)).plan.working == (0, 2)
+        assert only(EpochPlan, job.muster(0, 2)).plan.working == (0, 2)
 
     def unlike(self) -> ParallelPlan:
         chunks = (Chunk(0, 0, 1), Chunk(1, 1, 3))
@@ -1589,7 +1599,7 @@ class TestDistributedOptimizer:
         job.start()
         one = plan_of((((0,), (1,)), (Chunk(0, 0, 1), Chunk(1, 1, 3))), counts=(4,))
         job.apply(one)
-        assert only(PublishPlan, job.leave(0, 1, 2, 3)).plan.standbys == {2: None, 3: None}
+        assert only(EpochPlan, job.leave(0, 1, 2, 3)).plan.standbys == {2: None, 3: None}
 
     def test_unlike_replicas_have_no_parts(self) -> None:
         """Under such a plan all holders have all of the state, so that any one of them is enough."""
@@ -1599,4 +1609,4 @@ class TestDistributedOptimizer:
         job.ready(0, 1, 2)
         job.kill(0)
         job.kill(1)
-        assert only(PublishPlan, job.muster(2)).plan.working == (2,)
+        assert only(EpochPlan, job.muster(2)).plan.working == (2,)

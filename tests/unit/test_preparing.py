@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.worker import NO_EPOCH, EpochPlan
+from megatron_resihp.control.worker import NO_EPOCH
 from megatron_resihp.integration import preparing
 from megatron_resihp.integration.preparing import Preparation
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.protocol.messages import GroupsPrepared, Message
+from megatron_resihp.protocol.notices import PlanChange
+from megatron_resihp.protocol.published import EpochPlan
 
 LIMIT_S = 10.0
 PLAN = ParallelPlan((Replica(((0, 1),), (0, 1)),))
@@ -45,7 +47,7 @@ class Worker:
         self.discarded.append(groups.change)
 
     def hear(self, number: int = 1, epoch: int = 3) -> None:
-        self.preparation.begin({"number": number, "epoch": epoch, "plan": PLAN.to_dict()})
+        self.preparation.begin(PlanChange(number, epoch, PLAN))
 
     def finish(self) -> None:
         self.may_go_on.set()

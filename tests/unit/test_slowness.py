@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_resihp.config import ConfigError, Drill, ResihpConfig, Slowdown
 from megatron_resihp.control.slowness import Slowness, SlownessDesk
 from megatron_resihp.integration.drills import ScheduledSlowdowns
+from megatron_resihp.protocol.notices import NOTICES, SlownessChanged
 
 FACTORS = st.floats(0.01, 1.0)
 
@@ -74,7 +75,9 @@ class TestWhatHolds:
     )
     def test_it_travels_as_json(self, speeds: dict[int, float], links: dict[tuple[int, int], float]) -> None:
         slow = Slowness(speeds, links)
-        assert Slowness.from_dict(json.loads(json.dumps(slow.to_dict()))) == slow
+        notice = SlownessDesk(10, emulated=True, holds=slow).notice()
+        heard = NOTICES.read(NOTICES.write(notice, "the coordinator")).body
+        assert isinstance(heard, SlownessChanged) and Slowness.of(heard) == slow
 
 
 class TestTheDesk:
@@ -84,7 +87,7 @@ class TestTheDesk:
         desk.take(Slowdown((1, 5), 0.3), dead=())
         assert desk.holds == Slowness({3: 0.6}, {(1, 5): 0.3})
         notice = desk.notice()
-        assert notice["by_agents"] is False and Slowness.from_dict(notice) == desk.holds
+        assert notice.by_agents is False and Slowness.of(notice) == desk.holds
 
     @pytest.mark.parametrize(
         ("emulated", "slowdown", "said"),

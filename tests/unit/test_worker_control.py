@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from megatron_resihp.control import exit_codes, messages
 from megatron_resihp.control.store import StoreError
 from megatron_resihp.control.worker import NOTICE_S, CoordinatorLost, EpochBroken, JobEnded, WorkerControl
+from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.protocol.messages import (
     MESSAGES,
     CommunicationFailed,
@@ -20,6 +20,8 @@ from megatron_resihp.protocol.messages import (
     Ready,
     TrainingFinished,
 )
+from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken, Notice, PlanChange
+from megatron_resihp.protocol.published import GO, Go
 from megatron_resihp.protocol.records import Record, Stage
 
 HEARD_S = 30.0
@@ -28,11 +30,15 @@ HEARD_S = 30.0
 class Published:
     """A store in which some keys are set."""
 
-    def __init__(self, **values: Any) -> None:
-        self.values = {name.replace("_", "/"): json.dumps(value) for name, value in values.items()}
+    def __init__(self, **values: Notice | Go) -> None:
+        self.values = {name.replace("_", "/"): self._written(value) for name, value in values.items()}
         self.told: list[Message] = []
         self.ids: set[str] = set()
         self.answers_after_s = 0.0
+
+    @staticmethod
+    def _written(value: Notice | Go) -> str:
+        return (GO if isinstance(value, Go) else NOTICES).write(value, "the coordinator")  # type: ignore[arg-type]
 
     def clone(self) -> Published:
         return self
@@ -66,12 +72,12 @@ def control_of(store: Any) -> WorkerControl:
     return control
 
 
-BROKEN = {"kind": "broken", "epoch": 0, "cause": "worker 0: exit signal 9"}
+BROKEN = EpochIsBroken(0, "worker 0: exit signal 9")
 
 
 def test_go_holds_for_who_hears_of_a_death_first() -> None:
     """Others may have given up what they held before it."""
-    store = Published(notice_0=BROKEN, go_0={"ports": [7, 8]})
+    store = Published(notice_0=BROKEN, go_0=Go(0, (7, 8)))
     assert messages.go_key(0) in store.values and messages.notice_key(0) in store.values
     control = control_of(store)
     control.ready({}, 0, 0, [8])
@@ -87,7 +93,7 @@ def test_an_epoch_that_broke_before_go_never_holds() -> None:
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_go_is_read_however_long_a_busy_machine_takes(broken: bool) -> None:
-    store = Published(go_0={"ports": [7, 8]}, **({"notice_0": BROKEN} if broken else {}))
+    store = Published(go_0=Go(0, (7, 8)), **({"notice_0": BROKEN} if broken else {}))
     store.answers_after_s = 5.0
     control = control_of(store) if broken else WorkerControl(store, 1, lambda: None)
     control.ready({}, 0, 0, [8])
@@ -98,12 +104,13 @@ def test_a_change_that_can_not_be_prepared_is_heard_of(capsys: pytest.CaptureFix
     """And so is all that comes after it."""
     control = control_of(Published(notice_0=BROKEN))
 
-    def prepare(notice: dict[str, Any]) -> None:
+    def prepare(change: PlanChange) -> None:
         raise RuntimeError("can't start new thread")
 
     control.on_change = prepare
-    control._hear({"kind": "change", "number": 1, "epoch": 0})
-    assert control.change == {"kind": "change", "number": 1, "epoch": 0}
+    change = PlanChange(1, 0, ParallelPlan((Replica(((0,), (1,)), (0,)),)))
+    control._hear(change)
+    assert control.change == change
     assert "worker 1 does not prepare a change: can't start new thread" in capsys.readouterr().err
 
 

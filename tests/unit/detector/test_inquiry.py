@@ -24,9 +24,9 @@ def inquiries() -> Inquiries:
 
 def test_suspects_multiply_and_their_links_are_tried(inquiries: Inquiries) -> None:
     order = inquiries.ask([PAIR], LAYOUT, 100)
-    assert order is not None and (order["kind"], order["number"], order["epoch"]) == ("validate", 1, 3)
-    assert [(gemm["workers"], gemm["m"], gemm["n"], gemm["k"]) for gemm in order["gemms"]] == [((0, 1), 128, 64, 32)]
-    assert [(each["sender"], each["receiver"], each["size"]) for each in order["transfers"]] == [
+    assert order is not None and (order.number, order.epoch) == (1, 3)
+    assert [(gemm.workers, gemm.m, gemm.n, gemm.k) for gemm in order.gemms] == [((0, 1), 128, 64, 32)]
+    assert [(each.sender, each.receiver, each.size) for each in order.transfers] == [
         (0, 2, 4096), (1, 3, 4096),
     ]  # fmt: skip
 
@@ -46,7 +46,7 @@ def test_nothing_else_is_asked_meanwhile_and_the_same_not_soon_again(inquiries: 
     inquiries.answer(1, 0, FAST)
     inquiries.answer(1, 1, FAST)
     order = inquiries.ask([PAIR, other], LAYOUT, 102)
-    assert order is not None and order["gemms"][0]["workers"] == (2, 3)
+    assert order is not None and order.gemms[0].workers == (2, 3)
     inquiries.drop()
     assert inquiries.ask([PAIR], LAYOUT, 100 + PAUSE) is not None
 
@@ -65,5 +65,5 @@ def test_a_lost_answer_does_not_end_validation(inquiries: Inquiries) -> None:
     inquiries.answer(1, 0, FAST)
     assert inquiries.ask([PAIR, other], LAYOUT, 100 + PAUSE - 1) is None
     order = inquiries.ask([PAIR, other], LAYOUT, 100 + PAUSE)
-    assert order is not None and order["gemms"][0]["workers"] == (0, 1, 2, 3)
+    assert order is not None and order.gemms[0].workers == (0, 1, 2, 3)
     assert inquiries.answer(1, 1, SLOW) == [], "it answers what is over"

@@ -20,6 +20,7 @@ from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
+from megatron_resihp.protocol.notices import ValidationOrder
 from megatron_resihp.report.schema import problems
 
 REPLICAS, MICRO_BATCHES = 4, 4
@@ -77,7 +78,7 @@ class Job:
     """A job that is told to a service."""
 
     def __init__(self, run_dir: Path, **job: Any) -> None:
-        self.orders: list[dict[str, Any]] = []
+        self.orders: list[ValidationOrder] = []
         self.service = DetectionService(run_dir, self.orders.append)
         self.events: list[dict[str, Any]] = []
         self.tell(event="run_started", world_size=REPLICAS, nproc_per_node=REPLICAS, most_nodes=1)
@@ -190,9 +191,9 @@ def test_suspects_are_ordered_to_measure_and_the_culprit_is_named(job: Job, monk
     monkeypatch.setattr(Monitor, "settle", lambda self, of, found: [verdict] if of is suspicion and found else [])
     job.run(range(1, 4))
     (order,) = job.orders
-    assert order["gemms"][0]["workers"] == (0, 1) and order["epoch"] == 0
+    assert order.gemms[0].workers == (0, 1) and order.epoch == 0
     for worker, seconds in ((0, 0.01), (1, 0.02)):
-        job.tell(event="validation", number=order["number"], worker=worker, iteration=4, gemm_seconds=[seconds] * 5)
+        job.tell(event="validation", number=order.number, worker=worker, iteration=4, gemm_seconds=[seconds] * 5)
     assert [event["workers"] for event in job.named("verdict")] == [[1]]
     (told,) = job.named("suspicion")
     assert told["workers"] == [0, 1] and told["speed"] == 0.5 and not told["tested"]
@@ -207,10 +208,10 @@ def test_who_was_slow_and_has_no_work_is_measured_now_and_then_until_it_is_well(
         job.orders.clear()
         job.run(range(first, first + PAUSE + 2), workers=(0, 1, 3), epoch=1)
         [order] = job.orders
-        assert [gemm["workers"] for gemm in order["gemms"]] == [(0, SLOW)] and not order["transfers"]
+        assert [gemm.workers for gemm in order.gemms] == [(0, SLOW)] and not order.transfers
         for worker, measured in ((0, 0.01), (SLOW, seconds)):
             job.tell(
-                event="validation", number=order["number"], worker=worker, iteration=first, gemm_seconds=[measured] * 5
+                event="validation", number=order.number, worker=worker, iteration=first, gemm_seconds=[measured] * 5
             )
         assert (job.named("verdict")[-1]["change"] == "recovery") == recovered
         first += PAUSE + 2
