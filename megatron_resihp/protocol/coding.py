@@ -8,6 +8,7 @@ May import `plan`, and this package's `checks` and `version`.
 from __future__ import annotations
 
 import dataclasses
+import re
 import reprlib
 import types
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from functools import cache
 from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_hints
 
 from megatron_resihp.plan import ParallelPlan, PlanError
-from megatron_resihp.protocol.checks import Between, Holds, Matches
+from megatron_resihp.protocol.checks import Holds, Matches, Rule
 from megatron_resihp.protocol.version import MINOR
 
 MOST_CHARACTERS: Final = 1_000_000
@@ -85,7 +86,8 @@ def _encoder(kind: Any) -> Encode | None:
     if origin is frozenset:
         return sorted
     if origin is not None and issubclass(origin, Mapping):
-        return _mapping(_encoder(arguments[1]))
+        encoder = _encoder(arguments[1])
+        return None if origin is dict and encoder is None else _mapping(encoder)
     if kind is ParallelPlan:
         return ParallelPlan.to_dict
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -127,7 +129,10 @@ def _object(kind: Any) -> Encode:
 def _decoder(kind: Any) -> Decode:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _with_rules(_decoder(arguments[0]), arguments[1:])
+        decoder = _decoder(arguments[0])
+        for rule in arguments[1:]:
+            decoder = _with_rule(decoder, rule)
+        return decoder
     if origin in (Union, types.UnionType):
         (inner,) = (each for each in arguments if each is not types.NoneType)
         return _decode_or_none(_decoder(inner))
@@ -218,17 +223,22 @@ def _decode_enum(kind: type[Enum]) -> Decode:
     return decode_enum
 
 
-def _with_rules(decoder: Decode, rules: tuple[Any, ...]) -> Decode:
-    found = [rule for rule in rules if isinstance(rule, Between | Matches | Holds)]
+def _with_rule(decoder: Decode, rule: Rule) -> Decode:
+    match rule:
+        case Matches(pattern):
+            holds: Callable[[Any], Any] = re.compile(pattern, re.ASCII).fullmatch
+        case Holds(predicate):
+            holds = predicate
+        case _:
+            holds = rule.holds
 
-    def decode_with_rules(value: Any, minor: int) -> Any:
+    def decode_with_rule(value: Any, minor: int) -> Any:
         decoded = decoder(value, minor)
-        for rule in found:
-            if not rule.holds(decoded):
-                raise _is_not(value, rule)
+        if not holds(decoded):
+            raise _is_not(value, rule)
         return decoded
 
-    return decode_with_rules
+    return decode_with_rule
 
 
 def _decode_or_none(decoder: Decode) -> Decode:
@@ -251,17 +261,16 @@ def _dict(value: Any) -> dict[str, Any]:
     return value
 
 
-def _at(place: str, decoder: Decode, value: Any, minor: int) -> Any:
-    try:
-        return decoder(value, minor)
-    except WrongValueError as error:
-        error.where.insert(0, place)
-        raise
-
-
 def _decode_rows(decoder: Decode) -> Decode:
     def decode_rows(value: Any, minor: int) -> tuple[Any, ...]:
-        return tuple(_at(str(index), decoder, each, minor) for index, each in enumerate(_list(value)))
+        given, rows = _list(value), list[Any]()
+        try:
+            for each in given:
+                rows.append(decoder(each, minor))
+        except WrongValueError as error:
+            error.where.insert(0, str(len(rows)))
+            raise
+        return tuple(rows)
 
     return decode_rows
 
@@ -272,8 +281,13 @@ def _decode_row(kinds: tuple[Any, ...], named: Any) -> Decode:
     def decode_row(value: Any, minor: int) -> Any:
         if len(_list(value)) != len(decoders):
             raise WrongValueError(f"has {len(value)} items, not {len(decoders)}")
-        pairs = enumerate(zip(decoders, value, strict=True))
-        items = [_at(str(index), decoder, each, minor) for index, (decoder, each) in pairs]
+        items: list[Any] = []
+        try:
+            for decoder, each in zip(decoders, value, strict=True):
+                items.append(decoder(each, minor))
+        except WrongValueError as error:
+            error.where.insert(0, str(len(items)))
+            raise
         return tuple(items) if named is None else named(*items)
 
     return decode_row
@@ -286,11 +300,14 @@ def _decode_mapping(key_kind: Any, value_kind: Any) -> Decode:
     numbered = key_kind is int or get_args(key_kind)[:1] == (int,)
 
     def decode_mapping(value: Any, minor: int) -> dict[Any, Any]:
-        found = {}
-        for key, each in _dict(value).items():
-            name = _number(key) if numbered else key
-            known = _at(key, decode_key, name, minor)
-            found[known] = _at(key, decoder, each, minor)
+        given, found, key = _dict(value), {}, ""
+        try:
+            for key, each in given.items():
+                known = decode_key(_number(key) if numbered else key, minor)
+                found[known] = decoder(each, minor)
+        except WrongValueError as error:
+            error.where.insert(0, key[:60])
+            raise
         return found
 
     return decode_mapping
@@ -313,11 +330,16 @@ def _decode_object(kind: Any) -> Decode:
     def decode_object(value: Any, minor: int) -> Any:
         given = _dict(value)
         found = {}
-        for name, decoder, needed in fields:
-            if name in given:
-                found[name] = _at(name, decoder, given[name], minor)
-            elif needed or minor >= MINOR:
-                raise WrongValueError("is missing", name)
+        name = ""
+        try:
+            for name, decoder, needed in fields:
+                if name in given:
+                    found[name] = decoder(given[name], minor)
+                elif needed or minor >= MINOR:
+                    raise WrongValueError("is missing")
+        except WrongValueError as error:
+            error.where.insert(0, name)
+            raise
         if len(found) < len(given) and minor <= MINOR:
             raise WrongValueError("is unknown", min(given.keys() - known)[:60])
         return kind(**found)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from megatron_resihp.protocol.coding import WrongValueError, decode, encode
-from megatron_resihp.protocol.version import VERSION, minor_of
+from megatron_resihp.protocol.version import MINOR, VERSION, minor_of
 
 LARGEST: Final = 8 * 1024 * 1024
 """Characters of a text; the store takes no more bytes."""
@@ -22,6 +22,9 @@ SHOWN: Final = 200
 COORDINATOR: Final = "the coordinator"
 NOBODY: Final = "somebody"
 """Who has sent what does not say so."""
+
+
+_NAMES: Final = frozenset({"protocol", "kind", "sender", "id", "body"})
 
 
 class MalformedError(Exception):
@@ -40,15 +43,6 @@ class Letter[T]:
 
     sender: str
     body: T
-    id: str | None = None
-
-
-@dataclass(frozen=True)
-class _Envelope:
-    protocol: str
-    kind: str
-    sender: str
-    body: Any
     id: str | None = None
 
 
@@ -88,14 +82,28 @@ class Kinds[T]:
             said = value.get("sender")
             who = said[:SHOWN] if isinstance(said, str) else who
             minor = _minor_in(value)
-            envelope = decode(_Envelope, value, minor)
-            kind = self._kinds.get(envelope.kind)
-            if kind is None:
-                raise WrongValueError(f"is {envelope.kind[:60]!r}, which is unknown", "kind")
-            what = envelope.kind
-            return Letter(envelope.sender, decode(kind, envelope.body, minor), envelope.id)
+            name, id = _text_in(value, "kind"), value.get("id")
+            sender = _text_in(value, "sender")
+            if id is not None:
+                _text_in(value, "id")
+            if name not in self._kinds:
+                raise WrongValueError(f"is {name[:60]!r}, which is unknown", "kind")
+            what = name
+            if "body" not in value:
+                raise WrongValueError("is missing", "body")
+            surplus = value.keys() - _NAMES
+            if surplus and minor <= MINOR:
+                raise WrongValueError("is unknown", min(surplus)[:60])
+            return Letter(sender, decode(self._kinds[name], value["body"], minor), id)
         except WrongValueError as error:
             raise MalformedError(f"{what} from {who}: {error}") from None
+
+
+def _text_in(value: Mapping[str, Any], name: str) -> str:
+    text = value.get(name)
+    if not isinstance(text, str) or len(text) > SHOWN:
+        raise WrongValueError("is missing" if text is None else "is no short text", name)
+    return text
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -113,6 +121,8 @@ def _parsed(text: str) -> dict[str, Any]:
 def _minor_in(value: Mapping[str, Any]) -> int:
     """The minor version of a text's writer. Raises WrongValueError: its text can't be read."""
     version = value.get("protocol")
+    if version == VERSION:
+        return MINOR
     if not isinstance(version, str):
         raise WrongValueError("is missing" if version is None else "is no version", "protocol")
     try:
