@@ -8,51 +8,62 @@ they are compared with. What a change means is decided by the healthy level, the
 finding, faster becomes the healthy level at once, and as fast again is a recovery.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import bdtrc
 
-from megatron_resihp.detector.series.spread import CLIP, LONGEST, REFERENCE, WINDOWS, Level, Noise, median, quantile
+from megatron_resihp.detector.series.limits import FARTHEST_DRIFT, REFERENCES, drift_and_noise
+from megatron_resihp.detector.series.spread import (
+    CLIP,
+    LONGEST,
+    REFERENCE,
+    WINDOWS,
+    Level,
+    Noise,
+    centred,
+    median,
+    quantile,
+)
+from megatron_resihp.detector.series.transients import LONGEST_TRANSIENT, Transients
 from megatron_resihp.detector.verdict import Change
 
 Array = NDArray[np.float64]
+Rows = NDArray[np.int64]
 
 FEWEST: Final = 7
 """Reference rows without which nothing is judged."""
 LASTING: Final = 12
-"""Rows after which a faster level has lasted."""
-YOUNG: Final = LONGEST + 24
+"""Rows after which a faster level has lasted, where it is farther away than noise goes."""
+LASTING_IN_NOISE: Final = 48
+"""And where it is not: correlated noise may stay there for a while."""
+BEYOND_NOISE: Final = 3.5
+"""So many standard deviations of one row."""
+YOUNG: Final = LONGEST + 64
 """Rows of a level up to which each window has reference rows of its own."""
 KEPT: Final = REFERENCE + 2 * LONGEST
 REFRESH: Final = 8
 MAJORITY: Final = 0.6
 """So many of the rows under test have to lie beyond half of the threshold, three at least: stalls do not."""
-FARTHEST_DRIFT: Final = 0.02
-"""How far the healthy level may drift from the fastest that lasted."""
-FAMILIES: Final = 3
+FAMILIES: Final = 4
 """Tests of one row that the probability of a false alarm is shared by. There are two sides of nine windows, but those
 of neighbouring windows nearly coincide."""
-DRIFT_ROWS: Final = 60
-"""In so many rows it may go that far."""
+CREEP: Final = 0.05
+"""So far it goes only in a device that is slow."""
 TAIL: Final = 10.0
 """How much likelier than a false alarm it may be that healthy rows lie where those under test do, by their tail."""
+TELLING: Final = 6
+"""So many rows under test tell of the noise, too."""
 SMALLEST_SEVERITY: Final = 0.04
 RECOVERY_PROBABILITY: Final = 1e-4
 """Of one window to say that a level has ended which has not."""
 ABOVE_LIMIT: Final = 1.5
 RESUMED: Final = 5
 """Rows after a restart that tell whether the level is a known one."""
-LOOK: Final = 0.8
-"""Standard deviations from the level at which a few rows are worth a test."""
-LONGEST_TRANSIENT: Final = 8
-"""What ends by itself within so many rows was no slow-down of a device; the next like it does not alarm."""
-LONGER: Final = 2
-"""So many rows more than in a transient have to be slow."""
-ALIKE: Final = 3.0
-"""Transients whose excesses differ by at most this factor are alike."""
+LOOK: Final = 1.4
+"""Standard errors from the level at which rows are worth a test."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +104,7 @@ class Follower:
         """
         self._probability, self._smallest = probability / FAMILIES, smallest
         self._noise = Noise()
-        self._transients: dict[int, tuple[float, float]] = {}
-        """The least and the largest excess of transients, by how many rows they lasted."""
+        self._transients = Transients()
         self.slow = False
         self.excess = 0.0
         self._rows = np.empty(4 * KEPT)
@@ -105,6 +115,7 @@ class Follower:
         """Rows of the healthy level while it is not in force."""
         self._before = np.empty(0)
         """Rows of the healthy level before a faster one that has not lasted yet."""
+        self._lasting = LASTING
         self._first_excess = 0.0
         self._fastest = np.inf
         self._earlier = np.empty(0)
@@ -121,8 +132,10 @@ class Follower:
 
     def healthy_level(self) -> float:
         """Log of the time that the next row should take; NaN before the first row."""
-        rows = self._healthy if self.slow else self._current()[-REFERENCE:]
-        if not self.slow and self._level is not None:
+        if self.slow:
+            return self._healthy_level.mean
+        rows = self._current()[-REFERENCE:]
+        if self._level is not None:
             return self._level.mean
         return (median(rows)) if rows.size else float("nan")
 
@@ -131,9 +144,9 @@ class Follower:
         rows = self._healthy if self.slow else self._current()
         if rows.size < FEWEST:
             return float("inf")
-        level = self._noise.describe(rows[-REFERENCE:])
+        rows = rows[-REFERENCE:]
         place = int(np.searchsorted(WINDOWS, window))
-        variance, freedom = self._noise.of_differences(level, WINDOWS[: place + 1])
+        variance, freedom = self._noise.of_differences(self._noise.describe(rows), WINDOWS[: place + 1], _many(rows))
         reach = quantile(self._probability, int(freedom)) + 1.0
         return max(self._smallest, float(reach * np.sqrt(variance[-1])))
 
@@ -146,11 +159,12 @@ class Follower:
             return self._resume() if self._size == RESUMED else None
         if self.slow:
             return self._while_slow()
-        window = self._shifted()
-        if window > 0:
-            return self._slower(window)
-        if window < 0:
-            self._faster(-window)
+        shift = self._shifted()
+        if shift:
+            window, level = shift
+            if window > 0:
+                return self._slower(window, level)
+            self._faster(-window, level)
         elif self._age >= YOUNG:
             return self._crept()
         return None
@@ -175,11 +189,12 @@ class Follower:
             return None
         level = self._noise.describe(earlier)
         shift = median(rows) - level.mean
-        if abs(shift) < self._limit(level, rows.size):
+        if abs(shift) < self._limit(level, rows.size, earlier.size)[0]:
             self._set(np.concatenate([earlier, rows]))
             return self._step(Change.RECOVERY, rows.size, rows.size, level) if self._was_slow else None
         if self._was_slow and shift > excess / 2:
             self.slow, self.excess, self._first_excess, self._healthy = True, shift, shift, earlier
+            self._healthy_level = level
             self._forget()
         return None
 
@@ -207,88 +222,70 @@ class Follower:
         self._level: Level | None = None
         self._limits = np.empty(0)
         self._refresh_in = 0
-        self._run: list[float] = []
+        self._transients.forget_run()
         self._pending: list[Array] = []
         self._reference = np.empty(0)
 
     # The test
 
-    def _shifted(self) -> int:
-        """The shortest window whose rows have another level than those before, negative if faster; 0 if none has."""
+    def _shifted(self) -> tuple[int, Level] | None:
+        """The shortest window whose rows have another level than those before, negative if faster, and that level."""
         return self._young() if self._age < YOUNG else self._mature()
 
-    def _young(self) -> int:
+    def _young(self) -> tuple[int, Level] | None:
         rows = self._current()
-        if not self._worth_a_look(rows):
-            return 0
         for window in WINDOWS.tolist():
-            rest = rows[: rows.size - window]
+            rest, tested = rows[: rows.size - window][-REFERENCE:], rows[-window:]
             if rest.size < FEWEST:
                 break
-            level = self._noise.describe(rest[-REFERENCE:])
-            limit = self._limit(level, window)
-            if found := self._exceeds(rows[-window:] - level.mean, limit, level, rest - level.mean):
-                return found
-        return 0
+            if not self._worth_a_look(rest, tested):
+                continue
+            level = self._noise.describe(rest, tested if window >= TELLING else None)
+            limit, reference = self._limit(level, window, rest.size)
+            level = replace(level, mean=centred(rest[-reference:])[0])
+            if found := self._exceeds(tested - level.mean, limit, level, rest - level.mean):
+                return found, level
+        return None
 
-    def _worth_a_look(self, rows: Array) -> bool:
-        """Whether the newest rows are far enough from those before that a test may find something."""
-        few = int(WINDOWS[0])
-        rest = rows[:-few][-REFERENCE:]
-        if rest.size < FEWEST:
-            return False
+    def _worth_a_look(self, rest: Array, tested: Array) -> bool:
+        """Whether the rows under test are far enough from those before that a test may find something."""
         middle = median(rest)
         spread = 1.4826 * median(np.abs(rest - middle))
-        return abs(median(rows[-few:]) - middle) > max(LOOK * spread, self._smallest / 2)
+        near = median(rest[-int(REFERENCES[0]) :])
+        distance = max(abs(median(tested) - middle), abs(median(tested) - near))
+        return distance > max(LOOK * spread / float(np.sqrt(tested.size)), self._smallest / 2)
 
-    def _limit(self, level: Level, window: int) -> float:
-        place = int(np.searchsorted(WINDOWS, window))
-        return float(self._all_limits(level, WINDOWS[: place + 1], 0)[-1])
+    def _limit(self, level: Level, window: int, known: int) -> tuple[float, int]:
+        windows = WINDOWS[: int(WINDOWS.searchsorted(window)) + 1]
+        limits, references = self._all_limits(level, windows, known)
+        return float(limits[-1]), int(references[-1])
 
-    def _all_limits(self, level: Level, windows: Array, gap: int) -> Array:
-        """What D(n) has to exceed, with so many rows between the reference and the longest window's last row."""
-        variance, freedom = self._noise.of_differences(level, windows)
-        apart = level.rows / 2 + np.maximum(windows / 2, gap - windows / 2)
-        drift = FARTHEST_DRIFT * np.minimum(apart / DRIFT_ROWS, 1.0)
-        return np.maximum(self._smallest, drift + quantile(self._probability, int(freedom)) * np.sqrt(variance))
+    def _all_limits(self, level: Level, windows: Rows, known: int) -> tuple[Array, Rows]:
+        limits, references = drift_and_noise(self._noise, level, windows, known, self._probability)
+        return np.maximum(self._smallest, limits), references
 
-    def _watch_transient(self, newest: float, limit: float) -> None:
-        """Rows far above the level may end by themselves."""
-        if newest > limit:
-            self._run.append(newest)
-        elif self._run:
-            if len(self._run) > 1:
-                self._note_transient(len(self._run), median(np.array(self._run)))
-            self._run = []
-
-    def _note_transient(self, rows: int, excess: float) -> None:
-        """So many rows were slow by so much and no device was: the next of that kind does not alarm."""
-        least, most = self._transients.get(rows, (excess, excess))
-        self._transients[rows] = min(least, excess), max(most, excess)
-
-    def _fewest(self, excess: float) -> int:
-        """Rows that have to be slow by so much: more than in the transients like it that were seen."""
-        like = [rows for rows, (least, most) in self._transients.items() if least / ALIKE < excess < most * ALIKE]
-        return max(like, default=int(WINDOWS[0]) - LONGER) + LONGER
-
-    def _mature(self) -> int:
+    def _mature(self) -> tuple[int, Level] | None:
         if self._refresh_in <= 0:
             self._refresh()
         self._refresh_in -= 1
         assert self._level is not None
-        newest = self._rows[self._size - LONGEST : self._size][::-1] - self._level.mean
-        reach = self._reach(self._level, float(self._limits[0]))
-        difference = np.minimum(np.maximum(newest, -reach), reach).cumsum()[WINDOWS - 1] / WINDOWS
+        level = self._level
+        newest = self._rows[max(self._size - LONGEST - REFERENCE, 0) : self._size][::-1] - level.mean
+        reach = self._reach(level, float(self._limits[0]))
+        sums = np.minimum(np.maximum(newest, -reach), reach).cumsum()
+        ends = sums[WINDOWS - 1]
+        before = (sums[WINDOWS + self._references - 1] - ends) / self._references
+        difference = ends / WINDOWS - before
         self._pending.append(difference)
-        self._watch_transient(float(newest[0]), float(self._limits[0]))
+        self._transients.watch(float(newest[0]), float(self._limits[0]))
         beyond = np.abs(difference) > self._limits
         if not beyond.any():
-            return 0
+            return None
         for place in np.flatnonzero(beyond).tolist():
-            window = int(WINDOWS[place])
-            if found := self._exceeds(newest[:window], float(self._limits[place]), self._level, self._reference):
-                return found
-        return 0
+            tested = newest[: int(WINDOWS[place])] - before[place]
+            if found := self._exceeds(tested, float(self._limits[place]), level, self._reference):
+                return found, replace(level, mean=level.mean + float(before[place]))
+        return None
 
     def _refresh(self) -> None:
         self._refresh_in = REFRESH
@@ -300,7 +297,7 @@ class Follower:
             self._noise.learn(reference)
         self._level = self._noise.describe(reference)
         self._reference = self._current()[-KEPT:-LONGEST] - self._level.mean
-        self._limits = self._all_limits(self._level, WINDOWS, LONGEST)
+        self._limits, self._references = self._all_limits(self._level, WINDOWS, min(self._size - LONGEST, REFERENCE))
         if self._level.mean < self._fastest and self._age >= YOUNG:
             self._fastest = self._level.mean
             self._anchor = reference.copy()
@@ -318,7 +315,7 @@ class Follower:
         sign = 1 if mean > 0 else -1
         half = max(limit, sign * median(newest)) / 2
         beyond = int((sign * newest > half).sum())
-        fewest = self._fewest(median(newest)) if sign > 0 else int(WINDOWS[0])
+        fewest = self._transients.fewest(median(newest)) if sign > 0 else int(WINDOWS[0])
         if beyond < max(fewest, MAJORITY * newest.size):
             return 0
         # The tail as it was seen, one more row of it assumed: so many of n rows by chance?
@@ -337,32 +334,36 @@ class Follower:
 
     # What a change means
 
-    def _reference_for(self, window: int) -> Level:
-        rows = self._current()
-        return self._noise.describe(rows[: rows.size - window][-REFERENCE:])
-
-    def _slower(self, window: int) -> Step | None:
-        level = self._level or self._reference_for(window)
+    def _slower(self, window: int, level: Level) -> Step | None:
         count = self._change_point(level.mean, window)
         rows = self._current()
         healthy, slow = rows[:-count].copy(), rows[-count:].copy()
-        if self._before.size and self._age - count < LASTING:
-            # What was faster has not lasted.
-            self._set(np.concatenate([self._before, slow]))
-            self._before = np.empty(0)
-            return None
+        if self._before.size and self._age - count < self._lasting:
+            return self._slower_than_before(healthy, slow, window)
         return self._begin(healthy[-REFERENCE:], slow, level, window)
+
+    def _slower_than_before(self, faster: Array, slow: Array, window: int) -> Step | None:
+        """What was faster has not lasted: what came before it tells what is slow."""
+        before, self._before = self._before[-REFERENCE:], np.empty(0)
+        noise = faster if self._lasting == LASTING_IN_NOISE else np.empty(0)
+        level = self._noise.describe(np.concatenate([before, noise])[-REFERENCE:])
+        limit, _ = self._limit(level, window, before.size)
+        if self._exceeds(slow[-window:] - level.mean, limit, level, before - level.mean) > 0:
+            return self._begin(before, slow, level, window)
+        self._set(np.concatenate([before, noise, slow]))
+        return None
 
     def _begin(self, healthy: Array, slow: Array, level: Level, window: int) -> Step:
         self._noise.learn(healthy)
         self._healthy, self._before = healthy, np.empty(0)
+        self._healthy_level = level
         self._set(slow)
         self.slow = True
         self.excess = self._first_excess = self._slow_level(slow, level.mean) - level.mean
         return self._step(Change.ONSET, slow.size, window, level)
 
     def _step(self, change: Change, rows: int, window: int, level: Level) -> Step:
-        variance, _ = self._noise.of_differences(level, WINDOWS[:1])
+        variance, _ = self._noise.of_differences(level, WINDOWS[:1], _many(self._healthy))
         error = float(np.sqrt(variance[0] * WINDOWS[0] / max(rows, 1)))
         return Step(change, self.excess, error, rows, window, float(np.sqrt(level.variance)))
 
@@ -373,11 +374,13 @@ class Follower:
         reach = max(abs(middle - healthy), 0.05)
         return float(np.clip(slow, middle - reach, middle + reach).mean())
 
-    def _faster(self, window: int) -> None:
-        level = self._level or self._reference_for(window)
+    def _faster(self, window: int, level: Level) -> None:
         count = self._change_point(level.mean, window)
         rows = self._current().copy()
         self._before = rows[:-count]
+        distance = level.mean - median(rows[-count:])
+        certain = distance > BEYOND_NOISE * float(np.sqrt(level.variance))
+        self._lasting = LASTING if certain else LASTING_IN_NOISE
         self._noise.learn(rows[:-count][-REFERENCE:])
         self._set(rows[-count:])
         self._fastest = np.inf
@@ -385,7 +388,7 @@ class Follower:
     def _crept(self) -> Step | None:
         """The level has gone up too slowly for any window."""
         assert self._level is not None
-        if self._level.mean - self._fastest < FARTHEST_DRIFT + self._smallest:
+        if self._level.mean - self._fastest < CREEP:
             return None
         limit = FARTHEST_DRIFT + float(self._limits[-1])
         newest = self._current()[-LONGEST:] - self._fastest
@@ -396,16 +399,14 @@ class Follower:
 
     def _while_slow(self) -> Step | None:
         rows = self._current()
-        if self._level is None:
-            self._level = self._noise.describe(self._healthy)
-        healthy = self._level
+        healthy = self._healthy_level
         if median(rows[-3:]) - healthy.mean < 0.8 * self.excess and (found := self._recovered(rows, healthy)):
             return found
         self.excess = self._slow_level(rows[-REFERENCE:], healthy.mean) - healthy.mean
         return self._severity(rows, healthy)
 
     def _recovered(self, rows: Array, healthy: Level) -> Step | None:
-        variance, freedom = self._noise.of_differences(healthy, WINDOWS)
+        variance, freedom = self._noise.of_differences(healthy, WINDOWS, _many(self._healthy))
         z = quantile(RECOVERY_PROBABILITY, int(freedom))
         for place, window in enumerate(WINDOWS.tolist()):
             rest = rows[: rows.size - window][-REFERENCE:]
@@ -431,7 +432,10 @@ class Follower:
         count = self._change_point(slow, window)
         lasted = self._age - count
         if lasted <= LONGEST_TRANSIENT:
-            self._note_transient(lasted, slow - healthy.mean)
+            self._transients.note(lasted, slow - healthy.mean)
+        elif lasted < LASTING_IN_NOISE and slow - healthy.mean < BEYOND_NOISE * float(np.sqrt(healthy.variance)):
+            # It may have been the noise: the next time such a distance is no finding.
+            self._noise.learn(np.concatenate([self._healthy[-lasted:], rows]))
         else:
             self._noise.learn(rows[:-count][-REFERENCE:])
         self.slow, self.excess = False, 0.0
@@ -447,7 +451,7 @@ class Follower:
             return None
         slow = self._slow_level(rest, healthy.mean)
         newest = rows[-window:] - slow
-        variance, freedom = self._noise.of_differences(healthy, WINDOWS[:5])
+        variance, freedom = self._noise.of_differences(healthy, WINDOWS[:5], _many(self._healthy))
         error = np.sqrt(float(variance[-1]) + healthy.variance / min(rest.size, 16))
         limit = max(SMALLEST_SEVERITY, quantile(self._probability, int(freedom)) * float(error))
         mean = median(newest)
@@ -457,3 +461,7 @@ class Follower:
         self._set(rows[-count:])
         self.excess = self._slow_level(self._current(), healthy.mean) - healthy.mean
         return self._step(Change.SEVERITY, count, window, healthy)
+
+
+def _many(rows: Array) -> Rows:
+    return np.array([min(max(rows.size, 1), REFERENCE)])

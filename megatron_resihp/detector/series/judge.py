@@ -19,6 +19,8 @@ CONFIDENCE: Final = 1.96
 """Standard errors on both sides of an estimate that hold the truth with 95 % probability."""
 FEWEST_ROWS: Final = FEWEST + int(WINDOWS[0])
 """Rows without which none is judged."""
+SMALLEST: Final = 0.02
+"""Slow-downs below it are not looked for, log of the ratio of times: iteration times drift by as much."""
 LARGEST_ERROR: Final = 1.0
 """A row counts in the mean error of predictions as at most so far off."""
 
@@ -50,7 +52,7 @@ class _Series:
         self._features = _features(table)
         self._workload = Workload(self._features.shape[1]) if self._features.shape[1] else None
         self._logs = np.log(self._seconds).tolist()
-        self._follower = Follower(false_alarms_per_job / max(rows, 1), settings.smallest_slowdown)
+        self._follower = Follower(false_alarms_per_job / max(rows, 1), min(settings.smallest_slowdown, SMALLEST))
         self._who = (int(table.workers[0]),) if table.has_workers else ()
         """The one "worker" of a table without workers is the job: who it is that is slow is not known."""
         self._judged: list[int] = []

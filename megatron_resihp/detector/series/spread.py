@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from scipy.stats import t
 
 Array = NDArray[np.float64]
+Rows = NDArray[np.int64]
 
 WINDOWS: Final = np.array((3, 4, 5, 6, 8, 12, 16, 24, 32))
 """Rows under test."""
@@ -27,7 +28,9 @@ REFERENCE: Final = 96
 USUAL_NOISE: Final = 0.03
 USUAL_ROWS: Final = 4.0
 """The usual noise counts like so many rows."""
-USUAL_CORRELATION: Final = 0.3
+MOST_SURPRISE: Final = 2.0
+"""But no more than so many times the noise that there is."""
+USUAL_CORRELATION: Final = 0.5
 CORRELATION_ROWS: Final = 12.0
 """The usual autocorrelation counts like so many rows."""
 LAGS: Final = 16
@@ -36,6 +39,8 @@ MEMORY: Final = 400.0
 """Rows after which noise is forgotten."""
 SEEN_WORTH: Final = 0.5
 """Independent values that n rows' worth of D(n) count for: they overlap."""
+MODEL_WORTH: Final = 8.0
+"""Independent values that the model counts for beside them."""
 _LAG = np.arange(1.0, LAGS + 1)
 _USUAL = USUAL_CORRELATION ** np.arange(LAGS + 1)
 CLIP: Final = 4.0
@@ -51,13 +56,13 @@ class Level:
         mean: of the rows, robust.
         variance: of one of them.
         correlation: [LAGS + 1] autocorrelation, from lag 0.
-        rows: how many.
+        rows: how many tell of the noise.
     """
 
     mean: float
     variance: float
     correlation: Array
-    rows: int
+    rows: float
 
 
 class Noise:
@@ -69,29 +74,40 @@ class Noise:
         self._seen = np.zeros(WINDOWS.size)
         self._seen_weight = np.zeros(WINDOWS.size)
 
-    def describe(self, rows: Array) -> Level:
-        """The level of some rows, with noise as these rows and all earlier segments show it."""
-        mean, deviations = _centred(rows)
-        square, products, weight = _moments(deviations)
-        return self._level(mean, square, products, weight, rows.size)
+    def describe(self, rows: Array, tested: Array | None = None) -> Level:
+        """The level of some rows, with noise as these rows and all earlier segments show it.
 
-    def _level(self, mean: float, square: float, products: Array, weight: float, rows: int) -> Level:
+        Args:
+            rows: of one level.
+            tested: rows of what may be another level, which tell of the noise around their own.
+        """
+        mean, deviations = centred(rows)
+        square, products, weight = _moments(deviations)
+        if tested is None:
+            return self._level(mean, square, products, weight, rows.size)
+        more = _moments(centred(tested)[1])
+        square, products, weight = square + more[0], products + more[1], weight + more[2]
+        return self._level(mean, square, products, weight, (rows.size + tested.size) / 2)
+
+    def _level(self, mean: float, square: float, products: Array, weight: float, rows: float) -> Level:
         total = self._weight + weight
         products = self._products + products
         correlation = products / products[0] if products[0] > 0 else np.zeros(LAGS + 1)
         # A mean taken from the rows themselves makes each autocorrelation look smaller by about g / rows, and their
         # variance by the same share.
-        bias = min((1.0 + 2.0 * max(float(correlation[1:].sum()), 0.0)) / max(rows, 1.0), MOST_BIAS)
+        bias = min((1.0 + 2.0 * float(_positive(correlation)[1:].sum())) / max(rows, 1.0), MOST_BIAS)
         square /= 1.0 - bias
-        variance = (self._square + square + USUAL_ROWS * USUAL_NOISE**2) / (total + USUAL_ROWS)
-        correlation = (total * (correlation + bias) + CORRELATION_ROWS * _USUAL) / (total + CORRELATION_ROWS)
-        return Level(mean, max(variance, LEAST_NOISE**2), _positive(correlation), rows)
+        usual = min(USUAL_NOISE**2, MOST_SURPRISE**2 * (self._square + square) / total)
+        variance = (self._square + square + USUAL_ROWS * usual) / (total + USUAL_ROWS)
+        correlation = correlation * (1.0 - bias) + bias
+        correlation = (total * correlation + CORRELATION_ROWS * _USUAL) / (total + CORRELATION_ROWS)
+        return Level(mean, max(variance, LEAST_NOISE**2), _positive(correlation), weight)
 
     def learn(self, rows: Array) -> None:
         """A segment, or a part of one, is over: its noise is that of the series."""
         if rows.size < 3:
             return
-        _, deviations = _centred(rows)
+        _, deviations = centred(rows)
         square, products, weight = _moments(deviations)
         keep = max(0.0, 1.0 - weight / MEMORY)
         self._square = keep * self._square + square
@@ -106,32 +122,32 @@ class Noise:
         self._seen = keep * self._seen + (np.where(known, differences, 0.0) ** 2).sum(axis=0)
         self._seen_weight = keep * self._seen_weight + count
 
-    def of_differences(self, level: Level, windows: Array) -> tuple[Array, float]:
-        """Variance of D(n) against this level, and its degrees of freedom, for each of the windows.
+    def of_differences(self, level: Level, windows: Rows, references: Rows) -> tuple[Array, float]:
+        """Variance of D(n), and its degrees of freedom.
 
         Args:
-            level: of the reference rows.
+            level: that tells of the noise.
             windows: the n, all of WINDOWS or the first of them.
+            references: rows that each is compared with, to be broadcast with them.
         """
-        model = level.variance * (inflation(level.correlation, windows) / windows + level_share(level))
+        model = level.variance * (inflation(level.correlation, windows) / windows
+                                  + inflation(level.correlation, references) / references)  # fmt: skip
         seen, worth = self._seen[: windows.size], SEEN_WORTH * self._seen_weight[: windows.size] / windows
-        prior = 8.0
         seen_mean = seen / np.maximum(self._seen_weight[: windows.size], 1.0)
-        variance = np.maximum((prior * model + worth * seen_mean) / (prior + worth), 0.5 * model)
-        # Squares of correlated rows say less of the variance than as many independent ones.
-        overlap = 1.0 + 2.0 * float((level.correlation[1:] ** 2).sum())
-        return variance, USUAL_ROWS + (self._weight + level.rows - 1) / overlap
+        variance = np.maximum((MODEL_WORTH * model + worth * seen_mean) / (MODEL_WORTH + worth), 0.5 * model)
+        # Correlated rows say less of the variance than as many independent ones, and of their correlation.
+        overlap = float(inflation(level.correlation, WINDOWS[-1:])[0])
+        return variance, USUAL_ROWS + (self._weight + level.rows) / max(overlap, 1.0)
+
+    @property
+    def drift_seen(self) -> float:
+        """Rows whose D(n) was learned from: drift up to now is in there."""
+        return float(self._seen_weight[-1])
 
 
-def level_share(level: Level) -> float:
-    """The variance of the level, as a share of a row's."""
-    rows = min(level.rows, REFERENCE)
-    return float(inflation(level.correlation, np.array([rows]))[0]) / rows
-
-
-def inflation(correlation: Array, windows: Array) -> Array:
+def inflation(correlation: Array, windows: Rows) -> Array:
     """g(n) for each n."""
-    share = np.maximum(1.0 - _LAG / windows[:, None], 0.0)
+    share = np.maximum(1.0 - _LAG / windows[..., None], 0.0)
     result: Array = 1.0 + 2.0 * share @ correlation[1:]
     return result
 
@@ -149,7 +165,7 @@ def median(values: Array) -> float:
     return float(ordered[half]) if ordered.size % 2 else float(ordered[half - 1] + ordered[half]) / 2
 
 
-def _centred(rows: Array) -> tuple[float, Array]:
+def centred(rows: Array) -> tuple[float, Array]:
     """A robust mean, and the rows' clipped deviations from it."""
     middle = median(rows)
     reach = 3.0 * max(1.4826 * median(np.abs(rows - middle)), LEAST_NOISE)

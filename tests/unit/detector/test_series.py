@@ -66,6 +66,44 @@ def test_noise_spikes_and_evaluations_are_no_slowdown(seed: int) -> None:
     assert changes(judged(seconds)) == []
 
 
+def wandering(seed: int) -> np.ndarray:
+    """Times with noise of 8 % whose autocorrelation is 0.7."""
+    noise = np.random.default_rng(seed).standard_normal(400)
+    for row in range(1, noise.size):
+        noise[row] = 0.7 * noise[row - 1] + 0.51**0.5 * noise[row]
+    return 2.0 * (1 + 0.08 * noise)
+
+
+@pytest.mark.parametrize("seed", [7, 8, 19, 50])
+def test_noise_that_wanders_and_comes_back_is_no_slowdown(seed: int) -> None:
+    assert changes(judged(wandering(seed))) == []
+
+
+def test_noise_that_was_taken_for_a_slowdown_once_is_not_again() -> None:
+    found = [change for change, _ in changes(judged(wandering(30)))]
+    assert found in ([], [Change.ONSET, Change.RECOVERY])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slowdown_of_two_and_a_half_percent_shows_where_noise_is_one_percent(seed: int) -> None:
+    seconds = times(400, 0.01, seed)
+    seconds[199:280] *= 1.025
+    (onset, began), (recovery, ended) = changes(judged(seconds))
+    assert (onset, recovery) == (Change.ONSET, Change.RECOVERY)
+    assert 200 <= began < 230
+    assert 281 <= ended < 311
+
+
+def test_what_was_faster_for_a_few_rows_only_hides_no_slowdown() -> None:
+    seconds = times(200, 0.02)
+    seconds[100:108] *= 0.8
+    assert changes(judged(seconds)) == []
+    seconds[108:] *= 1.3
+    ((change, at),) = changes(judged(seconds))
+    assert change is Change.ONSET
+    assert 109 <= at <= 114
+
+
 def test_a_slow_drift_of_two_percent_is_no_slowdown() -> None:
     seconds = times(900, 0.01) * (1 + 0.02 * np.sin(np.arange(900) / 50))
     assert changes(judged(seconds)) == []
