@@ -6,11 +6,11 @@
 Synthetic jobs as in ResiHP's protocol (arXiv 2605.06374): 300 iterations, 50 of them warm-up; 1F1B and ZB-H1; sequences
 of 8K, 16K and 32K tokens of packed documents whose mix shifts every 40 iterations or so; 16, 64 and 256 workers. In
 half of the jobs one to three workers or links run 5 to 70 % slower from a random iteration on. A row is a kind of noise
-(`megatron_resihp/simulator/noise.py`) and a cluster size; rows that are not scored are printed and count in no figure.
+(`lab/detection/noise.py`) and a cluster size; rows that are not scored are printed and count in no figure.
 
 Series of iteration times without workers are scored apart (`series_rows.py`; `--series`: only these).
 
-What is right is said in `megatron_resihp/simulator/scoring.py`, what the figures are in `summary.py` beside it. The two
+What is right is said in `lab/detection/scoring.py`, what the figures are in `summary.py` beside it. The two
 published detectors stop the job to validate after each alarm, which is modelled as perfect: it names whoever is slow
 at that time, with their true speed. Their alarm is a false one where validation finds nobody. All settings are fixed in
 the code. Jobs for tuning (--tuning) and for scoring come from seeds that cannot meet.
@@ -37,19 +37,19 @@ from common import print_result
 from series_rows import run_series, series_missed
 
 from megatron_resihp.config import FALSE_ALARMS_PER_JOB
-from megatron_resihp.detector.baselines.greyhound import Greyhound
-from megatron_resihp.detector.baselines.resihp import Resihp
-from megatron_resihp.detector.baselines.validation import Finding
 from megatron_resihp.detector.interface import Detector
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.table import Table
 from megatron_resihp.detector.verdict import Kind
-from megatron_resihp.simulator.draws import SEQUENCES, Purpose, draw_job
-from megatron_resihp.simulator.jobs import SyntheticJob
-from megatron_resihp.simulator.noise import NOISES
-from megatron_resihp.simulator.scoring import WINDOW, FaultScore, JobScore, watch
-from megatron_resihp.simulator.shapes import SHAPES
-from megatron_resihp.simulator.summary import summarize
+from megatron_resihp.lab.baselines.greyhound import Greyhound
+from megatron_resihp.lab.baselines.resihp import Resihp
+from megatron_resihp.lab.baselines.validation import Finding
+from megatron_resihp.lab.detection.draws import SEQUENCES, Purpose, draw_job
+from megatron_resihp.lab.detection.jobs import SyntheticJob
+from megatron_resihp.lab.detection.noise import NOISES
+from megatron_resihp.lab.detection.scoring import WINDOW, FaultScore, JobScore, watch
+from megatron_resihp.lab.detection.shapes import SHAPES
+from megatron_resihp.lab.detection.summary import summarize
 
 DETECTORS = ("this", "greyhound", "resihp")
 CHUNK = 20

@@ -4,7 +4,7 @@
     python benchmarks/published.py [--quick] [--models NAME ...] [--micro-batches N ...] [--orders N] [--results DIR]
                                    [--processes N]
 
-Strategies run through the traces of `megatron_resihp.simulator.published`, on cost profiles that are fitted to the
+Strategies run through the traces of `megatron_resihp.lab.published`, on cost profiles that are fitted to the
 fault-free column only; what the published text leaves open is printed first, with what was taken. A cell is an
 experiment with one model: fail-stop, fail-slow and mixed at three severities each, and a day of 256 GPUs with rejoins.
 Each is the mean over several random orders.
@@ -49,11 +49,11 @@ from published_cells import (
 )
 from published_tables import print_tables
 
+from megatron_resihp.lab import published
+from megatron_resihp.lab.ablation import ABLATION
+from megatron_resihp.lab.amplification import amplification
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.registry import STRATEGIES
-from megatron_resihp.simulator import published
-from megatron_resihp.simulator.ablation import ABLATION
-from megatron_resihp.simulator.amplification import amplification
 from megatron_resihp.simulator.cluster import run
 
 BASELINE, RIVAL = "resihp", "oobleck+greyhound"

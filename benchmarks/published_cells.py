@@ -17,11 +17,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_resihp.lab import published
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.joint import UNEVEN, joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
-from megatron_resihp.simulator import published
 from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, own_layout, run_from
 from megatron_resihp.simulator.sizes import Sizes
 from megatron_resihp.simulator.traces import Trace

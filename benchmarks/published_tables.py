@@ -1,10 +1,10 @@
-"""Published and simulated numbers side by side, as text. Imports `megatron_resihp.simulator.published`."""
+"""Published and simulated numbers side by side, as text. Imports `megatron_resihp.lab.published`."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_resihp.simulator import published
+from megatron_resihp.lab import published
 
 Row = Mapping[str, Any]
 COLUMN = 11

@@ -1,6 +1,6 @@
 """The part of `detection.py` on series of iteration times without workers; Greyhound's beside some of them.
 
-What is right is said in `megatron_resihp/simulator/series_scoring.py`, the kinds of series in `series.py` beside it.
+What is right is said in `lab/detection/series_scoring.py`, the kinds of series in `series.py` beside it.
 The goals: 98 % of slow-downs of at least 2.5 standard deviations found within 30 rows after at least 30 healthy ones,
 and 95 % of their ends; a median latency of 4 rows at noise up to 3 %, and of 6 for 30 % at 8 % noise; 0.1 false alarms
 in 1,000 healthy rows of each kind that is scored.
@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_resihp.simulator.series import KINDS, SeriesKind
-from megatron_resihp.simulator.series_scoring import SeriesScore, greyhound, score_kind, this_detector
+from megatron_resihp.lab.detection.series import KINDS, SeriesKind
+from megatron_resihp.lab.detection.series_scoring import SeriesScore, greyhound, score_kind, this_detector
 
 GOALS = {"found_share": 0.98, "recovered_share": 0.95, "false_alarms_per_1000": 0.1, "latency_iterations": 4,
          "latency_of_30_percent_at_8": 6}  # fmt: skip

@@ -61,10 +61,17 @@ def command_parser() -> argparse.ArgumentParser:
     _add(commands, "detect", detect_command, "say who was slow, from a run's records or a table of times")
     _add(commands, "plan", plan_command, "say how a job should go on when workers are dead or slow")
     _add(commands, "simulate", simulate_command, "say what strategies make of failures on a simulated cluster")
+    commands.choices["simulate"].set_defaults(published=_published_experiments)
     script = commands.add_parser("script", help="say where a script is that comes with this package")
     script.add_argument("name", choices=SCRIPTS, help="such as in: resihp launch $(resihp script pretrain_gpt.py)")
     script.set_defaults(run=_say_where_script_is)
     return parser
+
+
+def _published_experiments() -> ModuleType:
+    from megatron_resihp.lab import scenarios
+
+    return scenarios
 
 
 def _say_where_script_is(namespace: argparse.Namespace) -> int:

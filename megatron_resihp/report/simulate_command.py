@@ -50,14 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask; the exit code is 0, or 2 for bad or no input."""
+    """Do what the parsed arguments ask; the exit code is 0, or 2 for bad or no input.
+
+    `namespace.published` makes the published experiments, which are no part of this room.
+    """
     if namespace.scenario is None and not namespace.list:
         namespace.parser.print_help()
         return 2
     from megatron_resihp.report.simulation import BadInput, simulate
 
     try:
-        simulate(namespace)
+        simulate(namespace, namespace.published())
     except BadInput as error:
         print(f"resihp: {error}", file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from megatron_resihp.config import suggestion
 from megatron_resihp.planner.strategies.joint import DEFAULT, joint
@@ -23,7 +23,7 @@ from megatron_resihp.report.planning_clock import planning_clock
 from megatron_resihp.report.simulation_terminal import render
 from megatron_resihp.report.terminal import console_for, progress_bar
 from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, capacity_asked, run
-from megatron_resihp.simulator.scenario import Scenario, ScenarioError, published_names, published_scenario
+from megatron_resihp.simulator.scenario import Scenario, ScenarioError
 from megatron_resihp.simulator.scenario_file import scenario_of
 from megatron_resihp.simulator.sizes import SizesError
 
@@ -39,6 +39,18 @@ KNOWN: Final[Mapping[str, Entry]] = {"unmitigated": UNMITIGATED, **STRATEGIES}
 
 class BadInput(Exception):
     """The user has to mend something; the message is one line."""
+
+
+class Published(Protocol):
+    """Experiments that have names; `megatron_resihp.lab.scenarios` is one, and the command hands it in."""
+
+    def names(self) -> tuple[str, ...]:
+        """All that `scenario` knows."""
+        ...
+
+    def scenario(self, name: str, orders: int, micro_batches: int) -> Scenario:
+        """The experiment, with so many random orders of failures; ScenarioError if there is none of that name."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -73,17 +85,17 @@ class Simulation:
         return statistics.fmean(outcome.samples_per_s for outcome in self.outcomes[name])
 
 
-def simulate(namespace: argparse.Namespace) -> None:
+def simulate(namespace: argparse.Namespace, published: Published) -> None:
     """Run, print and write.
 
     Raises:
         BadInput: there is no such scenario or strategy, or the results can't be written.
     """
     if namespace.list:
-        print("\n".join(published_names()))
+        print("\n".join(published.names()))
         return
     try:
-        scenario = _scenario(namespace)
+        scenario = _scenario(namespace, published)
     except (ScenarioError, SizesError) as error:
         raise BadInput(str(error)) from None
     strategies = _strategies([*(namespace.strategies or scenario.strategies)])
@@ -103,7 +115,7 @@ def simulate(namespace: argparse.Namespace) -> None:
     print(f"written: {', '.join(map(str, written))}", file=sys.stderr)
 
 
-def _scenario(namespace: argparse.Namespace) -> Scenario:
+def _scenario(namespace: argparse.Namespace, published: Published) -> Scenario:
     for name in ("orders", "micro_batches"):
         value = getattr(namespace, name)
         if value is not None and not 1 <= value <= MOST:
@@ -112,7 +124,7 @@ def _scenario(namespace: argparse.Namespace) -> Scenario:
     if not path.is_file():
         if path.suffix == ".json":
             raise BadInput(f"{path} is no file; give a scenario, or a published name (--list)")
-        return published_scenario(namespace.scenario, namespace.orders or 1, namespace.micro_batches)
+        return published.scenario(namespace.scenario, namespace.orders or 1, namespace.micro_batches)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,6 +1,4 @@
-"""What if: synthetic jobs with known faults, failure traces and published scenarios.
+"""What if: a cluster whose workers die, slow down and come back, and what each strategy makes of it.
 
-A synthetic job is made of `shapes` (what the healthy ops of a published model cost), `documents` (what each micro-batch
-holds), `noise` and `faults`; `jobs` puts them together and `draws` draws them by seed. Imports numpy, `plan`,
-`pipeline`, `cost` and `detector`.
+Imports numpy, `plan`, `pipeline`, `cost` and `planner`.
 """

@@ -16,7 +16,7 @@ import pytest
 from megatron_resihp.extras import missing
 from megatron_resihp.pipeline import annealing
 
-OFFLINE = ("cost", "detector", "pipeline", "plan", "planner", "report", "simulator")
+OFFLINE = ("cost", "detector", "lab", "pipeline", "plan", "planner", "report", "simulator")
 """What `plan`, `simulate`, `detect` and `report` consist of."""
 LEFT_OUT = ("torch", "megatron", "psutil")
 Main = Callable[[list[str]], int]

@@ -6,9 +6,9 @@ import pytest
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.tracker import Tracker
 from megatron_resihp.detector.verdict import Change
-from megatron_resihp.simulator.draws import Purpose, draw_job
-from megatron_resihp.simulator.noise import NOISES
-from megatron_resihp.simulator.shapes import SHAPES
+from megatron_resihp.lab.detection.draws import Purpose, draw_job
+from megatron_resihp.lab.detection.noise import NOISES
+from megatron_resihp.lab.detection.shapes import SHAPES
 
 
 @pytest.mark.parametrize("index", [88, 400])

@@ -16,9 +16,9 @@ from megatron_resihp.detector.learned import Learned, load, save
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
-from megatron_resihp.simulator.jobs import JobSpec, Schedule, SyntheticJob, make_job
-from megatron_resihp.simulator.noise import NOISES
-from megatron_resihp.simulator.shapes import SHAPES, Shape
+from megatron_resihp.lab.detection.jobs import JobSpec, Schedule, SyntheticJob, make_job
+from megatron_resihp.lab.detection.noise import NOISES
+from megatron_resihp.lab.detection.shapes import SHAPES, Shape
 
 SETTINGS = Settings(warm_up=30)
 JUDGED = SETTINGS.skipped + SETTINGS.settling

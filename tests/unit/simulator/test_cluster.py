@@ -13,6 +13,7 @@ from megatron_resihp.cost.bounds import iteration_bound
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.presets import preset
 from megatron_resihp.cost.training import Training
+from megatron_resihp.lab.calibration import calibrated
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.health import Health
@@ -20,7 +21,6 @@ from megatron_resihp.planner.strategies.common import with_shares
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Change, Entry, ReactsTo
 from megatron_resihp.simulator import traces
-from megatron_resihp.simulator.calibration import calibrated
 from megatron_resihp.simulator.cluster import (
     UNMITIGATED,
     Delays,

@@ -15,13 +15,9 @@ from numpy.typing import NDArray
 from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.records import OpKind, SpanKind
 from megatron_resihp.detector.verdict import Kind
-from megatron_resihp.pipeline.program import Program
-from megatron_resihp.pipeline.schedules import one_f_one_b, zero_bubble_h1
-from megatron_resihp.pipeline.simulate import makespans
-from megatron_resihp.simulator.documents import draw_regimes, draw_squares
-from megatron_resihp.simulator.faults import Fault, fault_factors
-from megatron_resihp.simulator.noise import Noise, op_factors, shared_factors
-from megatron_resihp.simulator.shapes import (
+from megatron_resihp.lab.detection.faults import Fault, fault_factors
+from megatron_resihp.lab.detection.noise import Noise, op_factors, shared_factors
+from megatron_resihp.lab.detection.shapes import (
     GPUS_PER_NODE,
     LINK_LATENCY,
     NETWORK_BANDWIDTH,
@@ -30,6 +26,10 @@ from megatron_resihp.simulator.shapes import (
     Shape,
     op_costs,
 )
+from megatron_resihp.pipeline.program import Program
+from megatron_resihp.pipeline.schedules import one_f_one_b, zero_bubble_h1
+from megatron_resihp.pipeline.simulate import makespans
+from megatron_resihp.simulator.documents import draw_regimes, draw_squares
 
 DEVICE_SPREAD = 0.01
 """Relative standard deviation of healthy devices' own speeds."""

@@ -7,10 +7,10 @@ from enum import IntEnum
 
 import numpy as np
 
-from megatron_resihp.simulator.faults import SLOWDOWNS, draw_faults
-from megatron_resihp.simulator.jobs import JobSpec, Schedule, SyntheticJob, make_job, make_layout
-from megatron_resihp.simulator.noise import NOISES, Noise
-from megatron_resihp.simulator.shapes import SHAPES, Shape
+from megatron_resihp.lab.detection.faults import SLOWDOWNS, draw_faults
+from megatron_resihp.lab.detection.jobs import JobSpec, Schedule, SyntheticJob, make_job, make_layout
+from megatron_resihp.lab.detection.noise import NOISES, Noise
+from megatron_resihp.lab.detection.shapes import SHAPES, Shape
 
 SEQUENCES = (8192, 16384, 32768)
 MICRO_BATCHES = {16: (4, 8), 64: (8, 16), 256: (16, 16)}

@@ -5,11 +5,11 @@ import pytest
 
 from megatron_resihp.detector.records import OpKind
 from megatron_resihp.detector.verdict import Kind
-from megatron_resihp.simulator.draws import Purpose, draw_job
-from megatron_resihp.simulator.faults import Fault, draw_faults
-from megatron_resihp.simulator.jobs import JobSpec, Schedule, SyntheticJob, make_job, make_layout
-from megatron_resihp.simulator.noise import NOISES, Noise
-from megatron_resihp.simulator.shapes import SHAPES
+from megatron_resihp.lab.detection.draws import Purpose, draw_job
+from megatron_resihp.lab.detection.faults import Fault, draw_faults
+from megatron_resihp.lab.detection.jobs import JobSpec, Schedule, SyntheticJob, make_job, make_layout
+from megatron_resihp.lab.detection.noise import NOISES, Noise
+from megatron_resihp.lab.detection.shapes import SHAPES
 
 SMALL = SHAPES[0]
 QUIET = Noise("quiet", op=1e-4)

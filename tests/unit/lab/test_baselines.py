@@ -5,17 +5,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from megatron_resihp.detector.baselines.greyhound import Greyhound
-from megatron_resihp.detector.baselines.resihp import Resihp
-from megatron_resihp.detector.baselines.validation import Finding, Validate, Validation
 from megatron_resihp.detector.interface import iteration_seconds
 from megatron_resihp.detector.table import Table
 from megatron_resihp.detector.verdict import Kind, Verdict
-from megatron_resihp.simulator.draws import Purpose, draw_job
-from megatron_resihp.simulator.faults import Fault
-from megatron_resihp.simulator.jobs import JobSpec, Schedule, SyntheticJob, make_job
-from megatron_resihp.simulator.noise import NOISES
-from megatron_resihp.simulator.shapes import SHAPES
+from megatron_resihp.lab.baselines.greyhound import Greyhound
+from megatron_resihp.lab.baselines.resihp import Resihp
+from megatron_resihp.lab.baselines.validation import Finding, Validate, Validation
+from megatron_resihp.lab.detection.draws import Purpose, draw_job
+from megatron_resihp.lab.detection.faults import Fault
+from megatron_resihp.lab.detection.jobs import JobSpec, Schedule, SyntheticJob, make_job
+from megatron_resihp.lab.detection.noise import NOISES
+from megatron_resihp.lab.detection.shapes import SHAPES
 
 SLOW = Finding(Kind.COMPUTE, (0,), 0.7)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.detector.baselines.bocd import ChangePointFilter, Prior
+from megatron_resihp.lab.baselines.bocd import ChangePointFilter, Prior
 
 
 @given(st.lists(st.floats(0.2, 5.0), min_size=1, max_size=40))

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 
 from megatron_resihp.detector.verdict import Kind
-from megatron_resihp.simulator.scoring import FaultScore, JobScore
+from megatron_resihp.lab.detection.scoring import FaultScore, JobScore
 
 CONFIDENCE = 0.95
 SMALLEST_SCORED = 0.10

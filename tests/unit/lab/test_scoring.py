@@ -6,12 +6,12 @@ import pytest
 
 from megatron_resihp.detector.observations import IterationObservations
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
-from megatron_resihp.simulator.draws import Purpose, draw_job
-from megatron_resihp.simulator.faults import Fault
-from megatron_resihp.simulator.jobs import SyntheticJob
-from megatron_resihp.simulator.noise import NOISES
-from megatron_resihp.simulator.scoring import JobScore, watch
-from megatron_resihp.simulator.shapes import SHAPES
+from megatron_resihp.lab.detection.draws import Purpose, draw_job
+from megatron_resihp.lab.detection.faults import Fault
+from megatron_resihp.lab.detection.jobs import SyntheticJob
+from megatron_resihp.lab.detection.noise import NOISES
+from megatron_resihp.lab.detection.scoring import JobScore, watch
+from megatron_resihp.lab.detection.shapes import SHAPES
 
 ONSET = 120
 WORKER = Fault(Kind.COMPUTE, (5,), 0.7, ONSET)

@@ -11,15 +11,15 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron_resihp.cost.device import layer_work
+from megatron_resihp.lab import published
+from megatron_resihp.lab.ablation import ABLATION
+from megatron_resihp.lab.amplification import amplification
 from megatron_resihp.pipeline.joint import JointProgram
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import joint_timeline, migrating, timeline_of
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.common import spelt_out
 from megatron_resihp.planner.strategies.resihp import resihp
-from megatron_resihp.simulator import published
-from megatron_resihp.simulator.ablation import ABLATION
-from megatron_resihp.simulator.amplification import amplification
 from megatron_resihp.simulator.cluster import UNMITIGATED, healths, run
 from megatron_resihp.simulator.sizes import Sizes
 from megatron_resihp.simulator.traces import HOUR

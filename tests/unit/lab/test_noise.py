@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_resihp.simulator.noise import NOISES, Noise, op_factors, shared_factors
+from megatron_resihp.lab.detection.noise import NOISES, Noise, op_factors, shared_factors
 
 NODE = np.repeat(np.arange(8), 8)
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_resihp.simulator.series import KINDS, Series, SeriesKind, SlowSpell, draw_series
-from megatron_resihp.simulator.series_scoring import score, score_kind, this_detector
+from megatron_resihp.lab.detection.series import KINDS, Series, SeriesKind, SlowSpell, draw_series
+from megatron_resihp.lab.detection.series_scoring import score, score_kind, this_detector
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

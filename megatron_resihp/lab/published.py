@@ -16,12 +16,12 @@ import numpy as np
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S
 from megatron_resihp.cost.presets import preset
 from megatron_resihp.cost.training import Training
+from megatron_resihp.lab.calibration import calibrated
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.oobleck import FAILURES
 from megatron_resihp.planner.strategies.resihp import AHEAD, DELTAS
 from megatron_resihp.simulator import traces
-from megatron_resihp.simulator.calibration import calibrated
 from megatron_resihp.simulator.cluster import Judge
 from megatron_resihp.simulator.sizes import TP_EFFICIENCY, Sizes, a100
 from megatron_resihp.simulator.traces import HOUR, Event, Trace, What, trace

@@ -11,14 +11,14 @@ from typing import Final
 import numpy as np
 
 from megatron_resihp.config import FALSE_ALARMS_PER_JOB
-from megatron_resihp.detector.baselines.change_points import ChangePointSettings
-from megatron_resihp.detector.baselines.greyhound import Greyhound, GreyhoundSettings
-from megatron_resihp.detector.baselines.validation import Finding
 from megatron_resihp.detector.series.judge import judge_series
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.table import Table
 from megatron_resihp.detector.verdict import Change, Kind
-from megatron_resihp.simulator.series import Series, SeriesKind, draw_series
+from megatron_resihp.lab.baselines.change_points import ChangePointSettings
+from megatron_resihp.lab.baselines.greyhound import Greyhound, GreyhoundSettings
+from megatron_resihp.lab.baselines.validation import Finding
+from megatron_resihp.lab.detection.series import Series, SeriesKind, draw_series
 
 WINDOW: Final = 30
 """Rows in which a slow-down, or its end, has to be found."""

@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_resihp.detector.verdict import Kind
-from megatron_resihp.simulator.scoring import FaultScore, JobScore
-from megatron_resihp.simulator.summary import mean, median, rate, share, summarize
+from megatron_resihp.lab.detection.scoring import FaultScore, JobScore
+from megatron_resihp.lab.detection.summary import mean, median, rate, share, summarize
 
 
 def job(*faults: tuple[float, int | None], false_alarms: int = 0) -> JobScore:

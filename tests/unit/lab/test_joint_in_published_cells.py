@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.simulator import published
+from megatron_resihp.lab import published
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 LARGE = ("llama2-70b", "qwen2.5-72b")

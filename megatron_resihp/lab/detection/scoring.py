@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from megatron_resihp.detector.interface import Detector
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
-from megatron_resihp.simulator.faults import Fault
-from megatron_resihp.simulator.jobs import SyntheticJob
+from megatron_resihp.lab.detection.faults import Fault
+from megatron_resihp.lab.detection.jobs import SyntheticJob
 
 WINDOW = 30
 """Iterations after its onset in which a culprit must be named; the speed is asked for at their end."""

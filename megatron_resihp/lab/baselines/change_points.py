@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_resihp.detector.baselines.bocd import ChangePointFilter, Prior
+from megatron_resihp.lab.baselines.bocd import ChangePointFilter, Prior
 
 
 @dataclass(frozen=True)
