@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.detector.observations import IterationObservations
 from megatron_resihp.detector.verdict import Verdict
 
 
@@ -29,20 +29,6 @@ class Detector(Protocol):
 
     def link_speed(self, ends: tuple[int, int]) -> float:
         """The share of its bandwidth that a link has, 1.0 unless it is known to be slow."""
-        ...
-
-
-class DetectorFactory(Protocol):
-    """Makes a detector for a job."""
-
-    def __call__(self, layout: Layout, false_alarms_per_job: float, expected_iterations: int) -> Detector:
-        """A detector that knows nothing yet of the job.
-
-        Args:
-            layout: the workers and links in the order of the observations' arrays.
-            false_alarms_per_job: how many false alarms the user accepts in a whole job, on average.
-            expected_iterations: how many iterations the job is expected to have.
-        """
         ...
 
 
