@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -13,13 +14,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from protocol_instances import malformed
 
-from megatron_resihp.control import messages
+from megatron_resihp.control import link, messages
 from megatron_resihp.control.coordinator import DROPPED_SHOWN, Coordinator
 from megatron_resihp.control.door import read_message
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.mailbox import Ending, GivenUp
 from megatron_resihp.control.membership import Membership
-from megatron_resihp.control.worker import WorkerControl
+from megatron_resihp.control.worker import JobEnded, WorkerControl
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import (
@@ -49,8 +52,23 @@ from megatron_resihp.protocol.messages import (
     TrainingFinished,
     WorkerRestarted,
 )
-from megatron_resihp.protocol.notices import NOTICES
-from megatron_resihp.protocol.published import END
+from megatron_resihp.protocol.notices import (
+    NOTICES,
+    EpochIsBroken,
+    JobEnds,
+    MatrixProduct,
+    NodeReleased,
+    PlanChange,
+    SaveOrder,
+    SlownessChanged,
+    StopTraining,
+    Transfer,
+    ValidationOrder,
+    WorkerDismissed,
+    WorkersGivenUp,
+    WorkersTakenIn,
+)
+from megatron_resihp.protocol.published import END, JobEnd
 from megatron_resihp.protocol.records import Outcome, Record, Stage
 from megatron_resihp.protocol.version import VERSION
 from megatron_resihp.protocol.wire import MalformedError
@@ -211,8 +229,8 @@ class Memory:
         return key in self.values
 
     def wait(self, key: str, timeout_s: float) -> bool:
-        if key not in self.values and timeout_s > 5.0:
-            threading.Event().wait()  # for what never comes
+        if key not in self.values:
+            threading.Event().wait(timeout_s if timeout_s < 5.0 else None)  # for what never comes
         return key in self.values
 
     def get(self, key: str, timeout_s: float) -> str:
@@ -233,6 +251,54 @@ def test_a_job_trains_on_through_malformed_messages() -> None:
     assert dropped[0]["reason"] == "a message from somebody: it is not JSON (JSONDecodeError)"
     assert dropped[-1]["reason"].endswith("further ones are dropped without a word")
     assert events[-1]["reason"] == "worker 1 failed: enough"
+
+
+def test_a_job_trains_on_through_every_kind_of_message_malformed_in_every_way() -> None:
+    bad = [text for message in TOLD for text in malformed(MESSAGES, message, "worker 1")]
+    iteration = written(EventsReported(3, (EVENT,)))
+    store = Memory(*map(written, STARTING), *bad, iteration, written(ScriptFailed(1, "enough", 3)))
+    events: list[dict[str, Any]] = []
+    coordinator = Coordinator(store, events.append, SIZE, ["train.py"])
+    assert coordinator.run() == 1
+    after_go = [event["event"] for event in events][[event["event"] for event in events].index("epoch_started") :]
+    assert coordinator._dropped == len(bad) > 200
+    assert after_go == [
+        "epoch_started", "exposed", *DROPPED_SHOWN * ["message_dropped"], "iteration", "worker_failed", "run_finished",
+    ]  # fmt: skip
+    dropped = [event["reason"] for event in events if event["event"] == "message_dropped"]
+    assert dropped[0] == "JobStarted from worker 1: 'worker' is missing"
+
+
+PUBLISHED = (
+    (NOTICES, EpochIsBroken(0, "worker 0 died")), (NOTICES, StopTraining(15)), (NOTICES, JobEnds(0, "finished")),
+    (NOTICES, SlownessChanged(True, ((1, 0.5),))), (NOTICES, PlanChange(1, 0, ParallelPlan.from_dict(PLAN))),
+    (NOTICES, ValidationOrder(1, 0, (MatrixProduct((0, 1), 8, 8, 8),), (Transfer(0, 1, 4),))),
+    (NOTICES, WorkersTakenIn(1, (5,))), (NOTICES, WorkersGivenUp((1,), "silent")),
+    (NOTICES, WorkerDismissed(1, "too late")), (NOTICES, NodeReleased(0, (0, 1))), (NOTICES, SaveOrder(1)),
+)  # fmt: skip
+
+
+def test_an_agent_and_a_worker_hear_on_through_every_kind_of_notice_malformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And through ends of the job that are none."""
+    monkeypatch.setattr(link, "SLICE_S", 0.01)
+    bad = [text for kinds, notice in PUBLISHED for text in malformed(kinds, notice, "worker 1")]
+    store = Memory()
+    real = NOTICES.write(WorkersGivenUp((1,), "silent"), "the coordinator")
+    store.values = {messages.notice_key(number): text for number, text in enumerate([*bad, real])}
+    store.set(messages.END, next(malformed(END, JobEnd(0, "finished", 1.0), "worker 1")))
+    given_up, heard = queue.SimpleQueue[GivenUp](), queue.SimpleQueue[Ending]()
+    agent = link.Link(lambda: store, lambda store: None, heard.put, lambda slowness: None, given_up.put)  # type: ignore[arg-type,return-value]
+    assert given_up.get(timeout=HEARD_S).workers == {1}
+    assert heard.empty()
+    store.set(messages.END, END.write(JobEnd(7, "enough", 1.0), "the coordinator"))
+    assert heard.get(timeout=HEARD_S).code == 7
+    agent.close(HEARD_S)
+    ended = threading.Event()
+    control = WorkerControl(store, 1, ended.set)  # type: ignore[arg-type]
+    assert ended.wait(HEARD_S)
+    with pytest.raises(JobEnded, match="silent"):
+        control.check()
+    assert (control.stop_signal, control.to_save, control.change, control.validation) == (None, 0, None, None)
 
 
 def test_a_malformed_notice_makes_nobody_deaf(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard
 from megatron_resihp.protocol.answers import ANSWERS
 from megatron_resihp.protocol.checks import Between, Matches
+from megatron_resihp.protocol.coding import MOST_CHARACTERS
 from megatron_resihp.protocol.messages import MESSAGES
 from megatron_resihp.protocol.notices import NOTICES
 from megatron_resihp.protocol.published import DECISIONS, END, GO
 from megatron_resihp.protocol.records import Counters
 from megatron_resihp.protocol.values import DigestKey, HeldShard, LayerChunk
+from megatron_resihp.protocol.wire import Kinds
 
 ALL = (MESSAGES, NOTICES, DECISIONS, GO, END, ANSWERS)
 PLAN = ParallelPlan((Replica(((0,), (2,)), (0, 1)), Replica(((1,), (3,)), (2, 3))))
@@ -69,3 +72,18 @@ def _ruled(kind: Any, *rules: Any) -> st.SearchStrategy[Any]:
         return st.integers(None if least is None else int(least), 2**63 - 1 if most is None else int(most))
     assert not any(isinstance(rule, Matches) for rule in rules), "say in OF_RULES what matches"
     return instances_of(kind).filter(lambda value: all(rule.holds(value) for rule in rules))
+
+
+def malformed(kinds: Kinds[Any], body: Any, sender: str) -> Iterator[str]:
+    """Texts that are almost what holds this: without a field, with one too many, with wrong and large values."""
+    whole = json.loads(kinds.write(body, sender))
+    fields, hints = whole["body"], get_type_hints(type(body))
+    for name in fields:
+        yield json.dumps({**whole, "body": {key: value for key, value in fields.items() if key != name}})
+        if hints[name] is not Any:
+            wrong = 7 if hints[name] == dict[str, Any] else {"a": {"b": 1}}
+            yield json.dumps({**whole, "body": {**fields, name: wrong}})
+            yield json.dumps({**whole, "body": {**fields, name: "x" * (MOST_CHARACTERS + 1)}})
+    yield json.dumps({**whole, "body": {**fields, "weather": "sunny"}})
+    yield json.dumps({**whole, "protocol": "2.0"})
+    yield json.dumps({**whole, "kind": "Weather"})
