@@ -10,8 +10,11 @@ from typing import get_args
 
 from megatron_resihp.plan import ParallelPlan, Shard
 from megatron_resihp.protocol.records import Commit
-from megatron_resihp.protocol.values import Epoch, ExitCode, HeldShards, Natural, Port, Seconds, Worker
+from megatron_resihp.protocol.values import Epoch, ExitCode, Natural, Port, Seconds, Worker
 from megatron_resihp.protocol.wire import Kinds
+
+Shards = tuple[Shard, ...]
+"""What the coordinator computes has no bounds: nobody may refuse an order to save."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class EpochPlan:
     epoch: Epoch
     plan: ParallelPlan
     commit: Commit | None
-    held: dict[Worker, HeldShards] = field(default_factory=dict)
+    held: dict[Worker, Shards] = field(default_factory=dict)
     groups_of_change: Natural | None = None
     leaving: tuple[Worker, ...] = ()
     on_trial: bool = False
@@ -46,10 +49,10 @@ class EmergencyCheckpointOrder:
     epoch: Epoch
     reason: str
     commit: Commit | None
-    writers: dict[Worker, HeldShards]
-    missing: HeldShards
+    writers: dict[Worker, Shards]
+    missing: Shards
 
-    def part_of(self, worker: int) -> tuple[Shard, ...]:
+    def part_of(self, worker: int) -> Shards:
         """What a worker writes."""
         return self.writers.get(worker, ())
 

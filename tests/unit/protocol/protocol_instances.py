@@ -27,6 +27,7 @@ ALL = (MESSAGES, NOTICES, DECISIONS, GO, END, ANSWERS)
 PLAN = ParallelPlan((Replica(((0,), (2,)), (0, 1)), Replica(((1,), (3,)), (2, 3))))
 JSON = st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=2)
 OF_RULES: Mapping[Any, st.SearchStrategy[Any]] = {
+    Shard: st.sampled_from([Shard(0, 3, 4160, 4161), Shard(2, 5, 1, 2)]),
     HeldShard: st.sampled_from([Shard(0, 3, 0, 1), Shard(2, 5, 1, 2)]),
     LayerChunk: st.sampled_from([Chunk(0, 0, 3), Chunk(1, 3, 6)]),
     DigestKey: st.sampled_from(["0/0", "-1/-1/4", "1/0/1/2"]),
