@@ -21,6 +21,7 @@ from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes, launcher, messages, nodes
 from megatron_resihp.control.address import Address
 from megatron_resihp.plan import ParallelPlan, Replica, deal
+from megatron_resihp.protocol.published import END, JobEnd
 
 Launch = Callable[..., Launched]
 
@@ -331,7 +332,7 @@ def test_a_second_signal_kills_at_once(launch: Launch) -> None:
 def test_workers_that_outlive_the_end_are_killed(launch: Launch) -> None:
     run = launch("hang_1")
     pids = begun(run)
-    run.store().set(messages.END, '{"code": 7, "reason": "for the test", "grace_s": 0.1}')
+    run.store().set(messages.END, END.write(JobEnd(7, "for the test", 0.1), "a test"))
     assert run.end(timeout_s=9.0) == 7
     assert not any(map(is_alive, pids))
 
