@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_resihp.control import bootstrap
+from megatron_resihp.control import bootstrap, environment
+from megatron_resihp.protocol.messages import ScriptFailed
 
 ECC, ILLEGAL_ADDRESS = 214, 700
 
@@ -33,7 +34,7 @@ def of_loader(text: str) -> Exception:
     return error
 
 
-DIES, FAILS = [("kill", signal.SIGKILL)], [("told", "failed"), ("exit", 1)]
+DIES, FAILS = [("kill", signal.SIGKILL)], [("told", ScriptFailed), ("exit", 1)]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,8 @@ def test_who_dies_and_who_fails(monkeypatch: pytest.MonkeyPatch, error: Exceptio
     monkeypatch.setattr(bootstrap, "let_no_full_disk_end_this", lambda: None)
     monkeypatch.setattr(bootstrap, "_tie_to_agent", lambda: SimpleNamespace(last_word=lambda word: None))
     monkeypatch.setattr(bootstrap, "_run", run)
-    monkeypatch.setattr(bootstrap, "_tell", lambda **message: seen.append(("told", message["type"])))
+    monkeypatch.setattr(bootstrap, "_tell", lambda message: seen.append(("told", type(message))))
+    monkeypatch.setenv(environment.WORKER, "1")
     monkeypatch.setattr(bootstrap.os, "kill", kill)
     monkeypatch.setattr(bootstrap.os, "_exit", leave)
     with pytest.raises(Ended):
