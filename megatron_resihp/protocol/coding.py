@@ -8,6 +8,7 @@ May import `plan`, and this package's `checks` and `version`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import reprlib
 import types
@@ -17,7 +18,7 @@ from functools import cache
 from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_hints
 
 from megatron_resihp.plan import ParallelPlan, PlanError
-from megatron_resihp.protocol.checks import Holds, Matches, Rule
+from megatron_resihp.protocol.checks import Between, Holds, Matches, Rule
 from megatron_resihp.protocol.version import MINOR
 
 MOST_CHARACTERS: Final = 1_000_000
@@ -229,8 +230,11 @@ def _with_rule(decoder: Decode, rule: Rule) -> Decode:
             holds: Callable[[Any], Any] = re.compile(pattern, re.ASCII).fullmatch
         case Holds(predicate):
             holds = predicate
-        case _:
-            holds = rule.holds
+        case Between(least, most):
+            low, high = -math.inf if least is None else least, math.inf if most is None else most
+
+            def holds(value: Any) -> Any:
+                return low <= value <= high
 
     def decode_with_rule(value: Any, minor: int) -> Any:
         decoded = decoder(value, minor)

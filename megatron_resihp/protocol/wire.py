@@ -91,9 +91,8 @@ class Kinds[T]:
             what = name
             if "body" not in value:
                 raise WrongValueError("is missing", "body")
-            surplus = value.keys() - _NAMES
-            if surplus and minor <= MINOR:
-                raise WrongValueError("is unknown", min(surplus)[:60])
+            if len(value) > len(_NAMES) - ("id" not in value) and minor <= MINOR:
+                raise WrongValueError("is unknown", min(value.keys() - _NAMES)[:60])
             return Letter(sender, decode(self._kinds[name], value["body"], minor), id)
         except WrongValueError as error:
             raise MalformedError(f"{what} from {who}: {error}") from None
