@@ -23,6 +23,13 @@ from megatron_resihp.integration.counting import count_again, note_in_progress_l
 from megatron_resihp.integration.device_loss import abort_or_die, die_of_fault
 from megatron_resihp.integration.digests import shard_digest, state_digests
 from megatron_resihp.integration.drills import StagedError
+from megatron_resihp.integration.footprint import (
+    bring_gradients_back,
+    bytes_of,
+    footprint_of,
+    free_gradients,
+    storages,
+)
 from megatron_resihp.integration.general_state import HostFiller, WholeState, move_state, slice_digests
 from megatron_resihp.integration.newcomer import stand_at
 from megatron_resihp.integration.optimizer_ring import Kept, move_parts, part_digests
@@ -196,13 +203,18 @@ def _enter_first_epoch(runtime: Runtime, phases: Phases, order: Decision) -> Non
 
 def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> None:
     runtime.on_trial = order.on_trial
+    assert runtime.trained is not None
+    before = bytes_of(runtime.trained)
     with phases.phase("rebuild"):
         runtime.reach("recovery-rebuild")
         runtime.control.check_reach(order.plan)
         trained = _rebuild(runtime, order)
     try:
         with phases.phase("migrate"):
+            old = storages(runtime.trained)  # before new objects take over what is in them
             moved, digests, kept = _migrate(runtime, order, trained)
+            if trained is not runtime.trained:
+                runtime.footprint = footprint_of(before, old, storages(trained))
         with phases.phase("ready"):
             runtime.reach("recovery-ready")
             runtime.control.ready(digests, moved, redone, runtime.communicators.ports())
@@ -232,7 +244,8 @@ def apply_commit(runtime: Runtime, commit: Commit) -> int:
 
 
 def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
-    """Groups of the new plan and, for who works in it, a new model and optimizer in them."""
+    """Groups of the new plan and, for who works in it, a new model and optimizer in them. The committed step is taken,
+    so the old gradients make room for them."""
     assert runtime.trained is not None and runtime.build_trained is not None
     runtime.plan = order.plan
     build_world(runtime, runtime.preparation.take(order) if runtime.preparation is not None else None)
@@ -240,7 +253,9 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
         build_model_parallel(runtime)
     runtime.communicators.end_hand_over()
     if not runtime.works:
+        bring_gradients_back(runtime)
         return runtime.trained
+    free_gradients(runtime)
     reset_singletons(runtime, RerunMode(runtime.args.rerun_mode))
     runtime.args.perform_initialization = False
     return runtime.build_trained()
@@ -343,6 +358,7 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
     if trained is not live:
         old_model = list(live.model)
         live.model[:] = trained.model
+        runtime.lacks_gradients = False
         _become(live.optimizer, trained.optimizer)
         _become(live.scheduler, trained.scheduler)
         live.scheduler.optimizer = live.optimizer

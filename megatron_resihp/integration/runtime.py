@@ -33,6 +33,7 @@ from megatron_resihp.protocol.notices import PlanChange, ValidationOrder
 from megatron_resihp.protocol.records import Outcome, Record, Stage
 
 if TYPE_CHECKING:
+    from megatron_resihp.integration.footprint import Footprint
     from megatron_resihp.integration.general_world import MegatronGroups, Sizes
     from megatron_resihp.integration.measured_exchange import MeasuredExchange
     from megatron_resihp.integration.optimizer_ring import Kept, Ring
@@ -134,6 +135,8 @@ class Runtime:
         position: number of the call that this worker is in or comes to next.
         checkpointing_context: pretrain's own.
         phases: seconds of each phase of the last recovery, until they are in the event log.
+        footprint: what its rebuild took of the device, until that is there too; None: nothing was built.
+        lacks_gradients: whether the buffers of `trained` for gradients are freed.
         recovered_from: when the death was noticed that the current epoch recovered from, until its first step.
         fed: sample indices that this worker's loader handed to the model in this iteration.
         probes: what measures this worker's iterations.
@@ -200,6 +203,8 @@ class Runtime:
         self.position = 0
         self.checkpointing_context: dict[str, Any] = {}
         self.phases: dict[str, float] = {}
+        self.footprint: Footprint | None = None
+        self.lacks_gradients = False
         self.recovered_from: float | None = None
         self.last_step_at: float | None = None
         self.probes = Probes(self.worker, make_clock, send, RunDelay())

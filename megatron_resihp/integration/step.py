@@ -232,6 +232,8 @@ def note_counters(runtime: Runtime, values: torch.Tensor) -> None:
 def take_step(runtime: Runtime, outcome: Outcome) -> None:
     """AGREED to STEPPED: clip with the agreed norm and step, if the step isn't skipped. Communicates nothing."""
     assert runtime.trained is not None
+    if runtime.lacks_gradients:
+        raise RuntimeError("a step is to be taken whose gradients were freed: the committed one had been taken before")
     optimizer, kept = runtime.trained.optimizer, runtime.kept
     if not outcome.skipped:
         inverse = inverse_scale(runtime)

@@ -48,7 +48,10 @@ def report_recovered(runtime: Runtime) -> None:
     runtime.recovered_from = None
     runtime.communicators.release()
     left_behind = runtime.communicators.left_behind
-    events.append({"event": "resources", "to_epoch": to_epoch, "left_behind": left_behind, **resources()})
+    took, runtime.footprint = runtime.footprint, None
+    memory = {} if took is None else {"bytes_before": took.before, "bytes_new": took.new, "bytes_most": took.most}
+    resources_now = {"to_epoch": to_epoch, "left_behind": left_behind, **resources(), **memory}
+    events.append({"event": "resources", **resources_now})
     runtime.control.events(events)
 
 

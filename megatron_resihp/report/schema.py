@@ -465,6 +465,9 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
             Field("groups", INTEGER, "torch's process groups"),
             Field("resident_bytes", INTEGER, "memory of the process on the host"),
             Field("left_behind", INTEGER, "groups of earlier epochs that could not be ended yet"),
+            Field("bytes_before", INTEGER, "of parameters, gradients and optimizer before a rebuild", required=False),
+            Field("bytes_new", INTEGER, "of the new ones, what was not taken over from the old", required=False),
+            Field("bytes_most", INTEGER, "old ones, without gradients, and new ones together", required=False),
         ),
     ),
     names.DIGEST: EventSchema(

@@ -7,8 +7,10 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from launching import launch
+from launching import Launched, launch
 from setting import Row, Setting
+
+from megatron_resihp.report.events import FILE_NAME, read_events
 
 CASES: Final = {"55-percent": 0.55, "85-percent": 0.85}
 BYTES_PER_PARAMETER: Final = 18
@@ -30,7 +32,13 @@ def _rebuild(setting: Setting, name: str) -> Row:
     flags = ["--bf16", "--resihp-drill", "rebuild:0@4"]
     job = launch(setting, name, 1, flags, **{"num-layers": layers, "train-iters": 8, **model})
     survived = job.codes == [0] and len(job.summary.recoveries) == 1
-    return {"ok": survived, "codes": job.codes, "layers": layers, "share_of_memory": CASES[name]}
+    return {"ok": survived, "codes": job.codes, "layers": layers, "share_of_memory": CASES[name], **_took(job)}
+
+
+def _took(job: Launched) -> Row:
+    """What old and new state took together, as a share of the old with its gradients."""
+    events = [event for event in read_events(job.run_dir / FILE_NAME).events if event["event"] == "resources"]
+    return {"peak_of_state": [round(event["bytes_most"] / event["bytes_before"], 3) for event in events]}
 
 
 def _layers(share: float, memory_bytes: int) -> int:

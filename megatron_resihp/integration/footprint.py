@@ -1,0 +1,84 @@
+"""What training objects take of the device, and what of that a rebuild can do without. May import torch and this room.
+
+From the moment at which a worker has applied the committed step, its gradients are of no use: the next iteration's
+begin with zeros. So their buffers are freed before the next epoch's objects are built, and made again, zeroed, where
+the old objects go on being used. All else of the old state stays whole until the new one is in force.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_resihp.integration.runtime import Runtime, Trained, parts_of
+
+Storages = dict[int, int]
+"""Bytes of each piece of memory, by identity."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A rebuild's memory, of the state alone: no activations, no messages under way.
+
+    Attributes:
+        before: bytes of the old objects, gradients included.
+        new: bytes that the new objects didn't take over from the old ones.
+        most: bytes of both together, without the old gradients.
+    """
+
+    before: int
+    new: int
+    most: int
+
+
+def free_gradients(runtime: Runtime) -> None:
+    """Free the old objects' gradients; a step can't be taken with them any more."""
+    trained = runtime.trained
+    assert trained is not None
+    runtime.lacks_gradients = True
+    trained.optimizer.zero_grad(set_to_none=True)
+    for chunk in _chunks(trained):
+        chunk.offload_grad_buffers()
+
+
+def bring_gradients_back(runtime: Runtime) -> None:
+    """The old objects go on being used: give them buffers of zeros again, if they have none."""
+    trained = runtime.trained
+    assert trained is not None
+    if runtime.lacks_gradients:
+        for chunk in _chunks(trained):
+            chunk.restore_grad_buffers()
+        runtime.lacks_gradients = False
+
+
+def bytes_of(trained: Trained) -> int:
+    """Bytes of all that, of gradients also where they are freed."""
+    buffers = [buffer for chunk in _chunks(trained) for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    freed = sum(buffer.grad_data_size * buffer.grad_data.element_size() for buffer in buffers)
+    return sum(storages(trained).values()) + freed
+
+
+def storages(trained: Trained) -> Storages:
+    """All memory that parameters, gradients, buffers and the optimizer's state own."""
+    tensors: list[Any] = []
+    for chunk in _chunks(trained):
+        tensors += [*chunk.module.parameters(), *chunk.module.buffers()]
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            tensors += [buffer.param_data, buffer.grad_data]
+    for part in parts_of(trained.optimizer):
+        if not part.is_stub_optimizer:
+            tensors += [each for group in part.optimizer.param_groups for each in group["params"]]
+            tensors += [value for state in part.optimizer.state.values() for value in state.values()]
+    owned = (each.untyped_storage() for each in tensors if isinstance(each, torch.Tensor))
+    return {storage._cdata: storage.nbytes() for storage in owned}
+
+
+def footprint_of(before: int, old: Storages, new: Storages) -> Footprint:
+    """`before`: bytes of the old objects with their gradients; `old`: what is left of them."""
+    added = sum(size for key, size in new.items() if key not in old)
+    return Footprint(before, added, sum(old.values()) + added)
+
+
+def _chunks(trained: Trained) -> list[Any]:
+    """Megatron's own DDP; no other is supported."""
+    return list(trained.model)
