@@ -126,6 +126,7 @@ class WorkerControl:
         self._to_probe: set[int] = set()
         self._unreachable: list[int] = []
         self._doors: dict[int, Address] = {}
+        self._reached: set[str] = set()
         if door is not None:
             store.set(f"{messages.KNOCK_AT}{worker}", str(door))
         self._news = threading.Condition()
@@ -255,7 +256,7 @@ class WorkerControl:
             JobEnded: there is nothing to come, or this worker was given up for dead.
         """
         self._finishing = False  # who was about to leave has to stay
-        self._unreachable = self._knock(self._members) if self.epoch in self._to_probe else []
+        self._unreachable = self.silent(self._members) if self.epoch in self._to_probe else []
         self.tell(SurvivorReport(self.worker, self.epoch, record, held, tuple(self._unreachable)))
         return self._enter(self.epoch + 1)
 
@@ -265,26 +266,28 @@ class WorkerControl:
         Raises:
             UnreachableError: one still can't be.
         """
-        silent = self._knock(worker for worker in self._unreachable if worker in plan.members)
+        silent = self.silent(worker for worker in self._unreachable if worker in plan.members)
         if silent:
             raise UnreachableError(f"rendezvous: worker {silent[0]} can't be reached")
 
     def silent(self, workers: Iterable[int]) -> list[int]:
-        """Those of these whose machines can't be reached from here, which takes a few seconds. From any thread.
+        """Those of these whose machines could be reached from here once and can't now; takes seconds. From any thread.
+
+        A machine that has never answered may be behind a firewall that lets communicators through.
 
         Raises:
             JobEnded: the coordinator is gone.
         """
-        return self._knock(workers)
-
-    def _knock(self, workers: Iterable[int]) -> list[int]:
         wanted = [worker for worker in workers if worker != self.worker]
         for worker in wanted:
             key = f"{messages.KNOCK_AT}{worker}"
             with self._asked() as store:
                 if worker not in self._doors and store.check(key):
                     self._doors[worker] = parse_address(store.get(key, READ_S))
-        return unreachable({worker: self._doors[worker] for worker in wanted if worker in self._doors})
+        doors = {worker: self._doors[worker] for worker in wanted if worker in self._doors}
+        missed = unreachable(doors)
+        self._reached |= {doors[worker].host for worker in doors.keys() - set(missed)}
+        return [worker for worker in missed if doors[worker].host in self._reached]
 
     def join(self, job: JobDescription) -> Decision:
         """Ask for a place in a plan, for a worker that was started anew, and wait for one.

@@ -14,6 +14,8 @@ from megatron_resihp.control.worker import JobEnded, WorkerControl
 from megatron_resihp.protocol.messages import CommunicationFailed
 
 LOOK_S: Final = 10.0
+FIRST_LOOKS_S: Final = 1.0
+"""Until it is known who can be reached at all."""
 LONG_S: Final = 20.0
 """A wait that lasts longer. Where it is for a checkpoint or an evaluation of others, these answer."""
 TIMES: Final = 3
@@ -35,6 +37,7 @@ class ReachWatch:
         self._control = control
         self._one_of_each = one_of_each
         self._missed: Counter[int] = Counter()
+        self._known: set[int] = set()
 
     def begin(self) -> None:
         """Look again and again, in a thread."""
@@ -42,7 +45,7 @@ class ReachWatch:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S if self._known else FIRST_LOOKS_S)
             try:
                 self.look(time.monotonic())
             except JobEnded:
@@ -51,10 +54,18 @@ class ReachWatch:
     def look(self, now: float) -> None:
         """Look once; may take a few seconds."""
         epoch = self._control.epoch
-        if self._control.broken() or self._longest_s(now) < LONG_S:
+        if self._control.broken():
             self._missed.clear()
             return
-        silent = self._control.silent(self._one_of_each())
+        others = self._one_of_each()
+        if self._longest_s(now) < LONG_S:
+            self._missed.clear()
+            if not self._known.issuperset(others):
+                # Who answers now counts as lost when it doesn't later.
+                self._control.silent(others)
+                self._known.update(others)
+            return
+        silent = self._control.silent(others)
         self._missed = Counter({worker: self._missed[worker] + 1 for worker in silent})
         lost = sorted(worker for worker, times in self._missed.items() if times >= TIMES)
         if lost:

@@ -85,6 +85,7 @@ def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
 
 def train(control: WorkerControl, news: threading.Event) -> None:
     plan = join(control) if NEWCOMER else control.first_plan()
+    control.silent(plan.members)  # to know whom it can reach
     while True:
         try:
             begin(control, plan)

@@ -55,9 +55,9 @@ def test_who_is_silent_again_and_again_is_told(silent: Sequence[Sequence[int]], 
     assert watched(Control(*silent), lambda now: LONG_S, len(silent)) == told
 
 
-def test_without_a_long_wait_nobody_is_looked_for() -> None:
-    control = Control()
-    assert watched(control, lambda now: LONG_S - 0.1, 5) == [] and control.looks == 0
+def test_without_a_long_wait_others_are_looked_for_once_to_know_who_can_be_reached() -> None:
+    control = Control([2])
+    assert watched(control, lambda now: LONG_S - 0.1, 5) == [] and control.looks == 1
 
 
 def test_in_a_broken_epoch_nobody_is_looked_for() -> None:

@@ -186,3 +186,14 @@ def test_a_plan_is_blamed_once(error: Exception, told: str) -> None:
     broken = Published(notice_0=BROKEN)
     control_of(broken).blame_plan(error, 0.0)
     assert not broken.told
+
+
+def test_who_has_never_answered_is_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall may let communicators through, and nothing else."""
+    store = Published(notice_0=BROKEN)
+    for worker, host in ((2, "10.0.0.2"), (3, "10.0.0.2"), (4, "10.0.0.4")):
+        store.values[f"{messages.KNOCK_AT}{worker}"] = f"{host}:1"
+    control = control_of(store)
+    knocks = iter(([2, 3, 4], [4], [2, 3, 4]))
+    monkeypatch.setattr("megatron_resihp.control.worker.unreachable", lambda doors: next(knocks))
+    assert [control.silent((1, 2, 3, 4)) for _ in range(3)] == [[], [], [2, 3]]
