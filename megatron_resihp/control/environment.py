@@ -83,9 +83,7 @@ class JobEnvironment:
     stand_in: bool
     max_restarts: int = 0
 
-    def of(
-        self, worker: int, lifeline: int, records: int, inherited: Mapping[str, str] = os.environ
-    ) -> dict[str, str]:
+    def of(self, worker: int, lifeline: int, records: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         """The whole environment of one worker, whose ends of the lifeline and of the stream of records are these file
         descriptors.
 

@@ -26,9 +26,7 @@ def agreed(epoch: int, commit: Commit, outcome: Outcome) -> Event:
     }  # fmt: skip
 
 
-def recovery(
-    epoch: int, commit: Commit, ready: Reports, dead: Iterable[int], broken_at: float, now: float
-) -> Event:
+def recovery(epoch: int, commit: Commit, ready: Reports, dead: Iterable[int], broken_at: float, now: float) -> Event:
     """Training goes on after a failure."""
     return {
         "event": "recovery", **_moved(epoch, commit, ready), "dead": sorted(dead), "broken_at": broken_at,

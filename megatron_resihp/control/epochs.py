@@ -340,7 +340,7 @@ class Epochs:
 
     def _break(self, cause: str, now: float, probe: bool = False) -> list[Action]:
         """Args:
-            probe: whether survivors are to find out whom they can reach; after a death they go on at once.
+        probe: whether survivors are to find out whom they can reach; after a death they go on at once.
         """
         leaving = self.phase is Phase.MUSTERING and self._change is not None
         if self.phase not in (Phase.RUNNING, Phase.BUILDING) and not leaving:

@@ -323,9 +323,7 @@ def _make_judge(run_dir: Path, order: Callable[[ValidationOrder], None]) -> Judg
     return DetectionService(run_dir, order)
 
 
-def _introduce(
-    options: LaunchOptions, seat: _Seat, store: Store, mailbox: Mailbox, uplink: Uplink
-) -> Lifeline | None:
+def _introduce(options: LaunchOptions, seat: _Seat, store: Store, mailbox: Mailbox, uplink: Uplink) -> Lifeline | None:
     if options.node == 0:
         return None
     joining = Joining(

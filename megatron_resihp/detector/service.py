@@ -78,9 +78,7 @@ class DetectionService:
             case "epoch_started":
                 plan = ParallelPlan.from_dict(event["plan"])
                 self._standbys = frozenset(plan.standbys)
-                nodes = {
-                    worker: node_of(worker, self._places, self._workers_per_node) for worker in plan.members
-                }
+                nodes = {worker: node_of(worker, self._places, self._workers_per_node) for worker in plan.members}
                 return self._begin(layout_of(plan, event["epoch"], nodes))
             case "validation":
                 return self._settle(event)

@@ -27,9 +27,7 @@ class Bucket:
     group: SideGroup | None
 
 
-def make_buckets(
-    holders: Mapping[Slice, tuple[int, ...]], worker: int, make_group: MakeSideGroup
-) -> list[Bucket]:
+def make_buckets(holders: Mapping[Slice, tuple[int, ...]], worker: int, make_group: MakeSideGroup) -> list[Bucket]:
     """The buckets that a worker has part in, in an order that agrees between workers.
 
     Args:

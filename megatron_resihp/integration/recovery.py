@@ -261,9 +261,7 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     return runtime.build_trained()
 
 
-def _migrate(
-    runtime: Runtime, order: EpochPlan, trained: Trained
-) -> tuple[int, dict[str, str], Kept | None]:
+def _migrate(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int, dict[str, str], Kept | None]:
     """Fill the new objects, from the old ones or from other holders.
 
     Returns:

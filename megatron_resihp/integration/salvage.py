@@ -43,7 +43,10 @@ def salvage(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
         # Only when all shards are there may a later start find them.
         name_latest(directory, order.commit.iteration)
     runtime.control.event(
-        "salvage", iteration=order.commit.iteration, path=str(path), complete=not order.missing,
+        "salvage",
+        iteration=order.commit.iteration,
+        path=str(path),
+        complete=not order.missing,
         missing=[runtime.own.coordinate_of((shard,)) for shard in order.missing],
     )
     runtime.control.tell(EmergencyCheckpointWritten(runtime.worker))

@@ -170,7 +170,8 @@ def describe_job(args: Any, config: ResihpConfig, own: OwnLayout) -> JobDescript
         save_interval=args.save_interval if args.save else None,
         pipeline_last=not args.use_tp_pp_dp_mapping,
         gemm=(
-            args.micro_batch_size * args.seq_length, args.ffn_hidden_size // args.tensor_model_parallel_size,
+            args.micro_batch_size * args.seq_length,
+            args.ffn_hidden_size // args.tensor_model_parallel_size,
             args.hidden_size,
         ),
         transfer_bytes=args.micro_batch_size * args.seq_length * args.hidden_size * args.params_dtype.itemsize,

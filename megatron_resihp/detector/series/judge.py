@@ -84,9 +84,7 @@ class _Series:
     def _residuals(self, place: int) -> list[float]:
         if self._workload is None:
             return [self._logs[place]]
-        residuals = self._workload.see(
-            float(self._seconds[place]), self._features[place], self._follower.excess
-        )
+        residuals = self._workload.see(float(self._seconds[place]), self._features[place], self._follower.excess)
         self._result.unknown += not residuals
         return residuals
 

@@ -80,9 +80,7 @@ def joint(plan: ParallelPlan, health: Health, cost: JobCost, settings: Settings 
     return last
 
 
-def answers(
-    plan: ParallelPlan, health: Health, cost: JobCost, settings: Settings = DEFAULT
-) -> Iterator[ParallelPlan]:
+def answers(plan: ParallelPlan, health: Health, cost: JobCost, settings: Settings = DEFAULT) -> Iterator[ParallelPlan]:
     """A first plan at once, then the best one found, which is the plan in force where no other pays.
 
     Candidates are made for speeds rounded down, and the best one is chosen for those that are: so a bit more of any
@@ -155,14 +153,13 @@ class _Search:
 def _improve_all(starts: Sequence[Start], nodes: Nodes, steps: int) -> None:
     """Improve each in place, on as many cores as there are: each has its own layout and its own random numbers."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for _ in pool.map(lambda seed: improve(starts[seed].tables, nodes, starts[seed].layout, steps, seed),
-                          range(len(starts))):
+        for _ in pool.map(
+            lambda seed: improve(starts[seed].tables, nodes, starts[seed].layout, steps, seed), range(len(starts))
+        ):
             pass  # an error is raised here
 
 
-def _made_by(
-    seeds: Sequence[Strategy], plan: ParallelPlan, health: Health, cost: JobCost
-) -> Iterator[ParallelPlan]:
+def _made_by(seeds: Sequence[Strategy], plan: ParallelPlan, health: Health, cost: JobCost) -> Iterator[ParallelPlan]:
     """What other strategies would do, where they can do anything."""
     for seed in seeds:
         try:
@@ -195,9 +192,7 @@ def _runs_short(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> boo
     return False
 
 
-def _charges(
-    before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost
-) -> tuple[bool, float, float]:
+def _charges(before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost) -> tuple[bool, float, float]:
     """Whether memory runs short on the way; seconds of an iteration, getting there shared out over the time until the
     next event; then bytes to move."""
     seconds, moved = iteration_seconds(after, health, cost), bytes_to_move(before, after, cost)

@@ -163,9 +163,7 @@ def answers_or_none(health: Health) -> list[ParallelPlan]:
 
 def test_split_backward_is_used_where_it_is_allowed_and_pays() -> None:
     health = Health({worker: 1.0 for worker in range(15)})
-    whole, split = (
-        joint(BEFORE, health, COST, replace(QUICK, zero_bubble=allowed)) for allowed in (False, True)
-    )
+    whole, split = (joint(BEFORE, health, COST, replace(QUICK, zero_bubble=allowed)) for allowed in (False, True))
     assert not any(replica.schedule for replica in whole.replicas)
     assert evaluate(split, health, COST).iteration_s <= evaluate(whole, health, COST).iteration_s
 
