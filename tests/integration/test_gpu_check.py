@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 LIMIT_S = 1700.0
+PARTS = (
+    "device", "aborts", "paths", "packing", "groups", "probes", "kills", "plans", "rebuild", "detecting", "engine",
+)  # fmt: skip
 
 
 def rehearse(repository: Path, out: Path, *options: str) -> dict[str, object]:
@@ -28,8 +31,15 @@ def test_the_shortest_cases(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_all_parts_are_rehearsed(repository: Path) -> None:
+    command = [str(repository / "scripts" / "gpu_check" / "run"), "--list"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert tuple(line.split()[0] for line in listed.splitlines()) == PARTS
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("call", (1, 2, 3))
-def test_the_whole_check(repository: Path, tmp_path: Path, call: int) -> None:
-    said = rehearse(repository, tmp_path, "--call", str(call), "--seconds", "1200")
-    assert said["failed"] == 0
+@pytest.mark.parametrize("part", PARTS)
+def test_a_whole_part(repository: Path, tmp_path: Path, part: str) -> None:
+    said = rehearse(repository, tmp_path, "--part", part, "--seconds", "1200")
+    assert (said["parts"], said["failed"]) == (1, 0)
