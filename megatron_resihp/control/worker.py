@@ -270,6 +270,11 @@ class WorkerControl:
         if silent:
             raise UnreachableError(f"rendezvous: worker {silent[0]} can't be reached")
 
+    @property
+    def knocked_at(self) -> frozenset[int]:
+        """Workers that `silent` has looked for; one that is still starting has no door yet."""
+        return frozenset(self._doors)
+
     def silent(self, workers: Iterable[int]) -> list[int]:
         """Those of these whose machines could be reached from here once and can't now; takes seconds. From any thread.
 

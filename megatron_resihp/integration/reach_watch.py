@@ -45,7 +45,7 @@ class ReachWatch:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(LOOK_S if self._known else FIRST_LOOKS_S)
+            time.sleep(LOOK_S if self._known.issuperset(self._one_of_each()) and self._known else FIRST_LOOKS_S)
             try:
                 self.look(time.monotonic())
             except JobEnded:
@@ -63,7 +63,7 @@ class ReachWatch:
             if not self._known.issuperset(others):
                 # Who answers now counts as lost when it doesn't later.
                 self._control.silent(others)
-                self._known.update(others)
+                self._known |= self._control.knocked_at
             return
         silent = self._control.silent(others)
         self._missed = Counter({worker: self._missed[worker] + 1 for worker in silent})

@@ -83,11 +83,11 @@ def launched_on(
 def test_a_training_job_leaves_out_one_of_two_nodes_that_lose_each_other(
     network: Network, jobs: Jobs, tmp_path: Path
 ) -> None:
-    """It is noticed long before collectives run out of time, in 10 minutes."""
-    arguments = tiny(global_batch_size=6, train_iters=12)
+    """It is noticed long before collectives run out of time, in 10 minutes, once they have looked for each other."""
+    arguments = tiny(global_batch_size=6, train_iters=40)
     reference = jobs.reference(arguments, workers=3)
-    nodes = launched_on(network, jobs, tmp_path, arguments, nodes=3, workers=1, wishes=["hold-0-5"])
-    nodes[0].await_event("iteration", iteration=4)
+    nodes = launched_on(network, jobs, tmp_path, arguments, nodes=3, workers=1, wishes=["hold-0-31"])
+    nodes[0].await_event("iteration", iteration=30)
     network.separate(1, 2)
     separated_at = time.time()
     nodes[0].wish("go_on")

@@ -20,6 +20,7 @@ class Control:
         self.epoch = 4
         self.is_broken = False
         self.looks = 0
+        self.knocked_at: frozenset[int] = frozenset()
         self.told: list[Any] = []
         self._silent = list(silent)
 
@@ -29,6 +30,8 @@ class Control:
     def silent(self, workers: Sequence[int]) -> Sequence[int]:
         assert workers == [2, 4]
         self.looks += 1
+        # Worker 4 is still starting at the first look.
+        self.knocked_at = frozenset(workers if self.looks > 1 else workers[:1])
         return self._silent.pop(0)
 
     def tell(self, message: Message) -> None:
@@ -55,9 +58,9 @@ def test_who_is_silent_again_and_again_is_told(silent: Sequence[Sequence[int]], 
     assert watched(Control(*silent), lambda now: LONG_S, len(silent)) == told
 
 
-def test_without_a_long_wait_others_are_looked_for_once_to_know_who_can_be_reached() -> None:
-    control = Control([2])
-    assert watched(control, lambda now: LONG_S - 0.1, 5) == [] and control.looks == 1
+def test_without_a_long_wait_others_are_looked_for_until_it_is_known_who_can_be_reached() -> None:
+    control = Control([2], [])
+    assert watched(control, lambda now: LONG_S - 0.1, 5) == [] and control.looks == 2
 
 
 def test_in_a_broken_epoch_nobody_is_looked_for() -> None:
