@@ -44,30 +44,33 @@ class ReachWatch:
         threading.Thread(target=self._watch, name="resihp-reach", daemon=True).start()
 
     def _watch(self) -> None:
+        pause_s = FIRST_LOOKS_S
         while True:
-            time.sleep(LOOK_S if self._known.issuperset(self._one_of_each()) and self._known else FIRST_LOOKS_S)
+            time.sleep(pause_s)
             try:
-                self.look(time.monotonic())
+                pause_s = self.look(time.monotonic())
             except JobEnded:
                 return  # who listens to notices ends this worker
 
-    def look(self, now: float) -> None:
-        """Look once; may take a few seconds."""
+    def look(self, now: float) -> float:
+        """Look once, which may take a few seconds; returns the seconds until the next look."""
         epoch = self._control.epoch
         if self._control.broken():
             self._missed.clear()
-            return
+            return LOOK_S
         others = self._one_of_each()
         if self._longest_s(now) < LONG_S:
             self._missed.clear()
-            if not self._known.issuperset(others):
-                # Who answers now counts as lost when it doesn't later.
-                self._control.silent(others)
-                self._known |= self._control.knocked_at
-            return
+            if others and self._known.issuperset(others):
+                return LOOK_S
+            # A machine that answers now counts as lost when it doesn't later.
+            self._control.silent(others)
+            self._known |= self._control.knocked_at
+            return FIRST_LOOKS_S
         silent = self._control.silent(others)
         self._missed = Counter({worker: self._missed[worker] + 1 for worker in silent})
         lost = sorted(worker for worker, times in self._missed.items() if times >= TIMES)
         if lost:
             self._missed.clear()
             self._control.tell(CommunicationFailed(self._control.worker, epoch, f"worker {lost[0]} can't be reached"))
+        return LOOK_S

@@ -107,7 +107,7 @@ class PipelineJob:
         room = np.array(self.limit, np.float64)
         for home, first, end in _stages(layout):
             room[home] -= self.state[home, first:end].sum()
-        return np.where(room < self.beside, np.minimum(room, room - self.beside), room)
+        return np.where(room < self.beside, room - self.beside, room)
 
     def load(self, layout: Layout) -> Array:
         """Seconds of each device's work for a micro-batch, [devices]."""
