@@ -1,4 +1,8 @@
-"""In the published experiments no other strategy does better than `joint`: throughput of whole sessions."""
+"""In the published experiments no other strategy does better than `joint`: throughput of whole sessions.
+
+`benchmarks/published.py` measures all cells, with several orders of failures each, and prints the smallest lead; these
+are a sample.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +16,28 @@ import pytest
 from megatron_resihp.lab import published
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-LARGE = ("llama2-70b", "qwen2.5-72b")
 ALLOWED = 0.005
 """Share of the throughput of the best of the others by which `joint` may stay behind."""
 
 
-def every_cell() -> list[Any]:
-    """Model, micro-batches, experiment and case; all but two of the smallest are for the night."""
+def sample_of_cells() -> list[Any]:
+    """Model, micro-batches, experiment and case: every case, and every model with both counts of micro-batches.
+
+    Two of the smallest run every day, the others at night.
+    """
     severities = [*itertools.product(("fail-slow", "mixed"), published.SEVERITIES)]
     cases = [("fail-stop", case) for case in ("2 h", "1 h", "0.5 h")] + severities
-    cells = [(model, count, *case) for count in (16, 64) for model in published.models() for case in cases]
-    cells += [(model, count, "256 GPUs", "with rejoins") for count in (16, 64) for model in LARGE]
-    daily = {("llama2-7b", 16, "fail-slow", "medium"), ("llama2-7b", 64, "fail-stop", "2 h")}
-    return [pytest.param(*cell, marks=[] if cell in daily else [pytest.mark.nightly]) for cell in cells]
+    jobs = itertools.product((16, 64), published.models())
+    # Steps of four visit all nine cases before one comes again.
+    nightly = [(model, count, *cases[4 * number % len(cases)]) for number, (count, model) in enumerate(jobs)]
+    nightly.append(("llama2-70b", 16, "256 GPUs", "with rejoins"))
+    daily = [("llama2-7b", 16, "fail-slow", "medium"), ("llama2-7b", 64, "fail-stop", "2 h")]
+    at_night = [pytest.param(*cell, marks=pytest.mark.nightly) for cell in nightly if cell not in daily]
+    return [pytest.param(*cell) for cell in daily] + at_night
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("model", "micro_batches", "experiment", "case"), every_cell())
+@pytest.mark.timeout(540)
+@pytest.mark.parametrize(("model", "micro_batches", "experiment", "case"), sample_of_cells())
 def test_no_strategy_trains_more(
     model: str, micro_batches: int, experiment: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
