@@ -44,6 +44,8 @@ AWAY_S = 5.0
 could be heard, and no wait has come closer to its end."""
 MOST_AT_ONCE = 1000
 """So many messages are taken before bounded waits are looked at again."""
+GRACE_S: Final = 10.0
+"""How long workers get to exit by themselves at the end."""
 TERMINATE_S = 30.0
 """How long workers that nothing but a signal reaches have to end, as under torchrun: they may save."""
 DROPPED_SHOWN = 10
@@ -73,7 +75,6 @@ class Coordinator:
         size: of the job.
         command: what was started, for the log.
         limits: bounds of waiting.
-        grace_s: how long workers get to exit by themselves at the end.
         to_notify: what all workers are to measure, and requests for plans.
         next_plan: who plans when workers have died.
         reopen: lets a node that was lost, or has never been there, come with workers of these ids.
@@ -88,7 +89,6 @@ class Coordinator:
         size: JobSize,
         command: list[str],
         limits: Limits | None = None,
-        grace_s: float = 10.0,
         to_notify: queue.SimpleQueue[Order] | None = None,
         next_plan: NextPlan = rectangles_or_less,
         reopen: Callable[[int, Sequence[int]], None] = lambda node, workers: None,
@@ -99,7 +99,6 @@ class Coordinator:
         self._write_event = write_event
         self._membership = Membership(size, limits or Limits(), next_plan)
         self._command = command
-        self._grace_s = grace_s
         self._reopen = reopen
         self._to_notify = to_notify or queue.SimpleQueue()
         self._notices = 0
@@ -251,7 +250,7 @@ class Coordinator:
                 self._drain_events()
                 last = self._membership.plan
                 # Workers that were started anew and are in no plan yet have nothing to bring to an end.
-                end = JobEnd(code, reason, self._grace_s, None if last is None else last.members)
+                end = JobEnd(code, reason, GRACE_S, None if last is None else last.members)
                 if at_once:
                     end = replace(end, grace_s=0.0, terminate_s=TERMINATE_S)
                 # Whatever a stranger has put there: agents read on until this comes.

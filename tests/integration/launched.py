@@ -19,7 +19,7 @@ import torch.distributed  # noqa: F401  # Once, before anything is forked.
 
 import megatron_resihp
 from megatron_resihp.cli import RunReport
-from megatron_resihp.control import agent, launcher
+from megatron_resihp.control import agent, coordinator, launcher
 from megatron_resihp.control.address import parse_address
 from megatron_resihp.control.launch_options import LaunchOptions
 from megatron_resihp.control.spawn import fork_worker
@@ -82,14 +82,16 @@ class Launched:
     Args:
         network: name of the network namespace that it runs in; None: the test's own.
         judged: what the detector says once training has begun; empty: it is the real one.
+        grace_s: how long workers get to exit by themselves at the end.
     """
 
     def __init__(
         self, run_dir: Path, script: Path = TINY_WORKER, arguments: tuple[str, ...] = (), network: str | None = None,
-        judged: Sequence[Event] = (), **options: Any,
+        judged: Sequence[Event] = (), grace_s: float = coordinator.GRACE_S, **options: Any,
     ):  # fmt: skip
         self.network = network
         self.judged = judged
+        self.grace_s = grace_s
         self.run_dir = run_dir
         self.output_path = run_dir.with_name(f"{run_dir.name}-node{options.get('node', 0)}.out")
         self.options = LaunchOptions(
@@ -116,6 +118,7 @@ class Launched:
             sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
             megatron_resihp.enable = lambda: None
             agent.TERMINATE_S = 0.5  # type: ignore[misc]  # Some of these workers outlive SIGTERM on purpose.
+            coordinator.GRACE_S = self.grace_s  # type: ignore[misc]
             agent.RESTART_AFTER_S = 0.1  # type: ignore[misc]
             if self.judged:
                 launcher._make_judge = lambda run_dir, order: ToldJudge(self.judged)

@@ -267,13 +267,12 @@ def test_a_stopped_worker_is_given_up_cut_off_and_ends_itself(launch: Launch, tm
 
 
 def test_a_worker_that_stays_stopped_does_not_delay_the_end(launch: Launch) -> None:
-    run = launch(heartbeat_timeout_s=0.5)
+    run = launch(heartbeat_timeout_s=0.5, grace_s=3 * WAIT_S)
     pids = begun(run)
     os.kill(pids[1], signal.SIGSTOP)
     run.await_event("recovery", to_epoch=1)
     run.ask("finish")
-    # Survivors would have 10 s to exit by themselves.
-    assert run.end(timeout_s=9.0) == 0, run.output()
+    assert run.end() == 0, run.output()
     assert not is_alive(pids[1])
 
 
@@ -316,14 +315,14 @@ def test_a_signal_ends_the_job_in_order(launch: Launch, number: signal.Signals, 
 
 
 def test_a_second_signal_kills_at_once(launch: Launch) -> None:
-    run = launch("deaf_0", "deaf_1", "hang_2", "deaf_2", "breed_0")
+    run = launch("deaf_0", "deaf_1", "hang_2", "deaf_2", "breed_0", grace_s=3 * WAIT_S)
     pids = begun(run)
     pids += run.children_of(0)
     os.kill(run.pid, signal.SIGINT)
     time.sleep(0.1)  # Not to wait for anything: two signals at the same moment are one.
     assert all(map(is_alive, pids)), "the first one leaves the end to the workers"
     os.kill(run.pid, signal.SIGINT)
-    assert run.end(timeout_s=9.0) == 130
+    assert run.end() == 130
     assert not any(map(is_alive, pids))
     assert run.events("run_finished")[-1]["exit_code"] == 130
     assert "killed by a second SIGINT" in run.output()
@@ -333,7 +332,7 @@ def test_workers_that_outlive_the_end_are_killed(launch: Launch) -> None:
     run = launch("hang_1")
     pids = begun(run)
     run.store().set(messages.END, END.write(JobEnd(7, "for the test", 0.1), "a test"))
-    assert run.end(timeout_s=9.0) == 7
+    assert run.end() == 7
     assert not any(map(is_alive, pids))
 
 
