@@ -5,7 +5,7 @@ of standbys: it can't keep what it doesn't hold, and nobody drops state without 
 May import `plan`, what `cost` knows of models, `executor`'s check of ops, and this room's modules.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -218,3 +218,15 @@ def without_parts_kept(plan: ParallelPlan) -> ParallelPlan:
 def changes(before: ParallelPlan, after: ParallelPlan, own: tuple[Chunk, ...]) -> tuple[str, ...]:
     """What a change changes, line by line."""
     return differences(spelled_out(before, own), spelled_out(after, own))
+
+
+def arrival(workers: Sequence[int], places: int) -> str:
+    """Why there is a plan with these: "worker 7 came back", or "workers 4, 5 joined" where nobody was before."""
+    back = [worker for worker in workers if worker >= places]
+    joined = [worker for worker in workers if worker < places]
+    told = [f"{_names(who)} {what}" for who, what in ((back, "came back"), (joined, "joined")) if who]
+    return ", ".join(told)
+
+
+def _names(workers: Sequence[int]) -> str:
+    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

@@ -21,6 +21,7 @@ from megatron_resihp.control.actions import (
 from megatron_resihp.control.change import (
     Change,
     ChangeRefused,
+    arrival,
     changes,
     check_degrees,
     check_memory,
@@ -35,7 +36,7 @@ from megatron_resihp.control.first_step import FirstSteps
 from megatron_resihp.control.holdings import Held, require_all_parts, written_once
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.links import FailedLinks, Separated
-from megatron_resihp.control.newcomers import Newcomers, arrival
+from megatron_resihp.control.newcomers import Newcomers
 from megatron_resihp.control.next_plan import NextPlan, Survivors, first_again, rectangles, rectangles_or_less
 from megatron_resihp.control.record import NoCommitError, resolve
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, spelled_out

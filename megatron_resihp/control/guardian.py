@@ -3,7 +3,7 @@
 The kernel ends workers with their agent, and what their main threads fork with them (`bootstrap`). What they start
 otherwise, as Megatron's checkpoint writers are, would stay, and keep sockets and memory. A guardian per node instead of
 a flag per process: that flag would end such a process together with the thread that started it.
-May import: the standard library, `control.linux` and `control.mailbox`.
+May import: the standard library and `control.linux`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import socket
 import struct
 from typing import Final, NoReturn
 
-from megatron_resihp.control.linux import kill_group
-from megatron_resihp.control.mailbox import HANDLED
+from megatron_resihp.control.linux import HANDLED, kill_group
 
 MESSAGE: Final = struct.Struct("=q")
 """The leader of a process group to watch over; negative: it is no more."""

@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NoReturn
 
+HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""A terminal or SLURM sends them to all processes of a job; the agent says what follows, and all others ignore them."""
+
 PR_SET_PDEATHSIG: Final = 1
 SYS_PIDFD_GETFD: Final = 438
 """The same on every architecture; Linux 5.6."""

@@ -1,6 +1,6 @@
 """What threads and signal handlers have to tell the agent's loop, which selects on it.
 
-May import: the standard library and `control.exit_codes`.
+May import: the standard library, `control.exit_codes` and `control.linux`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from types import FrameType
 from typing import Final
 
 from megatron_resihp.control import exit_codes
-
-HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""A terminal or SLURM sends them to all processes of a job; the agent says what follows, and all others ignore them."""
+from megatron_resihp.control.linux import HANDLED
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Pure; imports `plan` and this room's other pure modules. A newcomer holds nothin
 plan with it has been run.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from megatron_resihp.control.job_size import JobSize
@@ -68,15 +68,3 @@ class Newcomers:
         for worker in workers:
             self.heard_of(worker)
         return tuple(workers)
-
-
-def arrival(workers: Sequence[int], places: int) -> str:
-    """Why there is a plan with these: "worker 7 came back", or "workers 4, 5 joined" where nobody was before."""
-    back = [worker for worker in workers if worker >= places]
-    joined = [worker for worker in workers if worker < places]
-    told = [f"{_names(who)} {what}" for who, what in ((back, "came back"), (joined, "joined")) if who]
-    return ", ".join(told)
-
-
-def _names(workers: Sequence[int]) -> str:
-    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_resihp.control.mailbox import HANDLED
+from megatron_resihp.control.linux import HANDLED
 from megatron_resihp.control.planner_process import LOW_PRIORITY, REHEARSAL
 from megatron_resihp.plan import Chunk, ParallelPlan
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_resihp.config import RECTANGULAR
+from megatron_resihp.control.change import arrival
 from megatron_resihp.control.foresight import Foresight
 from megatron_resihp.control.health import Speeds
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.newcomers import arrival
 from megatron_resihp.control.next_plan import StrategicPlan, Survivors
 from megatron_resihp.control.planner_process import UNANSWERED, PlannerProcess
 from megatron_resihp.control.planning import request_of
