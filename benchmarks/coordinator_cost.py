@@ -1,9 +1,9 @@
 """What judging costs the coordinator: all that it does with the records of a job of 10,000 synthetic workers.
 
 For `overhead.py`, which runs it in a process of its own that is held on one core. `DetectionService.take` is called for
-each message as `control.detection` does: record to disk, unpack, assemble, judge. Reading the messages from the agents'
-connections is not in it. Only what follows warm-up counts; warm-up's end, where costs are fitted, is told apart.
-Seconds are CPU time of the whole process. May import numpy and `megatron_resihp` without torch.
+each message as `control.head.detection` does: record to disk, unpack, assemble, judge. Reading the messages from the
+agents' connections is not in it. Only what follows warm-up counts; warm-up's end, where costs are fitted, is told
+apart. Seconds are CPU time of the whole process. May import numpy and `megatron_resihp` without torch.
 """
 
 import argparse

@@ -63,7 +63,7 @@ VICTIMS: Final = (3, 6, 1, 4)
 """One after another; each has a tensor-parallel peer."""
 MOMENT: Final = 0.5
 """Of an iteration, at which a worker is killed."""
-PLANNER: Final = b"megatron_resihp.control.planning"
+PLANNER: Final = b"megatron_resihp.control.replanning.planning"
 ASLEEP_S: Final = 0.5
 PLANNERS_S: Final = 240.0
 """More than the search needs to be compiled, once per installation, and to look for the plans."""

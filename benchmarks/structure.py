@@ -41,7 +41,7 @@ class Module:
     """A file of the package.
 
     Attributes:
-        path: from the package's folder, such as `control/agent.py`.
+        path: from the package's folder, such as `control/node/agent.py`.
         name: as it is imported.
     """
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Final
 
 import megatron_resihp
-from megatron_resihp.control import apply_command, drill_command, launch_options, launcher, salvage_command
+from megatron_resihp.control.commands import apply, inject, launch_options, launcher, salvage
 from megatron_resihp.extras import missing
 from megatron_resihp.report.run_report import RunReport
 
@@ -54,9 +54,9 @@ def command_parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="start a training script on this node and keep the job running")
     launch_options.add_arguments(launch)
     launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
-    _add(commands, "drill", drill_command, "slow a worker or a link of a running job, or end that")
-    _add(commands, "apply", apply_command, "ask a running job to take a given plan")
-    _add(commands, "salvage", salvage_command, "say how to go on from what survivors of a job have saved")
+    _add(commands, "drill", inject, "slow a worker or a link of a running job, or end that")
+    _add(commands, "apply", apply, "ask a running job to take a given plan")
+    _add(commands, "salvage", salvage, "say how to go on from what survivors of a job have saved")
     _add(commands, "report", report_command, "say what happened in a run, from its event log")
     _add(commands, "detect", detect_command, "say who was slow, from a run's records or a table of times")
     _add(commands, "plan", plan_command, "say how a job should go on when workers are dead or slow")

@@ -1,4 +1,7 @@
-"""Exit codes of `resihp launch`, of which job scripts read what to do next (docs/usage.md). Imports nothing."""
+"""Exit codes of `resihp launch`, which tell job scripts what to do next (docs/usage.md), and of workers.
+
+Imports nothing.
+"""
 
 from typing import Final
 
@@ -7,11 +10,14 @@ FINISHED: Final = 0
 FAILED: Final = 1
 """The program's own error: it would fail again."""
 REFUSED: Final = 2
-"""Bad arguments, as argparse ends: nothing has begun."""
+"""Bad arguments, as argparse ends: nothing has begun. A worker that refuses its arguments
+ends so, and the job that it was to begin."""
 NO_PLAN: Final = 69
 """Survivors could not go on, and have written what they hold."""
 RETRY: Final = 75
 """What the job ran on was lost: node 0, the coordinator, a worker before the first iteration."""
+FENCED: Final = 75
+"""A worker that was given up for dead and is not."""
 
 
 def stopped_by(signal: int) -> int:

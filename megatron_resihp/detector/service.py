@@ -1,6 +1,6 @@
 """The detector of a running job: records and the run's events in; verdicts, as events, out.
 
-On node 0 in a thread of its own (`control.detection`). Everything that comes is kept in the run directory, so that
+On node 0 in a thread of its own (`control.head.detection`). Everything that comes is kept in the run directory, so that
 `resihp detect` can judge it again. Imports numpy, `plan`, `cost` and this room.
 """
 
@@ -35,7 +35,7 @@ NEVER: Final = float("inf")
 
 
 class DetectionService:
-    """Judges the records of one job. See `control.detection.Judge` for when its methods are called.
+    """Judges the records of one job. See `control.head.detection.Judge` for when its methods are called.
 
     Args:
         run_dir: where records and the cost model are kept.

@@ -212,7 +212,7 @@ class Communicators:
 
     def failure(self) -> str | None:
         """What torch's watchdog has found wrong with a group of NCCL's, an error of the network or a time-out; None:
-        nothing. It ends nothing by itself (`control.environment.NCCL`). Called from any thread."""
+        nothing. It ends nothing by itself (`control.node.environment.NCCL`). Called from any thread."""
         errors = ((group.group_name, backend_of(group).get_error().name) for group in nccl_groups())
         return next((f"NCCL group {name}: {error}" for name, error in errors if error != "SUCCESS"), None)
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from megatron.training import get_timers
 
-from megatron_resihp.control.worker import CoordinatorLost, JobEnded
+from megatron_resihp.control.worker.client import CoordinatorLost, JobEnded
 from megatron_resihp.integration.last_save import save_without_coordinator
 from megatron_resihp.integration.recovery import recover
 from megatron_resihp.integration.runtime import Runtime

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from megatron_resihp.control.linux import die
-from megatron_resihp.control.worker import WorkerControl
+from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.executor.nccl_aborts import DeviceStuck
 
 FAULTS: Final = frozenset({700, 719})

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
-from megatron_resihp.control.bootstrap import leave_to_agent
-from megatron_resihp.control.identity import Identity, UnlikeError
+from megatron_resihp.control.node.bootstrap import leave_to_agent
+from megatron_resihp.control.worker.identity import Identity, UnlikeError
 from megatron_resihp.integration.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patch import Patch, PatchError, apply_all
 

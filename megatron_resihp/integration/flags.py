@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 from megatron_resihp import cpu
 from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
-from megatron_resihp.control.change import ChangeRefused, plan_of
-from megatron_resihp.control.environment import MAX_RESTARTS, PLACES, give_back_nccl
-from megatron_resihp.control.identity import Identity
-from megatron_resihp.control.messages import REFUSED_EXIT
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.node.environment import MAX_RESTARTS, PLACES, give_back_nccl
+from megatron_resihp.control.replanning.change import ChangeRefused, plan_of
+from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.derived_arguments import DerivedArguments
 from megatron_resihp.integration.identity import identity_of
@@ -207,4 +207,4 @@ def _check_batches(args: argparse.Namespace) -> None:
 def fail(text: str) -> NoReturn:
     """End with one line on stderr and argparse's exit code."""
     print(f"resihp: {text}", file=sys.stderr, flush=True)
-    raise SystemExit(REFUSED_EXIT) from ConfigError(text)
+    raise SystemExit(exit_codes.REFUSED) from ConfigError(text)

@@ -19,7 +19,7 @@ from megatron.core.package_info import __version__ as megatron_version
 
 import megatron_resihp
 from megatron_resihp import cpu
-from megatron_resihp.control.identity import Identity
+from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.integration.support import AT_START, BY_CONTENT, DATA, IF_GIVEN, IN_STEP, MAY_DIFFER, OWN_ALWAYS
 
 BLOCKS, BLOCK_BYTES = 16, 64 * 1024

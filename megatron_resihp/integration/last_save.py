@@ -10,12 +10,12 @@ import time
 import traceback
 from pathlib import Path
 
-from megatron_resihp.control import environment
-from megatron_resihp.control.mailbox import LAST_SAVE_S
-from megatron_resihp.control.noticeboard import Noticeboard
-from megatron_resihp.control.record import NoCommitError
-from megatron_resihp.control.saved_state import DIRECTORY, LastSave, latest_in
-from megatron_resihp.control.survivors import Decision, Standing, awaited, decide, missing, part_of
+from megatron_resihp.control.coordination.record import NoCommitError
+from megatron_resihp.control.node import environment
+from megatron_resihp.control.node.mailbox import LAST_SAVE_S
+from megatron_resihp.control.worker.noticeboard import Noticeboard
+from megatron_resihp.control.worker.saved_state import DIRECTORY, LastSave, latest_in
+from megatron_resihp.control.worker.survivors import Decision, Standing, awaited, decide, missing, part_of
 from megatron_resihp.integration.device_loss import abort_or_die
 from megatron_resihp.integration.recovery import apply_commit
 from megatron_resihp.integration.runtime import Runtime

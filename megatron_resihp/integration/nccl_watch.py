@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Final
 
-from megatron_resihp.control.worker import JobEnded, WorkerControl
+from megatron_resihp.control.worker.client import JobEnded, WorkerControl
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.protocol.messages import CommunicationFailed
 

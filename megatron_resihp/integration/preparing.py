@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from megatron_resihp.control.worker import NO_EPOCH
+from megatron_resihp.control.worker.client import NO_EPOCH
 from megatron_resihp.executor.groups_ahead import GroupsAhead
 from megatron_resihp.integration.group_needs import needs_of
 from megatron_resihp.integration.runtime import Runtime

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from megatron_resihp.control.worker import JobEnded, WorkerControl
+from megatron_resihp.control.worker.client import JobEnded, WorkerControl
 from megatron_resihp.protocol.messages import CommunicationFailed
 
 LOOK_S: Final = 10.0

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from megatron.core.rerun_state_machine import RerunMode
 
-from megatron_resihp.control.digests import name_of
-from megatron_resihp.control.store import StoreError
-from megatron_resihp.control.worker import EpochBroken, JobEnded
+from megatron_resihp.control.coordination.digests import name_of
+from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.worker.client import EpochBroken, JobEnded
 from megatron_resihp.executor.communicators import is_communicator_error, is_out_of_memory
 from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
 from megatron_resihp.integration.counting import count_again, note_in_progress_log, restore_counters

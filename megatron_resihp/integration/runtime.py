@@ -12,7 +12,7 @@ import torch
 
 from megatron_resihp.config import ResihpConfig, Slowdown
 from megatron_resihp.control.linux import RunDelay
-from megatron_resihp.control.worker import WorkerControl
+from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.routes import Step
 from megatron_resihp.executor.side_group import SideGroup
@@ -129,7 +129,7 @@ class Runtime:
         replay: the outcome of a step that is applied already; train_step returns it instead of computing.
         run: what tells this run from others in the same run directory.
         newcomer: whether this worker was started anew and no plan has been run with it yet.
-        on_trial: whether no step has been agreed on under a plan that was chosen (`control.first_step`).
+        on_trial: whether no step has been agreed on under a plan that was chosen (`control.coordination.first_step`).
         in_loop: whether this worker runs Megatron's train() (False: a standby, or not there yet).
         calls: the calls that pretrain() has made of all workers together: train(), then final saves and evaluations.
         position: number of the call that this worker is in or comes to next.

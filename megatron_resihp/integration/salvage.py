@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing import generate_state_dict, get_checkpoint_name, get_checkpoint_tracker_filename
 
-from megatron_resihp.control.environment import RUN_DIR
-from megatron_resihp.control.saved_state import DIRECTORY
+from megatron_resihp.control.node.environment import RUN_DIR
+from megatron_resihp.control.worker.saved_state import DIRECTORY
 from megatron_resihp.integration.counting import count_again, restore_counters
 from megatron_resihp.integration.general_state import slice_states
 from megatron_resihp.integration.loss_scale import scale_of

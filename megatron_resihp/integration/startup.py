@@ -24,15 +24,15 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
-from megatron_resihp.control.absences import Seen
-from megatron_resihp.control.address import parse_address
-from megatron_resihp.control.environment import ABSENCES_FD, PLACES
-from megatron_resihp.control.identity import Identity, check_in
-from megatron_resihp.control.lasting import LastingStore
-from megatron_resihp.control.reach import Door, own_address_towards
-from megatron_resihp.control.shipping import Outbox
-from megatron_resihp.control.store import connect
-from megatron_resihp.control.worker import NO_EPOCH, WorkerControl
+from megatron_resihp.control.node.absences import Seen
+from megatron_resihp.control.node.environment import ABSENCES_FD, PLACES
+from megatron_resihp.control.transport.address import parse_address
+from megatron_resihp.control.transport.lasting import LastingStore
+from megatron_resihp.control.transport.shipping import Outbox
+from megatron_resihp.control.transport.store import connect
+from megatron_resihp.control.worker.client import NO_EPOCH, WorkerControl
+from megatron_resihp.control.worker.identity import Identity, check_in
+from megatron_resihp.control.worker.reach import Door, own_address_towards
 from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.detector.wire import pack
 from megatron_resihp.executor.communicators import Communicators

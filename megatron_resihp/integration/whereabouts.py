@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_resihp import cpu
-from megatron_resihp.control import environment
+from megatron_resihp.control.node import environment
 
 
 def whereabouts(local_rank: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What the coordinator is told, by workers, agents and commands. `control.membership` says what follows from each.
+"""What the coordinator is told, by workers, agents and commands.
 
-May import this package's other modules.
+`control.coordination.membership` says what follows from each. May import this package's other modules.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Ready:
     """A member is ready for an epoch.
 
     Attributes:
-        digests: of the state that it holds, by keys of `control.digests`.
+        digests: of the state that it holds, by keys of `control.coordination.digests`.
         ports: at which its gloo groups listen.
         bytes_received: of state, from other holders.
         steps_redone: iterations that it computes again.

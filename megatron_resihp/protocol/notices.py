@@ -1,6 +1,6 @@
-"""What the coordinator tells every worker and agent, in order. `control.worker` and `control.link` hear them.
+"""What the coordinator tells every worker and agent, in order.
 
-May import this package's other modules.
+`control.worker.client` and `control.node.link` hear them. May import this package's other modules.
 """
 
 from __future__ import annotations

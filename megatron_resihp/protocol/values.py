@@ -45,7 +45,7 @@ HeldShard = Annotated[Shard, Holds(_is_shard, "a shard: layers first to end, TP 
 HeldShards = tuple[HeldShard, ...]
 LayerChunk = Annotated[Chunk, Holds(_is_chunk, f"a chunk: stage, first and end, up to {MOST_LAYERS}")]
 DigestKey = Annotated[str, Matches(r"-?\d{1,18}(/-?\d{1,18}){1,3}", "two to four numbers with slashes between them")]
-"""See `control.digests`."""
+"""See `control.coordination.digests`."""
 
 Json = Any
 """A value with a format of its own, which whoever uses it checks."""

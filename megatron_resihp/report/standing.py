@@ -1,6 +1,7 @@
 """How a run stands whose log has no end: does it go on, stand still, or has it ended without a word?
 
-May import: the standard library, `control.contact`, `control.claim`, `control.saved_state` and this room's modules.
+May import: the standard library, `control.commands.contact`, `control.commands.claim`, `control.worker.saved_state`
+and this room's modules.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.control import contact
-from megatron_resihp.control.claim import Owner
-from megatron_resihp.control.saved_state import LastSave, last_save
-from megatron_resihp.control.store import StoreError
+from megatron_resihp.control.commands import contact
+from megatron_resihp.control.commands.claim import Owner
+from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.worker.saved_state import LastSave, last_save
 from megatron_resihp.report.run_summary import RunSummary, Salvage, Standing
 
 RUNNING: Final = "running"

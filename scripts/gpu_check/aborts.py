@@ -93,7 +93,7 @@ def _run(setting: Setting, name: str) -> Row:
 
 def own_environment() -> dict[str, str]:
     """What the plugin starts its workers with."""
-    from megatron_resihp.control.environment import NCCL
+    from megatron_resihp.control.node.environment import NCCL
 
     return {**NCCL, "TORCH_GLOO_LAZY_INIT": "1"}
 

@@ -11,7 +11,7 @@ import pytest
 from jobs import FP32, Job, check_training, difference_table
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.holdings import lacking
+from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
 from megatron_resihp.plan.copies import lost_parts
 from megatron_resihp.report.summary import compare

@@ -521,10 +521,11 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
     code = 99
     try:
         from megatron_resihp.cli import RunReport
-        from megatron_resihp.control import launcher, linux
-        from megatron_resihp.control.address import Address
-        from megatron_resihp.control.launch_options import LaunchOptions
-        from megatron_resihp.control.spawn import fork_worker
+        from megatron_resihp.control import linux
+        from megatron_resihp.control.commands import launcher
+        from megatron_resihp.control.commands.launch_options import LaunchOptions
+        from megatron_resihp.control.node.spawn import fork_worker
+        from megatron_resihp.control.transport.address import Address
 
         linux.die_with_parent()
         os.setsid()
@@ -564,8 +565,8 @@ def _take_notes(run_dir: Path) -> None:
     """Write down each worker's process and exit code, and let workers say where they hang when asked to."""
     import faulthandler
 
-    from megatron_resihp.control import bootstrap
-    from megatron_resihp.control.agent import Agent
+    from megatron_resihp.control.node import bootstrap
+    from megatron_resihp.control.node.agent import Agent
 
     def append(name: str, *words: Any) -> None:
         with open(run_dir / name, "a") as notes:

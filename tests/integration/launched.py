@@ -19,11 +19,13 @@ import torch.distributed  # noqa: F401  # Once, before anything is forked.
 
 import megatron_resihp
 from megatron_resihp.cli import RunReport
-from megatron_resihp.control import agent, coordinator, launcher
-from megatron_resihp.control.address import parse_address
-from megatron_resihp.control.launch_options import LaunchOptions
-from megatron_resihp.control.spawn import fork_worker
-from megatron_resihp.control.store import TcpStore, connect
+from megatron_resihp.control.commands import launcher
+from megatron_resihp.control.commands.launch_options import LaunchOptions
+from megatron_resihp.control.coordination import coordinator
+from megatron_resihp.control.node import agent
+from megatron_resihp.control.node.spawn import fork_worker
+from megatron_resihp.control.transport.address import parse_address
+from megatron_resihp.control.transport.store import TcpStore, connect
 
 Event = dict[str, Any]
 

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 from chaos_plans import LAYERS, random_plan
 
-from megatron_resihp.control.change import ChangeRefused, plan_to_change_to
-from megatron_resihp.control.holdings import lacking
-from megatron_resihp.control.next_plan import Survivors, rectangles_or_less
+from megatron_resihp.control.replanning.change import ChangeRefused, plan_to_change_to
+from megatron_resihp.control.replanning.inventory import lacking
+from megatron_resihp.control.replanning.next_plan import Survivors, rectangles_or_less
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard, spelled_out
 from megatron_resihp.plan.slices import all_shards, contributors_of, cuts_of, holders_of, plan_moves, slices_of
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan

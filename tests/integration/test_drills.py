@@ -17,7 +17,8 @@ from jobs import Job, Jobs, check_training, tiny
 from launched import Launched, eventually
 
 from megatron_resihp.cli import main
-from megatron_resihp.control import contact, exit_codes
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.commands import contact
 from megatron_resihp.cost.profile import BUILT_IN
 
 Said = Callable[..., str]

@@ -18,8 +18,10 @@ import pytest
 from launched import WAIT_S, Launched, eventually, is_alive
 
 from megatron_resihp.cli import main
-from megatron_resihp.control import exit_codes, launcher, messages, nodes
-from megatron_resihp.control.address import Address
+from megatron_resihp.control import exit_codes, keys
+from megatron_resihp.control.commands import launcher
+from megatron_resihp.control.transport import node_liveness
+from megatron_resihp.control.transport.address import Address
 from megatron_resihp.plan import ParallelPlan, Replica, deal
 from megatron_resihp.protocol.published import END, JobEnd
 
@@ -331,7 +333,7 @@ def test_a_second_signal_kills_at_once(launch: Launch) -> None:
 def test_workers_that_outlive_the_end_are_killed(launch: Launch) -> None:
     run = launch("hang_1")
     pids = begun(run)
-    run.store().set(messages.END, END.write(JobEnd(7, "for the test", 0.1), "a test"))
+    run.store().set(keys.END, END.write(JobEnd(7, "for the test", 0.1), "a test"))
     assert run.end() == 7
     assert not any(map(is_alive, pids))
 
@@ -538,7 +540,7 @@ def test_a_late_node_that_could_not_join_may_try_again(
     first = launch(node=0, **options)
     begun(first, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(nodes, "_connect", unreachable)
+        patched.setattr(node_liveness, "_connect", unreachable)
         late = launch("idle_2", "idle_3", node=1, **options)
         assert late.end() == 2
     assert "no lifeline to node 0" in late.output() and "a firewall" in late.output()

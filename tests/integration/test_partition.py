@@ -15,7 +15,7 @@ from jobs import WISHING, Job, Jobs, check_training, tiny
 from launched import Launched, eventually, is_alive
 from networks import Network, needs_iptables, needs_namespaces
 
-from megatron_resihp.control.address import Address
+from megatron_resihp.control.transport.address import Address
 from megatron_resihp.plan import ParallelPlan
 
 pytestmark = needs_namespaces

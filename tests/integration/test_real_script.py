@@ -23,7 +23,7 @@ from test_recovery_points import EVALUATION, evaluations
 
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.saved_state import flags, newest_state
+from megatron_resihp.control.worker.saved_state import flags, newest_state
 from megatron_resihp.plan import ParallelPlan
 
 CHECKOUT: Final = "MEGATRON_LM_DIR"

@@ -10,7 +10,7 @@ import pytest
 from jobs import PRETRAIN, WISHING, Job, Jobs, check_training, is_alive, tiny
 from launched import children
 
-from megatron_resihp.control.messages import FENCED_EXIT
+from megatron_resihp.control import exit_codes
 from megatron_resihp.plan import ParallelPlan
 
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
@@ -173,7 +173,7 @@ def test_a_stopped_worker_is_given_up_and_ends_itself(jobs: Jobs, layout: dict[s
     assert is_alive(stopped)
     os.kill(stopped, signal.SIGCONT)
     job.await_exit(1)
-    assert job.exits()[1] == FENCED_EXIT, job.tails()
+    assert job.exits()[1] == exit_codes.FENCED, job.tails()
     job.wish("go_on")
     check_training(job.wait(), reference)
     assert [death.worker for death in job.summary.deaths] == [1]

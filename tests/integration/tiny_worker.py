@@ -21,16 +21,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_resihp.control.address import parse_address
-from megatron_resihp.control.reach import Door, own_address_towards
-from megatron_resihp.control.store import connect
-from megatron_resihp.control.worker import (
+from megatron_resihp.control.transport.address import parse_address
+from megatron_resihp.control.transport.store import connect
+from megatron_resihp.control.worker.client import (
     NO_EPOCH,
     EpochBroken,
     JobEnded,
     UnreachableError,
     WorkerControl,
 )
+from megatron_resihp.control.worker.reach import Door, own_address_towards
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.protocol.job import JobDescription

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_resihp.control import absences
-from megatron_resihp.control.absences import Page, Seen, Watch
+from megatron_resihp.control.node import absences
+from megatron_resihp.control.node.absences import Page, Seen, Watch
 from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, SpanKind
 from megatron_resihp.integration.probe_sheet import with_absences
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_resihp.control import bootstrap, environment
+from megatron_resihp.control.node import bootstrap, environment
 from megatron_resihp.protocol.messages import ScriptFailed
 
 ECC, ILLEGAL_ADDRESS = 214, 700

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control import claim
-from megatron_resihp.control.address import Address
-from megatron_resihp.control.claim import ClaimedError, Owner, claimed, living_owner, touched
-from megatron_resihp.control.contact import Contact
+from megatron_resihp.control.commands import claim
+from megatron_resihp.control.commands.claim import ClaimedError, Owner, claimed, living_owner, touched
+from megatron_resihp.control.commands.contact import Contact
+from megatron_resihp.control.transport.address import Address
 
 RACERS = 6
 

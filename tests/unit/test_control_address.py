@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_resihp.control.address import Address, parse_address
+from megatron_resihp.control.transport.address import Address, parse_address
 
 
 @pytest.mark.parametrize(

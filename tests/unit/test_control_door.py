@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from protocol_instances import malformed
 
-from megatron_resihp.control import link, messages
-from megatron_resihp.control.coordinator import DROPPED_SHOWN, Coordinator
-from megatron_resihp.control.door import read_message
+from megatron_resihp.control import keys
+from megatron_resihp.control.coordination.coordinator import DROPPED_SHOWN, Coordinator
+from megatron_resihp.control.coordination.door import read_message
+from megatron_resihp.control.coordination.membership import Membership
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.mailbox import Ending, GivenUp
-from megatron_resihp.control.membership import Membership
-from megatron_resihp.control.worker import JobEnded, WorkerControl
+from megatron_resihp.control.node import link
+from megatron_resihp.control.node.mailbox import Ending, GivenUp
+from megatron_resihp.control.worker.client import JobEnded, WorkerControl
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import (
@@ -284,13 +285,13 @@ def test_an_agent_and_a_worker_hear_on_through_every_kind_of_notice_malformed(mo
     bad = [text for kinds, notice in PUBLISHED for text in malformed(kinds, notice, "worker 1")]
     store = Memory()
     real = NOTICES.write(WorkersGivenUp((1,), "silent"), "the coordinator")
-    store.values = {messages.notice_key(number): text for number, text in enumerate([*bad, real])}
-    store.set(messages.END, next(malformed(END, JobEnd(0, "finished", 1.0), "worker 1")))
+    store.values = {keys.notice_key(number): text for number, text in enumerate([*bad, real])}
+    store.set(keys.END, next(malformed(END, JobEnd(0, "finished", 1.0), "worker 1")))
     given_up, heard = queue.SimpleQueue[GivenUp](), queue.SimpleQueue[Ending]()
     agent = link.Link(lambda: store, lambda store: None, heard.put, lambda slowness: None, given_up.put)  # type: ignore[arg-type,return-value]
     assert given_up.get(timeout=HEARD_S).workers == {1}
     assert heard.empty()
-    store.set(messages.END, END.write(JobEnd(7, "enough", 1.0), "the coordinator"))
+    store.set(keys.END, END.write(JobEnd(7, "enough", 1.0), "the coordinator"))
     assert heard.get(timeout=HEARD_S).code == 7
     agent.close(HEARD_S)
     ended = threading.Event()
@@ -305,9 +306,9 @@ def test_a_malformed_notice_makes_nobody_deaf(capsys: pytest.CaptureFixture[str]
     """Not even where it stands in the way of the next one."""
     store = Memory()
     for number, text in enumerate(("no JSON", '{"kind": "broken"}', '{"kind": "_hear"}')):
-        store.set(messages.notice_key(number), text)
+        store.set(keys.notice_key(number), text)
     for message in (*STARTING, ProcessExited(2, -9, 10.0), ScriptFailed(1, "enough", 3)):
-        store.push(messages.INBOX, written(message))
+        store.push(keys.INBOX, written(message))
     Coordinator(store, lambda event: None, SIZE, ["train.py"]).run()
     heard = threading.Event()
     control = WorkerControl(store, 1, heard.set)  # type: ignore[arg-type]

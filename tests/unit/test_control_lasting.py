@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_resihp.control import linux, messages
-from megatron_resihp.control.address import Address
-from megatron_resihp.control.lasting import LastingStore
-from megatron_resihp.control.store import SILENT_S, StoreError, TcpStore, connect, serve
-from megatron_resihp.control.worker import WorkerControl
+from megatron_resihp.control import keys, linux
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.lasting import LastingStore
+from megatron_resihp.control.transport.store import SILENT_S, StoreError, TcpStore, connect, serve
+from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.protocol.messages import MESSAGES, TrainingFinished
 from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken
 
@@ -69,7 +69,7 @@ class GoBetween:
 @pytest.fixture
 def served() -> Iterator[TcpStore]:
     store = serve("127.0.0.1")
-    store.set(messages.RUN, "this run")
+    store.set(keys.RUN, "this run")
     yield store
     store.close()
 
@@ -152,7 +152,7 @@ def test_a_store_that_is_gone_stays_so(between: GoBetween) -> None:
 
 def test_another_jobs_store_is_none(between: GoBetween, served: TcpStore) -> None:
     store = lasting(between)
-    served.set(messages.RUN, "another run")
+    served.set(keys.RUN, "another run")
     between.cut()
     with pytest.raises(StoreError, match="another job has the port by now"):
         store.check("key")
@@ -162,8 +162,8 @@ def test_a_worker_hears_and_is_heard_again(between: GoBetween, served: TcpStore)
     broken = threading.Event()
     control = WorkerControl(lasting(between), 1, broken.set)
     between.cut()
-    served.set(messages.notice_key(0), NOTICES.write(EpochIsBroken(0, "worker 0: exit signal 9"), "the coordinator"))
+    served.set(keys.notice_key(0), NOTICES.write(EpochIsBroken(0, "worker 0: exit signal 9"), "the coordinator"))
     assert broken.wait(HEARD_S)
     control.tell(TrainingFinished(1, 3))
-    letter = MESSAGES.read(served.pop(messages.INBOX, HEARD_S) or "")
+    letter = MESSAGES.read(served.pop(keys.INBOX, HEARD_S) or "")
     assert letter.body == TrainingFinished(1, 3) and letter.id

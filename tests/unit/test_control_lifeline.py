@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_resihp.control.lifeline import FAILED, Finding, Heartbeats, Kind, Lifeline, Watcher
+from megatron_resihp.control.transport.liveness import FAILED, Finding, Heartbeats, Kind, Lifeline, Watcher
 
 WAIT_S = 5.0
 

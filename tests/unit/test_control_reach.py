@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from megatron_resihp.control import reach
-from megatron_resihp.control.address import Address
-from megatron_resihp.control.reach import Door, own_address_towards, unreachable
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.worker import reach
+from megatron_resihp.control.worker.reach import Door, own_address_towards, unreachable
 
 
 def test_who_is_there_answers() -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.control.detection import Detection
-from megatron_resihp.control.shipping import LARGEST, LENGTH, Frames, Inbox, Outbox, Relay, Uplink
-from megatron_resihp.control.store import reserve
+from megatron_resihp.control.head.detection import Detection
+from megatron_resihp.control.transport.shipping import LARGEST, LENGTH, Frames, Inbox, Outbox, Relay, Uplink
+from megatron_resihp.control.transport.store import reserve
 
 WAIT_S = 10.0
 

@@ -13,7 +13,7 @@ import pytest
 # As the store does where it is first to import torch.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from megatron_resihp.control.store import (
+from megatron_resihp.control.transport.store import (
     MAX_VALUE_BYTES,
     StoreError,
     TcpStore,

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control import coordinator, exit_codes
-from megatron_resihp.control.actions import Limits
-from megatron_resihp.control.coordinator import Coordinator
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.coordination import coordinator
+from megatron_resihp.control.coordination.actions import Limits
+from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.plan import Chunk, Shard
 from megatron_resihp.protocol import published

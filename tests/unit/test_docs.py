@@ -12,7 +12,7 @@ import pytest
 
 import megatron_resihp
 from megatron_resihp.config import DRILL_POINTS, ResihpConfig
-from megatron_resihp.control import launch_options
+from megatron_resihp.control.commands import launch_options
 from megatron_resihp.planner.strategies.registry import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_resihp.control.address import Address
-from megatron_resihp.control.environment import JobEnvironment, warnings_of
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.node.environment import JobEnvironment, warnings_of
+from megatron_resihp.control.transport.address import Address
 
 STORE = Address("localhost", 1)
 

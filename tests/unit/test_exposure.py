@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_resihp.control.exposure import Exposure, exposure, in_words
+from megatron_resihp.control.coordination.exposure import Exposure, exposure, in_words
 from megatron_resihp.planner import JobShape
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.fallback import plan_for_few
-from megatron_resihp.control.next_plan import Survivors, rectangles_or_less
+from megatron_resihp.control.replanning.fallback import plan_for_few
+from megatron_resihp.control.replanning.next_plan import Survivors, rectangles_or_less
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Schedule, Shard, even_chunks, spelled_out
 from megatron_resihp.planner import JobShape, NoPlanError
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from test_membership import LIMITS, OTHER_LAYERS, UNLIKE, Job, events, notices, only, plan_of
 
-from megatron_resihp.control.actions import Action, Phase
-from megatron_resihp.control.next_plan import Survivors, rectangles_or_less
+from megatron_resihp.control.coordination.actions import Action, Phase
+from megatron_resihp.control.replanning.next_plan import Survivors, rectangles_or_less
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.protocol.messages import CommunicationFailed, FirstStepFailed, PlanRequest, ScriptFailed
 from megatron_resihp.protocol.notices import EpochIsBroken

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control import foresight
-from megatron_resihp.control.foresight import Foresight, likely_losses
-from megatron_resihp.control.planning import request_of
+from megatron_resihp.control.replanning import precomputed
+from megatron_resihp.control.replanning.planning import request_of
+from megatron_resihp.control.replanning.precomputed import Foresight, likely_losses
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica
 
 OWN = (Chunk(0, 0, 4),)
@@ -113,7 +113,7 @@ class TestWhen:
             assert not asked(found)
 
     def test_no_more_than_so_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(foresight, "MOST_SEARCHES", 3)
+        monkeypatch.setattr(precomputed, "MOST_SEARCHES", 3)
         assert asked(told(JOB, STARTED, ITERATION)) == ALONE[:3]
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control import exit_codes, messages
-from megatron_resihp.control.address import Address
-from megatron_resihp.control.headquarters import Headquarters, Job
+from megatron_resihp.control import exit_codes, keys
+from megatron_resihp.control.head.headquarters import Headquarters, Job
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.mailbox import Ending
-from megatron_resihp.control.store import StoreError, connect, reserve
+from megatron_resihp.control.node.mailbox import Ending
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.store import StoreError, connect, reserve
 from megatron_resihp.protocol.published import END
 
 HEARD_S = 30.0
@@ -43,7 +43,7 @@ def test_a_coordinator_that_fails_leaves_an_end(monkeypatch: pytest.MonkeyPatch,
     event = events.get(timeout=HEARD_S)
     assert (event["event"], event["exit_code"]) == ("run_finished", exit_codes.RETRY)
     assert event["reason"] == "the coordinator failed: ZeroDivisionError: twice"
-    end = END.read(connect(*address, HEARD_S).get(messages.END, HEARD_S)).body
+    end = END.read(connect(*address, HEARD_S).get(keys.END, HEARD_S)).body
     assert (end.code, end.reason) == (exit_codes.RETRY, event["reason"])
     made.close(Ending(1, event["reason"], agreed=True), HEARD_S)
     assert events.empty()

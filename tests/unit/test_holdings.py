@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.control.digests import differing, name_of, shards_of_key
-from megatron_resihp.control.holdings import lacking, plan_for_survivors, written_once
+from megatron_resihp.control.coordination.digests import differing, name_of, shards_of_key
+from megatron_resihp.control.replanning.inventory import lacking, plan_for_survivors, written_once
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard, even_chunks
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.actions import (
+from megatron_resihp.control.coordination.actions import (
     Action,
     End,
     Limits,
@@ -23,9 +23,8 @@ from megatron_resihp.control.actions import (
     Reopen,
     Reply,
 )
+from megatron_resihp.control.coordination.membership import Membership
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.membership import Membership
-from megatron_resihp.control.messages import FENCED_EXIT
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, deal, rules, spelled_out
 from megatron_resihp.plan.places import renamed
 from megatron_resihp.protocol.answers import Refused
@@ -461,7 +460,7 @@ class TestGivenUp:
             ScriptFailed(3, "RuntimeError: gloo", 1),
             TrainingFinished(3, 5),
             ScriptEnded(3),
-            ProcessExited(3, FENCED_EXIT, 1.0),
+            ProcessExited(3, exit_codes.FENCED, 1.0),
             ProcessExited(3, 0, 1.0),
             ProcessExited(3, 1, 1.0),
             ConnectionLost(3, 1.0),
@@ -491,7 +490,7 @@ class TestGivenUp:
 
     def test_a_living_worker_that_fences_itself(self) -> None:
         job = Job().start()
-        actions = job.tell(ProcessExited(2, code=FENCED_EXIT, time=0.0))
+        actions = job.tell(ProcessExited(2, code=exit_codes.FENCED, time=0.0))
         assert events(actions, "worker_dead")[0]["cause"] == "fenced itself"
 
     def test_one_death_is_told_once(self) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.next_plan import StrategicPlan, Survivors
-from megatron_resihp.control.planner_process import UNANSWERED
-from megatron_resihp.control.planning import answer, request_of
+from megatron_resihp.control.replanning.next_plan import StrategicPlan, Survivors
+from megatron_resihp.control.replanning.planner_process import UNANSWERED
+from megatron_resihp.control.replanning.planning import answer, request_of
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, even_chunks, rules, spelled_out
 from megatron_resihp.planner import JobShape, initial_plan
 

@@ -6,10 +6,10 @@ import resource
 
 import pytest
 
-from megatron_resihp.control import open_files
+from megatron_resihp.control.commands import open_files
+from megatron_resihp.control.commands.launch_options import LaunchOptions
+from megatron_resihp.control.commands.launcher import launch
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.launch_options import LaunchOptions
-from megatron_resihp.control.launcher import launch
 
 
 def test_a_large_job_needs_more_than_the_usual_limit() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_resihp.control import planner_process
-from megatron_resihp.control.planner_process import UNANSWERED, PlannerProcess
-from megatron_resihp.control.planning import request_of
+from megatron_resihp.control.replanning import planner_process
+from megatron_resihp.control.replanning.planner_process import UNANSWERED, PlannerProcess
+from megatron_resihp.control.replanning.planning import request_of
 from megatron_resihp.plan import ParallelPlan, Replica
 
 PLAN = ParallelPlan((Replica(((0,), (1,)), (0, 1)),))
@@ -30,7 +30,7 @@ def planner() -> Iterator[PlannerProcess]:
 def the_process() -> psutil.Process:
     """That plans."""
     children = psutil.Process().children()
-    [found] = [child for child in children if "megatron_resihp.control.planning" in child.cmdline()]
+    [found] = [child for child in children if "megatron_resihp.control.replanning.planning" in child.cmdline()]
     return found
 
 

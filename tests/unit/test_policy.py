@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.policy import Action, AskPlanner, Policy, Recommend, Settings
-from megatron_resihp.control.trial import Outcome
+from megatron_resihp.control.replanning.policy import Action, AskPlanner, Policy, Recommend, Settings
+from megatron_resihp.control.replanning.trial import Outcome
 from megatron_resihp.plan import ParallelPlan, Replica
 
 PLAN = ParallelPlan((Replica(((0,), (2,)), (0, 2)), Replica(((1,), (3,)), (1, 3))))

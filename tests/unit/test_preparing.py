@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.worker import NO_EPOCH
+from megatron_resihp.control.worker.client import NO_EPOCH
 from megatron_resihp.integration import preparing
 from megatron_resihp.integration.preparing import Preparation
 from megatron_resihp.plan import ParallelPlan, Replica

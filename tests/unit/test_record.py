@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.control.record import NoCommitError, resolve
+from megatron_resihp.control.coordination.record import NoCommitError, resolve
 from megatron_resihp.protocol.coding import decode, encode
 from megatron_resihp.protocol.records import Commit, Outcome, Record, Stage
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_resihp.control.worker import EpochBroken, JobEnded
+from megatron_resihp.control.worker.client import EpochBroken, JobEnded
 from megatron_resihp.executor.communicators import is_communicator_error
 from megatron_resihp.executor.rendezvous import RendezvousBroken
 from megatron_resihp.executor.waiting import WaitAbandoned

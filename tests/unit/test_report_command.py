@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control import contact
-from megatron_resihp.control.noticeboard import Noticeboard
-from megatron_resihp.control.saved_state import LastSave
+from megatron_resihp.control.commands import contact
+from megatron_resihp.control.worker.noticeboard import Noticeboard
+from megatron_resihp.control.worker.saved_state import LastSave
 from megatron_resihp.report.command import add_arguments, run
 from megatron_resihp.report.events import EventLog
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_resihp.control import returning
+from megatron_resihp.control.head import returning
 from megatron_resihp.control.job_size import JobSize
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_resihp.control.noticeboard import Noticeboard
-from megatron_resihp.control.salvage_command import NOTHING, add_arguments, run
-from megatron_resihp.control.saved_state import DIRECTORY, TRACKER, LastSave
+from megatron_resihp.control.commands.salvage import NOTHING, add_arguments, run
+from megatron_resihp.control.worker.noticeboard import Noticeboard
+from megatron_resihp.control.worker.saved_state import DIRECTORY, TRACKER, LastSave
 
 
 def call(*arguments: object) -> int:

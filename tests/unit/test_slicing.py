@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.control.slicing import LONGEST_STOP_S, PERIOD_S, DutyCycle, Slicer
+from megatron_resihp.control.node.slowdown_injector import LONGEST_STOP_S, PERIOD_S, DutyCycle, Slicer
 
 
 def state(pid: int) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.launch_options import add_arguments, check, options_of
-from megatron_resihp.control.launcher import RESULT
-from megatron_resihp.control.saved_state import DIRECTORY, TRACKER
+from megatron_resihp.control.commands.launch_options import add_arguments, check, options_of
+from megatron_resihp.control.commands.launcher import RESULT
+from megatron_resihp.control.worker.saved_state import DIRECTORY, TRACKER
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (ROOT / "scripts" / "slurm.sbatch").read_text()

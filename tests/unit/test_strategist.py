@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control import strategist
-from megatron_resihp.control.actions import Log
+from megatron_resihp.control.coordination.actions import Log
+from megatron_resihp.control.coordination.membership import Membership
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.membership import Membership
-from megatron_resihp.control.next_plan import Survivors
-from megatron_resihp.control.planner_process import UNANSWERED
-from megatron_resihp.control.strategist import Strategist
+from megatron_resihp.control.replanning import replanner
+from megatron_resihp.control.replanning.next_plan import Survivors
+from megatron_resihp.control.replanning.planner_process import UNANSWERED
+from megatron_resihp.control.replanning.replanner import Strategist
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, spelled_out
 from megatron_resihp.planner import JobShape
 from megatron_resihp.protocol.job import JobDescription
@@ -66,7 +66,7 @@ def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypa
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(strategist, "PlannerProcess", Planner)
+    monkeypatch.setattr(replanner, "PlannerProcess", Planner)
     desk = Strategist(tmp_path, JobSize(1, 2), lambda event: None, orders.put)
     desk.note({"event": "job", **SIZES, "act": "act", "seconds_between_changes": 0.0})
     desk.note({"event": "epoch_started", "epoch": 0, "plan": PLAN.to_dict()})
@@ -131,7 +131,7 @@ class Desk:
             def close(self) -> None:
                 pass
 
-        monkeypatch.setattr(strategist, "PlannerProcess", Planner)
+        monkeypatch.setattr(replanner, "PlannerProcess", Planner)
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
         self.orders: queue.Queue[PlanRequest] = queue.Queue()
         self.strategist = Strategist(run_dir, JobSize(1, 4), self.events.put, self.orders.put)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_resihp.control.streams import lenient
+from megatron_resihp.control.node.streams import lenient
 
 
 def test_a_full_disk_raises_nothing() -> None:

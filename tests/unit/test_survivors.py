@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.noticeboard import Noticeboard
-from megatron_resihp.control.record import NoCommitError
-from megatron_resihp.control.survivors import Decision, Standing, awaited, decide, missing, part_of
+from megatron_resihp.control.coordination.record import NoCommitError
+from megatron_resihp.control.worker.noticeboard import Noticeboard
+from megatron_resihp.control.worker.survivors import Decision, Standing, awaited, decide, missing, part_of
 from megatron_resihp.plan import Coordinate, Shard
 from megatron_resihp.protocol.coding import decode, encode
 from megatron_resihp.protocol.records import Outcome, Record, Stage

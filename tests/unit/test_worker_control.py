@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control import exit_codes, messages
-from megatron_resihp.control.store import StoreError
-from megatron_resihp.control.worker import NOTICE_S, CoordinatorLost, EpochBroken, JobEnded, WorkerControl
+from megatron_resihp.control import exit_codes, keys
+from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.worker.client import NOTICE_S, CoordinatorLost, EpochBroken, JobEnded, WorkerControl
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.protocol.messages import (
     MESSAGES,
@@ -78,7 +78,7 @@ BROKEN = EpochIsBroken(0, "worker 0: exit signal 9")
 def test_go_holds_for_who_hears_of_a_death_first() -> None:
     """Others may have given up what they held before it."""
     store = Published(notice_0=BROKEN, go_0=Go(0, (7, 8)))
-    assert messages.go_key(0) in store.values and messages.notice_key(0) in store.values
+    assert keys.go_key(0) in store.values and keys.notice_key(0) in store.values
     control = control_of(store)
     control.ready({}, 0, 0, [8])
     assert control.peer_ports == {7, 8} and control.broken()
@@ -192,8 +192,8 @@ def test_who_has_never_answered_is_not_taken_for_lost(monkeypatch: pytest.Monkey
     """A firewall may let communicators through, and nothing else."""
     store = Published(notice_0=BROKEN)
     for worker, host in ((2, "10.0.0.2"), (3, "10.0.0.2"), (4, "10.0.0.4")):
-        store.values[f"{messages.KNOCK_AT}{worker}"] = f"{host}:1"
+        store.values[f"{keys.KNOCK_AT}{worker}"] = f"{host}:1"
     control = control_of(store)
     knocks = iter(([2, 3, 4], [4], [2, 3, 4]))
-    monkeypatch.setattr("megatron_resihp.control.worker.unreachable", lambda doors: next(knocks))
+    monkeypatch.setattr("megatron_resihp.control.worker.client.unreachable", lambda doors: next(knocks))
     assert [control.silent((1, 2, 3, 4)) for _ in range(3)] == [[], [], [2, 3]]

@@ -1,0 +1,1 @@
+"""`resihp launch`, `apply`, `drill` and `salvage`, and what they need of a run directory."""

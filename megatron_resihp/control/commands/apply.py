@@ -1,0 +1,52 @@
+"""`resihp apply`: asks a running job to take a given plan.
+
+May import `plan` and this room's modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_resihp.control.commands import contact
+from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.plan import PlanError
+from megatron_resihp.plan.files import read_plan
+from megatron_resihp.protocol.answers import Refused
+from megatron_resihp.protocol.messages import PlanRequest
+
+EPILOG = """\
+The plan says who works where; whoever is alive beside becomes a standby. PLAN.json holds a plan as events and
+proposals do, or is what `resihp plan --json` prints:
+
+  resihp plan runs/my-run --slow 5=0.5 --json > plan.json
+  resihp apply runs/my-run plan.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `resihp apply`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of the job")
+    parser.add_argument("plan", type=Path, metavar="PLAN.json", help="the plan to take")
+    parser.add_argument("--strategy", metavar="NAME", help="whose plan, where the file has those of several strategies")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Do what the parsed arguments ask; the exit code is 0, or 2 where nothing is changed."""
+    try:
+        plan = read_plan(namespace.plan, namespace.strategy)
+        request = PlanRequest(plan, f"asked for by hand: {namespace.plan.name}")
+        answer = contact.ask(contact.reach(namespace.run_dir), request, "resihp apply")
+    except (PlanError, StoreError, TimeoutError) as error:
+        print(f"resihp: {error}", file=sys.stderr)
+        return 2
+    if isinstance(answer, Refused):
+        print(f"resihp: {answer.reason}", file=sys.stderr)
+        return 2
+    for line in answer.changes:
+        print(f"  {line}")
+    print(f"resihp: {answer.line}")
+    return 0

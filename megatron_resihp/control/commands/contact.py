@@ -1,0 +1,96 @@
+"""How commands reach a running job: a file in its run directory says where its store is.
+
+May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from megatron_resihp.control import keys
+from megatron_resihp.control.commands.claim import Owner, claimed
+from megatron_resihp.control.transport.address import Address, parse_address
+from megatron_resihp.control.transport.store import Store, StoreError, connect
+from megatron_resihp.protocol.answers import ANSWERS, Answer
+from megatron_resihp.protocol.messages import MESSAGES, PlanRequest, SlowdownRequest
+from megatron_resihp.protocol.wire import MalformedError
+
+FILE_NAME: Final = "coordinator.json"
+CONNECT_S: Final = 5.0
+ANSWER_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Contact:
+    """Where a job's store is, and a token that this job's store holds under messages.RUN: it tells the job from another
+    that has the port by now, and is no secret."""
+
+    store: Address
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def published(self, run_dir: Path) -> AbstractContextManager[None]:
+        """Leave the file in the run directory for as long as the job runs.
+
+        Raises:
+            ClaimedError: the directory is another job's, which runs.
+            OSError: it cannot be written.
+        """
+        said = {"store": str(self.store), "token": self.token, **asdict(Owner.this())}
+        return claimed(run_dir / FILE_NAME, json.dumps(said) + "\n", lambda: _answers(run_dir))
+
+
+def _answers(run_dir: Path) -> bool:
+    try:
+        reach(run_dir).close()
+    except StoreError:
+        return False
+    return True
+
+
+def reach(run_dir: Path) -> Store:
+    """Connect to the store of the job that runs in a directory.
+
+    Raises:
+        StoreError: if none does.
+    """
+    try:
+        data = json.loads((run_dir / FILE_NAME).read_text())
+        address, token = parse_address(data["store"]), data["token"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(f"no job runs in {run_dir}") from error
+    try:
+        store = connect(*address, CONNECT_S)
+        # A job that was killed leaves its file behind, and another may have its port by now.
+        if store.get(keys.RUN, CONNECT_S) == token:
+            return store
+    except (StoreError, TimeoutError):
+        pass
+    why = f"it has ended, is still starting, or can't be reached from here at {address}"
+    raise StoreError(f"no job runs in {run_dir}, or none that answers: {why}")
+
+
+def ask(store: Store, request: PlanRequest | SlowdownRequest, sender: str) -> Answer:
+    """Send the coordinator a request and wait for its answer.
+
+    Args:
+        sender: the command that asks.
+
+    Raises:
+        TimeoutError: it does not answer.
+        StoreError: it is gone, or answers in another version of the protocol.
+    """
+    key = f"{keys.ANSWERS}{secrets.token_hex(8)}"
+    store.push(keys.INBOX, MESSAGES.write(replace(request, answer=key), sender))
+    try:
+        answer = ANSWERS.read(store.get(key, ANSWER_S)).body
+    except TimeoutError:
+        raise TimeoutError(f"the coordinator did not answer within {ANSWER_S:g} s; is the job ending?") from None
+    except MalformedError as error:
+        raise StoreError(str(error)) from None
+    store.delete(key)
+    return answer

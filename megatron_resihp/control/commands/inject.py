@@ -1,0 +1,65 @@
+"""`resihp drill`: slows workers and links of a running job from outside.
+
+May import: `config`, the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_resihp.config import ConfigError, Slowdown, factor_of
+from megatron_resihp.control.commands import contact
+from megatron_resihp.control.commands.launcher import RUNS
+from megatron_resihp.control.transport.store import Store, StoreError
+from megatron_resihp.protocol.answers import Refused
+from megatron_resihp.protocol.messages import SlowdownRequest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `resihp drill`."""
+    kinds = parser.add_subparsers(dest="kind", metavar="slow | link | clear", required=True)
+    slow = kinds.add_parser("slow", help="slow a worker down")
+    slow.add_argument("workers", nargs=1, type=_worker, metavar="WORKER", help="worker id")
+    slow.add_argument("factor", metavar="SPEED", help="speed relative to its own, in (0, 1]; 1 ends it")
+    link = kinds.add_parser("link", help="slow a link down; on the emulated clock only")
+    link.add_argument("workers", nargs=2, type=_worker, metavar="WORKER", help="ids of the workers at its ends")
+    link.add_argument("factor", metavar="FACTOR", help="bandwidth relative to its own, in (0, 1]; 1 ends it")
+    clear = kinds.add_parser("clear", help="let all workers and links run at full speed again")
+    clear.set_defaults(workers=[], factor="1")
+    for kind in (slow, link, clear):
+        meaning = f"of the job (default: the newest in {RUNS} that runs)"
+        kind.add_argument("--run-dir", type=Path, metavar="DIR", help=meaning)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Do what the parsed arguments ask; returns the exit code."""
+    try:
+        slowdown = Slowdown(tuple(namespace.workers), factor_of(namespace.factor))
+        store = contact.reach(namespace.run_dir) if namespace.run_dir else _reach_newest(RUNS)
+        answer = contact.ask(store, SlowdownRequest(slowdown.workers, slowdown.factor), "resihp drill")
+    except (ConfigError, StoreError, TimeoutError) as error:
+        print(f"resihp: {error}", file=sys.stderr)
+        return 2
+    if isinstance(answer, Refused):
+        print(f"resihp: {answer.reason}", file=sys.stderr)
+        return 2
+    print(f"resihp: {answer.line}")
+    return 0
+
+
+def _worker(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no worker id")
+    return int(text)
+
+
+def _reach_newest(runs: Path) -> Store:
+    """The store of the newest job that runs; a job that was killed leaves its file behind."""
+    for name in sorted((path.parent.name for path in runs.glob(f"*/{contact.FILE_NAME}")), reverse=True):
+        try:
+            return contact.reach(runs / name)
+        except StoreError:
+            continue
+    raise StoreError(f"no job runs in {runs}; give --run-dir")

@@ -1,0 +1,390 @@
+"""`resihp launch`: checks what was asked for, puts one node's part of a job together, and takes it apart at the end.
+
+May import: the standard library, this room's modules and, when the first record comes, `detector.service`. Where events
+go is handed in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Final
+
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.commands import open_files
+from megatron_resihp.control.commands.claim import ClaimedError, living_owner, touched
+from megatron_resihp.control.commands.contact import FILE_NAME, Contact
+from megatron_resihp.control.commands.launch_options import RUNS, LaunchError, LaunchOptions, check, options_of
+from megatron_resihp.control.coordination.actions import Limits
+from megatron_resihp.control.head import returning
+from megatron_resihp.control.head.detection import Detection, Judge
+from megatron_resihp.control.head.headquarters import EventSink, Headquarters, Job
+from megatron_resihp.control.node.agent import Agent
+from megatron_resihp.control.node.environment import JobEnvironment, warnings_of
+from megatron_resihp.control.node.link import Link
+from megatron_resihp.control.node.mailbox import Ending, Mailbox, coordinator_lost
+from megatron_resihp.control.node.orphan_reaper import Guardian
+from megatron_resihp.control.node.output import Outputs
+from megatron_resihp.control.node.slowdown_injector import Slicer
+from megatron_resihp.control.node.spawn import Spawn, exec_worker
+from megatron_resihp.control.node.starting import Starter, Worker
+from megatron_resihp.control.replanning.replanner import Strategist
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.lasting import LastingStore
+from megatron_resihp.control.transport.liveness import Lifeline, Watcher
+from megatron_resihp.control.transport.node_liveness import Joining, Meeting, NodeWatcher, join, records_address
+from megatron_resihp.control.transport.shipping import Relay, Uplink
+from megatron_resihp.control.transport.store import Store, StoreError, connect, reserve, wait_until_reachable
+from megatron_resihp.control.worker.saved_state import last_save
+from megatron_resihp.protocol.notices import ValidationOrder
+
+LOCAL_HOST: Final = "127.0.0.1"
+RESULT: Final = "exit_code"
+"""File of the run directory with the code that the job has ended with; not there while it runs."""
+STILL_THERE_S: Final = 5.0
+"""How long node 0 may not answer a node that waits to join."""
+CLOSING_S: Final = 5.0
+"""How long each part may take to end."""
+
+
+class NoEvents:
+    """An event sink that keeps nothing."""
+
+    def write(self, event: dict[str, Any]) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+MakeEventSink = Callable[[Path], EventSink]
+"""Given the run directory. Called on node 0 only."""
+
+
+def run(namespace: argparse.Namespace, make_event_sink: MakeEventSink, spawn: Spawn = exec_worker) -> int:
+    """Do what the parsed arguments ask; returns the exit code."""
+    try:
+        return launch(options_of(namespace), spawn, make_event_sink)
+    except LaunchError as error:
+        return _refuse(str(error))
+
+
+def launch(
+    options: LaunchOptions, spawn: Spawn = exec_worker, make_event_sink: MakeEventSink = lambda run_dir: NoEvents()
+) -> int:
+    """Run this node's part of a job until it is over; returns the exit code. In the main thread only."""
+    try:
+        check(options)
+        if problem := open_files.problem(options.size, options.node, open_files.allow_as_many_as_may_be()):
+            raise LaunchError(problem)
+        return _launch(options, spawn, make_event_sink)
+    except LaunchError as error:
+        return _refuse(str(error))
+
+
+def _refuse(problem: str) -> int:
+    print(f"resihp: {problem}", file=sys.stderr)
+    return exit_codes.REFUSED
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """Where a node sits: the store's address and, on node 0, what it is served with.
+
+    Attributes:
+        numbers: ids of this node's workers.
+        offered: the node joins a running job with these.
+        lifelines, records: where the other nodes' lifelines and their workers' records arrive.
+        token: see `contact`.
+    """
+
+    address: Address
+    run_dir: Path
+    numbers: Sequence[int]
+    offered: bool = False
+    listener: socket.socket | None = None
+    lifelines: socket.socket | None = None
+    records: socket.socket | None = None
+    sink: EventSink | None = None
+    token: str = ""
+
+
+def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink) -> int:
+    with ExitStack() as stack:
+        seat = _take_seat(options, make_event_sink, stack)
+        outputs = Outputs(options.logs, seat.run_dir / "logs", sys.stdout)
+        mailbox = stack.enter_context(closing(Mailbox()))
+        stack.enter_context(mailbox.signals())
+        watcher = stack.enter_context(closing(Watcher(options.heartbeat_timeout_s)))
+        relay = Relay(seat.records)
+        guardian = stack.enter_context(closing(Guardian()))
+        _announce(options, seat)
+        try:
+            environment = _environment(options, seat)
+            starter = Starter(options.command, environment, outputs, spawn, watcher, relay, guardian)
+            workers = starter.start_all(seat.numbers)
+        except OSError as error:
+            _give_back(options, seat)
+            raise LaunchError(f"a worker cannot be started ({error}); mend that and try again") from error
+        # From here on there are threads.
+        outputs.start()
+        if seat.token:
+            stack.enter_context(touched(seat.run_dir / FILE_NAME))
+        began_at = time.time()
+        ending, failures = _serve(options, seat, starter, workers, watcher, mailbox, relay, guardian)
+        outputs.close(CLOSING_S)
+        if ending.code:
+            for worker in failures:
+                _show_failure(worker, outputs.last_lines(worker.number))
+        _finish(seat, ending)
+        if ending.code == exit_codes.RETRY and options.node > 0:
+            _tell_last_save(seat.run_dir, began_at)
+        return ending.code
+
+
+def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: ExitStack) -> _Seat:
+    address = options.coordinator or Address(LOCAL_HOST, 0)
+    try:
+        if options.node > 0:
+            run_dir = _make_run_dir(options)
+            wait_until_reachable(address, options.connect_timeout_s)
+            offered = _offered(options, run_dir, address)
+            return _Seat(address, run_dir, offered or options.size.places_on(options.node), offered is not None)
+        listener = stack.enter_context(reserve(*address))
+        others = options.size.most_nodes > 1
+        lifelines = stack.enter_context(reserve(address.host, 0)) if others else None
+        records = stack.enter_context(reserve(address.host, 0)) if others else None
+    except StoreError as error:
+        # Of the same command started twice on one machine the port is told first, but is not what is wrong.
+        owner = living_owner(options.run_dir / FILE_NAME) if options.node == 0 and options.run_dir else None
+        raise LaunchError(
+            _taken(options.run_dir, owner) if owner is not None else f"{error}; check --coordinator, and node 0"
+        ) from error
+    run_dir = _make_run_dir(options)
+    address = Address(address.host, listener.getsockname()[1])
+    contact = Contact(address)
+    try:
+        # Before anything is written that a job which runs there would read, or has written.
+        stack.enter_context(contact.published(run_dir))
+        returning.begin(run_dir, options.size)
+        (run_dir / RESULT).unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    except ClaimedError as error:
+        raise LaunchError(_taken(run_dir, error)) from error
+    sink = _make_sink(make_event_sink, run_dir)
+    return _Seat(address, run_dir, options.size.places_on(0), False, listener, lifelines, records, sink, contact.token)
+
+
+def _offered(options: LaunchOptions, run_dir: Path, address: Address) -> Sequence[int] | None:
+    """The ids of the workers of a node that joins a running job, also again; None: it begins the job.
+
+    Raises:
+        StoreError: node 0 is gone, while this one waited to join.
+    """
+    size, node = options.size, options.node
+    try:
+        returning.check_size(run_dir, node, size)
+        if node < size.nodes:
+            return returning.take(run_dir, node)
+        return returning.await_offer(run_dir, node, lambda: wait_until_reachable(address, STILL_THERE_S))
+    except returning.RefusedError as error:
+        raise LaunchError(str(error)) from error
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+
+
+def _give_back(options: LaunchOptions, seat: _Seat) -> None:
+    """A node that can't join after all may try again, with other ids: of these some worker may have been heard of."""
+    if seat.offered:
+        returning.offer(seat.run_dir, options.node, [number + options.size.places for number in seat.numbers])
+
+
+def _make_run_dir(options: LaunchOptions) -> Path:
+    run_dir = options.run_dir
+    try:
+        run_dir = run_dir or _unused(RUNS / time.strftime("%Y%m%d-%H%M%S"))
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=run_dir / "logs"):
+            return run_dir
+    except OSError as error:
+        raise _unwritable(run_dir or RUNS, error) from error
+
+
+def _unused(path: Path) -> Path:
+    """A new directory of that name, or of one like it."""
+    for candidate in chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2))):
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")
+
+
+def _taken(run_dir: Path | None, by: object) -> str:
+    return f"a job runs in {run_dir} already, launched by {by}; give another --run-dir, or end that job first"
+
+
+def _make_sink(make_event_sink: MakeEventSink, run_dir: Path) -> EventSink:
+    try:
+        return make_event_sink(run_dir)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+
+
+def _unwritable(run_dir: Path, error: OSError) -> LaunchError:
+    return LaunchError(f"the run directory {run_dir} cannot be written ({error.strerror}); give another --run-dir")
+
+
+def _environment(options: LaunchOptions, seat: _Seat) -> JobEnvironment:
+    return JobEnvironment(
+        node=options.node,
+        size=options.size,
+        store=seat.address,
+        run_dir=seat.run_dir,
+        heartbeat_s=options.heartbeat_s,
+        stand_in=options.stand_in,
+        max_restarts=options.max_restarts,
+    )
+
+
+def _serve(
+    options: LaunchOptions,
+    seat: _Seat,
+    starter: Starter,
+    workers: list[Worker],
+    watcher: Watcher,
+    mailbox: Mailbox,
+    relay: Relay,
+    guardian: Guardian,
+) -> tuple[Ending, list[Worker]]:
+    """Watch over the workers until the job is over; returns how it ended, and who failed."""
+    nodes = None
+    if seat.lifelines is not None:
+        connect_by = time.monotonic() + options.connect_timeout_s
+        nodes = NodeWatcher(seat.lifelines, options.size, options.heartbeat_timeout_s, connect_by)
+    headquarters = _open_headquarters(options, seat, mailbox) if seat.listener is not None else None
+    uplink = Uplink()
+    relay.start(uplink.deliver if headquarters is None else headquarters.detection.inbox.deliver)
+    slicer = Slicer({worker.number: (worker.pid, worker.pidfd) for worker in workers})
+    link = Link(
+        lambda: LastingStore(connect(*seat.address, options.connect_timeout_s)),
+        lambda store: _introduce(options, seat, store, mailbox, uplink),
+        mailbox.end,
+        lambda slowness: slicer.slow(slowness.speeds),
+        mailbox.give_up,
+        seat.numbers[0],
+    )
+    agent = Agent(
+        workers, watcher, mailbox, link, slicer, guardian, starter, options.max_restarts, nodes, seat.offered,
+        options.node,
+    )  # fmt: skip
+    ending = agent.run()
+    slicer.close()
+    if nodes is not None:
+        nodes.close()
+    relay.close(CLOSING_S)
+    uplink.close()
+    link.close(CLOSING_S)
+    if headquarters is not None:
+        headquarters.close(ending, CLOSING_S)
+    return ending, agent.failures()
+
+
+def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) -> Headquarters:
+    assert seat.listener is not None and seat.sink is not None
+    meeting = None
+    if seat.lifelines is not None and seat.records is not None:
+        meeting = Meeting(*(Address(seat.address.host, s.getsockname()[1]) for s in (seat.lifelines, seat.records)))
+    write = seat.sink.write
+
+    def judged(event: dict[str, Any]) -> None:
+        strategist.note(event)
+        write(event)
+
+    detection = Detection(lambda order: _make_judge(seat.run_dir, order), judged)
+    size = options.size
+    strategist = Strategist(seat.run_dir, size, write, lambda order: detection.orders.put(order))
+    limits = Limits(options.muster_timeout_s)
+    job = Job(size, list(options.command), limits, seat.token, seat.run_dir)
+    return Headquarters(seat.address, seat.listener, write, job, meeting, detection, strategist, mailbox.end)
+
+
+def _make_judge(run_dir: Path, order: Callable[[ValidationOrder], None]) -> Judge:
+    from megatron_resihp.detector.service import DetectionService
+
+    return DetectionService(run_dir, order)
+
+
+def _introduce(options: LaunchOptions, seat: _Seat, store: Store, mailbox: Mailbox, uplink: Uplink) -> Lifeline | None:
+    if options.node == 0:
+        return None
+    joining = Joining(
+        node=options.node,
+        size=options.size,
+        timeout_s=options.heartbeat_timeout_s,
+        period_s=options.heartbeat_s,
+        first_worker=seat.numbers[0],
+    )
+    lost = coordinator_lost("node 0 closed the lifeline")
+    try:
+        lifeline = join(store, joining, lambda: mailbox.end(lost))
+    except StoreError:
+        _give_back(options, seat)
+        raise
+    uplink.connect(*records_address(store))
+    print(f"resihp: node {options.node} has joined the job", flush=True)
+    return lifeline
+
+
+def _announce(options: LaunchOptions, seat: _Seat) -> None:
+    workers = f"{options.workers_per_node} worker{'s' if options.workers_per_node > 1 else ''}"
+    node = f" on node {options.node} of {options.nodes}" if options.size.most_nodes > 1 else ""
+    if seat.offered:
+        node = f" on node {options.node}, to join the job that runs"
+    elif options.late_nodes:
+        node += f" ({options.late_nodes} more may join)"
+    print(f"resihp: {workers}{node}, run directory {seat.run_dir}", flush=True)
+    for warning in [] if options.stand_in else warnings_of():
+        print(f"resihp: {warning}", file=sys.stderr, flush=True)
+
+
+def _show_failure(worker: Worker, lines: list[str]) -> None:
+    assert worker.code is not None
+    how = f"exit code {worker.code}" if worker.code >= 0 else f"signal {-worker.code}"
+    heading = f"resihp: worker {worker.number} ended with {how}; its last lines:"
+    print("\n".join([heading, *(f"  {line}" for line in lines)]), file=sys.stderr, flush=True)
+
+
+def _finish(seat: _Seat, ending: Ending) -> None:
+    if ending.code:
+        print(f"resihp: ended with exit code {ending.code}: {ending.reason}", file=sys.stderr, flush=True)
+    elif not ending.agreed:
+        print(f"resihp: {ending.reason}", flush=True)
+    if seat.sink is not None:
+        seat.sink.finish()
+        _tell_result(seat.run_dir, ending.code)
+
+
+def _tell_last_save(run_dir: Path, since: float) -> None:
+    """Node 0 is lost, and its terminal with it."""
+    save = last_save(run_dir, since)
+    if save is not None:
+        print(f"resihp: {save.told(run_dir)}", file=sys.stderr, flush=True)
+
+
+def _tell_result(run_dir: Path, code: int) -> None:
+    """The job's exit code, for scripts that can't tell node 0's launcher from others."""
+    try:
+        (run_dir / RESULT).write_text(f"{code}\n")
+    except OSError as error:
+        print(f"resihp: {run_dir / RESULT} can't be written ({error.strerror})", file=sys.stderr)

@@ -1,0 +1,63 @@
+"""`resihp salvage`: says how to go on from what survivors have saved, to people and to job scripts.
+
+May import: the standard library and `saved_state`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Final
+
+from megatron_resihp.control.worker.saved_state import DIRECTORY, flags, last_save, latest_in, newest_state
+
+NOTHING: Final = 1
+"""There is nothing to go on from."""
+EPILOG = """\
+A job script that may be started again adds the flags to those of the job, whose --load is overruled:
+
+  mapfile -t NEWER < <(resihp salvage "$RUN_DIR" --newer-than "$CHECKPOINTS" --flags)
+  resihp launch ... pretrain_gpt.py ... --save "$CHECKPOINTS" --load "$CHECKPOINTS" "${NEWER[@]}"
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `resihp salvage`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of the job; may be one that has not begun")
+    parser.add_argument(
+        "--newer-than", type=Path, metavar="CHECKPOINTS", help="only a state of a later iteration than the last here"
+    )
+    parser.add_argument(
+        "--flags", action="store_true", help="print Megatron's flags, one a line, or nothing, and end with 0"
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Do what the parsed arguments ask; the exit code is 0, or 1 if there is nothing to go on from."""
+    found = newest_state(namespace.run_dir)
+    last = latest_in(namespace.newer_than) if namespace.newer_than is not None else None
+    if found is not None and last is not None and found[1] <= last:
+        return _nothing(namespace, f"{namespace.newer_than} has iteration {last:,}, salvaged is {found[1]:,}")
+    if found is None:
+        partial = last_save(namespace.run_dir, since=0.0)
+        where = namespace.run_dir / DIRECTORY
+        return _nothing(namespace, f"{where} holds no complete state" if partial is None
+                        else partial.told(namespace.run_dir))  # fmt: skip
+    directory, iteration = found
+    words = flags(directory)
+    if namespace.flags:
+        print(*words, sep="\n")
+        print(f"resihp: goes on from {directory}, saved by survivors after iteration {iteration:,}", file=sys.stderr)
+    else:
+        print(f"the state after iteration {iteration:,} is saved, all of it; go on from it with {' '.join(words)}")
+    return 0
+
+
+def _nothing(namespace: argparse.Namespace, why: str) -> int:
+    if namespace.flags:
+        return 0
+    print(f"resihp: {why}", file=sys.stderr)
+    return NOTHING

@@ -1,0 +1,296 @@
+"""The coordinator: feeds messages to the pure state machine in `membership` and carries out what it decides.
+
+Runs in a thread of node 0's agent, never in a worker. May import `plan`, this room's other modules and the event log's
+writer, which is handed in.
+"""
+
+import queue
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Final
+
+from megatron_resihp.config import ConfigError, Slowdown
+from megatron_resihp.control import keys
+from megatron_resihp.control.coordination.actions import (
+    Action,
+    End,
+    Limits,
+    Log,
+    Notify,
+    Reopen,
+    Reply,
+)
+from megatron_resihp.control.coordination.door import read_message
+from megatron_resihp.control.coordination.membership import Membership
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.replanning.next_plan import NextPlan, rectangles_or_less
+from megatron_resihp.control.slowness import SlownessDesk
+from megatron_resihp.control.transport.absence import Absence
+from megatron_resihp.control.transport.store import Store, StoreError
+from megatron_resihp.protocol import answers
+from megatron_resihp.protocol.messages import EventsReported, JobStarted, Message, PlanRequest, SlowdownRequest
+from megatron_resihp.protocol.notices import NOTICES, ValidationOrder
+from megatron_resihp.protocol.published import DECISIONS, END, GO, EmergencyCheckpointOrder, EpochPlan, Go, JobEnd
+from megatron_resihp.protocol.wire import COORDINATOR, MalformedError, shown
+
+POLL_S = 0.5
+"""How often bounded waits are looked at when no message comes."""
+AWAY_S = 5.0
+"""A turn of the loop that took longer was held up: node 0 was stopped, or a plan was searched for. In that time nobody
+could be heard, and no wait has come closer to its end."""
+MOST_AT_ONCE = 1000
+"""So many messages are taken before bounded waits are looked at again."""
+GRACE_S: Final = 10.0
+"""How long workers get to exit by themselves at the end."""
+TERMINATE_S = 30.0
+"""How long workers that nothing but a signal reaches have to end, as under torchrun: they may save."""
+DROPPED_SHOWN = 10
+"""So many malformed messages are told of, each in an event; whoever sends more must not fill the log."""
+
+FATAL: Final = ("kill", "stop")
+"""Actions of drills that nobody survives."""
+
+
+RECENT = 10_000
+"""Ids of so many messages are remembered."""
+
+
+Order = ValidationOrder | PlanRequest
+
+
+class ForeignWriterError(RuntimeError):
+    """Somebody else writes to this job's store."""
+
+
+class Coordinator:
+    """One per job.
+
+    Args:
+        store: a connection of its own.
+        write_event: takes finished events (dicts) for the run's log.
+        size: of the job.
+        command: what was started, for the log.
+        limits: bounds of waiting.
+        to_notify: what all workers are to measure, and requests for plans.
+        next_plan: who plans when workers have died.
+        reopen: lets a node that was lost, or has never been there, come with workers of these ids.
+        clock: seconds that bounded waits count; nobody may set it.
+        on_heard: called again and again, whenever all that has been said is heard.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        write_event: Callable[[dict[str, Any]], None],
+        size: JobSize,
+        command: list[str],
+        limits: Limits | None = None,
+        to_notify: queue.SimpleQueue[Order] | None = None,
+        next_plan: NextPlan = rectangles_or_less,
+        reopen: Callable[[int, Sequence[int]], None] = lambda node, workers: None,
+        clock: Callable[[], float] = time.monotonic,
+        on_heard: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._write_event = write_event
+        self._membership = Membership(size, limits or Limits(), next_plan)
+        self._command = command
+        self._reopen = reopen
+        self._to_notify = to_notify or queue.SimpleQueue()
+        self._notices = 0
+        self._struck: dict[int, float] = {}
+        self._dropped = 0
+        self._recent: dict[str, None] = {}
+        self._to_do: deque[Action] = deque()
+        self._doing: Action | None = None
+        self._clock = clock
+        self._on_heard = on_heard
+        self._ticked_at = clock()
+        self._absence = Absence(AWAY_S)
+        self._slowness = SlownessDesk(size.workers)
+
+    def run(self) -> int:
+        """Serve until the job is over; returns the exit code of the job.
+
+        After an error of its own it has survivors write what they hold, and ends the job.
+
+        Raises:
+            StoreError: the store is gone.
+            Exception: a second error.
+        """
+        size = self._membership.size
+        self._log({
+            "event": "run_started", "world_size": size.workers, "nproc_per_node": size.workers_per_node,
+            "nnodes": size.nodes, "most_nodes": size.most_nodes, "command": self._command,
+        })  # fmt: skip
+        try:
+            return self._serve([])
+        except StoreError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"the coordinator failed: {type(error).__name__}: {error}"
+        unpublished = isinstance(self._doing, EpochPlan)
+        return self._serve(self._membership.save_and_end(reason, time.time(), unpublished))
+
+    def _serve(self, actions: list[Action]) -> int:
+        while True:
+            for decided in chain([actions], self._turn()):
+                self._to_do.extend(decided)
+                while self._to_do:
+                    self._doing = self._to_do.popleft()
+                    code = self._carry_out(self._doing)
+                    if code is not None:
+                        return code
+                self._doing = None
+            actions = []
+
+    def _turn(self) -> Iterator[list[Action]]:
+        """Hear everybody who has said something, and only then find out who is late."""
+        text = self._store.pop(keys.INBOX, POLL_S)
+        now = self._clock()
+        if text is not None:
+            yield self._take_in(text)
+        for _ in range(MOST_AT_ONCE):
+            if (text := self._store.pop(keys.INBOX, 0.0)) is None:
+                self._on_heard()
+                break
+            yield self._take_in(text)
+        passed_s, self._ticked_at = now - self._ticked_at, now
+        yield self._membership.tick(passed_s - self._absence.before(now), time.time())
+        for order in self._waiting_orders():
+            yield self._react(order) if isinstance(order, PlanRequest) else [Notify(order)]
+
+    def _waiting_orders(self) -> list[Order]:
+        return [self._to_notify.get() for _ in range(self._to_notify.qsize())]
+
+    def _take_in(self, text: str) -> list[Action]:
+        message = self._read(text)
+        return [] if message is None else self._react(message)
+
+    def _read(self, text: str) -> Message | None:
+        """A message from the store, in which any process may write; None: it is none, and dropped."""
+        try:
+            letter = read_message(text, self._membership.size, self._membership.newcomers.may_exist)
+            return letter.body if self._is_new(letter.id) else None
+        except MalformedError as error:
+            self._dropped += 1
+            if self._dropped <= DROPPED_SHOWN:
+                more = "" if self._dropped < DROPPED_SHOWN else "; further ones are dropped without a word"
+                self._log({"event": "message_dropped", "reason": f"{error}{more}", "text": shown(text)})
+            return None
+
+    def _is_new(self, letter: str | None) -> bool:
+        """Whether a message has not come before: who loses the connection may not know that it has, and sends again."""
+        if letter is None:
+            return True
+        if letter in self._recent:
+            return False
+        self._recent[letter] = None
+        if len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
+        return True
+
+    def _react(self, message: Message) -> list[Action]:
+        if isinstance(message, EventsReported):
+            self._write_events(message)
+            return []
+        if isinstance(message, SlowdownRequest):
+            return self._slow(message)
+        if isinstance(message, JobStarted):
+            self._slowness.emulated = message.job.emulated is not None
+            self._slowness.on_devices = message.job.device_memory is not None
+        return self._membership.handle(message, time.time())
+
+    def _slow(self, request: SlowdownRequest) -> list[Action]:
+        """Do what a scheduled drill or `resihp drill` asks for, and answer who waits for it."""
+        number = request.number
+        if number is not None and not self._slowness.is_new(number):
+            return []
+        actions: list[Action] = []
+        try:
+            slowdown = Slowdown(request.workers, request.factor, request.iteration)
+            self._slowness.take(slowdown, self._membership.dead, self._membership.living)
+            answer: answers.Answer = answers.Accepted(str(slowdown))
+            actions = [Log(self._drill_set(slowdown)), Notify(self._slowness.notice())]
+        except ConfigError as error:
+            answer = answers.Refused(str(error))
+            if number is not None:
+                actions = [Log({"event": "drill_refused", "workers": request.workers, "reason": str(error)})]
+        return actions if request.answer is None else [*actions, Reply(request.answer, answer)]
+
+    def _drill_set(self, slowdown: Slowdown) -> dict[str, Any]:
+        speeds = {str(worker): speed for worker, speed in self._slowness.holds.speeds.items()}
+        links = {f"{one}-{other}": factor for (one, other), factor in self._slowness.holds.links.items()}
+        return {
+            "event": "drill_set", "workers": slowdown.workers, "factor": slowdown.factor,
+            "iteration": slowdown.iteration, "speeds": speeds, "links": links,
+        }  # fmt: skip
+
+    def _carry_out(self, action: Action) -> int | None:
+        match action:
+            case Log(event):
+                self._log(event)
+            case Reply(key, answer):
+                if key.startswith(keys.ANSWERS):
+                    self._store.set(key, answers.ANSWERS.write(answer, COORDINATOR))
+            case Notify(notice):
+                self._notify(NOTICES.write(notice, COORDINATOR))
+            case EpochPlan(epoch) | EmergencyCheckpointOrder(epoch):
+                self._publish(keys.plan_key(epoch), DECISIONS.write(action, COORDINATOR))
+            case Reopen(node, workers):
+                self._reopen(node, workers)
+            case Go(epoch):
+                self._publish(keys.go_key(epoch), GO.write(action, COORDINATOR))
+            case End(code, reason, at_once):
+                self._drain_events()
+                last = self._membership.plan
+                # Workers that were started anew and are in no plan yet have nothing to bring to an end.
+                end = JobEnd(code, reason, GRACE_S, None if last is None else last.members)
+                if at_once:
+                    end = replace(end, grace_s=0.0, terminate_s=TERMINATE_S)
+                # Whatever a stranger has put there: agents read on until this comes.
+                self._store.set(keys.END, END.write(end, COORDINATOR))
+                return code
+        return None
+
+    def _notify(self, notice: str) -> None:
+        """Under the first number that nobody has used: what a stranger has written there is read already."""
+        while self._store.set_once(keys.notice_key(self._notices), notice) != notice:
+            self._notices += 1
+        self._notices += 1
+
+    def _publish(self, key: str, text: str) -> None:
+        """What binds all members, who may have read it already: if it is somebody else's, nothing can be agreed on."""
+        if self._store.set_once(key, text) != text:
+            raise ForeignWriterError(f"{key!r} was in the store before the coordinator wrote it")
+
+    def _drain_events(self) -> None:
+        for _ in range(MOST_AT_ONCE):
+            if (text := self._store.pop(keys.INBOX, 0.0)) is None:
+                break
+            message = self._read(text)
+            if isinstance(message, EventsReported):
+                self._write_events(message)
+
+    def _write_events(self, message: EventsReported) -> None:
+        for event in message.events:
+            self._note_drill(event)
+            if event["event"] == "iteration":
+                self._membership.progressed(event["iteration"])
+            self._write_event(event)
+
+    def _note_drill(self, event: dict[str, Any]) -> None:
+        if event["event"] == "drill" and event["action"] in FATAL:
+            self._struck[event["target"]] = event["time"]
+
+    def _log(self, event: dict[str, Any]) -> None:
+        if event["event"] == "worker_dead" and event["dead"] in self._struck:
+            # The victim of a drill says when it strikes; its agent sees it only after the kernel has taken it down.
+            struck_at = self._struck[event["dead"]]
+            event = {**event, "died_at": min(event["died_at"], struck_at), "cause": f"drill, {event['cause']}"}
+        self._write_event({"time": time.time(), "epoch": self._membership.epoch, "worker": None, **event})

@@ -1,0 +1,30 @@
+"""Nodes that were told to leave a job that goes on without them. Pure; imports this room's other pure modules."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from megatron_resihp.control.coordination.joining import Newcomers
+
+
+@dataclass
+class Departures:
+    """Of one job.
+
+    Attributes:
+        newcomers: know which worker is on which node.
+        agents: node that is to leave → the name by which its agent is told that it may.
+        left: workers that have left with their nodes.
+    """
+
+    newcomers: Newcomers
+    agents: dict[int, int] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+
+    def among(self, workers: Iterable[int]) -> frozenset[int]:
+        """Those that are to leave."""
+        return frozenset(worker for worker in workers if self.newcomers.node_of(worker) in self.agents)
+
+    def without_members(self, living: Collection[int]) -> list[int]:
+        """Nodes that may leave: no plan needs a worker of theirs."""
+        needed = {self.newcomers.node_of(worker) for worker in living}
+        return sorted(self.agents.keys() - needed)

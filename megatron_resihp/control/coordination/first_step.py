@@ -1,0 +1,87 @@
+"""Plans that were chosen and under which no step has been taken yet: what follows where the first one fails.
+
+A planner may choose what Megatron, the device's memory or this package can't run on every worker. Such an error is
+answered once, by a plan that is known to run: after a change by choice the plan before, after a loss rectangles. An
+error that strikes there again is none of the plan's. Pure; may import `plan` and this room's other modules.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_resihp.control.replanning.change import Change, with_standbys
+from megatron_resihp.control.replanning.inventory import lacking
+from megatron_resihp.control.replanning.next_plan import Event, Survivors, rectangles_or_less, was_chosen
+from megatron_resihp.plan import ParallelPlan, spelled_out
+from megatron_resihp.plan.spelling import trimmed
+
+
+@dataclass(frozen=True)
+class OnTrial:
+    """A plan in force that nobody has taken a step under, as far as the coordinator knows.
+
+    Attributes:
+        plan: of the epoch.
+        before: the plan to go back to; None: there is none, as the plan came after a loss.
+        number: of the change by choice that it came with.
+    """
+
+    plan: ParallelPlan
+    before: ParallelPlan | None = None
+    number: int | None = None
+
+
+@dataclass
+class FirstSteps:
+    """Those of one job.
+
+    Attributes:
+        on_trial: the plan of this epoch, if its first step may be answered for.
+        failed: the error of each plan that has failed, by `ParallelPlan.work_digest`.
+    """
+
+    on_trial: OnTrial | None = None
+    failed: dict[str, str] = field(default_factory=dict)
+    _unanswered: OnTrial | None = None
+
+    def published(
+        self, plan: ParallelPlan, before: ParallelPlan, change: Change | None, told: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """A plan follows another; returns whether its first step may be answered for.
+
+        Args:
+            change: that it comes with; None: a loss.
+            told: what there was to say of how it was found.
+        """
+        if change is not None:
+            self.on_trial = OnTrial(plan, before, change.number)
+        else:
+            self.on_trial = OnTrial(plan) if was_chosen(told) else None
+        return self.on_trial is not None
+
+    def fail(self, worker: int, error: str) -> Event | None:
+        """A worker says that the first step has failed; what to write to the log. None: the plan is not on trial."""
+        trial, self.on_trial = self.on_trial, None
+        if trial is None:
+            return None
+        self.failed[trial.plan.work_digest] = error
+        self._unanswered = trial
+        return {
+            "event": "plan_failed", "failed": worker, "error": error, "digest": trial.plan.digest,
+            "number": trial.number,
+        }  # fmt: skip
+
+    def answer(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]] | None:
+        """What follows a plan that has failed, once; None: none has.
+
+        Raises:
+            NoPlanError: nothing that is known to run.
+        """
+        trial, self._unanswered = self._unanswered, None
+        if trial is None:
+            return None
+        before, held, own = trial.before, survivors.held, survivors.own
+        if before is None or not held.keys() >= set(before.working) or lacking(held, own[-1].end):
+            return rectangles_or_less(survivors)
+        working = trimmed(spelled_out(replace(before, standbys={}), own))
+        return with_standbys(working, held, own, survivors.shape.tensor_parallel), []

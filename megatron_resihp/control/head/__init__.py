@@ -1,0 +1,4 @@
+"""What runs on node 0 beside its own workers.
+
+Store and coordinator, the detector's thread, and the door for nodes that come later.
+"""

@@ -1,0 +1,124 @@
+"""The thread that judges records on node 0, beside the coordinator and never in its way.
+
+What it is told of the run's events only ends up in a queue; a failure of the judging is contained, told once, and
+leaves membership, training and the log as they are. May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol
+
+from megatron_resihp.control.transport.shipping import Inbox
+from megatron_resihp.protocol.messages import PlanRequest
+from megatron_resihp.protocol.notices import ValidationOrder
+
+Event = dict[str, Any]
+
+TOLD: Final = ("run_started", "job", "epoch_started", "validation")
+"""Events that judging needs."""
+LOOK_S: Final = 0.2
+WAITING: Final = 4096
+"""Records that wait to be judged; when there are more, agents stop reading, and workers drop what they can't send."""
+
+
+class Judge(Protocol):
+    """Turns records and events into new events. Called in one thread; time is monotonic."""
+
+    def note(self, event: Event) -> Iterable[Event]:
+        """Something happened in the run."""
+        ...
+
+    def take(self, message: bytes, now: float) -> Iterable[Event]:
+        """A record has come."""
+        ...
+
+    def look(self, now: float) -> Iterable[Event]:
+        """Time has passed."""
+        ...
+
+    def finish(self) -> Iterable[Event]:
+        """Nothing more will come."""
+        ...
+
+
+class Detection:
+    """Runs a judge.
+
+    Args:
+        make_judge: called in the thread when the first record or event comes; may take a while. It is given a function
+            that takes notices to all workers.
+        write: takes the judge's events; from any thread.
+
+    Attributes:
+        inbox: where records arrive.
+        orders: the judge's notices, which wait for the coordinator to send them.
+    """
+
+    def __init__(
+        self, make_judge: Callable[[Callable[[ValidationOrder], None]], Judge], write: Callable[[Event], None]
+    ) -> None:
+        self.inbox = Inbox(WAITING)
+        self.orders: queue.SimpleQueue[ValidationOrder | PlanRequest] = queue.SimpleQueue()
+        self._make_judge = make_judge
+        self._write = write
+        self._judge: Judge | None = None
+        self._news: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="resihp-detection", daemon=True)
+        self._thread.start()
+
+    def note(self, event: Event) -> None:
+        """Tell of an event of the run; from any thread, at once."""
+        if event["event"] in TOLD:
+            self._news.put(event)
+
+    def close(self, timeout_s: float) -> None:
+        """Judge what has come, and end."""
+        self._closing.set()
+        self._thread.join(timeout_s)
+        self.inbox.close()
+        # A thread that is still at it must not write to a log that is closed.
+        self._write = _ignore
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            traceback.print_exc()
+            self._tell([{"event": "detection_failed", "part": "verdicts", "error": f"{type(error).__name__}: {error}"}])
+        while not self._closing.is_set():
+            # Whoever sends does not have to know.
+            self.inbox.take(LOOK_S)
+
+    def _serve(self) -> None:
+        while True:
+            message = self.inbox.take(LOOK_S)
+            while not self._news.empty():
+                self._tell(self._the_judge().note(self._news.get()))
+            now = time.monotonic()
+            if message is not None:
+                self._tell(self._the_judge().take(message, now))
+            elif self._closing.is_set():
+                break
+            elif self._judge is not None:
+                self._tell(self._judge.look(now))
+        if self._judge is not None:
+            self._tell(self._judge.finish())
+
+    def _the_judge(self) -> Judge:
+        if self._judge is None:
+            self._judge = self._make_judge(self.orders.put)
+        return self._judge
+
+    def _tell(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._write({"time": time.time(), "worker": None, **event})
+
+
+def _ignore(event: Event) -> None:
+    pass

@@ -1,0 +1,166 @@
+"""What node 0 runs beside its own workers: the store, and the coordinator in a thread.
+
+May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from megatron_resihp.control import exit_codes, keys
+from megatron_resihp.control.coordination.actions import Limits
+from megatron_resihp.control.coordination.coordinator import Coordinator
+from megatron_resihp.control.head import returning
+from megatron_resihp.control.head.detection import Detection
+from megatron_resihp.control.head.stalls import StallWatch
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.node.mailbox import Ending
+from megatron_resihp.control.replanning.replanner import Strategist
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.node_liveness import Meeting, publish
+from megatron_resihp.control.transport.store import StoreError, TcpStore, serve
+from megatron_resihp.protocol.published import END, JobEnd
+from megatron_resihp.protocol.wire import COORDINATOR
+
+FAILED_GRACE_S: Final = 5.0
+
+
+class EventSink(Protocol):
+    """Takes the run's events, from any thread; `finish` is called once, when nothing more comes.
+
+    Where it can't keep or show them it says so and raises nothing: that is no reason to end a job.
+    """
+
+    def write(self, event: dict[str, Any]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the coordinator is told at the start.
+
+    Attributes:
+        token: what this run alone has.
+        run_dir: shared by all nodes.
+    """
+
+    size: JobSize
+    command: list[str]
+    limits: Limits
+    token: str
+    run_dir: Path
+
+
+class Headquarters:
+    """Serves the store on `listener` and runs the coordinator until the job is over or `close` is called.
+
+    Args:
+        listener: bound to the port of `address`.
+        write: takes the events, from any thread.
+        meeting: where agents of other nodes connect; None where there are none.
+        detection, strategist: told of all events.
+        on_end: told, in this object's thread, if the store can't be served.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        listener: socket.socket,
+        write: Callable[[dict[str, Any]], None],
+        job: Job,
+        meeting: Meeting | None,
+        detection: Detection,
+        strategist: Strategist,
+        on_end: Callable[[Ending], None],
+    ) -> None:
+        self._address = address
+        self._listener = listener
+        self._write_event = write
+        self._job = job
+        self._meeting = meeting
+        self.detection = detection
+        self._strategist = strategist
+        self._on_end = on_end
+        self._served: TcpStore | None = None
+        self._connection: TcpStore | None = None
+        self._stalls = StallWatch()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="resihp-coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self, ending: Ending, timeout_s: float) -> None:
+        """End the coordinator, which is told nothing more, and the store."""
+        self._closing.set()
+        if not ending.agreed:
+            if self._connection is not None:
+                self._connection.close()
+            finished = {"event": "run_finished", "time": time.time(), "exit_code": ending.code, "reason": ending.reason}
+            self._write(finished)
+        self._strategist.close(timeout_s)
+        self._thread.join(timeout_s)
+        self.detection.close(timeout_s)
+        if self._served is not None:
+            self._served.close()
+
+    def _run(self) -> None:
+        try:
+            store = self._open()
+        except StoreError as error:
+            self._on_end(Ending(exit_codes.REFUSED, str(error)))
+            return
+        try:
+            self._coordinator(store).run()
+        except StoreError as error:
+            if not self._closing.is_set():
+                self._on_end(Ending(exit_codes.RETRY, f"the coordinator is cut off: {error}"))
+        except Exception as error:
+            traceback.print_exc()
+            self._end(store, f"the coordinator failed: {type(error).__name__}: {error}")
+
+    def _end(self, store: TcpStore, reason: str) -> None:
+        """In the place of a coordinator that has failed, again while survivors were to write what they hold."""
+        code = exit_codes.RETRY
+        self._write({"event": "run_finished", "time": time.time(), "exit_code": code, "reason": reason})
+        try:
+            store.set(keys.END, END.write(JobEnd(code, reason, FAILED_GRACE_S), COORDINATOR))
+        except StoreError as error:
+            self._on_end(Ending(code, f"{reason}; and {error}"))
+
+    def _coordinator(self, store: TcpStore) -> Coordinator:
+        job = self._job
+        return Coordinator(
+            store, self._write, job.size, job.command, job.limits,
+            to_notify=self.detection.orders, next_plan=self._strategist.next_plan,
+            reopen=partial(returning.offer, job.run_dir), on_heard=self._look_for_stalls,
+        )  # fmt: skip
+
+    def _open(self) -> TcpStore:
+        self._served = serve(self._address.host, self._address.port, self._listener)
+        self._served.set(keys.RUN, self._job.token)
+        publish(self._served, self._job.size, self._meeting)
+        self._connection = self._served.clone()
+        return self._connection
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self.detection.note(event)
+        self._strategist.note(event)
+        stalls = self._stalls.note(event, time.monotonic())
+        self._write_event(event)
+        self._tell_stalls(stalls)
+
+    def _look_for_stalls(self) -> None:
+        """Only once all is heard: what has been said, and not heard yet, may be that an iteration is done."""
+        self._tell_stalls(self._stalls.look(time.monotonic()))
+
+    def _tell_stalls(self, stalls: Iterable[dict[str, Any]]) -> None:
+        for stall in stalls:
+            self._write_event({"time": time.time(), "worker": None, **stall})

@@ -1,0 +1,127 @@
+"""Whether training stands still: no iteration was finished for three times as long as one usually takes.
+
+Pure: events and the time in, events out. May import this room's other pure modules.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Final
+
+from megatron_resihp.control.transport.absence import Absence
+
+Event = dict[str, Any]
+
+STALLED_AFTER: Final = 3.0
+"""Usual iteration times."""
+LEAST_S: Final = 1.0
+"""Shorter ones nobody needs to know of."""
+LEAST_BUSY_S: Final = 10.0
+"""The same in a recovery or a change of plan, which have lines of their own."""
+LEAST_DUE_S: Final = 30.0
+"""The same where an evaluation or a checkpoint is due and none has shown yet how long it takes."""
+LATEST: Final = 10
+"""Iterations that the usual time is the median of."""
+FEWEST: Final = 3
+"""Iterations before there is a usual time."""
+LONGEST_SILENCE_S: Final = 600.0
+"""Between two lines while nothing happens; at first they come when the time has tripled."""
+AWAY_S: Final = 2.0
+"""Who was not asked for as long was stopped itself."""
+
+RECOVERY: Final = "recovery"
+CHANGE: Final = "change of plan"
+EVALUATION: Final = "evaluation"
+CHECKPOINT: Final = "checkpoint"
+
+
+@dataclass
+class StallWatch:
+    """Feed it all events with `note`, call `look` often; both return events to write. Times are monotonic seconds."""
+
+    _job: Event = field(default_factory=dict)
+    _iteration: int | None = None
+    _last_at: float | None = None
+    _absence: Absence = field(default_factory=lambda: Absence(AWAY_S))
+    _usual: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+    _busy_with: str | None = None
+    _goes_on: bool = False
+    """What it is busy with is over with the next iteration; before that, iterations may still be finished as ever."""
+    _longest_due: dict[str, float] = field(default_factory=dict)
+    _next_s: float | None = None
+    """How long the stall that goes on has to last to be told again; None: there is none."""
+    _ended: bool = False
+
+    def note(self, event: Event, now: float) -> list[Event]:
+        """Something happened in the run."""
+        match event["event"]:
+            case "job":
+                self._job = self._job or event
+            case "epoch_broken":
+                self._busy_with = RECOVERY
+            case "plan_change":
+                self._busy_with = self._busy_with or CHANGE
+            case "recovery" | "reconfiguration":
+                self._goes_on = True
+            case "run_finished":
+                self._ended = True
+            case "iteration":
+                return self._step(event["iteration"], event.get("duration_s"), now)
+        return []
+
+    def look(self, now: float) -> list[Event]:
+        """Time has passed."""
+        if self._last_at is not None:
+            # Nobody is late for what this process could not hear.
+            self._last_at = min(self._last_at + self._absence.before(now), now)
+        if self._ended or self._last_at is None or self._iteration == self._job.get("train_iters"):
+            return []
+        usual_s, lasted = self.usual_s, now - self._last_at
+        if usual_s is None or lasted < (self._limit(usual_s) if self._next_s is None else self._next_s):
+            return []
+        self._next_s = min(3 * lasted, lasted + LONGEST_SILENCE_S)
+        return [self._stall(lasted, usual_s, over=False)]
+
+    @property
+    def usual_s(self) -> float | None:
+        """Median seconds of the latest iterations; None: too few are known."""
+        return median(self._usual) if len(self._usual) >= FEWEST else None
+
+    def _step(self, iteration: int, took_s: Any, now: float) -> list[Event]:
+        told, usual_s, found = self._next_s is not None, self.usual_s, []
+        if self._last_at is not None:
+            lasted, due = now - self._last_at, self._due()
+            if told and usual_s is not None:
+                found = [self._stall(lasted, usual_s, over=True)]
+            for what in due:
+                self._longest_due[what] = max(lasted, self._longest_due.get(what, 0.0))
+            if not due and not told and not (self._busy_with and self._goes_on):
+                # Events may come in bursts: their reporter knows better how long an iteration took.
+                self._usual.append(float(took_s) if isinstance(took_s, int | float) else lasted)
+        self._iteration, self._last_at, self._next_s = iteration, now, None
+        if self._goes_on:
+            self._busy_with, self._goes_on = None, False
+        return found
+
+    def _stall(self, lasted: float, usual_s: float, over: bool) -> Event:
+        meanwhile = self._busy_with or " and ".join(self._due()) or None
+        return {
+            "event": "stall", "iteration": self._iteration, "seconds": lasted, "usual_s": usual_s,
+            "meanwhile": meanwhile, "over": over,
+        }  # fmt: skip
+
+    def _limit(self, usual_s: float) -> float:
+        limit = max(STALLED_AFTER * usual_s, LEAST_S)
+        if self._busy_with is not None:
+            return max(limit, LEAST_BUSY_S)
+        for what in self._due():
+            longest_s = self._longest_due.get(what)
+            limit = max(limit, LEAST_DUE_S if longest_s is None else STALLED_AFTER * longest_s)
+        return limit
+
+    def _due(self) -> list[str]:
+        """What the job does after this iteration beside training."""
+        every = {EVALUATION: self._job.get("eval_interval"), CHECKPOINT: self._job.get("save_interval")}
+        return [what for what, count in every.items() if count and self._iteration and self._iteration % count == 0]

@@ -1,0 +1,46 @@
+"""Under which keys of the store what `protocol` describes is found. Imports nothing.
+
+Messages go to one queue, `INBOX`. Notices are numbered keys that every worker reads in order. Plans have a key per
+epoch.
+"""
+
+from typing import Final
+
+INBOX: Final = "inbox"
+"""Queue of messages to the coordinator: `protocol.messages.MESSAGES`."""
+
+END: Final = "end"
+"""Key that ends the job for the agents: `protocol.published.END`."""
+
+LIFELINE_ADDRESS: Final = "lifeline_address"
+"""Key with host:port where agents of other nodes connect their lifelines."""
+
+RECORDS_ADDRESS: Final = "records_address"
+"""Key with host:port where agents of other nodes send the records of their workers."""
+
+KNOCK_AT: Final = "door/"
+"""What the keys begin with that hold host:port where each worker takes connections; see `reach`."""
+
+RUN: Final = "run"
+"""Key of a token that this run alone has, by which others know that they talk to it."""
+
+IDENTITY: Final = "identity"
+"""Key of a digest of what the job's first worker was started with; what it stands for is under `identity/DIGEST`."""
+
+ANSWERS: Final = "answer/"
+"""What the keys begin with under which commands find what they are answered: `protocol.answers.ANSWERS`."""
+
+
+def plan_key(epoch: int) -> str:
+    """Key of what was decided for an epoch: `protocol.published.DECISIONS`."""
+    return f"plan/{epoch}"
+
+
+def go_key(epoch: int) -> str:
+    """Key that is set once every member of the epoch is ready and the digests of the state agree: `published.GO`."""
+    return f"go/{epoch}"
+
+
+def notice_key(number: int) -> str:
+    """Key of the notice with this number: `protocol.notices.NOTICES`."""
+    return f"notice/{number}"

@@ -1,0 +1,1 @@
+"""What runs on every node: the agent, the workers' first code, and what watches, slows and ends them."""

@@ -1,0 +1,123 @@
+"""Names and values of the environment variables that a worker is started with. Imports its own room and `plan`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.plan.places import place_of
+
+WORKER: Final = "RESIHP_WORKER"
+"""This worker's id: its global rank at the start, or another number if it was not there then; see `plan.places`."""
+PLACES: Final = "RESIHP_PLACES"
+"""How many places for workers the job has, with those on nodes that may join it."""
+NODE: Final = "RESIHP_NODE"
+STORE: Final = "RESIHP_STORE"
+"""host:port of the store."""
+RUN_DIR: Final = "RESIHP_RUN_DIR"
+LIFELINE_FD: Final = "RESIHP_LIFELINE_FD"
+RECORDS_FD: Final = "RESIHP_RECORDS_FD"
+"""Where this worker sends its measurements; see `shipping`."""
+ABSENCES_FD: Final = "RESIHP_ABSENCES_FD"
+"""Where this worker reads when it was stopped; see `absences`."""
+HEARTBEAT_S: Final = "RESIHP_HEARTBEAT_S"
+"""Seconds between two beats of the lifeline."""
+AGENT_PID: Final = "RESIHP_AGENT_PID"
+MAX_RESTARTS: Final = "RESIHP_MAX_RESTARTS"
+"""How often each worker that died is started anew."""
+STAND_IN: Final = "RESIHP_CPU"
+"""1: use the CPU stand-in for CUDA."""
+NCCL: Final[Mapping[str, str]] = {
+    # torch 2.15's newer backend connects all groups when they are made, by splitting the world, in which then all of
+    # its members must take part; some of ours are made by their own members only.
+    "TORCH_DIST_USE_NCCL2": "0",
+    # torch ends the process where it finds NCCL in error, as it is when a peer has died. We ask it instead
+    # (`integration.nccl_watch`). Nor may it abort a communicator by itself: only then is every abort known to be one,
+    # and what an aborted collective leaves never taken for a gradient.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # It would also hold the group's lock for four times the second, and end the process a while after that.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # Who waits for a communicator that is not blocking holds its lock, which an abort needs (`executor.nccl_meetings`).
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
+}
+"""What recovery needs of torch's NCCL, whatever the user's environment says."""
+USERS_NCCL: Final = "RESIHP_USERS_NCCL"
+"""What it says, as JSON, for a job without --resihp."""
+HARMFUL: Final[Mapping[str, tuple[str, str]]] = {
+    "NCCL_CUMEM_ENABLE": ("0", "survivors may fault on the memory of a dead peer, and die with it"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "torch may end survivors when a peer dies"),
+    "TORCH_NCCL_DESYNC_DEBUG": ("1", "torch may end survivors when a peer dies"),
+}
+"""Settings that recovery suffers from, and how. They are the user's to mend: each may have a reason on its cluster."""
+
+
+def warnings_of(inherited: Mapping[str, str] = os.environ) -> list[str]:
+    """One line for each setting that recovery suffers from."""
+    found = [(name, value, harm) for name, (value, harm) in HARMFUL.items() if inherited.get(name) == value]
+    return [f"{name}={value}: {harm}; unset it" for name, value, harm in found]
+
+
+def give_back_nccl(environment: MutableMapping[str, str] = os.environ) -> None:
+    """In a worker that does without the plugin: let torch's NCCL be as the user's environment has it."""
+    for name in NCCL:
+        environment.pop(name, None)
+    environment.update(json.loads(environment.pop(USERS_NCCL, "{}")))
+
+
+@dataclass(frozen=True)
+class JobEnvironment:
+    """What the environments of all workers of one node have in common."""
+
+    node: int
+    size: JobSize
+    store: Address
+    run_dir: Path
+    heartbeat_s: float
+    stand_in: bool
+    max_restarts: int = 0
+
+    def of(self, worker: int, lifeline: int, records: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The whole environment of one worker, whose ends of the lifeline and of the stream of records are these file
+        descriptors.
+
+        RANK and WORLD_SIZE are of the world at the start, for who was not in it, too: with them Megatron starts.
+        """
+        size = self.size
+        place = place_of(worker, size.places)
+        return {
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **inherited,
+            "PYTHONUNBUFFERED": "1",
+            # Connections between pairs that never talk would only be more to lose.
+            "TORCH_GLOO_LAZY_INIT": "1",
+            **NCCL,
+            USERS_NCCL: json.dumps({name: inherited[name] for name in NCCL if name in inherited}),
+            "RANK": str(place % size.workers),
+            "LOCAL_RANK": str(place % size.workers_per_node),
+            "WORLD_SIZE": str(size.workers),
+            "LOCAL_WORLD_SIZE": str(size.workers_per_node),
+            "GROUP_RANK": str(self.node),
+            "MASTER_ADDR": self.store.host,
+            "MASTER_PORT": str(self.store.port),
+            # torch's own rendezvous meets in the store that is served there, as under torchrun.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            WORKER: str(worker),
+            PLACES: str(size.places),
+            NODE: str(self.node),
+            STORE: str(self.store),
+            RUN_DIR: str(self.run_dir.resolve()),
+            LIFELINE_FD: str(lifeline),
+            RECORDS_FD: str(records),
+            HEARTBEAT_S: str(self.heartbeat_s),
+            AGENT_PID: str(os.getpid()),
+            MAX_RESTARTS: str(self.max_restarts),
+            **({STAND_IN: "1"} if self.stand_in else {}),
+        }

@@ -1,0 +1,162 @@
+"""An agent's link to the coordinator. Its loop never waits on the network: threads do, each on its own connection.
+
+May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from megatron_resihp.control import exit_codes, keys
+from megatron_resihp.control.node.mailbox import Ending, GivenUp, coordinator_lost
+from megatron_resihp.control.slowness import Slowness
+from megatron_resihp.control.transport.liveness import Lifeline
+from megatron_resihp.control.transport.store import Store, StoreError
+from megatron_resihp.protocol.messages import MESSAGES, Message
+from megatron_resihp.protocol.notices import NOTICES, JobEnds, NodeReleased, Notice, SlownessChanged, WorkersGivenUp
+from megatron_resihp.protocol.published import END
+from megatron_resihp.protocol.wire import Kinds, MalformedError
+
+SLICE_S: Final = 1.0
+"""Waiting for the end looks up this often whether it is still wanted."""
+
+END_READ_S: Final = 10.0
+LEAVING_S: Final = 30.0
+"""How long the workers of a node that leaves have to exit by themselves, once nothing needs them."""
+
+
+class Link:
+    """Posts to the coordinator and hears when the job is over.
+
+    Args:
+        connect: opens a connection to the store, waiting for it; StoreError if it does not come.
+        introduce: run first on the connection that then waits for the end; StoreError refuses the link. The lifeline
+            that it returns is held as long as the link.
+        on_end: told, in a thread of the link, how the workers are to end.
+        on_slowness: told, in another, what drills have slowed, where agents have to do it.
+        on_given_up: told, in that one too, which workers the coordinator has given up.
+        name: that no other agent of this run has, nor has had: the id of its first worker.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        introduce: Callable[[Store], Lifeline | None],
+        on_end: Callable[[Ending], None],
+        on_slowness: Callable[[Slowness], None],
+        on_given_up: Callable[[GivenUp], None] = lambda given_up: None,
+        name: int = 0,
+    ) -> None:
+        self.name = name
+        self._connect = connect
+        self._introduce = introduce
+        self._on_end = on_end
+        self._on_slowness = on_slowness
+        self._on_given_up = on_given_up
+        self._letterhead, self._posted = secrets.token_hex(4), 0
+        self._letters: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._lifeline: Lifeline | None = None
+        self._closed = False
+        self._belongs = False
+        self._introduced = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._hear, name="resihp-end", daemon=True),
+            threading.Thread(target=self._post, name="resihp-post", daemon=True),
+            threading.Thread(target=self._listen, name="resihp-agent-notices", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def post(self, message: Message) -> None:
+        """Send a message to the coordinator, soon and in order."""
+        self._posted += 1
+        self._letters.put(MESSAGES.write(message, f"agent {self.name}", f"{self._letterhead}.{self._posted}"))
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is waiting and let go of the store."""
+        self._closed = True
+        self._introduced.set()
+        self._letters.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._lifeline is not None:
+            self._lifeline.close()
+
+    def _post(self) -> None:
+        try:
+            store = self._connect()
+            # An agent that is refused says nothing: its workers' ids may be those of others.
+            self._introduced.wait()
+            while self._belongs and (letter := self._letters.get()) is not None:
+                store.push(keys.INBOX, letter)
+        except (StoreError, TimeoutError) as error:
+            self._lost(error)
+
+    def _hear(self) -> None:
+        try:
+            store = self._connect()
+            self._lifeline = self._introduce(store)
+        except (StoreError, TimeoutError) as error:
+            self._on_end(Ending(exit_codes.REFUSED, str(error)))
+            return
+        self._belongs = True
+        self._introduced.set()
+        try:
+            while not self._closed:
+                if store.wait(keys.END, SLICE_S):
+                    end = _read(END, store.get(keys.END, END_READ_S))
+                    if end is None:
+                        # The coordinator puts its own in that place when the job is over.
+                        time.sleep(SLICE_S)
+                        continue
+                    members = None if end.members is None else frozenset(end.members)
+                    self._on_end(Ending(end.code, end.reason, end.grace_s, True, members, end.terminate_s))
+                    return
+        except (StoreError, TimeoutError) as error:
+            self._lost(error)
+
+    def _listen(self) -> None:
+        number = 0
+        try:
+            store = self._connect()
+            while not self._closed:
+                if store.wait(keys.notice_key(number), SLICE_S):
+                    notice = _read(NOTICES, store.get(keys.notice_key(number), END_READ_S))
+                    number += 1
+                    if notice is not None:
+                        self._act_on(notice)
+                    if isinstance(notice, JobEnds):
+                        return
+        except (StoreError, TimeoutError) as error:
+            self._lost(error)
+
+    def _act_on(self, notice: Notice) -> None:
+        match notice:
+            case SlownessChanged(by_agents=True):
+                self._on_slowness(Slowness.of(notice))
+            case WorkersGivenUp(workers, _, for_good):
+                self._on_given_up(GivenUp(frozenset(workers), for_good))
+            case NodeReleased(agent, workers) if agent == self.name:
+                reason = "this node has left the job, which goes on"
+                self._on_end(Ending(exit_codes.FINISHED, reason, LEAVING_S, members=frozenset(workers)))
+
+    def _lost(self, error: Exception) -> None:
+        if not self._closed:
+            self._on_end(coordinator_lost(error))
+            if self._lifeline is not None:
+                # Should it be there after all, it gives this node's workers up, which then hear it and end.
+                self._lifeline.close()
+
+
+def _read[T](kinds: Kinds[T], text: str) -> T | None:
+    """None: it is malformed. Workers say so where they hear of it, too."""
+    try:
+        return kinds.read(text).body
+    except MalformedError:
+        return None

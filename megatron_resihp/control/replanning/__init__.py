@@ -1,0 +1,4 @@
+"""Who plans, with what, and when: after a death, ahead of one, and by choice.
+
+The decisions are pure; a process of its own plans.
+"""

@@ -1,0 +1,232 @@
+"""A change of plan by choice: what is taken of a plan that was asked for, and why it may be refused.
+
+The plan says who works where. Who is alive and has no work is a standby and keeps what it holds, whatever the plan says
+of standbys: it can't keep what it doesn't hold, and nobody drops state without need.
+May import `plan`, what `cost` knows of models, `executor`'s check of ops, and this room's modules.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_resihp.config import MEMORY_RESERVE
+from megatron_resihp.control.replanning.inventory import lacking
+from megatron_resihp.cost.layers import ModelError, model_from_arguments
+from megatron_resihp.cost.parts import ShardError
+from megatron_resihp.cost.training import TrainingError, training_from_arguments
+from megatron_resihp.executor.route_check import check_plan
+from megatron_resihp.executor.routes import RouteError
+from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, differences, shortened, spelled_out
+from megatron_resihp.plan.spelling import coordinate_at, trimmed
+
+
+class ChangeRefused(Exception):
+    """A change that can't be; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that workers have been told of.
+
+    Attributes:
+        number: of changes, from 1.
+        plan: what to change to.
+        why: in words.
+        first_mustered_at: when the first worker stopped for it; None: nobody has yet.
+        leaving: workers that it is made for to be rid of.
+    """
+
+    number: int
+    plan: ParallelPlan
+    why: str
+    first_mustered_at: float | None = None
+    leaving: frozenset[int] = frozenset()
+
+
+def plan_of(data: Any) -> ParallelPlan:
+    """The plan in what was asked for.
+
+    Raises:
+        ChangeRefused: there is none.
+    """
+    try:
+        return ParallelPlan.from_dict(data)
+    except PlanError as error:
+        raise ChangeRefused(str(error)) from None
+
+
+def plan_to_change_to(
+    asked: ParallelPlan, current: ParallelPlan, own: tuple[Chunk, ...], degree: int, living: set[int]
+) -> ParallelPlan:
+    """What is to be run of a plan that was asked for.
+
+    Args:
+        asked: says who works where.
+        current: the plan in force.
+        own: the job's own split into layers.
+        degree: the job's own tensor-parallel degree.
+        living: members of the current epoch.
+
+    Raises:
+        ChangeRefused: the plan can't be run, or is in force already.
+    """
+    before = spelled_out(current, own)
+    held = {worker: before.shards_of(worker) for worker in living}
+    working = _checked(asked, current, own, held)
+    after = with_standbys(working, held, own, degree)
+    if spelled_out(after, own) == before:
+        raise ChangeRefused("this plan is in force already")
+    return after
+
+
+def _checked(
+    asked: ParallelPlan, current: ParallelPlan, own: tuple[Chunk, ...], held: Mapping[int, tuple[Shard, ...]]
+) -> ParallelPlan:
+    """The plan's working part with its layers, if it can be run."""
+    dead = sorted(set(asked.working) - held.keys())
+    if dead:
+        names = ", ".join(map(str, dead))
+        raise ChangeRefused(f"worker{'s' if len(dead) > 1 else ''} {names} can't work: not alive in this job")
+    if asked.micro_batch_count != current.micro_batch_count:
+        counts = f"{asked.micro_batch_count} micro-batches, the job has {current.micro_batch_count}"
+        raise ChangeRefused(f"the plan has {counts} in a global batch")
+    if asked.uneven_shards:
+        raise ChangeRefused("the plan has members of a stage hold unlike shards, which can't be run")
+    try:
+        working = trimmed(spelled_out(replace(asked, standbys={}), own))
+    except PlanError as error:
+        raise ChangeRefused(f"the plan doesn't fit the job: {error}") from None
+    layers = own[-1].end
+    if working.replicas[0].chunks[-1].end != layers:
+        raise ChangeRefused(f"the plan has {working.replicas[0].chunks[-1].end} layers, the job {layers}")
+    lost = lacking(held, layers)
+    if lost:
+        raise ChangeRefused(f"the state of layer {lost[0].first} is held by nobody")
+    return working
+
+
+def check_ops(plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
+    """Called before a plan is published: what its workers send and receive must match, so that nobody waits forever.
+
+    Where members of a stage share the tokens between layers, Megatron wants as many for each of them. Its own schedules
+    run rectangular plans; there is nothing to check.
+
+    Args:
+        own: the job's own split into layers.
+        job: what workers have told of it.
+
+    Raises:
+        PlanError: it doesn't.
+    """
+    if plan.not_rectangular is None:
+        return
+    tokens = job["seq_length"]
+    for degree in _degrees(plan) if job["sequence_parallel"] else ():
+        if tokens % degree:
+            raise PlanError(f"{degree} TP members can't share the {tokens} tokens of a sequence evenly")
+    try:
+        check_plan(spelled_out(plan, own), job["sequence_parallel"], tokens)
+    except RouteError as error:
+        raise PlanError(f"the plan's ops don't fit together: {error}") from None
+
+
+def _degrees(plan: ParallelPlan) -> list[int]:
+    return sorted({degree for replica in plan.replicas for degree in replica.shape} - {0})
+
+
+def check_degrees(plan: ParallelPlan, job: Mapping[str, Any]) -> None:
+    """Called before a plan is taken that somebody asks for; planners look for themselves.
+
+    Megatron asserts the same where each worker builds its part of the model. By then the plan in force is over.
+
+    Args:
+        job: what workers have told of it.
+
+    Raises:
+        PlanError: members of a stage can't hold equal shards of the model.
+    """
+    if "arguments" not in job:
+        return
+    try:
+        model = model_from_arguments(job["arguments"])
+    except ModelError:
+        return  # Megatron can build more than is known of here
+    try:
+        for degree in _degrees(plan):
+            model.require_even(degree)
+    except ShardError as error:
+        raise PlanError(f"{error}; ask for stages of another number of members") from None
+
+
+def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
+    """Called before a change by choice: who runs out of memory ends the job. Where nobody has told how much there is,
+    on CPUs, nothing is checked.
+
+    Args:
+        after, before: the plan that is asked for, and the one in force.
+        own: the job's own split into layers.
+        job: what workers have told of it.
+
+    Raises:
+        PlanError: the plan, or old and new state together, exceed what may be used of a device's memory.
+    """
+    if "arguments" not in job or not job.get("device_memory"):
+        return
+    try:
+        model, training = model_from_arguments(job["arguments"]), training_from_arguments(job["arguments"])
+    except (ModelError, TrainingError):
+        return
+    # These take a while to import.
+    from megatron_resihp.cost import memory, room
+
+    capacity = room.usable(job["device_memory"], job.get("memory_reserve", MEMORY_RESERVE))
+    after = spelled_out(after, own)
+    memory.check_plan(after, model, training, capacity)
+    room.check_change(spelled_out(before, own), after, model, training, capacity)
+
+
+def with_standbys(
+    working: ParallelPlan, held: Mapping[int, tuple[Shard, ...]], own: tuple[Chunk, ...], degree: int
+) -> ParallelPlan:
+    """The plan with all others who are alive as standbys, in short where it says no more than the job's own arguments.
+
+    Such a plan is run by Megatron's own groups, in which a standby keeps a shard of the job's own layout or nothing.
+
+    Args:
+        working: says its layers, and nothing of standbys.
+        held: what each living worker holds.
+        own, degree: the job's own split, and its tensor-parallel degree.
+    """
+    idle = sorted(held.keys() - set(working.working))
+    short = shortened(working, own)
+    if short.not_rectangular is None and short.tensor_parallel == degree:
+        fitting: dict[int, Kept] = {worker: coordinate_at(own, held[worker], degree) for worker in idle}
+        return replace(short, standbys=fitting)
+    return replace(working, standbys={worker: held[worker] or None for worker in idle})
+
+
+def without_parts_kept(plan: ParallelPlan) -> ParallelPlan:
+    """A plan that is run after one in which a distributed optimizer was shared out.
+
+    In general mode who has no work goes on with the objects that it has; these have a part of the state only.
+    """
+    if plan.not_rectangular is None:
+        return plan
+    return replace(plan, standbys=dict.fromkeys(plan.standbys))
+
+
+def changes(before: ParallelPlan, after: ParallelPlan, own: tuple[Chunk, ...]) -> tuple[str, ...]:
+    """What a change changes, line by line."""
+    return differences(spelled_out(before, own), spelled_out(after, own))
+
+
+def arrival(workers: Sequence[int], places: int) -> str:
+    """Why there is a plan with these: "worker 7 came back", or "workers 4, 5 joined" where nobody was before."""
+    back = [worker for worker in workers if worker >= places]
+    joined = [worker for worker in workers if worker < places]
+    told = [f"{_names(who)} {what}" for who, what in ((back, "came back"), (joined, "joined")) if who]
+    return ", ".join(told)
+
+
+def _names(workers: Sequence[int]) -> str:
+    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

@@ -1,0 +1,184 @@
+"""Who plans for survivors: complete rectangles, or a strategy whose plan is taken if it can be run; what is left of
+the plan that was run where there is neither.
+
+May import `plan`, `planner` and this room's modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from megatron_resihp.config import PLAN_WAIT_S, RECTANGULAR
+from megatron_resihp.control.replanning.change import check_ops, with_standbys
+from megatron_resihp.control.replanning.fallback import plan_for_few
+from megatron_resihp.control.replanning.inventory import Held, lacking, plan_for_survivors
+from megatron_resihp.control.replanning.planner_process import UNANSWERED
+from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
+from megatron_resihp.plan.places import names_of_places, place_of, renamed
+from megatron_resihp.plan.spelling import trimmed
+from megatron_resihp.planner import JobShape, NoPlanError
+
+Event = dict[str, Any]
+
+WITHOUT_RECTANGLES_S: Final = 30.0
+"""How long a recovery waits for a strategy's plan where there is no other."""
+FALLBACK: Final = "fallback"
+"""In the event log: a plan that is smaller than a replica of the job's own layout."""
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """What a plan is made for.
+
+    Attributes:
+        shape, own: sizes of the job, and its own split into layers.
+        held: what each of them holds.
+        previous: the plan that was published last, whether or not it was ever run.
+        running: the plan that was run last.
+        job: all that workers have told of the job.
+        places: how many workers the job may have; see `plan.places`.
+        failed: the errors of plans whose first step failed, by `ParallelPlan.work_digest`.
+    """
+
+    shape: JobShape
+    own: tuple[Chunk, ...]
+    held: Held
+    previous: ParallelPlan
+    running: ParallelPlan | None
+    job: Mapping[str, Any]
+    places: int
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+NextPlan = Callable[[Survivors], tuple[ParallelPlan, list[Event]]]
+"""Makes the next plan, and says what to write to the log. Raises NoPlanError."""
+
+
+def rectangles(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
+    """As many complete replicas of the job's own shape as there are; needs no more than sizes."""
+    names = names_of_places(survivors.held, survivors.places)
+    held = {place: survivors.held[worker] for place, worker in names.items()}
+    # Who has died and has come back with another id has its old place here, too.
+    previous = renamed(survivors.previous, lambda worker: place_of(worker, survivors.places))
+    plan = plan_for_survivors(survivors.shape, survivors.own, held, previous)
+    return renamed(plan, names.__getitem__), []
+
+
+def rectangles_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
+    """`rectangles`, or of survivors who are too few for one, but have lost nothing, a smaller plan."""
+    try:
+        return rectangles(survivors)
+    except NoPlanError as error:
+        if error.missing:
+            raise
+        too_few = str(error)
+    per_node = survivors.shape.workers_per_node
+    try:
+        plan = plan_for_few(survivors.own, survivors.held, survivors.running, survivors.job, survivors.places, per_node)
+    except NoPlanError as error:
+        raise NoPlanError(f"{too_few}; {error}") from None
+    return plan, [{"event": "planned", "strategy": FALLBACK, "instead_of": RECTANGULAR, "reason": too_few}]
+
+
+def first_again(first: ParallelPlan, survivors: Survivors) -> ParallelPlan | None:
+    """The job's first plan, of the workers that have its places now; None where a place is empty, there are workers in
+    others, for whom it has no work, or somebody would have to give up what it holds."""
+    names = names_of_places(survivors.held, survivors.places)
+    if names.keys() != set(first.members):
+        return None
+    plan = renamed(first, names.__getitem__)
+    full = spelled_out(plan, survivors.own)
+    return plan if all(shards in ((), full.shards_of(worker)) for worker, shards in survivors.held.items()) else None
+
+
+class StrategicPlan:
+    """The plan of the strategy that the job was started with, or rectangles where it has none that can be run.
+
+    Args:
+        ask: a strategy by name, survivors, the plan that they come from and how many seconds to wait → what
+            `planning.answer` gives, `made_ahead`: whether that was there before it was asked for, and `waited_s`.
+    """
+
+    def __init__(self, ask: Callable[[str, Survivors, ParallelPlan, float], Mapping[str, Any]]) -> None:
+        self._ask = ask
+
+    def __call__(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
+        strategy = survivors.job.get("strategy", RECTANGULAR)
+        if strategy == RECTANGULAR:
+            return rectangles_or_less(survivors)
+        try:
+            plan, answer = self._strategic(strategy, survivors)
+        except (_Unusable, PlanError) as error:
+            plan, told = rectangles_or_less(survivors)
+            refused = {"event": "planned", "strategy": RECTANGULAR, "instead_of": strategy, "reason": str(error)}
+            overtaken = {"overtaken": True} if isinstance(error, _TooLate) else {}
+            return plan, [{**refused, **overtaken}, *told]
+        wanted = ("planning_s", "waited_s", "made_ahead", "iteration_s", "bound_s", "moving_s")
+        numbers = {name: answer[name] for name in wanted}
+        return plan, [{"event": "planned", "strategy": strategy, **numbers}]
+
+    def _strategic(self, strategy: str, survivors: Survivors) -> tuple[ParallelPlan, Mapping[str, Any]]:
+        own, held, running = survivors.own, survivors.held, survivors.running
+        if running is None or not _holds(running, survivors):
+            raise _Unusable("survivors don't hold what the last plan gave them")
+        lost = lacking(held, own[-1].end)
+        if lost:
+            raise _Unusable(f"the state of layer {lost[0].first} is held by nobody")
+        answer = self._ask(strategy, survivors, running, _patience_s(survivors))
+        if "no_plan" in answer:
+            raise (_TooLate if UNANSWERED in answer else _Unusable)(answer["no_plan"])
+        plan = planned(answer["plan"], held, own, survivors.shape.tensor_parallel)
+        check_ops(plan, own, survivors.job)
+        if plan.work_digest in survivors.failed:
+            raise _Unusable(f"its plan has failed in the first step: {survivors.failed[plan.work_digest]}")
+        return plan, answer
+
+
+def was_chosen(told: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a plan is one of a strategy, of which all that was told is this; others need no more than sizes."""
+    return any(event["event"] == "planned" and "instead_of" not in event for event in told)
+
+
+class _Unusable(Exception):
+    """There is no plan of the strategy that can be run; the message says why."""
+
+
+class _TooLate(_Unusable):
+    """There may be one, but nobody has answered in time."""
+
+
+def _patience_s(survivors: Survivors) -> float:
+    """How long training stands still for a strategy's plan: not for long where it can go on without."""
+    wait_s = float(survivors.job.get("plan_wait", PLAN_WAIT_S))
+    try:
+        rectangles(survivors)
+    except NoPlanError:
+        return max(wait_s, WITHOUT_RECTANGLES_S)
+    return wait_s
+
+
+def _holds(running: ParallelPlan, survivors: Survivors) -> bool:
+    plan = spelled_out(running, survivors.own)
+    return all(shards == plan.shards_of(worker) for worker, shards in survivors.held.items())
+
+
+def planned(data: Mapping[str, Any], held: Held, own: tuple[Chunk, ...], degree: int) -> ParallelPlan:
+    """A strategy's plan as it is run: who has no work keeps what it holds, unless the plan has no room for that.
+
+    Args:
+        data: the plan's JSON.
+        held: what each living worker holds.
+        own, degree: the job's own split into layers, and its tensor-parallel degree.
+
+    Raises:
+        PlanError: it breaks a rule.
+    """
+    plan = ParallelPlan.from_dict(data)
+    kept = {
+        worker: () if worker in plan.standbys and plan.standbys[worker] is None else shards
+        for worker, shards in held.items()
+    }
+    working = trimmed(spelled_out(ParallelPlan(plan.replicas, {}, plan.migrations, plan.uneven_shards), own))
+    return with_standbys(working, kept, own, degree)

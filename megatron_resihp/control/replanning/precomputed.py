@@ -1,0 +1,121 @@
+"""Which losses are likely, and what the planner has answered about them before they happen.
+
+Pure: whoever asks the planner hands in the question and the answer. May import the standard library, `config`, `plan`
+and this room's other pure modules.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from itertools import islice
+from typing import Any, Final
+
+from megatron_resihp.config import RECTANGULAR
+from megatron_resihp.control.replanning.inventory import lacking
+from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
+from megatron_resihp.plan.places import node_of
+
+MOST_SEARCHES: Final = 2048
+"""For one plan and one state of health."""
+
+Loss = frozenset[int]
+"""Workers that die together."""
+
+
+def likely_losses(plan: ParallelPlan, own: tuple[Chunk, ...], places: int, workers_per_node: int) -> Iterator[Loss]:
+    """Each working worker alone, then each node with all its workers; those only that leave all of the state.
+
+    Args:
+        plan: in force.
+        own: the job's own split into layers.
+        places, workers_per_node: of the job.
+    """
+    full = spelled_out(plan, own)
+    nodes: dict[int, set[int]] = {}
+    for worker in full.members:
+        nodes.setdefault(node_of(worker, places, workers_per_node), set()).add(worker)
+    singles = [frozenset({worker}) for worker in full.working]
+    together = [frozenset(nodes[node]) for node in sorted(nodes)]
+    held = {worker: full.shards_of(worker) for worker in full.members}
+    for lost in dict.fromkeys([*singles, *together]):
+        left = {worker: shards for worker, shards in held.items() if worker not in lost}
+        if left and lost.intersection(full.working) and not lacking(left, own[-1].end):
+            yield lost
+
+
+class Foresight:
+    """One per job. One thread tells what happens, asks and keeps answers; any thread may look for one.
+
+    Args:
+        places, workers_per_node: of the job.
+    """
+
+    def __init__(self, places: int, workers_per_node: int) -> None:
+        self._sizes = places, workers_per_node
+        self._own: tuple[Chunk, ...] | None = None
+        """None: there is nothing to plan ahead."""
+        self._plan: ParallelPlan | None = None
+        self._epoch: int | None = None
+        """Whose plan it is; None once that epoch is about to end."""
+        self._trains = False
+        self._learned: float | None = None
+        self._losses: Iterator[Loss] = iter(())
+        self._answers: dict[str, str] = {}
+
+    def note(self, event: Mapping[str, Any], learned: float | None) -> None:
+        """Something happened in the run.
+
+        Args:
+            event: of the run.
+            learned: changes when the costs do that plans are compared by.
+        """
+        match event["event"]:
+            case "job" if event.get("strategy", RECTANGULAR) != RECTANGULAR:
+                self._own = tuple(Chunk(*chunk) for chunk in event["chunks"])
+            case "epoch_started":
+                self._stop()
+                self._epoch, self._plan = event["epoch"], ParallelPlan.from_dict(event["plan"])
+                self._answers = {}
+            case "epoch_broken" | "plan_change":
+                # What was answered is kept: the recovery that may follow asks about this plan.
+                self._stop()
+            case "verdict":
+                self._answers = {}
+                self._begin()
+            case "iteration" if event.get("epoch") == self._epoch and not (self._trains and learned == self._learned):
+                self._trains, self._learned = True, learned
+                self._begin()
+
+    def next_loss(self) -> Loss | None:
+        """The next one to ask about; None: all is said for now."""
+        return next(self._losses, None)
+
+    def keep(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+        """Remember a plan. Having none is no answer: there may be one when it is needed."""
+        if "plan" in answer:
+            self._answers[_key(request)] = json.dumps(answer)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What was answered to just this request; None: it was not asked."""
+        text = self._answers.get(_key(request))
+        return None if text is None else json.loads(text)
+
+    def give_up(self) -> None:
+        """Ask no more in this job."""
+        self._own = None
+        self._stop()
+
+    def _begin(self) -> None:
+        if self._trains and self._own is not None and self._plan is not None:
+            self._losses = islice(likely_losses(self._plan, self._own, *self._sizes), MOST_SEARCHES)
+
+    def _stop(self) -> None:
+        self._epoch, self._trains, self._losses = None, False, iter(())
+
+
+def _key(request: Mapping[str, Any]) -> str:
+    """Of a request of `planning.request_of`. A plan is as good whatever had been learned of costs when it was made."""
+    asked = {name: value for name, value in request.items() if name != "cost_model"}
+    return sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,323 @@
+"""Beside the coordinator on node 0: has plans made, when workers died and when others would be faster.
+
+A thread follows the run's events for the policy and may take its time; when it has nothing else to do, it has plans
+made for losses that are likely. The coordinator asks in its own thread, if nobody has asked ahead, and waits no longer
+than a bound. Each has a planner's process of its own. May import the standard library, `plan`, `planner` and this
+room's modules.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_resihp.config import RECTANGULAR
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.replanning.change import arrival
+from megatron_resihp.control.replanning.health import Speeds
+from megatron_resihp.control.replanning.next_plan import StrategicPlan, Survivors
+from megatron_resihp.control.replanning.planner_process import UNANSWERED, PlannerProcess
+from megatron_resihp.control.replanning.planning import request_of
+from megatron_resihp.control.replanning.policy import ACT, ASK, OBSERVE, Action, AskPlanner, Policy, Recommend, Settings
+from megatron_resihp.control.replanning.precomputed import Foresight
+from megatron_resihp.control.replanning.trial import Outcome
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
+from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
+from megatron_resihp.protocol.messages import PlanRequest
+
+Event = dict[str, Any]
+
+FOLLOWED: Final = (
+    "job", "model", "epoch_started", "recovery", "epoch_broken", "plan_change", "reconfiguration", "change_refused",
+    "verdict", "iteration", "worker_waiting", "worker_dead", "planned", "plan_failed",
+)  # fmt: skip
+"""Events that planning needs."""
+BY_CHOICE_S: Final = 600.0
+FOR_LOOKING_ON: Final = "joint"
+"""Whose plans are compared where the job has no strategy that reacts to slow workers."""
+REHEARSED_SPEED: Final = 0.7
+PROPOSALS: Final = "proposals"
+COST_MODEL: Final = "cost_model.json"
+
+
+class Strategist:
+    """One per job.
+
+    Args:
+        run_dir: where proposals are written and the detector keeps what it learns.
+        size: of the job.
+        write: takes events; from any thread.
+        order: takes requests for the coordinator.
+
+    Attributes:
+        next_plan: who plans when workers have died.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        size: JobSize,
+        write: Callable[[Event], None],
+        order: Callable[[PlanRequest], None],
+    ) -> None:
+        self.next_plan = StrategicPlan(self._plan_for_survivors)
+        self._run_dir = run_dir
+        self._workers = size.workers
+        self._sizes = size.places, size.workers_per_node
+        self._write = write
+        self._order = order
+        self._speeds = Speeds()
+        self._foresight = Foresight(*self._sizes)
+        self._job: Event = {}
+        self._plan: ParallelPlan | None = None
+        self._newcomers: set[int] = set()
+        self._dead: set[int] = set()
+        self._policy: Policy | None = None
+        self._to_plan: AskPlanner | None = None
+        """What the policy wants to know, once it has heard all that there is."""
+        self._to_take_in = False
+        """Whether those that wait may have work in a plan that is made now."""
+        self._proposals = 0
+        self._in_recoveries, self._by_choice = PlannerProcess(), PlannerProcess(low_priority=True)
+        self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="resihp-policy", daemon=True)
+        self._thread.start()
+
+    def note(self, event: Event) -> None:
+        """Tell of an event of the run; from any thread, at once."""
+        if event["event"] == "verdict":
+            self._speeds.note(event)
+        if event["event"] in FOLLOWED:
+            self._news.put(event)
+
+    def close(self, timeout_s: float) -> None:
+        """End thread and processes."""
+        self._news.put(None)
+        self._in_recoveries.close()
+        self._by_choice.close()
+        self._thread.join(timeout_s)
+
+    def _plan_for_survivors(
+        self, strategy: str, survivors: Survivors, running: ParallelPlan, timeout_s: float
+    ) -> Mapping[str, Any]:
+        alive = survivors.held.keys()
+        request = self._request(strategy, survivors.job, running, self._speeds.of(alive), self._speeds.links(alive))
+        known = self._foresight.answer(request)
+        began = time.monotonic()
+        answer = self._in_recoveries.ask(request, timeout_s) if known is None else known
+        waited_s = time.monotonic() - began
+        return {**self._named(answer, alive), "made_ahead": known is not None, "waited_s": waited_s}
+
+    def _plan_by_choice(
+        self, strategy: str, plan: ParallelPlan, speeds: Mapping[int, float], links: Mapping[tuple[int, int], float]
+    ) -> dict[str, Any]:
+        request = self._request(strategy, self._job, plan, speeds, links)
+        return self._named(self._by_choice.ask(request, BY_CHOICE_S), speeds)
+
+    def _request(
+        self, strategy: str, job: Mapping[str, Any], plan: ParallelPlan, speeds: Mapping[int, float],
+        links: Mapping[tuple[int, int], float],
+    ) -> dict[str, Any]:  # fmt: skip
+        """What to ask a planner. Those know places: that a worker was started anew is nothing to them.
+
+        Args:
+            speeds: of all live workers.
+        """
+        places = self._sizes[0]
+        return request_of(
+            strategy, job, *self._sizes, renamed(plan, lambda worker: place_of(worker, places)),
+            {place_of(worker, places): speed for worker, speed in speeds.items()},
+            links_of_places(links, places),
+            self._run_dir / COST_MODEL,
+        )  # fmt: skip
+
+    def _named(self, answer: dict[str, Any], alive: Iterable[int]) -> dict[str, Any]:
+        """The same answer about these workers instead of their places."""
+        if "plan" not in answer:
+            return answer
+        names = names_of_places(alive, self._sizes[0])
+        plan = renamed(ParallelPlan.from_dict(answer["plan"]), lambda place: names.get(place, place))
+        return {**answer, "plan": plan.to_dict()}
+
+    def _run(self) -> None:
+        try:
+            while (event := self._next_news()) is not None:
+                self._follow(event)
+                while self._news.empty() and self._have_planned_what_is_wanted():
+                    pass
+        except Exception as error:
+            # Whatever it is, training goes on without changes by choice.
+            traceback.print_exc()
+            self._write({"event": "policy_failed", "error": f"{type(error).__name__}: {error}"})
+
+    def _have_planned_what_is_wanted(self) -> bool:
+        """False: nothing is."""
+        if self._to_take_in:
+            self._take_in()
+        elif self._to_plan is not None:
+            self._have_planned(self._to_plan)
+        else:
+            return False
+        return True
+
+    def _next_news(self) -> Event | None:
+        """Waits for it; meanwhile losses are planned for, one by one, so that news waits for one search at most."""
+        while self._news.empty() and self._plan_ahead():
+            pass
+        return self._news.get()
+
+    def _plan_ahead(self) -> bool:
+        """Have a plan made for the next loss; False: there is none to ask about."""
+        lost = self._foresight.next_loss()
+        if lost is None or self._plan is None:
+            return False
+        alive = [worker for worker in self._plan.members if worker not in lost]
+        speeds, links = self._speeds.of(alive), self._speeds.links(alive)
+        # The same question as in a recovery; its answer is about places, too.
+        request = self._request(self._job["strategy"], self._job, self._plan, speeds, links)
+        answer = self._by_choice.ask(request, BY_CHOICE_S)
+        if UNANSWERED in answer:
+            self._foresight.give_up()
+        else:
+            self._foresight.keep(request, answer)
+        return True
+
+    def _follow(self, event: Event) -> None:
+        self._foresight.note(event, _written_at(self._run_dir / COST_MODEL))
+        match event["event"]:
+            case "job":
+                self._job = dict(event)
+                defaults = Settings()
+                between = event.get("seconds_between_changes", defaults.seconds_between_changes)
+                begins = event.get("begins_with_a_plan", defaults.begins_with_a_plan)
+                self._policy = Policy(Settings(event.get("act", defaults.act), between, begins))
+                if self._job.get("strategy", RECTANGULAR) != RECTANGULAR:
+                    self._in_recoveries.start()
+            case "model":
+                self._job["arguments"] = event["arguments"]
+                self._rehearse()
+            case "epoch_started":
+                self._plan = ParallelPlan.from_dict(event["plan"])
+                self._newcomers.difference_update(self._plan.members)
+                self._to_take_in = True
+            case "worker_waiting":
+                self._newcomers.add(event["waiting"])
+                self._to_take_in = True
+            case "worker_dead":
+                self._newcomers.discard(event["dead"])
+                self._dead.add(event["dead"])
+                self._to_take_in = True
+            case "verdict":
+                self._to_take_in = True
+        if self._policy is not None:
+            self._do(self._policy.note(event, time.monotonic()))
+
+    def _rehearse(self) -> None:
+        """The first plan takes longer: machine code is loaded or, once per installation, made for most of a minute. No
+        recovery shall wait for that, and no change that pays; plans that are made ahead may. So this job's own plans,
+        for somebody slow and for a death, are practised while the workers build the model."""
+        job, strategy = self._job, self._job.get("strategy", RECTANGULAR)
+        if strategy == RECTANGULAR:
+            return
+        shape = JobShape(job["tensor_parallel"], job["pipeline_parallel"], job["micro_batches"], self._sizes[1])
+        try:
+            plan = initial_plan(shape, self._workers, job["pipeline_last"])
+        except NoPlanError:
+            return  # the coordinator ends the job for that
+        well = dict.fromkeys(plan.members, 1.0)
+        slow, alive = {**well, plan.members[0]: REHEARSED_SPEED}, dict(list(well.items())[:-1])
+        requests = [request_of(strategy, job, *self._sizes, plan, speeds, {}, None) for speeds in (slow, alive)]
+        self._in_recoveries.rehearse(*requests)
+        if job.get("act", OBSERVE) != OBSERVE:
+            self._by_choice.rehearse(*requests)
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Outcome):
+                self._tell({"event": "change_measured", **asdict(action)})
+            elif isinstance(action, Recommend):
+                self._recommend(action)
+            else:
+                self._to_plan = action
+
+    def _have_planned(self, asked: AskPlanner) -> None:
+        self._to_plan = None
+        strategy = self._job.get("strategy", RECTANGULAR)
+        strategy = FOR_LOOKING_ON if strategy == RECTANGULAR else strategy
+        answer = self._plan_by_choice(strategy, asked.plan, asked.speeds, asked.links)
+        if "no_plan" in answer:
+            self._tell({"event": "no_plan", "reason": answer["no_plan"]})
+        # Verdicts come in groups: one that has come meanwhile makes this answer worthless.
+        if self._hear_all():
+            assert self._policy is not None
+            self._do(self._policy.answered(asked.number, answer, time.monotonic()))
+
+    def _hear_all(self) -> bool:
+        """Follow all news that there is; False: it ends here."""
+        while not self._news.empty():
+            event = self._news.get()
+            if event is None:
+                self._news.put(None)
+                return False
+            self._follow(event)
+        return True
+
+    def _take_in(self) -> None:
+        """Ask for a plan that gives work to those that came; rectangles the coordinator makes of them itself."""
+        self._to_take_in = False
+        strategy = self._job.get("strategy", RECTANGULAR)
+        if not self._newcomers or self._plan is None or strategy == RECTANGULAR:
+            return
+        if self._dead.intersection(self._plan.members):
+            return  # the others recover, and what they will do next is not known
+        standbys = {**self._plan.standbys, **dict.fromkeys(self._newcomers)}
+        plan = replace(self._plan, standbys=standbys)
+        speeds, links = self._speeds.of(plan.members), self._speeds.links(plan.members)
+        answer = self._plan_by_choice(strategy, plan, speeds, links)
+        # The workers of a node come one by one: of others, or of how fast one is, this answer knows nothing.
+        if not self._hear_all() or self._to_take_in:
+            return
+        found = answer.get("plan")
+        if found is not None and self._newcomers.intersection(ParallelPlan.from_dict(found).working):
+            why = arrival(sorted(self._newcomers), self._sizes[0])
+            self._order(PlanRequest(found, why, patient=True))
+
+    def _recommend(self, found: Recommend) -> None:
+        numbers = {
+            "why": found.why, "gain": found.gain, "lost_s": found.lost_s, "cost_s": found.cost_s,
+            "iteration_s": found.iteration_s,
+        }  # fmt: skip
+        if found.act == ACT:
+            self._order(PlanRequest(found.plan, found.why))
+        elif found.act == ASK:
+            path = self._propose({**numbers, "plan": found.plan})
+            self._tell({"event": "proposal", **numbers, "path": str(path)})
+        else:
+            self._tell({"event": "would_change", **numbers, "plan": found.plan})
+
+    def _propose(self, proposal: Event) -> Path:
+        directory = self._run_dir / PROPOSALS
+        directory.mkdir(exist_ok=True)
+        self._proposals += 1
+        path = directory / f"{self._proposals}.json"
+        path.write_text(json.dumps(proposal) + "\n")
+        return path
+
+    def _tell(self, event: Event) -> None:
+        self._write({"time": time.time(), "worker": None, **event})
+
+
+def _written_at(path: Path) -> float | None:
+    """When the file was changed last; None: there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None

@@ -1,0 +1,132 @@
+"""A connection to the store that is opened anew where it was lost.
+
+A network may drop a connection without a word; the kernel finds out (`store.keep_alive`), and what was asked for is
+asked again. Whoever serves the store may be gone instead: then nobody listens there, and the loss is final.
+May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from megatron_resihp.control import keys
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.store import StoreError, TcpStore, connect
+
+REOPEN_S: Final = 30.0
+"""How long a network may be without a way to the store."""
+ATTEMPT_S: Final = 3.0
+REFUSED_S: Final = 0.2
+"""Who refuses a connection now and after so long serves no store any more."""
+READ_S: Final = 10.0
+ATTEMPTS: Final = 3
+"""How often a call is made that loses its connection each time."""
+
+
+class LastingStore:
+    """A `Store`. After a loss, calls that have no second effect are made again; messages are pushed again too, and have
+    an id of their own for that; `add` raises StoreError.
+
+    Args:
+        store: connected.
+        run: which run's store it is; None: asks it.
+    """
+
+    def __init__(self, store: TcpStore, run: str | None = None) -> None:
+        self._store = store
+        self._run = store.get(keys.RUN, READ_S) if run is None else run
+
+    @property
+    def address(self) -> Address:
+        return self._store.address
+
+    @property
+    def torch_store(self) -> Any:
+        """See TcpStore: it does not last."""
+        return self._store.torch_store
+
+    @property
+    def run(self) -> str:
+        """Which run's store it is."""
+        return self._run
+
+    def set(self, key: str, value: str) -> None:
+        self._again(lambda store: store.set(key, value))
+
+    def get(self, key: str, timeout_s: float) -> str:
+        return self._again(lambda store: store.get(key, timeout_s))
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        return self._again(lambda store: store.wait(key, timeout_s))
+
+    def check(self, key: str) -> bool:
+        return self._again(lambda store: store.check(key))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str | None:
+        return self._again(lambda store: store.compare_set(key, expected, desired))
+
+    def set_once(self, key: str, value: str) -> str:
+        return self._again(lambda store: store.set_once(key, value))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def push(self, queue: str, value: str) -> None:
+        self._again(lambda store: store.push(queue, value))
+
+    def pop(self, queue: str, timeout_s: float) -> str | None:
+        return self._again(lambda store: store.pop(queue, timeout_s))
+
+    def delete(self, key: str) -> bool:
+        return self._again(lambda store: store.delete(key))
+
+    def clone(self) -> LastingStore:
+        return LastingStore(self._store.clone(), self._run)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _again[T](self, call: Callable[[TcpStore], T]) -> T:
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return call(self._store)
+            except StoreError as loss:
+                if self._store.closed:
+                    raise
+                self._store = self._reopened(loss)
+        return call(self._store)
+
+    def _reopened(self, loss: StoreError) -> TcpStore:
+        store = self._connected_again(loss)
+        if store.get(keys.RUN, READ_S) != self._run:
+            raise StoreError(f"{loss}; another job has the port by now") from loss
+        print(f"resihp: {loss}; it is open again", file=sys.stderr, flush=True)
+        return store
+
+    def _connected_again(self, loss: StoreError) -> TcpStore:
+        deadline = time.monotonic() + REOPEN_S
+        while True:
+            if _refuses(self.address):
+                time.sleep(REFUSED_S)
+                if _refuses(self.address):
+                    raise loss
+            try:
+                # Short, since what is left of a killed launcher may hold the port for a moment and answer nothing.
+                return connect(*self.address, ATTEMPT_S)
+            except StoreError:
+                if time.monotonic() > deadline:
+                    raise loss from None
+
+
+def _refuses(address: Address) -> bool:
+    try:
+        socket.create_connection(address, timeout=ATTEMPT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False

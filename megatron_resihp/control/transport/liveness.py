@@ -1,0 +1,195 @@
+"""Lifelines: a stream socket whose bytes are heartbeats and whose end is death.
+
+One runs from each worker to its agent, another from each agent to the one that runs the coordinator.
+May import: the standard library and `control.transport.absence`.
+"""
+
+from __future__ import annotations
+
+import select
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from megatron_resihp.control.transport.absence import Absence
+
+BEAT: Final = b"."
+FAILED: Final = b"!"
+ENDED: Final = b"e"
+"""The last words of a worker that ends with an error of its own, and of one that was told to end: so the agent knows
+whose output explains the end of the job."""
+
+READ_BYTES: Final = 4096
+
+
+class Lifeline:
+    """The end of one that is watched: sends the beats, and hears when the watcher is gone.
+
+    Args:
+        sock: connected to the watcher; belongs to this object from now on.
+        period_s: time between two beats; the first goes out at once.
+        on_lost: called in the lifeline's thread when the other end died, or gave this one up.
+    """
+
+    def __init__(self, sock: socket.socket, period_s: float, on_lost: Callable[[], None]) -> None:
+        self._socket = sock
+        self._socket.setblocking(False)
+        self._period_s = period_s
+        self._on_lost = on_lost
+        self._closed = False
+        self._thread = threading.Thread(target=self._beat, name="resihp-lifeline", daemon=True)
+        self._thread.start()
+
+    def last_word(self, word: bytes) -> None:
+        """Let the watcher know why this process ends: FAILED or ENDED."""
+        self._send(word)
+
+    def close(self) -> None:
+        """Leave in order: `on_lost` is not called any more."""
+        self._closed = True
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._thread.join()
+        self._socket.close()
+
+    def _beat(self) -> None:
+        incoming = select.poll()
+        incoming.register(self._socket, select.POLLIN)
+        while not self._is_lost():
+            self._send(BEAT)
+            incoming.poll(1000 * self._period_s)
+        if not self._closed:
+            self._on_lost()
+
+    def _is_lost(self) -> bool:
+        try:
+            return not self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _send(self, signal: bytes) -> None:
+        try:
+            self._socket.send(signal)
+        except OSError:
+            # Full: the watcher is stopped, and will find beats enough. Broken: reading will show it.
+            pass
+
+
+class Heartbeats:
+    """Who has not been heard of for too long. Pure: the time is handed in.
+
+    Nobody counts as silent before their first beat, and each silence is told once.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._heard: dict[int, float] = {}
+        self._absence = Absence(timeout_s / 2)
+
+    def beat(self, name: int, now: float) -> None:
+        self._heard[name] = now
+
+    def forget(self, name: int) -> None:
+        self._heard.pop(name, None)
+
+    def silent(self, now: float) -> dict[int, float]:
+        """Who fell silent, and for how many seconds they have been; call it often."""
+        away_s = self._absence.before(now)
+        if away_s:
+            # A watcher that was stopped itself has not heard anybody meanwhile.
+            self._heard = {name: min(heard + away_s, now) for name, heard in self._heard.items()}
+        found = {name: now - heard for name, heard in self._heard.items() if now - heard > self._timeout_s}
+        for name in found:
+            del self._heard[name]
+        return found
+
+
+class Kind(Enum):
+    """What a lifeline told."""
+
+    LOST = "lost"
+    """Its other end closed it: the process died or cut it."""
+    SILENT = "silent"
+    """No beat for too long: the process is stopped, or its machine is gone."""
+    FAILED = "failed"
+    """The process ends with an error of its own."""
+    ENDED = "ended"
+    """The process ends because it was told to."""
+
+
+LAST_WORDS: Final = {FAILED: Kind.FAILED, ENDED: Kind.ENDED}
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: Kind
+    name: int
+    silence_s: float = 0.0
+
+
+class Watcher:
+    """The watching end of many lifelines, for a loop that selects on `fileno` and calls `look`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._beats = Heartbeats(timeout_s)
+        self._sockets: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+
+    @property
+    def names(self) -> set[int]:
+        """Whose lifelines are held."""
+        return set(self._sockets)
+
+    def fileno(self) -> int:
+        return self._selector.fileno()  # type: ignore[attr-defined,no-any-return]  # An epoll selector has one.
+
+    def add(self, name: int, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sockets[name] = sock
+        self._selector.register(sock, selectors.EVENT_READ, name)
+
+    def look(self, now: float) -> list[Finding]:
+        """What happened since the last look; lifelines that were lost are let go of."""
+        findings = [finding for key, _ in self._selector.select(0) for finding in self._read(key.data, now)]
+        silent = [Finding(Kind.SILENT, name, silence_s) for name, silence_s in self._beats.silent(now).items()]
+        return findings + silent
+
+    def cut(self, name: int) -> None:
+        """End a lifeline, so that its holder ends itself as soon as it runs; one that is cut already stays so."""
+        sock = self._sockets.pop(name, None)
+        if sock is None:
+            return
+        self._beats.forget(name)
+        self._selector.unregister(sock)
+        try:
+            # Closing alone would not do: forked children of others may hold this end too.
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        sock.close()
+
+    def close(self) -> None:
+        for name in list(self._sockets):
+            self.cut(name)
+        self._selector.close()
+
+    def _read(self, name: int, now: float) -> list[Finding]:
+        try:
+            data = self._sockets[name].recv(READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self.cut(name)
+            return [Finding(Kind.LOST, name)]
+        self._beats.beat(name, now)
+        return [Finding(kind, name) for word, kind in LAST_WORDS.items() if word in data]

@@ -1,0 +1,184 @@
+"""Lifelines between nodes: node 0 notices that another node is gone, the others that node 0 is.
+
+May import: the standard library and this room's modules.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_resihp.control import keys
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.transport.absence import Absence
+from megatron_resihp.control.transport.address import Address, parse_address
+from megatron_resihp.control.transport.liveness import Kind, Lifeline, Watcher
+from megatron_resihp.control.transport.store import Store, StoreError
+
+HELLO: Final = struct.Struct(">4sI")
+"""A mark against strangers that knock at the port, and the node's rank."""
+MARK: Final = b"rshp"
+
+SIZE_KEY: Final = "launch/size"
+"""The job's size as node 0 was told; the others check theirs against it."""
+ANSWER_S: Final = 30.0
+"""How long node 0's agent may take from serving the store to publishing what the others need."""
+
+
+@dataclass(frozen=True)
+class NodeLoss:
+    node: int
+    cause: str
+
+
+class NodeWatcher:
+    """Node 0's end: takes in the lifelines of the other nodes, also of those that come later, or again.
+
+    Args:
+        listener: bound, not yet listening.
+        size: of the job.
+        timeout_s: of heartbeats.
+        connect_by: when, in the time that `look` is given, the nodes that begin the job must have connected.
+    """
+
+    def __init__(self, listener: socket.socket, size: JobSize, timeout_s: float, connect_by: float) -> None:
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._listener.listen(size.most_nodes)
+        self._others = range(1, size.most_nodes)
+        self._awaited = set(range(1, size.nodes))
+        self._connect_by = connect_by
+        self._absence = Absence(timeout_s / 2)
+        self._watcher = Watcher(timeout_s)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._watcher, selectors.EVENT_READ, lambda: None)
+
+    @property
+    def connected(self) -> set[int]:
+        return self._watcher.names
+
+    def fileno(self) -> int:
+        return self._selector.fileno()  # type: ignore[attr-defined,no-any-return]  # An epoll selector has one.
+
+    def look(self, now: float) -> list[NodeLoss]:
+        """Nodes that are gone, or did not come in time; each is told once."""
+        for key, _ in self._selector.select(0):
+            key.data()
+        losses = []
+        for finding in self._watcher.look(now):
+            if finding.kind is Kind.SILENT:
+                # Should it live on, it must not go on: it hears the end of its lifeline.
+                self._watcher.cut(finding.name)
+                losses.append(NodeLoss(finding.name, f"no heartbeat for {finding.silence_s:.1f} s"))
+            elif finding.kind is Kind.LOST:
+                losses.append(NodeLoss(finding.name, "connection lost"))
+        self._connect_by += self._absence.before(now)
+        if now > self._connect_by:
+            losses += [NodeLoss(node, "did not connect") for node in sorted(self._awaited)]
+            self._awaited.clear()
+        return losses
+
+    def close(self) -> None:
+        self._watcher.close()
+        self._selector.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        sock.setblocking(False)
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._greet(sock))
+
+    def _greet(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        try:
+            mark, node = HELLO.unpack(sock.recv(HELLO.size))
+        except (OSError, struct.error):
+            sock.close()
+            return
+        if mark != MARK or node not in self._others or node in self._watcher.names:
+            sock.close()
+            return
+        self._awaited.discard(node)
+        self._watcher.add(node, sock)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where agents of other nodes connect: their lifelines, and the streams of their workers' records."""
+
+    lifelines: Address
+    records: Address
+
+
+def publish(store: Store, size: JobSize, meeting: Meeting | None) -> None:
+    """Node 0's part of `join`."""
+    store.set(SIZE_KEY, str(size))
+    if meeting is not None:
+        store.set(keys.RECORDS_ADDRESS, str(meeting.records))
+        store.set(keys.LIFELINE_ADDRESS, str(meeting.lifelines))
+
+
+def records_address(store: Store) -> Address:
+    """Where node 0 takes records; to be asked for after `join`."""
+    return parse_address(store.get(keys.RECORDS_ADDRESS, ANSWER_S))
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What another node joins with.
+
+    Attributes:
+        timeout_s: of heartbeats.
+        period_s: between two of them.
+        first_worker: of this node; another one when it comes back.
+    """
+
+    node: int
+    size: JobSize
+    timeout_s: float
+    period_s: float
+    first_worker: int
+
+
+def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> Lifeline:
+    """Check that this node belongs to the job, and connect its lifeline; StoreError says why not."""
+    told = store.get(SIZE_KEY, ANSWER_S)
+    if told != str(joining.size):
+        raise StoreError(unlike(told, joining.node))
+    if store.add(f"launch/first_worker/{joining.first_worker}", 1) > 1:
+        raise StoreError(joined_already(joining.node))
+    address = parse_address(store.get(keys.LIFELINE_ADDRESS, ANSWER_S))
+    try:
+        return Lifeline(_connect(address, joining), joining.period_s, on_lost)
+    except OSError as error:
+        raise StoreError(f"no lifeline to node 0 at {address} ({error.strerror or error})") from error
+
+
+def unlike(told: str, node: int) -> str:
+    """Why this node can't join: node 0 was told of a job of another size."""
+    return f"node 0 was started with {told}; give node {node} the same"
+
+
+def joined_already(node: int) -> str:
+    """Why this node can't join: one of its rank has."""
+    return (
+        f"node {node} has joined already; give each node a --node-rank of its own, and start one that was lost again "
+        "only when that has been noticed"
+    )
+
+
+def _connect(address: Address, joining: Joining) -> socket.socket:
+    sock = socket.create_connection(address, timeout=joining.timeout_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Without it, beats to a machine that is gone are resent for a quarter of an hour.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(joining.timeout_s * 1000))
+    sock.sendall(HELLO.pack(MARK, joining.node))
+    return sock

@@ -1,0 +1,102 @@
+"""What survivors have saved in a run directory, as a later start can find it, and the flags that go on from it.
+
+Megatron's tracker file names an iteration once all of its files are there. After the loss of node 0 there is nobody
+to write an event, so whoever saved leaves a note of it beside. May import: the standard library and `noticeboard`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from megatron_resihp.control.worker.noticeboard import Noticeboard
+
+DIRECTORY: Final = "salvage"
+"""In the run directory."""
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+"""Megatron's."""
+RESULT: Final = "result"
+"""Kind of the note that says what has been saved."""
+BOARDS: Final = "survivors-*"
+
+
+@dataclass(frozen=True)
+class LastSave:
+    """What survivors of the loss of node 0 have saved.
+
+    Attributes:
+        directory: below the run directory.
+        missing: (stage, TP rank) of which there is no file.
+        saved_at: Unix time.
+    """
+
+    iteration: int
+    directory: str
+    missing: tuple[tuple[int, int], ...]
+    saved_at: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether a later start can load it."""
+        return not self.missing
+
+    def pin(self, board: Noticeboard) -> None:
+        """Leave the note on the survivors' board, which is in the run directory."""
+        board.pin(RESULT, {
+            "iteration": self.iteration, "directory": self.directory, "missing": self.missing,
+            "saved_at": self.saved_at,
+        })  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        missing = tuple((stage, tp_rank) for stage, tp_rank in data["missing"])
+        return cls(data["iteration"], data["directory"], missing, data["saved_at"])
+
+    def told(self, run_dir: Path) -> str:
+        """It in one line, with how to go on."""
+        if self.complete:
+            return (
+                f"the state after iteration {self.iteration} is saved, all of it; "
+                f"go on from it with {' '.join(flags(run_dir / self.directory))}"
+            )
+        shards = ", ".join(f"stage {stage} TP rank {tp_rank}" for stage, tp_rank in self.missing)
+        return (
+            f"the state after iteration {self.iteration} is saved as far as survivors hold it, which no start can "
+            f"load: there is no file of {shards}; go on from the last checkpoint"
+        )
+
+
+def flags(directory: Path) -> list[str]:
+    """What lets a later start go on from there, after a `--load` of its own too. Megatron finds out the format."""
+    return ["--load", str(directory), "--no-load-rng"]
+
+
+def last_save(run_dir: Path, since: float) -> LastSave | None:
+    """What was saved from this Unix time on; of several what a start can load first, then the newest."""
+    found = []
+    for path in (run_dir / DIRECTORY).glob(f"{BOARDS}/{RESULT}_*.json"):
+        try:
+            found.append(LastSave.from_dict(json.loads(path.read_text())))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # of another version, or damaged
+    since_then = [save for save in found if save.saved_at >= since]
+    return max(since_then, key=lambda save: (save.complete, save.iteration, save.saved_at), default=None)
+
+
+def latest_in(directory: Path) -> int | None:
+    """Of which iteration a complete state is there, in a directory of checkpoints too; None: there is none."""
+    try:
+        return int((directory / TRACKER).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def newest_state(run_dir: Path) -> tuple[Path, int] | None:
+    """Where the newest complete state is that survivors have saved there, and of which iteration."""
+    salvage = run_dir / DIRECTORY
+    places = [salvage, *sorted(salvage.glob("*/"))]
+    found = [(place, iteration) for place in places if (iteration := latest_in(place)) is not None]
+    return max(found, key=lambda each: each[1], default=None)

@@ -1,0 +1,91 @@
+"""What workers that have lost the coordinator agree on, to save one state between them. Pure.
+
+Each tells in a file of the run directory how far it got and what it holds. The first one that decides binds all: it
+takes the last iteration that counts from the records, as the coordinator would. May import `plan` and this room's
+`record` and `holdings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from megatron_resihp.control.coordination.record import NoCommitError, resolve
+from megatron_resihp.control.replanning.inventory import written_once
+from megatron_resihp.plan import Coordinate, Shard
+from megatron_resihp.protocol.records import Commit, Record, Stage
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What one survivor tells of where it stands.
+
+    Attributes:
+        held: complete and current to its record.
+        in_parts: of the optimizer's state it holds parts that others don't.
+    """
+
+    record: Record
+    held: tuple[Shard, ...]
+    in_parts: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is saved, and by whom.
+
+    Attributes:
+        commit: what all that save have to be at.
+        told: whose standings it was made of.
+        writers: what of it each of them writes.
+        directory: below the run directory.
+    """
+
+    commit: Commit
+    told: tuple[int, ...]
+    writers: dict[int, tuple[Shard, ...]]
+    directory: str
+
+
+def decide(told: Mapping[int, Standing], directory: str) -> Decision:
+    """Where several hold the same, the lowest worker id writes.
+
+    Raises:
+        NoCommitError: nobody knows the counters, or what was agreed on.
+    """
+    commit = resolve(standing.record for standing in told.values())
+    if commit.replay and commit.outcome is None:
+        raise NoCommitError(f"no survivor knows what was agreed on for iteration {commit.iteration}")
+    held = {worker: one.held for worker, one in told.items() if one.held and can_be_at(one.record, commit)}
+    in_parts = any(standing.in_parts for standing in told.values())
+    return Decision(commit, tuple(sorted(told)), held if in_parts else written_once(held), directory)
+
+
+def can_be_at(record: Record, commit: Commit) -> bool:
+    """Whether the state of who has this record is, or by the recorded step becomes, that of the committed iteration."""
+    if record.iteration == commit.iteration:
+        return record.stage is not Stage.COMPUTE
+    return record.iteration == commit.iteration + 1 and record.applied == commit.iteration
+
+
+def part_of(worker: int, own: Standing, decision: Decision) -> tuple[Shard, ...] | None:
+    """What a worker writes of what was decided on; None: it can't, its state is that of another iteration.
+
+    Who came too late to be decided on writes all it has: twice the same state does no harm.
+    """
+    if not can_be_at(own.record, decision.commit):
+        return None
+    return decision.writers.get(worker, ()) if worker in decision.told else own.held
+
+
+def awaited(members: Iterable[int], node_0: frozenset[int], me: int) -> frozenset[int]:
+    """Who may tell something: where it isn't this worker's own node, node 0 has died with its workers."""
+    rest = frozenset(members) | {me}
+    return rest if me in node_0 else rest - node_0
+
+
+def missing(saved: Iterable[Coordinate], stages: int, tensor_parallel: int) -> list[Coordinate]:
+    """What of the job's own layout has not been saved."""
+    everything = (Coordinate(stage, rank) for stage, rank in product(range(stages), range(tensor_parallel)))
+    return sorted(set(everything) - set(saved))
