@@ -33,9 +33,9 @@ class Worker:
     """
 
     def __init__(self, wrapped: bool, work: Callable[[], None]) -> None:
-        from megatron_resihp.integration import probe_seams
-        from megatron_resihp.integration.probe_clock import make_clock
-        from megatron_resihp.integration.probes import Probes
+        from megatron_resihp.integration.probes import patches
+        from megatron_resihp.integration.probes.probe_clock import make_clock
+        from megatron_resihp.integration.probes.probes import Probes
 
         self.probes = Probes(0, make_clock, lambda sheet: None)
         self.probes.tp_group = object()
@@ -48,7 +48,7 @@ class Worker:
         self._tensors = _tensors(6)
 
         def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            return getattr(probe_seams, f"wrap_{name}")(self._runtime, function) if wrapped else function
+            return getattr(patches, f"wrap_{name}")(self._runtime, function) if wrapped else function
 
         self._collective = wrap("collective", lambda tensor, group=None: None)
         self._broadcast = wrap("broadcast", lambda tensor, rank, group=None: None)

@@ -97,7 +97,7 @@ def _emulated_device(
 
 
 def _emulated_seconds(profile: emulated.DeviceProfile, model: Model, training: Training, degree: int) -> Array:
-    """Of F, B and W of each layer, [3, layers], as `integration.padding` lets them last."""
+    """Of F, B and W of each layer, [3, layers], as `integration.probes.padding` lets them last."""
     tokens = float(training.micro_batch_size * profile.sequence)
     squares = tokens * profile.sequence
     passes = [profile.stage([_KINDS.get(layer.kind, emulated.LayerKind.TRANSFORMER)], degree) for layer in model.layers]

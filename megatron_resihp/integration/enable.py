@@ -13,8 +13,8 @@ from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.node.bootstrap import leave_to_agent
 from megatron_resihp.control.worker.identity import Identity, UnlikeError
-from megatron_resihp.integration.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patch import Patch, PatchError, apply_all
+from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 
 SUPPORTED = (0, 19)
 """The megatron-core release, major and minor, that the patches were checked against."""
@@ -30,7 +30,7 @@ def enable() -> None:
     _enabled = True
     if os.environ.get("RESIHP_CPU") == "1":
         cpu.install(force=True)
-    from megatron_resihp.integration.flags import fail, make_wrap_validate_args, wrap_add_megatron_arguments
+    from megatron_resihp.integration.patches.flags import fail, make_wrap_validate_args, wrap_add_megatron_arguments
 
     problem = _device_problem() or _version_problem()
     if problem:
@@ -76,7 +76,7 @@ def _mismatch(error: PatchError) -> str:
 
 def _switch_on(config: ResihpConfig, derived: DerivedArguments, identify: Callable[[], Identity]) -> None:
     """Called by Megatron's argument validation: the plugin connects when start-up reaches initialize_megatron."""
-    from megatron_resihp.integration.flags import fail
+    from megatron_resihp.integration.patches.flags import fail
 
     if "RESIHP_STORE" not in os.environ:
         fail("--resihp needs the control plane; start the job with `resihp launch`")
@@ -98,11 +98,11 @@ def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify:
 
     @functools.wraps(original)
     def initialize_megatron(*positional, **options):  # type: ignore[no-untyped-def]
-        from megatron_resihp.integration.drill_points import drill_patches
-        from megatron_resihp.integration.flags import fail
-        from megatron_resihp.integration.probe_seams import probe_patches
-        from megatron_resihp.integration.seams import training_patches
-        from megatron_resihp.integration.startup import create_runtime, wrap_initialize_megatron
+        from megatron_resihp.integration.patches.flags import fail
+        from megatron_resihp.integration.patches.startup import create_runtime, wrap_initialize_megatron
+        from megatron_resihp.integration.patches.training import training_patches
+        from megatron_resihp.integration.probes.injection_points import drill_patches
+        from megatron_resihp.integration.probes.patches import probe_patches
 
         try:
             runtime = create_runtime(config, derived, identify)

@@ -17,15 +17,15 @@ from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.routes import Step
 from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.slice_sums import Bucket
-from megatron_resihp.integration.derived_arguments import DerivedArguments
-from megatron_resihp.integration.device_slowing import DeviceSlowing
-from megatron_resihp.integration.drills import Drills, ScheduledSlowdowns
-from megatron_resihp.integration.general import General
-from megatron_resihp.integration.own_layers import OwnLayout
-from megatron_resihp.integration.padding import Padding
-from megatron_resihp.integration.probe_clock import make_clock
-from megatron_resihp.integration.probe_sheet import Sheet
-from megatron_resihp.integration.probes import PadOp, PadTransfer, Probes
+from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
+from megatron_resihp.integration.probes.fault_injection import Drills, ScheduledSlowdowns
+from megatron_resihp.integration.probes.padding import Padding
+from megatron_resihp.integration.probes.probe_clock import make_clock
+from megatron_resihp.integration.probes.probe_sheet import Sheet
+from megatron_resihp.integration.probes.probes import PadOp, PadTransfer, Probes
+from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.integration.world.own_layers import OwnLayout
 from megatron_resihp.plan import Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.files import read_plan
 from megatron_resihp.protocol.messages import PlanRequest, SlowdownRequest
@@ -33,11 +33,11 @@ from megatron_resihp.protocol.notices import PlanChange, ValidationOrder
 from megatron_resihp.protocol.records import Outcome, Record, Stage
 
 if TYPE_CHECKING:
-    from megatron_resihp.integration.footprint import Footprint
-    from megatron_resihp.integration.general_world import MegatronGroups, Sizes
-    from megatron_resihp.integration.measured_exchange import MeasuredExchange
-    from megatron_resihp.integration.optimizer_ring import Kept, Ring
-    from megatron_resihp.integration.preparing import Preparation
+    from megatron_resihp.integration.loop.preparing import Preparation
+    from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange
+    from megatron_resihp.integration.state.footprint import Footprint
+    from megatron_resihp.integration.step.optimizer_buddies import Kept, Ring
+    from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, Sizes
 
 LOSS_SLOTS = 4
 """How many named losses the agreement carries."""
@@ -86,7 +86,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class ParameterKinds:
-    """Which kinds of parameters the whole model has (`integration.parameter_kinds`).
+    """Which kinds of parameters the whole model has (`integration.patches.parameter_kinds`).
 
     Attributes:
         keys: of Megatron's parameter groups.

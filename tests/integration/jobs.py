@@ -480,7 +480,7 @@ def _import_what_jobs_import_late() -> None:
     import megatron.core.tokenizers.text.libraries  # noqa: F401
 
     import megatron_resihp.detector.service
-    import megatron_resihp.integration.seams
+    import megatron_resihp.integration.patches.training
     import megatron_resihp.report.terminal  # noqa: F401
 
 

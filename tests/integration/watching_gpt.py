@@ -19,18 +19,20 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import pretrain_gpt  # noqa: E402
 import torch  # noqa: E402
 
-from megatron_resihp.integration import general_state, optimizer_ring, recovery, standby, step  # noqa: E402
-from megatron_resihp.integration.drills import StagedError  # noqa: E402
-from megatron_resihp.integration.optimizer_shards import own_part  # noqa: E402
-from megatron_resihp.integration.shard import group_steps, shard_tensors  # noqa: E402
+from megatron_resihp.integration.loop import recovery, standby  # noqa: E402
+from megatron_resihp.integration.probes.fault_injection import StagedError  # noqa: E402
+from megatron_resihp.integration.state import slice_state  # noqa: E402
+from megatron_resihp.integration.state.shard import group_steps, shard_tensors  # noqa: E402
+from megatron_resihp.integration.step import optimizer_buddies, step  # noqa: E402
+from megatron_resihp.integration.step.optimizer_shards import own_part  # noqa: E402
 from megatron_resihp.protocol.records import Outcome  # noqa: E402
 
 RUN_DIR, WORKER = Path(os.environ["RESIHP_RUN_DIR"]), os.environ["RESIHP_WORKER"]
 WISHES, STATE = RUN_DIR / "wishes", RUN_DIR / "state"
 
 plain_forward_step, plain_adopt, plain_migrate = pretrain_gpt.forward_step, recovery._adopt, recovery._migrate
-plain_receive, plain_fill = general_state._receive, general_state._Filler.fill
-plain_fill_shard, plain_fill_part = recovery.fill_shard, optimizer_ring.fill_part
+plain_receive, plain_fill = slice_state._receive, slice_state._Filler.fill
+plain_fill_shard, plain_fill_part = recovery.fill_shard, optimizer_buddies.fill_part
 plain_agree = step.agree
 breaking = False
 receiving = flipped = False
@@ -110,8 +112,8 @@ def fill_part(trained: Any, state: dict[Any, dict[str, torch.Tensor]], steps: An
 
 if __name__ == "__main__":
     recovery._migrate, recovery._adopt = migrate, adopt
-    recovery.fill_shard, optimizer_ring.fill_part = fill_shard, fill_part
+    recovery.fill_shard, optimizer_buddies.fill_part = fill_shard, fill_part
     step.agree = standby.agree = agree
-    general_state._receive, general_state._Filler.fill = receive, fill  # type: ignore[method-assign]
+    slice_state._receive, slice_state._Filler.fill = receive, fill  # type: ignore[method-assign]
     pretrain_gpt.forward_step = forward_step
     pretrain_gpt.main()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_resihp.integration.checkpoints import own_parts
+from megatron_resihp.integration.patches.checkpoints import own_parts
 
 LAYERS, ROWS, COLUMNS = 3, 12, 24
 AXES = {"column": 0, "row": 1, "whole": None}

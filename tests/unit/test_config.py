@@ -22,8 +22,8 @@ from megatron_resihp.config import (
     ScheduledPlan,
     add_arguments,
 )
-from megatron_resihp.integration import drills
-from megatron_resihp.integration.drills import Drills
+from megatron_resihp.integration.probes import fault_injection
+from megatron_resihp.integration.probes.fault_injection import Drills
 from megatron_resihp.planner.strategies.registry import STRATEGIES as REGISTRY
 from megatron_resihp.planner.strategies.registry import Change
 
@@ -137,7 +137,7 @@ class TestStriking:
             assert pid == os.getpid()
             sent.append(number.name)
 
-        monkeypatch.setattr(drills.os, "kill", note)
+        monkeypatch.setattr(fault_injection.os, "kill", note)
         return sent
 
     def test_at_the_first_visit_from_its_iteration_on_and_once(self, signals: list[str]) -> None:
@@ -158,6 +158,6 @@ class TestStriking:
         assert signals == ["SIGSTOP"] and mine.points() == {"forward"}
 
     def test_a_rebuild_hurts_nobody(self, signals: list[str]) -> None:
-        with pytest.raises(drills.StagedError):
+        with pytest.raises(fault_injection.StagedError):
             Drills((Drill("rebuild", 0, 1),), 0, lambda drill: None).reach("forward", 1)
         assert not signals

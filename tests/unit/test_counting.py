@@ -14,8 +14,8 @@ from megatron.core.timers import Timers
 from megatron.training import training
 from megatron.training.utils import log_utils
 
-from megatron_resihp.integration import counting
-from megatron_resihp.integration.counting import (
+from megatron_resihp.integration.patches import counting
+from megatron_resihp.integration.patches.counting import (
     INTERVAL,
     note_in_progress_log,
     restore_counters,
@@ -24,7 +24,7 @@ from megatron_resihp.integration.counting import (
     wrap_training_log,
 )
 from megatron_resihp.integration.runtime import Trained
-from megatron_resihp.integration.step import COUNTERS_FROM, LOSSES_FROM, note_counters
+from megatron_resihp.integration.step.step import COUNTERS_FROM, LOSSES_FROM, note_counters
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
-from megatron_resihp.integration.data import Feed, NumberedDataset, PlanSampler
+from megatron_resihp.integration.patches.data import Feed, NumberedDataset, PlanSampler
 from megatron_resihp.plan import ParallelPlan, Replica, deal
 from megatron_resihp.protocol.records import Outcome
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_resihp.executor.nccl_aborts import DeviceStuck
-from megatron_resihp.integration import device_loss
+from megatron_resihp.integration.loop import device_loss
 
 ILLEGAL_ADDRESS, OUT_OF_RESOURCES = 700, 701
 

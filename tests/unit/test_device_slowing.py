@@ -13,7 +13,7 @@ import torch
 
 from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.detector.records import OpKind
-from megatron_resihp.integration.device_slowing import DeviceSlowing
+from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
 
 HZ = 1.5e9
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from megatron.training import training
 
-from megatron_resihp.integration import documents, program_schedule
-from megatron_resihp.integration.program_schedule import MegatronWork
+from megatron_resihp.integration.ops import program_schedule
+from megatron_resihp.integration.ops.program_schedule import MegatronWork
+from megatron_resihp.integration.patches import documents
 from megatron_resihp.plan import PlannedOp
 
 Lengths = list[tuple[int, ...]]

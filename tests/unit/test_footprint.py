@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_resihp.integration.footprint import (
+from megatron_resihp.integration.state.footprint import (
     bring_gradients_back,
     bytes_of,
     footprint_of,
     free_gradients,
     storages,
 )
-from megatron_resihp.integration.step import take_step
+from megatron_resihp.integration.step.step import take_step
 
 NUMBERS = 100
 BYTES = 4 * NUMBERS

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.integration.general import General
-from megatron_resihp.integration.general_world import Sizes
-from megatron_resihp.integration.program_schedule import boundary_of
+from megatron_resihp.integration.ops.program_schedule import boundary_of
+from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.integration.world.heterogeneous_groups import Sizes
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT
 

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 
-from megatron_resihp.integration.loss_scale import (
+from megatron_resihp.integration.step.loss_scale import (
     divide_gradients,
     factor_of_losses,
     inverse_scale,

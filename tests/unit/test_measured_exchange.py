@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron_resihp.detector.records import OpKind
 from megatron_resihp.executor.messages import Message
 from megatron_resihp.executor.routes import Step
-from megatron_resihp.integration import measured_exchange
-from megatron_resihp.integration.measured_exchange import MeasuredExchange
+from megatron_resihp.integration.ops import measured_exchange
+from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange
 from megatron_resihp.plan import PlannedOp
 
 TOKENS, SHAPE = 4, (1, 8)

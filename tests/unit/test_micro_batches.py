@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_resihp.integration.micro_batches import MicroBatches
+from megatron_resihp.integration.ops.micro_batches import MicroBatches
 
 
 def test_each_chunk_has_its_own() -> None:

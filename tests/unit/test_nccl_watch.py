@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.integration.nccl_watch import look
+from megatron_resihp.integration.loop.nccl_watch import look
 from megatron_resihp.protocol.messages import CommunicationFailed
 
 ERROR = "NCCL group 7: COMM_ERROR"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_resihp.integration.optimizer_copy import PartCopy
-from megatron_resihp.integration.optimizer_shards import MASTER, Entry
+from megatron_resihp.integration.step.optimizer_copy import PartCopy
+from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry
 from megatron_resihp.plan.ranges import Range
 
 HOST = torch.device("cpu")

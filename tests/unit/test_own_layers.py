@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_resihp.integration.own_layers import own_chunks, own_layout
+from megatron_resihp.integration.world.own_layers import own_chunks, own_layout
 from megatron_resihp.plan import Coordinate, Shard
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig, ParamKey
 
-from megatron_resihp.integration.parameter_kinds import wrap_get_param_groups
+from megatron_resihp.integration.patches.parameter_kinds import wrap_get_param_groups
 
 OVERRIDES: Any = {ParamKey(name="*bias"): {"wd_mult": 0.0}, ParamKey(name="*table"): {"max_lr": 0.5}}
 ELSEWHERE = [((("max_lr", 0.5),), False)]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control.worker.client import NO_EPOCH
-from megatron_resihp.integration import preparing
-from megatron_resihp.integration.preparing import Preparation
+from megatron_resihp.integration.loop import preparing
+from megatron_resihp.integration.loop.preparing import Preparation
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.protocol.messages import GroupsPrepared, Message
 from megatron_resihp.protocol.notices import PlanChange

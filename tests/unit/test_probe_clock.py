@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_resihp.integration import probe_clock
-from megatron_resihp.integration.probe_clock import DeviceClock
+from megatron_resihp.integration.probes import probe_clock
+from megatron_resihp.integration.probes.probe_clock import DeviceClock
 
 
 class Device:

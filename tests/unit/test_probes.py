@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_resihp.detector.records import IterationRecord, OpKind, SpanKind
-from megatron_resihp.integration.probe_clock import HostClock
-from megatron_resihp.integration.probes import MOST_PAUSES, SAMPLE, Probes
+from megatron_resihp.integration.probes.probe_clock import HostClock
+from megatron_resihp.integration.probes.probes import MOST_PAUSES, SAMPLE, Probes
 
 GROUP = object()
 WORKERS = (10, 11, 12, 13)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.integration import startup
-from megatron_resihp.integration.reach_watch import LONG_S, LOOK_S, ReachWatch
+from megatron_resihp.integration.loop.reach_watch import LONG_S, LOOK_S, ReachWatch
+from megatron_resihp.integration.patches import startup
 from megatron_resihp.protocol.messages import CommunicationFailed, Message
 
 

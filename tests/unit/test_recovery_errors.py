@@ -12,7 +12,7 @@ from megatron_resihp.control.worker.client import EpochBroken, JobEnded
 from megatron_resihp.executor.communicators import is_communicator_error
 from megatron_resihp.executor.rendezvous import RendezvousBroken
 from megatron_resihp.executor.waiting import WaitAbandoned
-from megatron_resihp.integration import recovery
+from megatron_resihp.integration.loop import recovery
 
 # As torch 2.15 raises them.
 OF_COMMUNICATORS = [

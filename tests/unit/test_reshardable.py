@@ -30,7 +30,7 @@ def saved(sixteen: bool, **group: Any) -> dict[str, Any]:
 
 
 def add(own: dict[Any, Any], model: Linear, chunks: dict[str, Any] | None = None, parts: int = 1) -> list[Any]:
-    from megatron_resihp.integration.reshardable import add_reshardable
+    from megatron_resihp.integration.state.reshardable import add_reshardable
 
     optimizer = SimpleNamespace(chained_optimizers=[None] * parts)
     return add_reshardable(own, optimizer, [model], sharded(model) if chunks is None else chunks)

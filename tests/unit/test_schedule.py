@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_resihp.integration.schedule import wrap_get_forward_backward_func
+from megatron_resihp.integration.patches.schedule import wrap_get_forward_backward_func
 from megatron_resihp.plan import ParallelPlan, Replica
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from megatron_resihp.config import DRILL_POINTS
-from megatron_resihp.integration import enable, probe_seams
-from megatron_resihp.integration.drill_points import TARGETS, drill_patches
-from megatron_resihp.integration.probe_seams import probe_patches
-from megatron_resihp.integration.seams import training_patches
+from megatron_resihp.integration import enable
+from megatron_resihp.integration.patches.training import training_patches
+from megatron_resihp.integration.probes import patches
+from megatron_resihp.integration.probes.injection_points import TARGETS, drill_patches
+from megatron_resihp.integration.probes.patches import probe_patches
 
 RUNTIME: Any = SimpleNamespace(drills=SimpleNamespace(points=lambda: set(DRILL_POINTS)))
 
@@ -56,11 +57,11 @@ def test_a_worker_without_a_gpu_is_refused_unless_asked_for(monkeypatch: pytest.
 
 
 def test_the_chunk_that_general_mode_ran_last_is_none_of_the_next_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_seams.mpu, "get_tensor_model_parallel_group", lambda: None)
-    monkeypatch.setattr(probe_seams, "rank_order", lambda runtime: (0,))
+    monkeypatch.setattr(patches.mpu, "get_tensor_model_parallel_group", lambda: None)
+    monkeypatch.setattr(patches, "rank_order", lambda runtime: (0,))
     runtime: Any = SimpleNamespace(
         probes=SimpleNamespace(tp_group=None, begin=lambda *_: None), current_plan=SimpleNamespace(micro_batch_count=2),
         micro_batches=(0, 1), general=None, epoch=1, progress=SimpleNamespace(iteration=3), running_chunk=1,
     )  # fmt: skip
-    probe_seams.begin_iteration(runtime)
+    patches.begin_iteration(runtime)
     assert runtime.running_chunk == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_resihp.config import ConfigError, Drill, ResihpConfig, Slowdown
 from megatron_resihp.control.slowness import Slowness, SlownessDesk
-from megatron_resihp.integration.drills import ScheduledSlowdowns
+from megatron_resihp.integration.probes.fault_injection import ScheduledSlowdowns
 from megatron_resihp.protocol.notices import NOTICES, SlownessChanged
 
 FACTORS = st.floats(0.01, 1.0)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_resihp.integration import split_backward
-from megatron_resihp.integration.split_backward import LINEAR, WeightGradient, leaving_weights, remembering_bias
+from megatron_resihp.integration.ops import split_backward
+from megatron_resihp.integration.ops.split_backward import LINEAR, WeightGradient, leaving_weights, remembering_bias
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 

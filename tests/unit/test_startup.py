@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_resihp.integration.startup import chosen_once
+from megatron_resihp.integration.patches.startup import chosen_once
 
 
 def test_a_script_chooses_ranks_as_the_job_began() -> None:

@@ -12,8 +12,8 @@ from megatron.core import rerun_state_machine
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
-from megatron_resihp.integration.program_schedule import check_gradients
-from megatron_resihp.integration.step import agree
+from megatron_resihp.integration.ops.program_schedule import check_gradients
+from megatron_resihp.integration.step.step import agree
 
 
 def worker(checks: bool, others: float, *scalers: Any) -> Any:
@@ -35,7 +35,7 @@ def worker(checks: bool, others: float, *scalers: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_resihp.integration.step.note_counters", lambda runtime, values: None)
+    monkeypatch.setattr("megatron_resihp.integration.step.step.note_counters", lambda runtime, values: None)
 
 
 @pytest.mark.parametrize("others", [math.nan, math.inf])

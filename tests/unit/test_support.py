@@ -12,8 +12,8 @@ import pytest
 from megatron.training import arguments
 
 from megatron_resihp.config import ResihpConfig
-from megatron_resihp.integration import flags
-from megatron_resihp.integration.support import ALLOWED, CONSTRAINTS, refusals
+from megatron_resihp.integration.patches import flags
+from megatron_resihp.integration.patches.support import ALLOWED, CONSTRAINTS, refusals
 
 COMMON = """
     --resihp --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --num-layers 4

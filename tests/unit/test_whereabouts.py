@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_resihp.integration.whereabouts import index_of
+from megatron_resihp.integration.world.whereabouts import index_of
 
 
 def test_the_driver_knows_best(monkeypatch: pytest.MonkeyPatch) -> None:

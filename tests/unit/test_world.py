@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_resihp.integration import world
-from megatron_resihp.integration.general_state import sum_general_gradients
+from megatron_resihp.integration.state.slice_state import sum_general_gradients
+from megatron_resihp.integration.world import world
 
 
 def test_a_standby_divides_by_the_tokens_of_others_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,8 @@ NCCL: Final[Mapping[str, str]] = {
     # its members must take part; some of ours are made by their own members only.
     "TORCH_DIST_USE_NCCL2": "0",
     # torch ends the process where it finds NCCL in error, as it is when a peer has died. We ask it instead
-    # (`integration.nccl_watch`). Nor may it abort a communicator by itself: only then is every abort known to be one,
-    # and what an aborted collective leaves never taken for a gradient.
+    # (`integration.loop.nccl_watch`). Nor may it abort a communicator by itself: only then is every abort known to be
+    # one, and what an aborted collective leaves never taken for a gradient.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     # It would also hold the group's lock for four times the second, and end the process a while after that.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

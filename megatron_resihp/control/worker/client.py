@@ -78,7 +78,7 @@ class JobEnded(Exception):
 
 
 class CoordinatorLost(JobEnded):
-    """Nobody is left to say how the job goes on: a worker that holds state saves it (`integration.last_save`)."""
+    """Nobody is left to say how the job goes on: a worker that holds state saves it (`integration.loop.last_save`)."""
 
     def __init__(self, why: str) -> None:
         super().__init__(exit_codes.RETRY, f"the coordinator is gone: {why}")

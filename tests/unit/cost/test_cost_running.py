@@ -49,7 +49,7 @@ class Recording(Mapping[str, Any]):
 
 def test_workers_tell_all_arguments_that_matter_and_may_be_used() -> None:
     """Arguments of hybrids and latent attention are refused with the plugin as yet."""
-    support = pytest.importorskip("megatron_resihp.integration.support")
+    support = pytest.importorskip("megatron_resihp.integration.patches.support")
     read: set[str] = set()
     for changed in ({}, {"padded_vocab_size": None, "vocab_size": 256}, {"recompute_granularity": "full"},
                     {"group_query_attention": True, "num_query_groups": 2}, {"fp16": True},

@@ -1,0 +1,78 @@
+"""The calls that pretrain() makes of all workers together: train(), then the final save and the evaluations.
+
+pretrain() itself cannot be entered again. So when an epoch breaks after train(), who is further than others makes the
+calls in between once more and who is behind just goes on: all meet in the earliest call that somebody is in.
+May import megatron and this room's other modules.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from megatron.training import get_timers
+
+from megatron_resihp.control.worker.client import CoordinatorLost, JobEnded
+from megatron_resihp.integration.loop.last_save import save_without_coordinator
+from megatron_resihp.integration.loop.recovery import recover
+from megatron_resihp.integration.loop.standby import keep_current
+from megatron_resihp.integration.loop.telemetry import report_recovered
+from megatron_resihp.integration.runtime import Runtime
+
+
+def follow(runtime: Runtime) -> Any:
+    """Make the last of `runtime.calls`, and after each recovery those that somebody has still to make.
+
+    Returns:
+        What the last call returned; None if everybody else has made it already.
+    """
+    number = len(runtime.calls) - 1
+    try:
+        while True:
+            try:
+                return _make_calls(runtime, number)
+            except Exception as error:
+                recover(runtime, error)
+            # Save strategies remember groups of the old epoch.
+            runtime.checkpointing_context.pop("save_strategy", None)
+            runtime.checkpointing_context.pop("load_strategy", None)
+            number = runtime.position
+            if number > 0 and runtime.works:
+                # train() leaves this timer running and the final save stops it; recovery has made new timers.
+                get_timers()("interval-time", log_level=0).start()
+    except JobEnded as end:
+        if isinstance(end, CoordinatorLost):
+            save_without_coordinator(runtime, str(end))
+        _leave(runtime, end)
+
+
+def _make_calls(runtime: Runtime, first: int) -> Any:
+    if not runtime.works:
+        keep_current(runtime)
+    returned = None
+    for number in range(first, len(runtime.calls)):
+        runtime.position = number
+        returned = runtime.calls[number]()
+        if number > 0:
+            report_recovered(runtime)
+    runtime.position = max(runtime.position, len(runtime.calls))
+    return returned
+
+
+def _leave(runtime: Runtime, end: JobEnded) -> NoReturn:
+    print(f"resihp: worker {runtime.worker} ends: {end}", file=sys.stderr, flush=True)
+    sys.exit(end.code)
+
+
+def wrap_final(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that all workers call together, recovered into when pretrain() calls it after train()."""
+
+    @functools.wraps(original)
+    def final(*positional: Any, **options: Any) -> Any:
+        if runtime.position == 0:  # before train() or in it
+            return original(*positional, **options)
+        runtime.calls.append(functools.partial(original, *positional, **options))
+        made_by_all = len(runtime.calls) - 1 < runtime.position
+        return None if made_by_all else follow(runtime)
+
+    return final

@@ -1,0 +1,174 @@
+"""When no plan fits: each chosen holder writes its shard, in Megatron's per-rank checkpoint format.
+
+That format has one file per (TP rank, stage), which is just what a survivor holds, and needs no collective. When all
+shards are written, `--load RUN_DIR/salvage --no-load-rng` goes on from the last step (contract 6).
+Who holds no such shard writes the slices that it does hold (docs/usage.md).
+"""
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
+from megatron.training.checkpointing import generate_state_dict, get_checkpoint_name, get_checkpoint_tracker_filename
+
+from megatron_resihp.control.node.environment import RUN_DIR
+from megatron_resihp.control.worker.saved_state import DIRECTORY
+from megatron_resihp.integration.patches.counting import count_again, restore_counters
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.slice_state import slice_states
+from megatron_resihp.integration.step.loss_scale import scale_of
+from megatron_resihp.integration.step.optimizer_buddies import Kept
+from megatron_resihp.integration.step.optimizer_shards import own_part
+from megatron_resihp.plan import Coordinate
+from megatron_resihp.plan.slices import cuts_of, slices_of
+from megatron_resihp.protocol.messages import EmergencyCheckpointWritten
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder
+
+
+def salvage(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
+    """Write this worker's shard if it was chosen to, and report."""
+    if not order.part_of(runtime.worker) or order.commit is None:
+        return
+    directory = Path(os.environ[RUN_DIR]) / DIRECTORY
+    path = write_state(runtime, order, directory)
+    if runtime.writes_shard and runtime.control.count("salvaged") == len(order.writers) and not order.missing:
+        # Only when all shards are there may a later start find them.
+        name_latest(directory, order.commit.iteration)
+    runtime.control.event(
+        "salvage",
+        iteration=order.commit.iteration,
+        path=str(path),
+        complete=not order.missing,
+        missing=[runtime.own.coordinate_of((shard,)) for shard in order.missing],
+    )
+    runtime.control.tell(EmergencyCheckpointWritten(runtime.worker))
+
+
+def write_state(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
+    """Write what this worker holds, once it has taken the committed step; asks nobody."""
+    assert runtime.sizes is not None
+    runtime.sizes.restore()
+    _count_after_step(runtime, order)
+    if runtime.kept is not None:
+        path = _save_parts(runtime, runtime.kept, order, directory)
+    elif runtime.coordinate is None:
+        path = _save_slices(runtime, order, directory)
+    else:
+        path = _save_shard(runtime, order, runtime.coordinate, directory)
+    print(f"resihp: worker {runtime.worker} saved {path}", file=sys.stderr, flush=True)
+    return path
+
+
+def name_latest(directory: Path, iteration: int) -> None:
+    """Let later starts find what was saved in that iteration."""
+    _replace(Path(get_checkpoint_tracker_filename(str(directory))), lambda path: path.write_text(str(iteration)))
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Whoever is killed while writing leaves what was there."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    write(aside)
+    aside.replace(path)
+
+
+def _save_shard(runtime: Runtime, order: EmergencyCheckpointOrder, coordinate: Coordinate, directory: Path) -> Path:
+    assert runtime.trained is not None and order.commit is not None
+    iteration, args = order.commit.iteration, runtime.args
+    path = Path(
+        get_checkpoint_name(
+            str(directory), iteration, pipeline_parallel=args.pipeline_model_parallel_size > 1,
+            tensor_rank=coordinate.tp_rank, pipeline_rank=coordinate.stage, expert_parallel=False, expert_rank=0,
+        )
+    )  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_format, args.ckpt_format = args.ckpt_format, "torch"
+    state = generate_state_dict(
+        args, unwrap_model(runtime.trained.model), runtime.trained.optimizer, runtime.trained.scheduler,
+        [_random_states()], iteration,
+    )  # fmt: skip
+    args.ckpt_format = save_format
+    state["num_floating_point_operations_so_far"] = runtime.flops
+    _replace(path, lambda aside: torch.save(state, aside))
+    return path
+
+
+def _save_slices(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
+    """What no stage and TP rank of the job's own layout has: a file of tensors, and what is in it as JSON beside it."""
+    assert runtime.trained is not None and order.commit is not None
+    tied_head = runtime.own.tied_head
+    cuts = cuts_of((*runtime.held, *order.part_of(runtime.worker)))
+    wanted = slices_of(order.part_of(runtime.worker), cuts, tied_head)
+    states = slice_states(runtime.trained, runtime.held, cuts, tied_head)
+    tensors = {
+        str(piece): {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        for piece, state in sorted(states.items())
+        if piece in wanted and state
+    }
+    return _save_tensors(runtime, order, directory, "slices", tensors, {"cuts": cuts})
+
+
+def _save_parts(runtime: Runtime, kept: Kept, order: EmergencyCheckpointOrder, directory: Path) -> Path:
+    """What this worker has of a distributed optimizer, its own part and the copy, by parameter and elements."""
+    assert runtime.trained is not None
+    part = {**(own_part(runtime.trained) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
+    tensors = {
+        f"{where.name}[{where.start}:{where.end}]": {name: each.detach().cpu().clone()
+                                                     for name, each in entry.tensors.items()}
+        for where, entry in part.items()
+    }  # fmt: skip
+    return _save_tensors(runtime, order, directory, "parts", tensors, {"stage_and_tp_rank": list(kept.coordinate)})
+
+
+def _save_tensors(
+    runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path, kind: str,
+    tensors: dict[str, dict[str, torch.Tensor]], more: dict[str, Any],
+) -> Path:  # fmt: skip
+    assert runtime.trained is not None and order.commit is not None
+    iteration = order.commit.iteration
+    path = directory / f"iter_{iteration:07d}" / f"worker_{runtime.worker}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trained = runtime.trained
+    counted = {"opt_param_scheduler": trained.scheduler.state_dict(), "grad_scaler": scale_of(trained.optimizer)}
+    _replace(path, lambda aside: torch.save({kind: tensors, "args": runtime.args, **counted}, aside))
+    contents = {
+        "iteration": iteration,
+        "consumed_train_samples": runtime.args.consumed_train_samples,
+        **more,
+        "missing": [list(shard) for shard in order.missing],
+        kind: {
+            piece: {name: [str(tensor.dtype).removeprefix("torch."), *tensor.shape] for name, tensor in state.items()}
+            for piece, state in tensors.items()
+        },
+    }
+    path.with_suffix(".json").write_text(json.dumps(contents, indent=1) + "\n")
+    return path
+
+
+def _random_states() -> dict[str, Any]:
+    """What Megatron's get_rng_state collects, which needs process groups."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _count_after_step(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
+    """Counters as they are once the committed iteration is over."""
+    assert order.commit is not None
+    restore_counters(runtime, order.commit.counters)
+    if order.commit.replay:
+        assert order.commit.outcome is not None
+        runtime.args.iteration = order.commit.iteration
+        runtime.args.consumed_train_samples += runtime.args.global_batch_size
+        count_again(runtime, order.commit.outcome)

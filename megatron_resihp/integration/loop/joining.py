@@ -1,0 +1,60 @@
+"""A worker that is started while the others train, anew or for the first time: how it starts without them, and what it
+joins them with.
+
+Megatron's start-up is full of collectives that nobody else would take part in. So a newcomer starts in a world whose
+groups talk to nobody (as with Megatron's own --fake-process-group), as what its place was when the job began, or as
+some other of the first plan where it was none. Nothing of that is used later: it holds nothing, and enters an epoch as
+a survivor does who has lost everything.
+May import megatron and this room.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.world.world import rank_order
+from megatron_resihp.plan.places import renamed
+from megatron_resihp.protocol.records import Commit, Stage
+
+TALKS_TO_NOBODY = "fake"
+
+
+def is_newcomer() -> bool:
+    """Whether this process is none of those that the job began with."""
+    return int(os.environ["RESIHP_WORKER"]) != int(os.environ["RANK"])
+
+
+def build_lonely_world(runtime: Runtime) -> None:
+    """Take the part that the worker of this one's RANK has in the first plan, in a world without anybody else."""
+    args, worker, part = runtime.args, runtime.worker, int(os.environ["RANK"])
+    runtime.plan = renamed(runtime.control.first_plan(), lambda each: worker if each == part else each)
+    order = rank_order(runtime)
+    args.rank = order.index(worker)
+    dist.init_process_group(TALKS_TO_NOBODY, store=FakeStore(), rank=args.rank, world_size=len(order))
+
+
+@contextmanager
+def lonely_groups() -> Iterator[None]:
+    """Let Megatron make all its groups such, also those that it wants of another kind."""
+    original = parallel_state.create_group
+
+    def create_group(*positional: Any, backend: Any = None, pg_options: Any = None, **options: Any) -> Any:
+        return original(*positional, **options)
+
+    parallel_state.create_group = create_group
+    try:
+        yield
+    finally:
+        parallel_state.create_group = original
+
+
+def stand_at(runtime: Runtime, commit: Commit) -> None:
+    """The record of somebody who has nothing to do with iterations up to the commit, and none of their duties."""
+    runtime.progress.iteration, runtime.progress.stage = commit.iteration, Stage.STEPPED
+    runtime.plans = [(each, plan) for each, plan in runtime.plans if each.iteration > commit.iteration]

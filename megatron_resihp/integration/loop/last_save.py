@@ -1,0 +1,119 @@
+"""The coordinator is lost: survivors agree by files of the run directory and save what they hold (DESIGN contract 6).
+
+What they write is what survivors of a job without a plan write (`integration.loop.emergency_checkpoint`); nobody waits
+for ever, and the agent ends who hangs. May import megatron and this room's other modules.
+"""
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from megatron_resihp.control.coordination.record import NoCommitError
+from megatron_resihp.control.node import environment
+from megatron_resihp.control.node.mailbox import LAST_SAVE_S
+from megatron_resihp.control.worker.noticeboard import Noticeboard
+from megatron_resihp.control.worker.saved_state import DIRECTORY, LastSave, latest_in
+from megatron_resihp.control.worker.survivors import Decision, Standing, awaited, decide, missing, part_of
+from megatron_resihp.integration.loop.device_loss import abort_or_die
+from megatron_resihp.integration.loop.emergency_checkpoint import name_latest, write_state
+from megatron_resihp.integration.loop.recovery import apply_commit
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.world.world import tear_down
+from megatron_resihp.plan import Coordinate
+from megatron_resihp.plan.places import node_of
+from megatron_resihp.protocol.coding import decode, encode
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder
+
+TELL_S = 15.0
+"""How long survivors wait for each other's records: they learn of the loss at different times."""
+SAVE_S = LAST_SAVE_S / 2
+"""How long those that have written wait for the others to have."""
+RECORD, SAVED = "record", "saved"
+
+
+def save_without_coordinator(runtime: Runtime, why: str) -> None:
+    """Save this worker's part of what the survivors hold, if it holds anything; returns whatever becomes of that."""
+    if runtime.newcomer or not runtime.held or not runtime.progress.iteration:
+        return
+    try:
+        _save(runtime, why)
+    except Exception as error:
+        traceback.print_exc()
+        _say(runtime, f"can't save what it holds: {type(error).__name__}: {error}")
+
+
+def _save(runtime: Runtime, why: str) -> None:
+    abort_or_die(runtime.communicators.abort)
+    tear_down(runtime)
+    base = Path(os.environ[environment.RUN_DIR])
+    # A worker that was cut off alone, in an earlier epoch, must not bind those that went on without it.
+    board = Noticeboard(base / DIRECTORY / f"survivors-{runtime.run}-{runtime.epoch}", runtime.worker)
+    record = runtime.progress.record(runtime.in_loop, runtime.position, runtime.loss_names)
+    own = Standing(record, runtime.held, runtime.kept is not None)
+    board.pin(RECORD, encode(own))
+    notes = board.gather(RECORD, _awaited(runtime), TELL_S)
+    told = {worker: decode(Standing, note) for worker, note in notes.items()}
+    try:
+        decision = decode(Decision, board.decide(encode(decide(told, _directory(runtime, base)))))
+    except NoCommitError as error:
+        _say(runtime, f"saves nothing: {error}")
+        return
+    shards = part_of(runtime.worker, own, decision)
+    if shards is None:
+        _save_alone(runtime, own, why, base)
+    elif shards and decision.commit.iteration:
+        order = EmergencyCheckpointOrder(runtime.epoch, why, decision.commit, {runtime.worker: shards}, ())
+        _save_share(runtime, decision, order, board, base)
+
+
+def _save_share(
+    runtime: Runtime, decision: Decision, order: EmergencyCheckpointOrder, board: Noticeboard, base: Path
+) -> None:
+    directory = base / decision.directory
+    shard: Coordinate | None = None
+    try:
+        apply_commit(runtime, decision.commit)
+        write_state(runtime, order, directory)
+        shard = runtime.coordinate if runtime.writes_shard else None
+    finally:
+        board.pin(SAVED, {"shard": shard})
+    notes = board.gather(SAVED, decision.writers, SAVE_S)
+    saved = {Coordinate(*note["shard"]) for note in notes.values() if note["shard"] is not None}
+    lacking = missing(saved, len(runtime.own.chunks), runtime.own.tensor_parallel)
+    if not lacking:
+        # Only when all shards are there may a later start find them.
+        name_latest(directory, decision.commit.iteration)
+    if runtime.worker == min(notes):
+        gaps = tuple((each.stage, each.tp_rank) for each in lacking)
+        save = LastSave(decision.commit.iteration, decision.directory, gaps, time.time())
+        save.pin(board)
+        _say(runtime, save.told(base))
+
+
+def _save_alone(runtime: Runtime, own: Standing, why: str, base: Path) -> None:
+    """Iterations are never mixed: what is of another one than the others' is no part of their state."""
+    commit = decide({runtime.worker: own}, DIRECTORY).commit
+    directory = base / DIRECTORY / f"worker_{runtime.worker}-{runtime.run}"
+    apply_commit(runtime, commit)
+    order = EmergencyCheckpointOrder(runtime.epoch, why, commit, {runtime.worker: own.held}, ())
+    write_state(runtime, order, directory)
+    _say(runtime, f"was after iteration {commit.iteration}, others were not: what it saved is no part of theirs")
+
+
+def _directory(runtime: Runtime, base: Path) -> str:
+    """A complete state of this iteration that is there already, of an earlier run perhaps, stays as it is."""
+    reached = {runtime.progress.iteration, runtime.progress.iteration - 1}
+    return f"{DIRECTORY}/{runtime.run}" if latest_in(base / DIRECTORY) in reached else DIRECTORY
+
+
+def _awaited(runtime: Runtime) -> frozenset[int]:
+    places, here = int(os.environ[environment.PLACES]), int(os.environ["LOCAL_WORLD_SIZE"])
+    members = {*runtime.control.members, runtime.worker}
+    node_0 = frozenset(worker for worker in members if node_of(worker, places, here) == 0)
+    return awaited(members, node_0, runtime.worker)
+
+
+def _say(runtime: Runtime, what: str) -> None:
+    print(f"resihp: worker {runtime.worker}: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,226 @@
+"""Seam: Megatron's training loop, entered again after each recovery, and its single step.
+
+Replaces training.train, training.train_step, training.checkpoint_and_decide_exit and training.save_checkpoint_and_time.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.utils import get_model_config
+from megatron.training import training
+
+from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.integration.loop.course import follow
+from megatron_resihp.integration.loop.recovery import TakenIn, leave_if_agreed
+from megatron_resihp.integration.loop.telemetry import report_iteration
+from megatron_resihp.integration.loop.validation import validate
+from megatron_resihp.integration.patches.checkpoints import format_that_fits
+from megatron_resihp.integration.patches.counting import count_again, count_as_one_replica, snapshot_counters
+from megatron_resihp.integration.patches.startup import describe_job
+from megatron_resihp.integration.probes.patches import begin_iteration
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.digests import record_digests, state_digests
+from megatron_resihp.integration.step.optimizer_buddies import move_parts, tell_cost
+from megatron_resihp.integration.step.step import tell_of_experts
+from megatron_resihp.protocol.messages import TrainingFinished
+from megatron_resihp.protocol.records import Outcome, Stage
+
+StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None, Any]
+
+
+def wrap_train(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """train() that outlives broken epochs."""
+
+    @functools.wraps(original)
+    def train(
+        forward_step_func: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, train_data_iterator: Any,
+        valid_data_iterator: Any, process_non_loss_data_func: Any, config: Any, checkpointing_context: Any,
+        *others: Any, **options: Any,
+    ) -> Any:  # fmt: skip
+        def enter() -> Any:
+            if runtime.newcomer:
+                _join(runtime)
+            if not runtime.in_loop:
+                _first_epoch(runtime)
+            with _finishing(runtime):
+                return original(
+                    forward_step_func, model, optimizer, opt_param_scheduler, _fresh(train_data_iterator),
+                    _fresh(valid_data_iterator), process_non_loss_data_func, get_model_config(model[0]),
+                    checkpointing_context, *others, **options,
+                )  # fmt: skip
+
+        runtime.checkpointing_context = checkpointing_context
+        runtime.calls.append(enter)
+        returned = follow(runtime)
+        args = runtime.args
+        return returned or (args.iteration, args.num_floating_point_operations_so_far)
+
+    return train
+
+
+@contextmanager
+def _finishing(runtime: Runtime) -> Iterator[None]:
+    """Say that training is over when train() returns or exits."""
+    try:
+        yield
+    except SystemExit:
+        _finish(runtime)
+        raise
+    _finish(runtime)
+
+
+def _finish(runtime: Runtime) -> None:
+    torch.cuda.synchronize()
+    runtime.probes.flush()
+    if runtime.padding is not None:
+        runtime.control.event("emulation", ops=runtime.padding.ops, late=runtime.padding.late)
+    tell_cost(runtime)
+    record_digests(runtime)
+    progress = runtime.progress
+    if progress.stage is Stage.STEPPED:
+        # From here on, who recovers finds the counters as they are after the last step.
+        runtime.args.curr_iteration = progress.iteration
+        progress.begin(progress.iteration + 1, snapshot_counters(runtime))
+    runtime.control.tell(TrainingFinished(runtime.worker, progress.iteration - 1))
+
+
+def wrap_evaluation(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """evaluate_and_print_results whose time is noted."""
+
+    @functools.wraps(original)
+    def evaluate_and_print_results(*positional: Any, **options: Any) -> Any:
+        with runtime.probes.span(SpanKind.EVALUATION):
+            return original(*positional, **options)
+
+    return evaluate_and_print_results
+
+
+def _first_epoch(runtime: Runtime) -> None:
+    """Epoch 0 holds when every worker has come this far; from now on deaths are recovered from."""
+    count_as_one_replica(runtime)
+    runtime.flops = runtime.args.num_floating_point_operations_so_far
+    runtime.in_loop = True
+    assert runtime.trained is not None
+    # From Go on a death is recovered from, also before train() begins its first step.
+    runtime.args.curr_iteration = runtime.args.iteration
+    runtime.progress.begin(runtime.args.iteration + 1, snapshot_counters(runtime))
+    if runtime.optimizer_is_shared_out:
+        _, runtime.kept = move_parts(runtime, runtime.trained)
+    runtime.control.ready(state_digests(runtime, runtime.trained), 0, 0, runtime.communicators.ports())
+    runtime.communicators.narrow(runtime.control.peer_ports)
+
+
+def _join(runtime: Runtime) -> NoReturn:
+    """Go to the others by way of a recovery, which enters train() again.
+
+    Raises:
+        TakenIn: a plan has this worker in it.
+        JobEnded: none will have.
+    """
+    count_as_one_replica(runtime)
+    # From here on an epoch may break; until then nobody waits for this worker.
+    raise TakenIn(runtime.control.join(describe_job(runtime.args, runtime.config, runtime.own)))
+
+
+def _fresh(iterator: Any) -> Any:
+    """A new rerun wrapper around the same feed: the old one may hold micro-batches of the broken attempt."""
+    return None if iterator is None else RerunDataIterator(iterator.iterable)
+
+
+def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Callable[..., StepReturn]:
+    """train_step that keeps the record and can return a step that was applied already."""
+
+    @functools.wraps(original)
+    def train_step(*positional: Any, iteration: int, **options: Any) -> StepReturn:
+        runtime.control.check()
+        runtime.progress.begin(iteration + 1, snapshot_counters(runtime))
+        # Only now: what Megatron does after the step before, such as saving, is over and not to be repeated.
+        leave_if_agreed(runtime)
+        runtime.slowdowns.begin(iteration + 1)
+        runtime.ask_for_plans(iteration + 1)
+        runtime.fed.clear()
+        runtime.losses = []
+        if runtime.replay is not None:
+            outcome, runtime.replay = runtime.replay, None
+            return _applied_step(runtime, outcome)
+        runtime.to_validate = None
+        begin_iteration(runtime)
+        result = original(*positional, iteration=iteration, **options)
+        if runtime.progress.stage is Stage.STEPPED:  # Megatron may end the job before the step
+            runtime.probes.finish()
+            report_iteration(runtime)
+            if runtime.to_validate is not None:
+                validate(runtime)
+            if runtime.general is not None:
+                # Megatron has averaged over one replica only.
+                return (_agreed_losses(runtime, runtime.progress.outcomes[iteration + 1]), *result[1:])
+        return result
+
+    return train_step
+
+
+def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
+    """What train_step returned, or would have, for a step that this shard has already taken."""
+    runtime.progress.agreed(outcome)
+    runtime.progress.stage = Stage.STEPPED
+    count_again(runtime, outcome)
+    tell_of_experts(runtime, outcome)
+    return _agreed_losses(runtime, outcome), int(outcome.skipped), False, False, 0, outcome.grad_norm, None, 0
+
+
+def _agreed_losses(runtime: Runtime, outcome: Outcome) -> dict[str, torch.Tensor]:
+    if not runtime.is_last_stage:
+        return {}
+    return {name: torch.tensor(mean, dtype=torch.float, device="cuda") for name, mean in outcome.means.items()}
+
+
+def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:
+    """Saves, and ends the loop in order, on all workers after the same iteration, when somebody asked for it."""
+
+    @functools.wraps(original)
+    def checkpoint_and_decide_exit(
+        model: Any, optimizer: Any, scheduler: Any, iteration: int, flops: float, context: Any, iterator: Any
+    ) -> bool:
+        runtime.reach("between")
+        if original(model, optimizer, scheduler, iteration, flops, context, iterator):
+            return True
+        outcome = runtime.progress.outcomes.get(runtime.progress.iteration)
+        if outcome is None or not (outcome.stop or outcome.save):
+            return False
+        args = runtime.args
+        if args.save and not (args.save_interval and iteration % args.save_interval == 0):
+            training.save_checkpoint_and_time(
+                iteration, model, optimizer, scheduler, flops, context, train_data_iterator=iterator
+            )
+        elif runtime.reports and not args.save:
+            print("resihp: asked for a checkpoint, but there is no --save to say where; none is written", flush=True)
+        return outcome.stop
+
+    return checkpoint_and_decide_exit
+
+
+def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Checkpoints record the true data-parallel size, not the one that the counters see."""
+
+    @functools.wraps(original)
+    def save_checkpoint_and_time(iteration: int, *positional: Any, **options: Any) -> Any:
+        args, start = runtime.args, time.time()
+        runtime.reach("save")
+        args.data_parallel_size = len(runtime.current_plan.replicas)
+        try:
+            with runtime.probes.span(SpanKind.SAVE), format_that_fits(runtime) as used:
+                result = original(iteration, *positional, **options)
+        finally:
+            args.data_parallel_size = 1
+        if runtime.reports:
+            runtime.control.event(
+                "checkpoint", iteration=iteration, path=args.save, seconds=time.time() - start, format=used
+            )
+        return result
+
+    return save_checkpoint_and_time

@@ -1,0 +1,81 @@
+"""A change of plan that this worker has heard of: its groups are made by a thread while training goes on.
+
+Other workers must not be left waiting in groups that this one does not have. So each tells the coordinator once its
+groups are there, and counts as having heard of the change only then or when that has failed; the plan that is
+published says whether all had them. May import megatron and this room.
+"""
+
+import sys
+import threading
+import time
+
+from megatron_resihp.control.worker.client import NO_EPOCH
+from megatron_resihp.executor.groups_ahead import GroupsAhead
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.world.group_needs import needs_of
+from megatron_resihp.protocol.messages import GroupsPrepared
+from megatron_resihp.protocol.notices import PlanChange
+from megatron_resihp.protocol.published import EpochPlan
+
+LONGEST_S = 10.0
+"""A change does not wait longer for groups that are made ahead of it."""
+
+
+class Preparation:
+    """The groups that a worker has made, or is making, for a change."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._number = 0
+        self._groups: GroupsAhead | None = None
+        self._thread: threading.Thread | None = None
+        self._until = 0.0
+        self._lock = threading.Lock()
+        """Whoever hears of a change may be late, when the next epoch begins already."""
+
+    def begin(self, change: PlanChange) -> None:
+        """Called in the thread that hears of a change, which has other news to hear."""
+        with self._lock:
+            if self._runtime.epoch not in (change.epoch, NO_EPOCH):
+                return
+            self._give_up()  # a newcomer may have been asked for before
+            self._number, self._until = change.number, time.monotonic() + LONGEST_S
+            thread = threading.Thread(target=self._make, args=(change,), name="resihp-preparing", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for: groups have been made, or won't be in time."""
+        return self._thread is None or not self._thread.is_alive() or time.monotonic() > self._until
+
+    def take(self, order: EpochPlan) -> GroupsAhead | None:
+        """The groups for a plan that has been published, if all its members have theirs; others are given up."""
+        with self._lock:
+            if order.groups_of_change != self._number:
+                self._give_up()
+                return None
+            groups, self._groups = self._groups, None
+            return groups
+
+    def _give_up(self) -> None:
+        if self._thread is not None:
+            self._thread.join(max(0.0, self._until - time.monotonic()))
+            if self._thread.is_alive():
+                return  # it has them in hand
+        groups, self._groups, self._thread = self._groups, None, None
+        if groups is not None:
+            self._runtime.communicators.discard(groups)
+
+    def _make(self, change: PlanChange) -> None:
+        runtime, number, plan = self._runtime, change.number, change.plan
+        try:
+            if runtime.worker not in plan.members:
+                return
+            self._groups = runtime.communicators.groups_ahead(number, plan.digest)
+            self._groups.make(needs_of(runtime, plan))
+        except Exception as error:  # nothing depends on it: the groups are made when the change comes
+            if not runtime.control.broken():
+                why = f"{type(error).__name__}: {error}"
+                print(f"resihp: worker {runtime.worker} can't make groups ahead ({why})", file=sys.stderr, flush=True)
+            return
+        runtime.control.tell(GroupsPrepared(runtime.worker, number))

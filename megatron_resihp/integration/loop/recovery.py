@@ -1,0 +1,399 @@
+"""From a broken epoch to the next one, in place: muster, commit, rebuild, migrate, go.
+
+May import megatron and everything of this room. Nothing of the old shard is given up before every member is ready, so a
+failure at any point leads back to the old state or on to a newer plan, never to a mixture (DESIGN contract 4).
+"""
+
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import RerunMode
+
+from megatron_resihp.control.coordination.digests import name_of
+from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.worker.client import EpochBroken, JobEnded
+from megatron_resihp.executor.communicators import is_communicator_error, is_out_of_memory
+from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
+from megatron_resihp.integration.loop.device_loss import abort_or_die, die_of_fault
+from megatron_resihp.integration.loop.emergency_checkpoint import salvage
+from megatron_resihp.integration.loop.joining import stand_at
+from megatron_resihp.integration.patches.counting import count_again, note_in_progress_log, restore_counters
+from megatron_resihp.integration.probes.fault_injection import StagedError
+from megatron_resihp.integration.runtime import Runtime, Trained
+from megatron_resihp.integration.state.digests import shard_digest, state_digests
+from megatron_resihp.integration.state.footprint import (
+    bring_gradients_back,
+    bytes_of,
+    footprint_of,
+    free_gradients,
+    storages,
+)
+from megatron_resihp.integration.state.shard import fill_shard, group_steps, shard_tensors
+from megatron_resihp.integration.state.slice_state import HostFiller, WholeState, move_state, slice_digests
+from megatron_resihp.integration.step.optimizer_buddies import Kept, move_parts, part_digests
+from megatron_resihp.integration.step.optimizer_whole import are_there_parts, put_together, share_out
+from megatron_resihp.integration.step.step import install_step, take_step
+from megatron_resihp.integration.world.world import build_model_parallel, build_world, reset_singletons, tear_down
+from megatron_resihp.plan.slices import all_shards, cuts_of
+from megatron_resihp.plan.spelling import spelled_out
+from megatron_resihp.protocol.published import Decision, EmergencyCheckpointOrder, EpochPlan
+from megatron_resihp.protocol.records import Commit, Stage
+
+
+class ContractBroken(RuntimeError):
+    """A record contradicts what was agreed; going on could train another model, so the job ends."""
+
+
+class PlanChange(Exception):
+    """All workers leave the epoch after the same step, because they have agreed to: nobody has died."""
+
+
+class TakenIn(Exception):
+    """A plan has this worker in it, which was started anew.
+
+    Attributes:
+        order: the plan.
+    """
+
+    def __init__(self, order: Decision) -> None:
+        super().__init__()
+        self.order = order
+
+
+def leave_if_agreed(runtime: Runtime) -> None:
+    """Called between two iterations.
+
+    Raises:
+        PlanChange: all workers leave now.
+    """
+    if runtime.to_change:
+        runtime.to_change = False
+        raise PlanChange
+
+
+class Phases:
+    """Measures the phases of one recovery on one worker, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+
+def is_ours(runtime: Runtime, error: BaseException) -> bool:
+    """Whether an error starts a recovery: a communicator's, any while the epoch is marked as broken, or, once, any in
+    the first step of a plan that was chosen."""
+    if blames_plan(runtime, error):
+        return True
+    if is_out_of_memory(error):
+        return False
+    return isinstance(error, PlanChange | TakenIn) or _is_an_interruption(error) or runtime.control.broken()
+
+
+def blames_plan(runtime: Runtime, error: BaseException) -> bool:
+    """Whether another plan may be spared this error: no step has been agreed on under one that was chosen.
+
+    A worker that no plan has been run with yet just ends: the others go on without it.
+    """
+    others = isinstance(error, PlanChange | TakenIn | JobEnded | ContractBroken) or _is_an_interruption(error)
+    return runtime.on_trial and not runtime.newcomer and (is_out_of_memory(error) or not others)
+
+
+def recover(runtime: Runtime, error: Exception) -> None:
+    """Bring this worker into the next epoch that holds.
+
+    Raises:
+        the error itself: if it is none of ours, or strikes again at the same place on the way.
+        JobEnded: nothing to go on with; what this worker holds has been saved if it was asked to.
+    """
+    phases = Phases()
+    runtime.last_step_at = None
+    struck: set[tuple[Any, ...]] = set()
+    while True:
+        die_of_fault(runtime.control, error)
+        if not is_ours(runtime, error):
+            raise error
+        blamed = blames_plan(runtime, error) and not runtime.control.broken()
+        if blamed:
+            print("resihp: the first step under a plan that was chosen has failed:", file=sys.stderr)
+            traceback.print_exception(error)
+        _let_go_of_frames(error)
+        if not isinstance(error, PlanChange | TakenIn):
+            tell = runtime.control.blame_plan if blamed else runtime.control.suspect
+            with phases.phase("notice"):
+                tell(error, runtime.config.resihp_answer_timeout)
+        # What strikes on the way to the next plan is none of this one.
+        runtime.on_trial = False
+        if runtime.recovered_from is None:
+            runtime.recovered_from = runtime.control.broken_at() or time.time()
+        try:
+            if isinstance(error, TakenIn):
+                _enter_first_epoch(runtime, phases, error.order)
+            else:
+                _enter_next_epoch(runtime, phases, by_choice=isinstance(error, PlanChange))
+        except JobEnded:
+            raise  # a fenced worker's epoch stays broken for ever: trying again would never end
+        except Exception as next_error:
+            error = next_error
+            if not _is_an_interruption(error):
+                # Once it may be what the end of the epoch has led to; a bug would be tried for ever.
+                if (strike := _strike(error)) in struck:
+                    raise
+                struck.add(strike)
+            continue
+        runtime.phases = phases.seconds
+        return
+
+
+def _is_an_interruption(error: BaseException) -> bool:
+    return isinstance(error, EpochBroken | StagedError | StoreError) or is_communicator_error(error)
+
+
+def _strike(error: BaseException) -> tuple[Any, ...]:
+    """What an error is, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (type(error), str(error), *((frame.filename, frame.lineno) for frame in frames[-1:]))
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """The frames of the broken iteration hold its activations and groups; their memory is needed for the new ones."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None:
+    with phases.phase("abort"):
+        abort_or_die(runtime.communicators.abort)
+        tear_down(runtime)
+    with phases.phase("agree"):
+        runtime.reach("recovery-muster")
+        record = runtime.progress.record(runtime.in_loop, runtime.position, runtime.loss_names)
+        order = runtime.control.muster(record, runtime.held)
+        if order.commit is not None:
+            begun = apply_commit(runtime, order.commit)
+            # Who leaves by choice does so before anything is computed.
+            redone = 0 if by_choice else begun
+        if isinstance(order, EmergencyCheckpointOrder):
+            salvage(runtime, order)
+            raise runtime.control.await_end()
+    _enter(runtime, phases, order, redone)
+
+
+def _enter_first_epoch(runtime: Runtime, phases: Phases, order: Decision) -> None:
+    """A worker that was started anew leaves the world that it started in; it has nothing to say and nothing to redo."""
+    if isinstance(order, EmergencyCheckpointOrder):
+        raise runtime.control.await_end()
+    assert order.commit is not None
+    tear_down(runtime)
+    stand_at(runtime, order.commit)
+    _enter(runtime, phases, order, redone=0)
+
+
+def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> None:
+    runtime.on_trial = order.on_trial
+    assert runtime.trained is not None
+    before = bytes_of(runtime.trained)
+    with phases.phase("rebuild"):
+        runtime.reach("recovery-rebuild")
+        runtime.control.check_reach(order.plan)
+        trained = _rebuild(runtime, order)
+    try:
+        with phases.phase("migrate"):
+            old = storages(runtime.trained)  # before new objects take over what is in them
+            moved, digests, kept = _migrate(runtime, order, trained)
+            if trained is not runtime.trained:
+                runtime.footprint = footprint_of(before, old, storages(trained))
+        with phases.phase("ready"):
+            runtime.reach("recovery-ready")
+            runtime.control.ready(digests, moved, redone, runtime.communicators.ports())
+            runtime.communicators.narrow(runtime.control.peer_ports)
+    except Exception:
+        if trained is not runtime.trained:
+            _take_apart(trained.model)
+        raise
+    with phases.phase("data"):
+        _adopt(runtime, order, trained, kept)
+
+
+def apply_commit(runtime: Runtime, commit: Commit) -> int:
+    """Take the committed step if this worker is REDUCED at it; returns how many iterations will be computed again."""
+    progress = runtime.progress
+    if progress.iteration < commit.iteration:
+        raise ContractBroken(f"worker {runtime.worker} is in iteration {progress.iteration}, before {commit.iteration}")
+    if progress.iteration > commit.iteration:
+        return 1
+    if progress.stage is Stage.COMPUTE:
+        raise ContractBroken(f"iteration {commit.iteration} was agreed on while worker {runtime.worker} computed it")
+    if progress.stage is not Stage.STEPPED:
+        assert commit.outcome is not None
+        progress.agreed(commit.outcome)
+        take_step(runtime, commit.outcome)
+    return 0
+
+
+def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
+    """Groups of the new plan and, for who works in it, a new model and optimizer in them. The committed step is taken,
+    so the old gradients make room for them."""
+    assert runtime.trained is not None and runtime.build_trained is not None
+    runtime.plan = order.plan
+    build_world(runtime, runtime.preparation.take(order) if runtime.preparation is not None else None)
+    if runtime.works:
+        build_model_parallel(runtime)
+    runtime.communicators.end_hand_over()
+    if not runtime.works:
+        bring_gradients_back(runtime)
+        return runtime.trained
+    free_gradients(runtime)
+    reset_singletons(runtime, RerunMode(runtime.args.rerun_mode))
+    runtime.args.perform_initialization = False
+    return runtime.build_trained()
+
+
+def _migrate(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int, dict[str, str], Kept | None]:
+    """Fill the new objects, from the old ones or from other holders.
+
+    Returns:
+        the bytes received, state digests, and what of a distributed optimizer is then current here.
+    """
+    if not runtime.shares_optimizer:
+        return *_migrate_shards(runtime, order, trained), None
+    parts = are_there_parts(runtime)
+    if parts and runtime.general is None:
+        moved, kept = move_parts(runtime, trained)
+        return moved, part_digests(runtime, trained, kept), kept
+    if parts:
+        gathered, whole = put_together(runtime)
+        moved, digests = _migrate_slices(runtime, order, trained, whole)
+        return gathered + moved, digests, None
+    if runtime.general is not None:
+        return *_migrate_slices(runtime, order, trained), None
+    filler = HostFiller()
+    moved, digests = _migrate_slices(runtime, order, trained, filler=filler)
+    kept = share_out(runtime, trained, filler.whole)
+    return moved, digests | part_digests(runtime, trained, kept), kept
+
+
+def _migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int, dict[str, str]]:
+    assert runtime.trained is not None and runtime.everybody is not None
+    held = {worker: runtime.own.coordinate_of(shards) for worker, shards in order.held.items()}
+    if runtime.general is not None or any(shards and not held[worker] for worker, shards in order.held.items()):
+        return _migrate_slices(runtime, order, trained)
+    # New objects take over tensors of the old ones, so this comes first.
+    digests = shard_digest(runtime.trained, held[runtime.worker])
+    received = 0
+    for transfer in plan_transfers(order.plan, held):
+        if transfer.source == runtime.worker:
+            own = shard_tensors(runtime.trained)
+            send_tensors(runtime.everybody, transfer.target, own, {"steps": group_steps(runtime.trained)})
+        elif transfer.target == runtime.worker:
+            device = torch.device("cuda", torch.cuda.current_device())
+            tensors, extra = receive_tensors(runtime.everybody, transfer.source, device)
+            fill_shard(trained, tensors, extra["steps"])
+            received = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if runtime.worker in (transfer.source, transfer.target):
+            runtime.reach("recovery-migrate")
+    if trained is runtime.trained:
+        return received, digests
+    if not received:
+        fill_shard(trained, shard_tensors(runtime.trained), group_steps(runtime.trained))
+    return received, _with_those_after(digests, state_digests(runtime, trained))
+
+
+def _migrate_slices(
+    runtime: Runtime, order: EpochPlan, trained: Trained, whole: WholeState | None = None,
+    filler: HostFiller | None = None,
+) -> tuple[int, dict[str, str]]:  # fmt: skip
+    """The same between shards that are cut unlike each other; digests are of the state before and after.
+
+    Args:
+        whole, filler: where the state is, and where it goes, if not in the objects.
+    """
+    assert runtime.trained is not None and runtime.everybody is not None
+    own, worker, old = runtime.own, runtime.worker, runtime.trained
+    wanted = all_shards(spelled_out(order.plan, own.chunks))
+    cuts = cuts_of(shard for table in (order.held, wanted) for shards in table.values() for shard in shards)
+    new = None if trained is old else trained
+    received = move_state(
+        runtime.everybody, worker, old, new, order.held, wanted, cuts, own.tied_head,
+        lambda: runtime.reach("recovery-migrate"), whole, filler,
+    )  # fmt: skip
+    digests = slice_digests(old, order.held[worker], cuts, own.tied_head, whole)
+    filled = None if filler is None else filler.whole
+    after = {} if new is None else slice_digests(new, wanted[worker], cuts, own.tied_head, filled)
+    return received, _with_those_after(digests, after)
+
+
+def _with_those_after(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
+    """Digests of all that this worker held before and holds after its state has moved.
+
+    Raises:
+        ContractBroken: what it has kept isn't what it was.
+    """
+    for key in before.keys() & after.keys():
+        if before[key] != after[key]:
+            raise ContractBroken(f"the state of {name_of(key)} is not what it was before it moved")
+    return before | after
+
+
+def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | None) -> None:
+    """All members are ready: the new objects take the old ones' place, also in pretrain's own references."""
+    live, commit = runtime.trained, order.commit
+    assert live is not None and commit is not None
+    runtime.probes.abandon()
+    runtime.kept = kept
+    if trained is not live:
+        old_model = list(live.model)
+        live.model[:] = trained.model
+        runtime.lacks_gradients = False
+        _become(live.optimizer, trained.optimizer)
+        _become(live.scheduler, trained.scheduler)
+        live.scheduler.optimizer = live.optimizer
+        install_step(runtime)
+        _take_apart(old_model)
+    runtime.held = spelled_out(order.plan, runtime.own.chunks).shards_of(runtime.worker)
+    runtime.in_loop, runtime.newcomer = runtime.works, False
+    runtime.position = commit.position
+    runtime.to_change, runtime.to_validate = False, None
+    restore_counters(runtime, commit.counters)
+    runtime.replay = commit.outcome if commit.replay and runtime.works else None
+    if runtime.works:
+        for feed in runtime.feeds:
+            feed.rewind()
+        note_in_progress_log(runtime.args)
+    else:
+        _stand_by(runtime, commit)
+
+
+def _stand_by(runtime: Runtime, commit: Commit) -> None:
+    """A standby goes on right after the committed step."""
+    runtime.progress.iteration, runtime.progress.stage = commit.iteration, Stage.STEPPED
+    if commit.replay:
+        assert commit.outcome is not None
+        count_again(runtime, commit.outcome)
+
+
+def _take_apart(model: list[torch.nn.Module]) -> None:
+    """Empty the modules of a model that is out of use: its reference cycles would keep buffers and groups until some
+    later garbage collection."""
+    for module in [module for chunk in model for module in chunk.modules()]:
+        module.__dict__.clear()
+    # NCCL takes its buffers from the device, not from what torch keeps for later.
+    torch.cuda.empty_cache()
+
+
+def _become(old: Any, new: Any) -> None:
+    """Let every reference to `old` see the state and behaviour of `new`."""
+    old.__class__ = new.__class__
+    old.__dict__ = new.__dict__

@@ -1,0 +1,36 @@
+"""The loop of a standby, in place of Megatron's train(): receive each final gradient, take part in the agreement, step.
+
+May import this room's other modules.
+"""
+
+from megatron_resihp.integration.loop.recovery import leave_if_agreed
+from megatron_resihp.integration.loop.telemetry import report_recovered
+from megatron_resihp.integration.loop.validation import validate
+from megatron_resihp.integration.patches.counting import advance_schedule
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.digests import record_digests
+from megatron_resihp.integration.step.buddies import share_gradients
+from megatron_resihp.integration.step.step import agree, take_step
+from megatron_resihp.protocol.records import Stage
+
+
+def keep_current(runtime: Runtime) -> None:
+    """Step with the others until the epoch breaks or the job ends; returns only by an exception."""
+    assert runtime.trained is not None
+    while True:
+        leave_if_agreed(runtime)
+        runtime.progress.begin(runtime.progress.iteration + 1, None)
+        runtime.ask_for_plans(runtime.progress.iteration)
+        share_gradients(runtime)
+        runtime.control.check()
+        runtime.progress.stage = Stage.REDUCED
+        outcome = agree(runtime, 0.0)
+        runtime.progress.agreed(outcome)
+        runtime.on_trial = False
+        take_step(runtime, outcome)
+        if runtime.to_validate is not None:
+            validate(runtime)
+        advance_schedule(runtime, outcome)
+        # Nobody can tell a standby which step is the last one in time for it to say what it holds then.
+        record_digests(runtime)
+        report_recovered(runtime)

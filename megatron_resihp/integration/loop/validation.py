@@ -1,0 +1,85 @@
+"""Micro-benchmarks on suspects between two iterations: matrix products of the training's shape, P2P on their links.
+
+They begin after a step at whose agreement every worker had heard of them, so that both ends of a link take part in the
+same one. May import megatron, `control`, `detector.records` and this room.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.world.world import rank_order
+from megatron_resihp.protocol.notices import MatrixProduct, Transfer
+
+
+def validate(runtime: Runtime) -> None:
+    """Measure what the order asks of this worker, and tell how long that took. Waits for the device."""
+    order = runtime.to_validate
+    assert order is not None
+    runtime.to_validate = None
+    gemms = [gemm for gemm in order.gemms if runtime.worker in gemm.workers]
+    transfers = [each for each in order.transfers if runtime.worker in (each.sender, each.receiver)]
+    if not gemms and not transfers:
+        return
+    began = time.monotonic()
+    with runtime.probes.span(SpanKind.VALIDATION):
+        gemm_seconds = [seconds for gemm in gemms for seconds in _time_gemm(runtime, gemm)]
+        timed = [_time_transfer(runtime, each) for each in transfers]
+    runtime.control.event(
+        "validation", number=order.number, iteration=runtime.progress.iteration, seconds=time.monotonic() - began,
+        gemm_seconds=gemm_seconds, transfers=timed,
+    )  # fmt: skip
+
+
+def _time_gemm(runtime: Runtime, gemm: MatrixProduct) -> list[float]:
+    """Seconds of each repeat, none where the device has no room for the matrices."""
+    if runtime.padding is not None:
+        return _time(runtime.padding.pad_benchmark, gemm.repeats)
+    dtype = runtime.args.params_dtype
+    try:
+        left = torch.ones(gemm.m, gemm.k, dtype=dtype, device="cuda")
+        right = torch.ones(gemm.k, gemm.n, dtype=dtype, device="cuda")
+        torch.matmul(left, right)  # the first one may choose an algorithm
+        return _time(_slowed(runtime, lambda: torch.matmul(left, right)), gemm.repeats)
+    except torch.OutOfMemoryError:
+        return []
+
+
+def _slowed(runtime: Runtime, action: Callable[[], Any]) -> Callable[[], Any]:
+    slowing = runtime.slowing
+    return action if slowing is None else lambda: slowing.stretch(action)
+
+
+def _time_transfer(runtime: Runtime, transfer: Transfer) -> dict[str, Any]:
+    """There with `size` bytes and back with one element: seconds of each repeat at either end."""
+    sends = transfer.sender == runtime.worker
+    peer = transfer.receiver if sends else transfer.sender
+    rank = rank_order(runtime).index(peer)
+    group = mpu.get_pipeline_model_parallel_group() if runtime.general is None else dist.group.WORLD
+    there = torch.zeros(max(transfer.size // 4, 1), dtype=torch.float32, device="cuda")
+    back = torch.zeros(1, dtype=torch.float32, device="cuda")
+
+    def travel() -> None:
+        for tensor, outward in ((there, True), (back, False)):
+            post = dist.isend if outward == sends else dist.irecv
+            for work in dist.batch_isend_irecv([dist.P2POp(post, tensor, rank, group)]):
+                work.wait()
+
+    return {"peer": peer, "size": transfer.size, "seconds": _time(travel, transfer.repeats)}
+
+
+def _time(action: Callable[[], Any], repeats: int) -> list[float]:
+    found = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        action()
+        torch.cuda.synchronize()
+        found.append(time.monotonic() - began)
+    return found

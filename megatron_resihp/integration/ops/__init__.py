@@ -1,0 +1,1 @@
+"""Forward and backward steps of one worker in a plan's own order, and the messages between them."""

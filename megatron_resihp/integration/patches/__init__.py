@@ -1,0 +1,1 @@
+"""What --resihp replaces in Megatron: its flags, start-up, counters, data loaders, checkpoints and schedule."""

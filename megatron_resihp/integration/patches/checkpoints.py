@@ -1,0 +1,205 @@
+"""Seam: checkpoints in general mode, in Megatron's distributed format, so that a job of any other layout can load them.
+
+Replaces checkpointing.generate_state_dict, which save_checkpoint() asks for what a worker writes. Megatron expects one
+shape of shard per tensor, replicas that are alike, and a rectangle of ranks for random streams. Here every tensor is
+cut wherever some worker's shard ends, and of each part one holder writes its copy (DESIGN section 5). May import
+megatron and this room.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.reshardable import TYPE, add_reshardable
+from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.integration.world.heterogeneous_groups import as_stage
+
+FORMAT = "torch_dist"
+PARTS = "parts"
+"""Where in a state dict the parts are; loading goes by the tensors' own keys."""
+
+type Shard = ShardedTensor | ShardedObject
+
+
+class Named(NamedTuple):
+    """What tells a part of a tensor or object from all others, and how large it is."""
+
+    key: str
+    offset: tuple[int, ...]
+    size: int
+
+
+@contextmanager
+def format_that_fits(runtime: Runtime) -> Iterator[str]:
+    """Save in the job's own format, or in one that takes the plan in force; yields its name.
+
+    Megatron's older format has one file for each stage and TP rank, and only a rectangle consists of such.
+    """
+    args = runtime.args
+    if runtime.general is None or args.use_dist_ckpt:
+        yield args.ckpt_format
+        return
+    if runtime.reports:
+        print(f"resihp: saving in format {FORMAT}, not {args.ckpt_format}, which can't hold the plan in force; "
+              f"load it with --ckpt-format {FORMAT}", flush=True)  # fmt: skip
+    kept = args.ckpt_format, args.use_dist_ckpt
+    args.ckpt_format, args.use_dist_ckpt = FORMAT, True
+    try:
+        yield FORMAT
+    finally:
+        args.ckpt_format, args.use_dist_ckpt = kept
+
+
+def wrap_generate_state_dict(runtime: Runtime, original: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
+    """In general mode what this worker writes, already cut and dealt out; all working workers call it together."""
+
+    @functools.wraps(original)
+    def generate_state_dict(
+        args: Any, model: Sequence[Any], optimizer: Any, scheduler: Any, rng_state: Any, iteration: int | None = None,
+        optim_sd_kwargs: Any = None, model_sd_kwargs: Any = None, rerun_state: Any = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        general = runtime.general
+        if general is None:
+            return original(
+                args, model, optimizer, scheduler, rng_state, iteration, optim_sd_kwargs, model_sd_kwargs, rerun_state
+            )
+        chunks = _model_state(general, model, model_sd_kwargs)
+        state: dict[str, Any] = {"args": _own_args(runtime, args), "checkpoint_version": 3.0, "iteration": iteration}
+        state |= chunks
+        if not args.no_save_optim:
+            if not optimizer.is_stub_optimizer:
+                state["optimizer"] = optimizer.sharded_state_dict(chunks, **optim_sd_kwargs)
+                if TYPE in optim_sd_kwargs["metadata"]:
+                    state["masters"] = add_reshardable(state["optimizer"], optimizer, model, chunks)
+            state["opt_param_scheduler"] = scheduler.state_dict()
+        apply_factories(state)
+        sharded, common = extract_sharded_base(state)
+        return {**common, PARTS: own_parts(list(nested_values(sharded)), dist.get_rank(), _gather)}
+
+    return generate_state_dict
+
+
+def _model_state(general: General, model: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for number, chunk in zip(general.own_chunks, model, strict=True):
+        with as_stage(number, len(general.chunks)):
+            found[f"model{number}"] = chunk.sharded_state_dict(**options)
+    return found
+
+
+def _own_args(runtime: Runtime, args: Any) -> Any:
+    """The arguments with the job's own sizes.
+
+    Random streams are not saved: they start anew in each epoch anyway, and there is one for each place in the plan, not
+    in the job's own layout. Megatron then starts new ones.
+    """
+    assert runtime.sizes is not None
+    own = copy.copy(args)
+    vars(own).update(runtime.sizes.own(args), no_save_rng=True)
+    return own
+
+
+def _gather(own: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def own_parts(shards: Sequence[Shard], rank: int, gather: Callable[[Any], list[Any]]) -> list[Shard]:
+    """The parts of what this worker holds that it is to write, and nobody else.
+
+    Args:
+        shards: what it holds.
+        rank: its place among the workers.
+        gather: brings together what all workers give it.
+    """
+    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    fragments = _finest(gather({tensor.key: _fragments(tensor) for tensor in tensors}))
+    parts: list[Shard] = [shard for shard in shards if isinstance(shard, ShardedObject)]
+    for tensor in tensors:
+        parts += _cut(tensor, fragments[tensor.key])
+    # A worker may hold a part twice: word embeddings, and the head that shares them.
+    named = {_name(part): part for part in parts}
+    writers = _deal(gather(list(named)))
+    return [replace(part, replica_id=0) for name, part in named.items() if writers[name] == rank]
+
+
+def _fragments(tensor: ShardedTensor) -> tuple[int, ...]:
+    """In how many parts each axis of the whole tensor is cut."""
+    assert tensor.axis_fragmentations is not None, f"{tensor.key} is cut unevenly"
+    return tensor.axis_fragmentations
+
+
+def _finest(tables: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    """Numbers of parts for each axis such that each worker's shards are whole numbers of them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for table in tables:
+        for key, counts in table.items():
+            found[key] = tuple(map(math.lcm, found.get(key, counts), counts))
+    return found
+
+
+def _cut(tensor: ShardedTensor, fragments: tuple[int, ...]) -> list[ShardedTensor]:
+    """A shard in parts: views, so that nothing is copied.
+
+    Raises:
+        ValueError: an axis can't be cut in so many parts.
+    """
+    parts = [replace(tensor, data=tensor.data.detach())]
+    for axis, (coarse, fine) in enumerate(zip(_fragments(tensor), fragments, strict=True)):
+        count, own = fine // coarse, axis - tensor.prepend_axis_num
+        if count > 1:
+            if own < 0 or tensor.local_shape[own] % count:
+                raise ValueError(f"{tensor.key}, {tensor.local_shape}, can't be cut in {count} parts along {own}")
+            parts = [smaller for part in parts for smaller in _split(part, axis, own, count)]
+    return [replace(part, axis_fragmentations=fragments) for part in parts]
+
+
+def _split(part: ShardedTensor, axis: int, own: int, count: int) -> Iterator[ShardedTensor]:
+    length = part.local_shape[own] // count
+    for data, number in zip(part.data.split(length, own), range(count), strict=True):
+        offset = list(part.global_offset)
+        offset[axis] += number * length
+        fragments = list(_fragments(part))
+        fragments[axis] *= count
+        yield replace(
+            part, data=data, local_shape=tuple(data.shape), global_offset=tuple(offset),
+            axis_fragmentations=tuple(fragments),
+        )  # fmt: skip
+
+
+def _name(part: Shard) -> Named:
+    size = part.data.numel() * part.data.element_size() if isinstance(part, ShardedTensor) else 0
+    return Named(part.key, tuple(part.global_offset), size)
+
+
+def _deal(held: Sequence[Sequence[Named]]) -> dict[Named, int]:
+    """Who writes which part, so that all write about as much.
+
+    Args:
+        held: for each rank the parts that it holds.
+
+    Returns:
+        for each part the rank that writes it; the same on every worker.
+    """
+    holders: dict[Named, list[int]] = {}
+    for rank, names in enumerate(held):
+        for name in names:
+            holders.setdefault(name, []).append(rank)
+    written = [0] * len(held)
+    writers = {}
+    # Who has no choice comes first, then large parts.
+    for name in sorted(holders, key=lambda name: (len(holders[name]), -name.size, name)):
+        writers[name] = min(holders[name], key=lambda rank: (written[rank], rank))
+        written[writers[name]] += name.size
+    return writers

@@ -1,0 +1,178 @@
+"""Seam: Megatron's counters. They see one replica that runs all micro-batches, whatever the plan.
+
+The LR schedule, consumed samples and logs multiply the local micro-batch count by the data-parallel size. With unlike
+counts that gives replicas their own learning rate and cursor. So while train() runs, the data-parallel size that the
+counting code sees is 1 and the number of micro-batches is that of the global batch (DESIGN contract 2).
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
+from megatron.training import get_timers, training
+from megatron.training.utils import append_to_progress_log
+
+from megatron_resihp.integration.runtime import Runtime, Trained, parts_of
+from megatron_resihp.integration.step.loss_scale import move_scale, restore_scale, scale_of
+from megatron_resihp.protocol.records import Outcome
+
+GROUP_SETTINGS = ("betas", "eps")
+"""Of the optimizer's parameter groups; they are equal in all of them."""
+INTERVAL = "interval-time"
+"""Megatron's timer of the iterations whose means its next line tells."""
+
+
+class OneReplica:
+    """Stands for `mpu` in training.py: everything as it is, but a data-parallel size of 1 for counting."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mpu, name)
+
+    def get_data_parallel_world_size(self, *args: Any, **kwargs: Any) -> int:
+        return 1
+
+
+def count_as_one_replica(runtime: Runtime) -> None:
+    """Switch the counters over; done once, before the first iteration."""
+    args = runtime.args
+    training.mpu = OneReplica()
+    args.data_parallel_size = 1
+    reconfigure_num_microbatches_calculator(
+        rank=args.rank,
+        rampup_batch_size=None,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=1,
+        decrease_batch_size_if_needed=False,
+    )
+
+
+def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
+    """Everything that the loop advances besides the shard's state. Cheap: no device sync, unless the loss scale moves.
+
+    The same on all workers, but that losses are totalled in the last stage only, and for the time.
+    """
+    args = runtime.args
+    assert runtime.trained is not None
+    totals = {
+        name: value
+        for name, value in runtime.totals.items()
+        if runtime.is_last_stage or not isinstance(value, torch.Tensor)
+    }
+    return {
+        "iteration": args.curr_iteration,
+        "consumed_train_samples": args.consumed_train_samples,
+        "skipped_train_samples": args.skipped_train_samples,
+        "consumed_valid_samples": args.consumed_valid_samples,
+        "scheduler_steps": runtime.trained.scheduler.num_steps,
+        "settings": settings_of(runtime.trained),
+        "flops": runtime.flops,
+        "totals": totals,
+        "interval_s": _seconds_of_interval(),
+    }
+
+
+def _seconds_of_interval() -> float:
+    """What the timer of the interval would show, without waiting for the device."""
+    timer = get_timers()(INTERVAL, log_level=0)
+    return float(timer._elapsed + (time.time() - timer._start_time if timer._started else 0.0))
+
+
+def settings_of(trained: Trained) -> dict[str, dict[str, Any]]:
+    """What of scheduler and optimizer isn't what they are built with: it has moved since, or may come from the
+    checkpoint that the job was resumed from."""
+    scheduler = {name: value for name, value in trained.scheduler.state_dict().items() if name != "num_steps"}
+    group = next(_groups(trained), {})
+    groups = {name: group[name] for name in GROUP_SETTINGS if name in group}
+    return {"scheduler": scheduler, "groups": groups, "scale": scale_of(trained.optimizer)}
+
+
+def _restore_settings(trained: Trained, settings: dict[str, dict[str, Any]]) -> None:
+    vars(trained.scheduler).update(settings["scheduler"])
+    # Lists are what tuples became on their way through the coordinator.
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in settings["groups"].items()}
+    for group in _groups(trained):
+        group.update(values)
+    restore_scale(trained.optimizer, settings["scale"])
+
+
+def _groups(trained: Trained) -> Iterator[dict[str, Any]]:
+    for part in parts_of(trained.optimizer):
+        if not part.is_stub_optimizer:
+            yield from part.optimizer.param_groups
+
+
+def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
+    """Make train() start where `counters` were taken."""
+    args = runtime.args
+    assert runtime.trained is not None
+    args.iteration = args.curr_iteration = counters["iteration"]
+    args.consumed_train_samples = counters["consumed_train_samples"]
+    args.skipped_train_samples = counters["skipped_train_samples"]
+    args.consumed_valid_samples = counters["consumed_valid_samples"]
+    args.num_floating_point_operations_so_far = runtime.flops = counters["flops"]
+    _restore_settings(runtime.trained, counters["settings"])
+    runtime.trained.scheduler.num_steps = counters["scheduler_steps"]
+    runtime.trained.scheduler.step(increment=0)
+    # Also where another epoch breaks before the next line: what is remembered here may be of another iteration.
+    runtime.totals = runtime.carried_totals = counters["totals"]
+    get_timers()(INTERVAL, log_level=0).set_elapsed(counters["interval_s"])
+
+
+def advance_schedule(runtime: Runtime, outcome: Outcome) -> None:
+    """What Megatron's train_step does after the optimizer's step."""
+    assert runtime.trained is not None
+    if not outcome.skipped:
+        runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
+
+
+def count_again(runtime: Runtime, outcome: Outcome) -> None:
+    """What a step that is in the shard's state already does to what `restore_counters` has put back to before it."""
+    assert runtime.trained is not None
+    move_scale(runtime.trained.optimizer, outcome.skipped)
+    advance_schedule(runtime, outcome)
+
+
+def note_in_progress_log(args: Any) -> None:
+    """Megatron reckons throughput from when a job of as many workers was started, and fails where none ever was."""
+    if args.log_progress and args.save:
+        append_to_progress_log(args.save, "Starting job", barrier=False)
+
+
+def wrap_training_log(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Carry the running loss totals over a recovery: they live in a local variable of train()."""
+
+    def training_log(loss_dict: Any, total_loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if runtime.carried_totals is not None:
+            for name, value in runtime.carried_totals.items():
+                # Lists are what tensors became on their way through the coordinator.
+                total_loss_dict[name] = torch.tensor(value, device="cuda") if isinstance(value, list) else value
+            runtime.carried_totals = None
+        if runtime.epoch > 0:
+            # The job's first line leaves the totals as they are; the first one after a recovery is not that.
+            kwargs["is_first_iteration"] = False
+        # It asks for the operations of an iteration that train() has counted.
+        flops = runtime.flops
+        result = original(loss_dict, total_loss_dict, *args, **kwargs)
+        runtime.flops = flops
+        # Megatron adds to some of them in place.
+        runtime.totals = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in total_loss_dict.items()
+        }
+        return result
+
+    return training_log
+
+
+def wrap_flops(runtime: Runtime, original: Callable[..., float]) -> Callable[..., float]:
+    """Follow the sum of floating-point operations, which is a local variable of train()."""
+
+    def num_floating_point_operations(*args: Any, **kwargs: Any) -> float:
+        operations = original(*args, **kwargs)
+        runtime.flops += operations
+        return operations
+
+    return num_floating_point_operations

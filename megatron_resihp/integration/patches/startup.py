@@ -1,0 +1,309 @@
+"""Seams of start-up: the world comes from the control plane's store; builders are kept for later epochs.
+
+Replaces training.initialize_megatron, parallel_state.initialize_model_parallel and training.setup_model_and_optimizer.
+"""
+
+import atexit
+import copy
+import functools
+import gc
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.training import get_args
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+from megatron_resihp import cpu
+from megatron_resihp.config import ResihpConfig
+from megatron_resihp.control.node.absences import Seen
+from megatron_resihp.control.node.environment import ABSENCES_FD, PLACES
+from megatron_resihp.control.transport.address import parse_address
+from megatron_resihp.control.transport.lasting import LastingStore
+from megatron_resihp.control.transport.shipping import Outbox
+from megatron_resihp.control.transport.store import connect
+from megatron_resihp.control.worker.client import NO_EPOCH, WorkerControl
+from megatron_resihp.control.worker.identity import Identity, check_in
+from megatron_resihp.control.worker.reach import Door, own_address_towards
+from megatron_resihp.cost.arguments import ARGUMENTS
+from megatron_resihp.detector.wire import pack
+from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.integration.loop import nccl_watch
+from megatron_resihp.integration.loop.device_loss import abort_or_die
+from megatron_resihp.integration.loop.joining import build_lonely_world, is_newcomer, lonely_groups
+from megatron_resihp.integration.loop.preparing import Preparation
+from megatron_resihp.integration.loop.reach_watch import ReachWatch
+from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
+from megatron_resihp.integration.probes.emulation import padding_of
+from megatron_resihp.integration.probes.probe_sheet import Sheet, with_absences
+from megatron_resihp.integration.runtime import Runtime, Trained
+from megatron_resihp.integration.step.step import install_step
+from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, Sizes, StageGroup, as_stage
+from megatron_resihp.integration.world.own_layers import OwnLayout, own_layout
+from megatron_resihp.integration.world.whereabouts import whereabouts
+from megatron_resihp.integration.world.world import build_world
+from megatron_resihp.plan.places import node_of
+from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.messages import JobStarted, ModelBuilt
+
+CONNECT_TIMEOUT_S = 300.0
+LAST_RECORDS_S = 1.0
+"""How long a worker that has finished waits for its last records to be sent."""
+CONFIG_HOOKS = (
+    "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func", "timers",
+)  # fmt: skip
+
+
+def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Callable[[], Identity]) -> Runtime:
+    """Connect this worker to the control plane.
+
+    Args:
+        identify: finds out what this worker was started with.
+
+    Raises:
+        UnlikeError: it was started otherwise than the job.
+    """
+    store = LastingStore(connect(*parse_address(os.environ["RESIHP_STORE"]), CONNECT_TIMEOUT_S))
+    worker = int(os.environ["RESIHP_WORKER"])
+    newcomer = is_newcomer()
+    for name, value in check_in(store, identify(), newcomer).items():
+        setattr(get_args(), name, value)
+    # The notice thread starts before there is anything to abort.
+    communicators: list[Communicators] = []
+
+    def abort() -> None:
+        for each in communicators:
+            abort_or_die(each.abort_if_interrupted)
+
+    door = Door(own_address_towards(store.address.host)).address
+    control = WorkerControl(store, worker, abort, NO_EPOCH if newcomer else 0, door)
+
+    def open_store() -> dist.Store:
+        opened: dist.Store = store.clone().torch_store
+        return opened
+
+    communicators.append(Communicators(open_store(), worker, control.broken, reopen=open_store))
+    nccl_watch.begin(communicators[0], control)
+    ReachWatch(communicators[0].longest_wait_s, control, lambda: one_of_each_node(control.members, worker)).begin()
+    pack_sheet = functools.partial(_pack, Seen(int(os.environ[ABSENCES_FD])), config.resihp_emulate is not None)
+    outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), pack_sheet)
+    atexit.register(outbox.close, LAST_RECORDS_S)
+    runtime = Runtime(config, control, communicators[0], get_args(), derived, outbox.offer)
+    runtime.run, runtime.newcomer = store.run, newcomer
+    runtime.preparation = Preparation(runtime)
+    control.on_change = runtime.preparation.begin
+    runtime.probes.watch_garbage_collection()
+    # What was imported until now stays: looking through it again took a recovery 0.25 s, at any moment of training.
+    gc.collect()
+    gc.freeze()
+    if config.resihp_emulate is not None:
+        runtime.padding = padding_of(runtime, config.resihp_emulate)
+        runtime.probes.emulated = True
+    if not cpu.installed():
+        runtime.slowing = DeviceSlowing(lambda: control.slowness.speed(worker), runtime.probes.event)
+    return runtime
+
+
+def one_of_each_node(members: Iterable[int], me: int) -> list[int]:
+    """Of these workers the first on each node but this worker's own."""
+    places, here = int(os.environ[PLACES]), int(os.environ["LOCAL_WORLD_SIZE"])
+    first = {node_of(worker, places, here): worker for worker in sorted(members, reverse=True)}
+    return [worker for node, worker in sorted(first.items()) if node != node_of(me, places, here)]
+
+
+def _pack(absences: Seen, emulated: bool, sheet: Sheet, lost: int) -> bytes:
+    record = replace(sheet.record(), lost=lost)
+    # On the emulated clock what the host does is no device's doing.
+    return pack(record if emulated else with_absences(record, absences.between(record.start, record.end)))
+
+
+def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Join the world of epoch 0 through the control plane's store before Megatron looks for one."""
+
+    @functools.wraps(original)
+    def initialize_megatron(*positional: Any, **options: Any) -> Any:
+        args = runtime.args
+        runtime.own_layout = own = own_layout(args)
+        runtime.shares_optimizer = bool(args.use_distributed_optimizer)
+        runtime.control.event("worker_started", **whereabouts(args.local_rank))
+        if runtime.newcomer:
+            torch.cuda.set_device(args.local_rank)
+            build_lonely_world(runtime)
+            return original(*positional, **options)
+        runtime.control.tell(JobStarted(runtime.worker, describe_job(args, runtime.config, own)))
+        runtime.plan = runtime.control.first_plan()
+        coordinate = runtime.plan.coordinate_of(runtime.worker)
+        assert coordinate is not None, "every worker has work at the start"
+        runtime.held = own.shards_of(coordinate)
+        torch.cuda.set_device(args.local_rank)
+        build_world(runtime)
+        return original(*positional, **options)
+
+    return initialize_megatron
+
+
+def describe_job(args: Any, config: ResihpConfig, own: OwnLayout) -> JobDescription:
+    """What the coordinator must know of Megatron's arguments and of ours."""
+    return JobDescription(
+        tensor_parallel=args.tensor_model_parallel_size,
+        pipeline_parallel=args.pipeline_model_parallel_size,
+        chunks=own.chunks,
+        tied=own.tied_head is not None,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size,
+        micro_batches=args.global_batch_size // args.micro_batch_size,
+        seq_length=args.seq_length,
+        sequence_parallel=own.sequence_parallel,
+        emulated=config.resihp_emulate,
+        train_iters=args.train_iters,
+        ends_early=bool(args.exit_interval),
+        eval_interval=args.eval_interval if args.eval_iters else None,
+        save_interval=args.save_interval if args.save else None,
+        pipeline_last=not args.use_tp_pp_dp_mapping,
+        gemm=(
+            args.micro_batch_size * args.seq_length,
+            args.ffn_hidden_size // args.tensor_model_parallel_size,
+            args.hidden_size,
+        ),
+        transfer_bytes=args.micro_batch_size * args.seq_length * args.hidden_size * args.params_dtype.itemsize,
+        false_alarms_per_job=config.resihp_false_alarms_per_job,
+        distributed_optimizer=bool(args.use_distributed_optimizer),
+        strategy=config.resihp_strategy,
+        plan_wait=config.resihp_plan_wait,
+        act=config.resihp_act,
+        begins_with_a_plan=config.begins_with_a_plan,
+        seconds_between_changes=config.resihp_seconds_between_changes,
+        device_memory=None if cpu.installed() else torch.cuda.get_device_properties(args.local_rank).total_memory,
+        memory_reserve=config.resihp_memory_reserve,
+        cost_model=config.resihp_cost_model and os.path.abspath(config.resihp_cost_model),
+    )
+
+
+def model_fields(args: Any) -> dict[str, Any]:
+    """What a planner must know of Megatron's arguments once the tokenizer is there."""
+    found = {name: getattr(args, name, None) for name in ARGUMENTS}
+    return {name: value.name if isinstance(value, Enum) else value for name, value in found.items()}
+
+
+def wrap_initialize_model_parallel(runtime: Runtime, original: Callable[..., None]) -> Callable[..., None]:
+    """Remember how Megatron's groups were made, to make them again in later worlds."""
+
+    @functools.wraps(original)
+    def initialize_model_parallel(*positional: Any, **options: Any) -> None:
+        options = {name: chosen_once(value) if callable(value) else value for name, value in options.items()}
+        runtime.build_groups = functools.partial(original, *positional, **options)
+        with lonely_groups() if runtime.newcomer else nullcontext():
+            original(*positional, **options)
+        runtime.megatron_groups = MegatronGroups()
+
+    return initialize_model_parallel
+
+
+def chosen_once(choose: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
+    """A script's choice among the ranks of a pipeline, for the embedding say, made once for each length of pipelines.
+
+    It may depend on arguments, and these say something else while a plan in general mode is run.
+    """
+    positions: dict[int, list[int]] = {}
+
+    @functools.wraps(choose)
+    def chosen(ranks: list[int]) -> list[int]:
+        if len(ranks) not in positions:
+            positions[len(ranks)] = [ranks.index(rank) for rank in choose(ranks)]
+        return [ranks[position] for position in positions[len(ranks)]]
+
+    return chosen
+
+
+def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember how model, optimizer and scheduler were made, and make the optimizer's step the agreed one."""
+
+    @functools.wraps(original)
+    def setup_model_and_optimizer(*positional: Any, **options: Any) -> Any:
+        if runtime.worker == 0:  # first, so that planners practise meanwhile
+            runtime.control.tell(ModelBuilt(runtime.worker, model_fields(runtime.args)))
+        # What a newcomer will hold comes from others, not from a checkpoint.
+        with _without_loading(runtime.args) if runtime.newcomer else nullcontext():
+            model, optimizer, scheduler = original(*positional, **options)
+        runtime.trained = Trained(model, optimizer, scheduler)
+        config = get_model_config(model[0])
+        runtime.sizes = sizes_of(runtime.args, runtime.derived, options.get("cfg_container"))
+        hooks = {name: getattr(config, name) for name in CONFIG_HOOKS}
+        options.pop("pg_collection", None)
+        runtime.build_trained = functools.partial(_build_again, runtime, original, hooks, positional, options)
+        install_step(runtime)
+        return model, optimizer, scheduler
+
+    return setup_model_and_optimizer
+
+
+def sizes_of(args: Any, derived: DerivedArguments, container: Any) -> Sizes:
+    """The job's own sizes, where Megatron looks them up."""
+    model, wrapping = getattr(container, "model", None), getattr(container, "ddp", None)
+    if model is None:
+        return Sizes(args.padded_vocab_size, derived, args)
+    vocabulary = model.vocab_size
+    if model.should_pad_vocab:
+        degree = model.tensor_model_parallel_size
+        vocabulary = calculate_padded_vocab_size(vocabulary, model.make_vocab_size_divisible_by, degree)
+    return Sizes(vocabulary, derived, args, model, *([] if wrapping is None else [wrapping]))
+
+
+def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """In general mode each chunk of a worker is built as if it were a pipeline stage of its own."""
+
+    @functools.wraps(original)
+    def build_model(*positional: Any, **options: Any) -> Any:
+        general = runtime.general
+        if general is None:
+            return original(*positional, **options)
+        model = []
+        for number in general.own_chunks:
+            with as_stage(number, len(general.chunks)):
+                options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+                model += original(*positional, **options)
+        # Who has the head reports losses; Megatron asks the first chunk's wrapper for that. What it wraps keeps its own
+        # place: a last stage's output is made 32 bits wide.
+        groups = copy.copy(get_attr_wrapped_model(model[0], "pg_collection"))
+        groups.pp = StageGroup(general.own_chunks[-1 if general.has_head else 0], len(general.chunks))
+        model[0].pg_collection = groups
+        return model
+
+    return build_model
+
+
+def _build_again(
+    runtime: Runtime, original: Callable[..., Any], hooks: dict[str, Any], positional: Any, options: Any
+) -> Trained:
+    """Megatron's own set-up in the new groups, without loading a checkpoint or resetting the counters."""
+    assert runtime.trained is not None
+    args = runtime.args
+    # The builder reuses the config object, on which train() has left functions of the old model.
+    config = get_model_config(runtime.trained.model[0])
+    for name, value in hooks.items():
+        setattr(config, name, value)
+    with _without_loading(args):
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        return Trained(*original(*positional, **options, pg_collection=groups))
+
+
+@contextmanager
+def _without_loading(args: Any) -> Iterator[None]:
+    """Let Megatron find no checkpoint to load, and leave the counters as they are, if there are any yet."""
+    names = ("load", "pretrained_checkpoint", "iteration", "num_floating_point_operations_so_far")
+    kept = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    args.load = args.pretrained_checkpoint = None
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(args, name, value)

@@ -1,0 +1,173 @@
+"""The list of everything that --resihp replaces in Megatron's training loop, in one place.
+
+May import megatron and this room.
+"""
+
+from functools import partial
+
+from megatron_resihp.integration.loop import course, loop
+from megatron_resihp.integration.patch import Patch
+from megatron_resihp.integration.patches import (
+    checkpoints,
+    counting,
+    data,
+    documents,
+    expert_metrics,
+    parameter_kinds,
+    schedule,
+    startup,
+)
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state import reshardable
+
+TRAINING = "megatron.training.training"
+MODEL_BUILDERS = (
+    (f"{TRAINING}:get_model", ("model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection")),
+    ("megatron.training.models.gpt:GPTModelBuilder.build_distributed_models", ("self", "pg_collection")),
+)
+
+
+def training_patches(runtime: Runtime) -> list[Patch]:
+    """All seams of the training loop for one worker."""
+    return [
+        Patch(
+            "megatron.core.parallel_state:initialize_model_parallel",
+            partial(startup.wrap_initialize_model_parallel, runtime),
+            ("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+            "remembers how groups are made",
+        ),
+        Patch(
+            f"{TRAINING}:setup_model_and_optimizer",
+            partial(startup.wrap_setup_model_and_optimizer, runtime),
+            ("model_type", "model_provider_func", "checkpointing_context"),
+            "remembers how model and optimizer are made",
+        ),
+        Patch(
+            "megatron.core.optimizer:_get_param_groups",
+            partial(parameter_kinds.wrap_get_param_groups, runtime),
+            ("model_chunks", "config", "config_overrides"),
+            "asks all workers once",
+        ),
+        *(
+            Patch(target, partial(startup.wrap_build_model, runtime), parameters, "builds any plan's chunks")
+            for target, parameters in MODEL_BUILDERS
+        ),
+        Patch(
+            f"{TRAINING}:build_pretraining_data_loader",
+            lambda original: data.make_loader_builder(runtime),
+            ("dataset", "consumed_samples"),
+            "gives samplers that can move",
+        ),
+        Patch(
+            "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
+            data.build_on_every_worker,
+            ("self", "cls", "sizes", "is_built_on_rank", "config"),
+            "opens the data sets on every worker",
+        ),
+        Patch(
+            f"{TRAINING}:get_forward_backward_func",
+            partial(schedule.wrap_get_forward_backward_func, runtime),
+            None,
+            "gives each replica its share of the micro-batches",
+        ),
+        Patch(
+            f"{TRAINING}:train",
+            partial(loop.wrap_train, runtime),
+            (
+                "forward_step_func",
+                "model",
+                "optimizer",
+                "opt_param_scheduler",
+                "train_data_iterator",
+                "valid_data_iterator",
+                "process_non_loss_data_func",
+                "config",
+                "checkpointing_context",
+            ),
+            "is entered again after a recovery",
+        ),
+        Patch(
+            f"{TRAINING}:train_step",
+            partial(loop.wrap_train_step, runtime),
+            ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
+            "keeps the record of the iteration",
+        ),
+        Patch(
+            f"{TRAINING}:checkpoint_and_decide_exit",
+            partial(loop.wrap_checkpoint_and_decide_exit, runtime),
+            (
+                "model",
+                "optimizer",
+                "opt_param_scheduler",
+                "iteration",
+                "num_floating_point_operations_so_far",
+                "checkpointing_context",
+                "train_data_iterator",
+            ),
+            "ends the job in order",
+        ),
+        Patch(
+            f"{TRAINING}:save_checkpoint_and_time",
+            lambda original: course.wrap_final(runtime, loop.wrap_save_checkpoint_and_time(runtime, original)),
+            ("iteration", "model", "optimizer", "opt_param_scheduler", "num_floating_point_operations_so_far"),
+            "records the true data-parallel size in checkpoints",
+        ),
+        Patch(
+            "megatron.training.checkpointing:generate_state_dict",
+            partial(checkpoints.wrap_generate_state_dict, runtime),
+            (
+                "args",
+                "model",
+                "optimizer",
+                "opt_param_scheduler",
+                "rng_state",
+                "iteration",
+                "optim_sd_kwargs",
+                "model_sd_kwargs",
+                "rerun_state",
+            ),
+            "writes any plan's state so that any other can load it",
+        ),
+        Patch(
+            "megatron.training.checkpointing:_build_sharded_state_dict_metadata",
+            partial(reshardable.wrap_metadata, runtime),
+            ("args", "dp_cp_group"),
+            "says that the distributed optimizer can load it",
+        ),
+        Patch(
+            f"{TRAINING}:print_datetime",
+            partial(course.wrap_final, runtime),
+            ("string",),
+            "all workers meet in it after the last iteration",
+        ),
+        Patch(
+            f"{TRAINING}:evaluate_and_print_results",
+            lambda original: course.wrap_final(runtime, loop.wrap_evaluation(runtime, original)),
+            ("prefix", "forward_step_func", "data_iterator", "model", "iteration"),
+            "is recovered into after the last iteration",
+        ),
+        Patch(
+            f"{TRAINING}:training_log",
+            partial(counting.wrap_training_log, runtime),
+            ("loss_dict", "total_loss_dict", "learning_rate", "iteration"),
+            "carries loss totals over a recovery",
+        ),
+        Patch(
+            "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+            expert_metrics.do_not_reduce,
+            ("self", "metric_names", "pg_collection"),
+            "leaves the sums to the step's agreement",
+        ),
+        Patch(
+            f"{TRAINING}:num_floating_point_operations",
+            partial(counting.wrap_flops, runtime),
+            ("args", "batch_size"),
+            "follows the count of operations",
+        ),
+        Patch(
+            f"{TRAINING}:consume_seqlen_stats_in_iteration",
+            partial(documents.wrap_consume, runtime),
+            (),
+            "leaves the count of documents to the step's agreement",
+        ),
+    ]

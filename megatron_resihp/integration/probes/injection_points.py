@@ -1,0 +1,45 @@
+"""Hooks for the points of a drill inside forward, backward, P2P and gradient sync; installed only for who needs them.
+
+P2P and gradient sync are Megatron's own or, where a plan is run in general mode, this project's. May import megatron
+and this room.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_resihp.integration.patch import Patch
+from megatron_resihp.integration.runtime import Runtime
+
+EXCHANGE = "megatron_resihp.executor.exchange:GlooExchange"
+TARGETS = {
+    "forward": ("megatron.core.pipeline_parallel.schedules:forward_step",),
+    "backward": ("megatron.core.pipeline_parallel.schedules:backward_step",),
+    "p2p": (
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+        f"{EXCHANGE}.send", f"{EXCHANGE}.receive",
+    ),
+    "grad-sync": (
+        "megatron.training.training:finalize_model_grads",
+        "megatron_resihp.integration.step.buddies:sum_general_gradients",
+    ),
+}  # fmt: skip
+
+
+def drill_patches(runtime: Runtime) -> list[Patch]:
+    """Patches that report reaching the points that this worker's drills wait for."""
+    return [
+        Patch(target, functools.partial(_reaching, runtime, point), None, f"lets drills strike at {point}")
+        for point, targets in TARGETS.items()
+        if point in runtime.drills.points()
+        for target in targets
+    ]
+
+
+def _reaching(runtime: Runtime, point: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reached(*positional: Any, **options: Any) -> Any:
+        runtime.reach(point)
+        return original(*positional, **options)
+
+    return reached

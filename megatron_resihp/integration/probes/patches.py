@@ -1,0 +1,264 @@
+"""Seams: where the probes look. Forward and backward steps, collectives inside them, P2P, and what else takes time.
+
+Replaces forward_step and backward_step of megatron.core.pipeline_parallel.schedules, which all of Megatron's schedules
+call; the functions that post P2P; and torch.distributed's collectives, of which those of the tensor-parallel group are
+timed. Megatron's own schedules run both halves of a backward pass as one op, so that no W is recorded.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from megatron.core import mpu
+
+from megatron_resihp.detector.records import OpKind, SpanKind
+from megatron_resihp.integration.patch import Patch
+from megatron_resihp.integration.patches import documents
+from megatron_resihp.integration.probes.probes import Probes
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.world.world import rank_order
+
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+P2P = "megatron.core.pipeline_parallel.p2p_communication"
+COLLECTIVES = (
+    "torch.distributed:all_reduce",
+    "torch.distributed:all_gather",
+    "torch.distributed:all_gather_into_tensor",
+    "torch.distributed:reduce_scatter",
+    "torch.distributed:reduce_scatter_tensor",
+    "torch.distributed:all_to_all_single",
+    # Megatron has bound these names at import.
+    "megatron.core.tensor_parallel.mappings:dist_all_gather_func",
+    "megatron.core.tensor_parallel.mappings:dist_reduce_scatter_func",
+    "megatron.core.tensor_parallel.layers:dist_all_gather_func",
+    "megatron.core.tensor_parallel.layers:dist_reduce_scatter_func",
+)
+SLOTS = (
+    ("tensor_send_prev", OpKind.B, False),
+    ("tensor_recv_prev", OpKind.F, True),
+    ("tensor_send_next", OpKind.F, False),
+    ("tensor_recv_next", OpKind.B, True),
+)
+"""The transfers of one call, in the order in which Megatron posts them in a batch."""
+
+
+def probe_patches(runtime: Runtime) -> list[Patch]:
+    """All patches of the probes."""
+    partial = functools.partial
+    ops = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next", "group")
+    return [
+        Patch(
+            f"{SCHEDULES}:forward_step",
+            partial(wrap_forward_step, runtime),
+            ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor"),
+            "times forward ops",
+        ),
+        Patch(
+            f"{SCHEDULES}:backward_step",
+            partial(wrap_backward_step, runtime),
+            ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+            "times backward ops",
+        ),
+        Patch(f"{P2P}:_batched_p2p_ops", partial(wrap_p2p_ops, runtime), ops, "times transfers"),
+        Patch(f"{P2P}:_p2p_ops", partial(wrap_p2p_ops, runtime), ops, "times transfers"),
+        *(Patch(target, partial(wrap_collective, runtime), None, "times waiting") for target in COLLECTIVES),
+        Patch("torch.distributed:broadcast", partial(wrap_broadcast, runtime), ("tensor",), "sees batches come"),
+        Patch(
+            "megatron.training.training:finalize_model_grads",
+            partial(wrap_span, runtime, SpanKind.GRADIENT_SYNC),
+            ("model", "num_tokens"),
+            "times gradient sync",
+        ),
+    ]
+
+
+# ---- iterations
+
+
+def begin_iteration(runtime: Runtime) -> None:
+    """Called where an iteration that will be computed begins."""
+    runtime.probes.tp_group = mpu.get_tensor_model_parallel_group()
+    # In general mode ops name their micro-batch by its index in the global batch.
+    everything = tuple(range(runtime.current_plan.micro_batch_count))
+    micro_batches = runtime.micro_batches if runtime.general is None else everything
+    runtime.running_chunk = 0  # Megatron's own schedule says its chunk where it has several
+    runtime.probes.begin(runtime.epoch, runtime.progress.iteration, micro_batches, rank_order(runtime))
+
+
+def wrap_span(runtime: Runtime, kind: SpanKind, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note how long a call takes on the device."""
+
+    @functools.wraps(original)
+    def timed(*positional: Any, **options: Any) -> Any:
+        with runtime.probes.marked_span(kind):
+            return original(*positional, **options)
+
+    return timed
+
+
+# ---- ops
+
+
+def wrap_forward_step(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """forward_step as an op of kind F."""
+    probes = runtime.probes
+
+    @functools.wraps(original)
+    def forward_step(
+        forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, input_tensor: Any,
+        *positional: Any, **options: Any,
+    ) -> Any:  # fmt: skip
+        if not probes.recording:
+            return original(
+                forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options
+            )
+        before = documents.seen_so_far()
+        chunk = options.get("vp_stage") or runtime.running_chunk
+        probes.open_forward(chunk, options["current_microbatch"], _tensors(input_tensor))
+        result = original(
+            forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options
+        )
+        probes.close_forward(result[0], _tensors(result[0]), _workload(runtime, before), runtime.pad_op)
+        return result
+
+    return forward_step
+
+
+def wrap_backward_step(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """backward_step as an op of kind B."""
+    probes = runtime.probes
+
+    @functools.wraps(original)
+    def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any) -> Any:
+        if not probes.recording:
+            return original(input_tensor, output_tensor, output_tensor_grad, config)
+        probes.open_backward(output_tensor, _tensors(output_tensor_grad))
+        result = original(input_tensor, output_tensor, output_tensor_grad, config)
+        probes.close_backward(_tensors(result), runtime.pad_op)
+        return result
+
+    return backward_step
+
+
+def _tensors(value: Any) -> Iterable[Any]:
+    found = value if isinstance(value, list) else (value,)
+    return [tensor for tensor in found if tensor is not None]
+
+
+# ---- workload
+
+
+def _workload(runtime: Runtime, before: torch.Tensor | None) -> Any:
+    """N and Σ l² of the micro-batch just run: numbers, or a tensor where reading it would wait for the device."""
+    found = documents.seen_since(before)
+    args = runtime.args
+    if found is not None:
+        return tuple(found.tolist()) if runtime.probes.immediate else found
+    if args.dataloader_inter_document_masking or args.sft:
+        return None  # this stage's forward step does not say
+    tokens = args.micro_batch_size * args.seq_length
+    return float(tokens), float(tokens * args.seq_length)
+
+
+# ---- collectives
+
+
+def wrap_collective(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective whose waiting is timed where it is tensor-parallel and inside an op."""
+    probes = runtime.probes
+
+    @functools.wraps(original)
+    def collective(*positional: Any, **options: Any) -> Any:
+        if options.get("group") is not probes.timed_group:
+            return original(*positional, **options)
+        if options.get("async_op"):
+            return _TimedHandle(original(*positional, **options), probes)
+        since = probes.mark()
+        result = original(*positional, **options)
+        probes.note_wait(since)
+        return result
+
+    return collective
+
+
+def wrap_broadcast(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Inside a forward op, a tensor-parallel group broadcasts nothing but its micro-batch: what is work comes after."""
+    probes = runtime.probes
+
+    @functools.wraps(original)
+    def broadcast(*positional: Any, **options: Any) -> Any:
+        result = original(*positional, **options)
+        if probes.in_op and options.get("group") is probes.tp_group:
+            probes.batch_came()
+        return result
+
+    return broadcast
+
+
+class _TimedHandle:
+    """Stands for the handle of a collective under way."""
+
+    def __init__(self, handle: Any, probes: Probes) -> None:
+        self._handle = handle
+        self._probes = probes
+
+    def wait(self, *positional: Any) -> Any:
+        since = self._probes.mark()
+        result = self._handle.wait(*positional)
+        self._probes.note_wait(since)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+# ---- P2P
+
+
+def wrap_p2p_ops(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Post P2P, and note when each transfer is done."""
+    probes = runtime.probes
+
+    @functools.wraps(original)
+    def p2p_ops(**call: Any) -> Any:
+        if not probes.recording:
+            return original(**call)
+        posted = probes.mark()
+        requests = original(**call)
+        previous, following = call["prev_pipeline_rank"], call["next_pipeline_rank"]
+        rows = {}
+        for (name, kind, received), rank in zip(SLOTS, (previous, previous, following, following), strict=True):
+            tensor = call[name]
+            if tensor is not None:
+                rows[name] = probes.post(tensor, rank, kind, received, posted)
+        return _follow(runtime, requests, rows)
+
+    return p2p_ops
+
+
+def _follow(runtime: Runtime, requests: Any, rows: dict[str, list[Any]]) -> Any:
+    if isinstance(requests, dict):
+        return {name: _TimedRequest(request, runtime, (rows[f"tensor_{name}"],)) for name, request in requests.items()}
+    if len(requests) == len(rows):
+        return [_TimedRequest(request, runtime, (row,)) for request, row in zip(requests, rows.values(), strict=True)]
+    # NCCL gives one request for all that were posted together.
+    return [_TimedRequest(request, runtime, tuple(rows.values())) for request in requests]
+
+
+class _TimedRequest:
+    """Stands for a P2P request; notes when it was found to be done."""
+
+    def __init__(self, request: Any, runtime: Runtime, rows: tuple[list[Any], ...]) -> None:
+        self._request = request
+        self._runtime = runtime
+        self._rows = rows
+
+    def wait(self, *positional: Any) -> Any:
+        result = self._request.wait(*positional)
+        rows, self._rows = self._rows, ()
+        self._runtime.probes.done(rows, self._runtime.pad_transfer)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)

@@ -1,0 +1,1 @@
+"""What is trained, as named tensors and slices: moved between workers, compared, and freed."""

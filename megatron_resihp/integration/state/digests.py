@@ -1,0 +1,35 @@
+"""Digests of the state that this worker holds, under keys on which its other holders must agree.
+
+Keys are those of `control.coordination.digests`. May import torch and this room.
+"""
+
+from megatron_resihp.executor.digest import digest_tensors
+from megatron_resihp.integration.runtime import Runtime, Trained
+from megatron_resihp.integration.state.shard import shard_tensors
+from megatron_resihp.integration.state.slice_state import slice_digests
+from megatron_resihp.integration.step.optimizer_buddies import part_digests
+from megatron_resihp.plan import Coordinate
+
+
+def state_digests(runtime: Runtime, trained: Trained) -> dict[str, str]:
+    """Of what the plan gives this worker or lets it keep."""
+    if runtime.general is not None:
+        general = runtime.general
+        return slice_digests(trained, general.shards[runtime.worker], general.cuts, general.tied_head)
+    if runtime.optimizer_is_shared_out:
+        return part_digests(runtime, trained, runtime.kept)
+    return shard_digest(trained, runtime.current_plan.coordinate_of(runtime.worker))
+
+
+def shard_digest(trained: Trained, coordinate: Coordinate | None) -> dict[str, str]:
+    """Of the shard of the job's own layout that these objects hold; none: they hold nothing."""
+    if coordinate is None:
+        return {}
+    return {f"{coordinate.stage}/{coordinate.tp_rank}": digest_tensors(shard_tensors(trained))}
+
+
+def record_digests(runtime: Runtime) -> None:
+    """Write them to the event log, if that is asked for."""
+    if runtime.config.resihp_record_digests and runtime.trained is not None:
+        digests = state_digests(runtime, runtime.trained)
+        runtime.control.event("digest", iteration=runtime.progress.iteration, digests=digests)

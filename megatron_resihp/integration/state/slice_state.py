@@ -1,0 +1,281 @@
+"""A worker's gradients and state by slices: summed with other holders, moved between unlike shards, digested.
+
+May import megatron and this room. Used in general mode, and on the way into it and out of it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core import mpu
+from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+from megatron.core.utils import get_model_config
+
+from megatron_resihp.executor.digest import digest_tensors
+from megatron_resihp.executor.side_group import SideGroup
+from megatron_resihp.executor.slice_sums import sum_gradients
+from megatron_resihp.executor.transfer import receive_tensors, send_tensors
+from megatron_resihp.integration.runtime import Runtime, Trained, parts_of
+from megatron_resihp.integration.state.parameter_slices import Piece, pieces_of
+from megatron_resihp.integration.state.shard import group_steps, states_of
+from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.plan import Shard
+from megatron_resihp.plan.slices import Move, Slice, plan_moves, slices_of
+
+Shards = Mapping[int, Sequence[Shard]]
+States = Mapping[int, Mapping[str, torch.Tensor]]
+"""What `shard.states_of` gives."""
+
+
+# ---- gradients
+
+
+def sum_general_gradients(runtime: Runtime, general: General) -> None:
+    """Sum each gradient over the replicas, holders without work included; all members call it once per iteration."""
+    assert runtime.trained is not None
+    model = runtime.trained.model
+    if runtime.works:
+        peers = mpu.get_tensor_model_parallel_group()
+        _allreduce_non_tensor_model_parallel_grads(model, get_model_config(model[0]), peers)
+    views = gradient_views(model, general)
+    sum_gradients(runtime.buckets, views, general.contributed)
+    if runtime.args.calculate_per_token_loss:
+        _divide_by_tokens(runtime, model)
+
+
+def gradient_views(model: Sequence[Any], general: General) -> dict[Slice, list[tuple[str, torch.Tensor]]]:
+    """Each slice's gradients on this worker, as views into Megatron's buffers."""
+    # A slice may have no parameter, as that of an embedding without positions.
+    views: dict[Slice, list[tuple[str, torch.Tensor]]] = {piece: [] for piece in general.slices}
+    shards = general.shards[general.worker]
+    for piece in pieces_of(model, shards, general.cuts, general.tied_head) if shards else ():
+        views[piece.slice].append((piece.name, piece.of(piece.parameter.main_grad)))
+    return views
+
+
+def _divide_by_tokens(runtime: Runtime, model: Iterable[Any]) -> None:
+    assert runtime.everybody is not None
+    # Only members without tensor-parallel peers before them have counted theirs.
+    tokens = torch.tensor([float(runtime.tokens)], dtype=torch.float64)
+    runtime.everybody.sum(tokens)
+    for chunk in model:
+        chunk.scale_gradients(1.0 / max(float(tokens), 1.0))
+
+
+def counted_norm_squared(model: Sequence[Any], general: General) -> float:
+    """Sum of squares of the gradients of the slices that this worker counts."""
+    views = gradient_views(model, general)
+    # A slice may be here twice, as word embeddings and as head: its copies are equal by now.
+    counted = [view for piece in sorted(general.counted) for view in dict(views[piece]).values()]
+    if not counted:
+        return 0.0
+    norms = torch.stack([torch.linalg.vector_norm(view.float()) for view in counted]).double()
+    return float((norms * norms).sum())
+
+
+# ---- state
+
+
+def move_state(
+    group: SideGroup, worker: int, old: Trained, new: Trained | None, held: Shards, wanted: Shards, cuts: int,
+    tied_head: int | None, moved: Callable[[], None], whole: "WholeState | None" = None,
+    filler: "Filler | None" = None,
+) -> int:  # fmt: skip
+    """Fill `new` with what its shards want, from the old objects and from other workers.
+
+    Args:
+        group: of all members; each of them calls this.
+        worker: this worker's id.
+        old: what this worker holds, as `held` says.
+        new: freshly built for what `wanted` says of this worker; None if it wants nothing new.
+        held: every member's shards, current to the last applied step.
+        wanted: every member's shards in the new plan.
+        cuts: of both.
+        tied_head: number of the head's layer if it shares the word embeddings.
+        moved: called after each transfer that this worker takes part in.
+        whole: the state of the old objects' parameters, if they have parts of it only.
+        filler: where the state goes, if not straight into `new`.
+
+    Returns:
+        the bytes received.
+    """
+    holdings = {each: slices_of(shards, cuts, tied_head) for each, shards in held.items()}
+    needs = {each: slices_of(shards, cuts, tied_head) for each, shards in wanted.items()}
+    moves, missing = plan_moves(holdings, needs)
+    if missing:
+        raise RuntimeError(f"nobody holds {', '.join(map(str, sorted(missing)))}")
+    whole = whole or WholeState(states_of(old), group_steps(old))
+    source = _by_slice(old, held[worker], cuts, tied_head)
+    target = _by_slice(new, wanted[worker], cuts, tied_head) if new is not None else {}
+    if new is not None:
+        filler = filler or _Filler(new)
+        for piece in sorted(needs[worker] & holdings[worker]):
+            filler.fill(target[piece], _state(whole.states, source[piece]))
+        filler.set_steps(whole.steps)
+    received = 0
+    for move in moves:
+        if move.source == worker:
+            parts = {each: _state(whole.states, source[each]) for each in move.slices}
+            tensors = {f"{each}/{name}": view for each, views in parts.items() for name, view in views.items()}
+            send_tensors(group, move.target, tensors, {"steps": whole.steps})
+        elif move.target == worker:
+            assert filler is not None
+            received += _receive(group, move, filler, target)
+        if worker in (move.source, move.target):
+            moved()
+    return received
+
+
+def _by_slice(trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None) -> dict[Slice, list[Piece]]:
+    found: dict[Slice, list[Piece]] = {piece: [] for piece in slices_of(shards, cuts, tied_head)}
+    if shards:
+        for piece in pieces_of(trained.model, shards, cuts, tied_head):
+            found[piece.slice].append(piece)
+    return found
+
+
+def _state(states: States, pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
+    """Name → the part of a tensor: parameters, masters and moments; scalars as they are."""
+    found: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        for kind, tensor in states[id(piece.parameter)].items():
+            sliced = piece.of(tensor) if tensor.shape == piece.parameter.shape else tensor
+            found[f"{kind}/{piece.name}"] = sliced
+    return found
+
+
+def _receive(group: SideGroup, move: Move, filler: "Filler", target: Mapping[Slice, list[Piece]]) -> int:
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensors, extra = receive_tensors(group, move.source, device)
+    by_slice: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        layer, cut, name = key.split("/", 2)
+        by_slice.setdefault(f"{layer}/{cut}", {})[name] = tensor
+    for piece in move.slices:
+        filler.fill(target[piece], by_slice.get(str(piece), {}))
+    filler.set_steps(extra["steps"])
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+@dataclass
+class WholeState:
+    """The state of parameters, each one's as `states_of` gives it, and counts of steps as `group_steps` does."""
+
+    states: dict[int, dict[str, torch.Tensor]]
+    steps: Sequence[Any]
+
+
+class Filler(Protocol):
+    """Puts slices of a state somewhere."""
+
+    def fill(self, pieces: Iterable[Piece], tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+    def set_steps(self, steps: Sequence[Any]) -> None:
+        """Step counters that an optimizer keeps per parameter group; they are equal in all groups."""
+
+
+class HostFiller:
+    """Puts them together in host memory."""
+
+    def __init__(self) -> None:
+        self.whole = WholeState({}, [])
+
+    def fill(self, pieces: Iterable[Piece], tensors: Mapping[str, torch.Tensor]) -> None:
+        for piece in pieces:
+            parameter, state = piece.parameter, self.whole.states.setdefault(id(piece.parameter), {})
+            for name, tensor in tensors.items():
+                kind = name.removesuffix(f"/{piece.name}")
+                if kind == name:
+                    continue
+                if not tensor.dim():
+                    state[kind] = tensor.detach().cpu().clone()
+                    continue
+                if kind not in state:
+                    state[kind] = torch.empty(parameter.shape, dtype=tensor.dtype)
+                piece.of(state[kind]).copy_(tensor)
+
+    def set_steps(self, steps: Sequence[Any]) -> None:
+        self.whole.steps = [*self.whole.steps, *steps]
+
+
+def _on_device(tensors: Mapping[str, torch.Tensor], parts: Sequence[Piece]) -> dict[str, torch.Tensor]:
+    """All but scalars where the parameters are: a digest also says which tensors are together."""
+    device = parts[0].parameter.device
+    return {name: tensor.to(device) if tensor.dim() else tensor.cpu() for name, tensor in tensors.items()}
+
+
+class _Filler:
+    """Puts slices of a state into freshly built objects, whose optimizer has no state yet."""
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
+        self._inner = {
+            id(p): part.optimizer
+            for part in parts_of(trained.optimizer)
+            if not part.is_stub_optimizer
+            for group in part.optimizer.param_groups
+            for p in group["params"]
+        }
+
+    @torch.no_grad()
+    def fill(self, pieces: Iterable[Piece], tensors: Mapping[str, torch.Tensor]) -> None:
+        for piece in pieces:
+            parameter = piece.parameter
+            master = getattr(parameter, "main_param", None)
+            key = parameter if master is None else master
+            for name, tensor in tensors.items():
+                kind, _, rest = name.partition("/")
+                if kind == "state":
+                    item, _, rest = rest.partition("/")
+                if rest != piece.name:
+                    continue
+                if kind == "param":
+                    piece.of(parameter.data).copy_(tensor)
+                elif kind == "master":
+                    piece.of(key.data).copy_(tensor)
+                else:
+                    self._fill_moment(piece, key, item, tensor)
+
+    def _fill_moment(self, piece: Piece, key: torch.Tensor, item: str, tensor: torch.Tensor) -> None:
+        state = self._inner[id(key)].state[key]
+        if not tensor.dim():
+            state[item] = tensor.clone()
+            return
+        if item not in state:
+            state[item] = torch.empty_like(key, dtype=tensor.dtype)
+        piece.of(state[item]).copy_(tensor)
+
+    def set_steps(self, steps: Sequence[Any]) -> None:
+        """Step counters that an optimizer keeps per parameter group; they are equal in all groups."""
+        known = [step for step in steps if step is not None]
+        if known:
+            for part in parts_of(self._trained.optimizer):
+                for group in part.optimizer.param_groups:
+                    group["step"] = known[0]
+
+
+def slice_states(
+    trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None
+) -> dict[Slice, dict[str, torch.Tensor]]:
+    """All that these objects hold, as views by slice; where both are here, word embeddings and head are one."""
+    states = states_of(trained)
+    return {piece: _state(states, parts) for piece, parts in _by_slice(trained, shards, cuts, tied_head).items()}
+
+
+def slice_digests(
+    trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None, whole: WholeState | None = None
+) -> dict[str, str]:
+    """A digest of each slice of what these objects hold, or would with this state; holders of a slice must agree.
+
+    Raises:
+        RuntimeError: word embeddings and head, both held here, differ.
+    """
+    states, found = states_of(trained) if whole is None else whole.states, {}
+    for piece, parts in sorted(_by_slice(trained, shards, cuts, tied_head).items()):
+        copies = {digest_tensors(_on_device(_state(states, [part for part in parts if part.chunk == chunk]), parts))
+                  for chunk in {part.chunk for part in parts}}  # fmt: skip
+        if len(copies) > 1:
+            raise RuntimeError("word embeddings and head differ, which should be the same")
+        found[f"{piece}/{cuts}"] = copies.pop() if copies else ""
+    return found

@@ -1,0 +1,1 @@
+"""The optimizer step, and the parts and copies of a distributed optimizer."""

@@ -1,0 +1,52 @@
+"""Who keeps a shard current without working on it, and how the shard's gradients reach them.
+
+Redundancy outlives replicas: a live worker that holds a shard stays a holder even when its replica has no work
+(DESIGN section 8). May import megatron, `plan` and `executor`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.slice_state import sum_general_gradients
+from megatron_resihp.integration.step.optimizer_buddies import share_part_gradients
+from megatron_resihp.plan import Coordinate, ParallelPlan
+
+
+def keepers_of(plan: ParallelPlan, coordinate: Coordinate) -> tuple[int, ...]:
+    """The active worker that sends a shard's gradients, and the standbys that receive them; empty without standbys."""
+    standbys = plan.standbys_at(coordinate)
+    return (plan.workers_at(coordinate)[0], *standbys) if standbys else ()
+
+
+def join_keepers(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group: MakeSideGroup) -> SideGroup | None:
+    """Make the group over which this shard's gradients reach its standbys, if this worker is in it."""
+    workers = keepers_of(plan, coordinate)
+    if me not in workers:
+        return None
+    return make_group(f"keepers/{coordinate.stage}/{coordinate.tp_rank}", workers)
+
+
+def share_gradients(runtime: Runtime) -> None:
+    """Give this worker's final gradients to those who keep them current; all of them call it once per step."""
+    if runtime.general is not None:
+        sum_general_gradients(runtime, runtime.general)
+        return
+    if runtime.optimizer_is_shared_out:
+        share_part_gradients(runtime)
+        return
+    if runtime.keepers is None:
+        return
+    for gradients in _gradient_buffers(runtime):
+        runtime.keepers.broadcast(gradients, runtime.keepers.workers[0])
+
+
+def _gradient_buffers(runtime: Runtime) -> Iterator[torch.Tensor]:
+    assert runtime.trained is not None
+    for chunk in runtime.trained.model:
+        assert isinstance(chunk, DistributedDataParallel), "only Megatron's own DDP is supported"
+        for buffer in chunk.buffers:
+            yield buffer.grad_data

@@ -1,0 +1,306 @@
+"""Where parts of a distributed optimizer and their copies are: gradients on their way to copies, parts to new owners.
+
+The holders of a shard form a ring (`plan.copies`). On Megatron's own groups only: in general mode there is none. May
+import megatron, `plan`, `executor` and this room.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
+from megatron_resihp.executor.transfer import receive_tensors, send_tensors, tell_all
+from megatron_resihp.integration.runtime import Runtime, Trained
+from megatron_resihp.integration.state.shard import group_steps
+from megatron_resihp.integration.step.loss_scale import ready_gradients
+from megatron_resihp.integration.step.optimizer_copy import PartCopy
+from megatron_resihp.integration.step.optimizer_shards import (
+    Entry,
+    Part,
+    Place,
+    Tensors,
+    digest_of,
+    digest_of_parameters,
+    digest_of_pieces,
+    fill_part,
+    own_gradient,
+    own_part,
+    own_places,
+    publish_parameters,
+)
+from megatron_resihp.plan import Coordinate, ParallelPlan
+from megatron_resihp.plan.copies import Edge, copies_at, in_turns
+from megatron_resihp.plan.ranges import Range, RangeMove, plan_range_moves
+
+HOST = torch.device("cpu")
+
+
+class Ring(NamedTuple):
+    """This worker's edges of its ring, in the order in which gradients pass them."""
+
+    edges: tuple[Edge, ...]
+    group: SideGroup
+
+
+@dataclass
+class Kept:
+    """What of the optimizer's state is current on this worker, since the last *go*.
+
+    Attributes:
+        coordinate: of which shard.
+        owns: whether the training objects' own part is.
+        copy: of another worker's part.
+    """
+
+    coordinate: Coordinate
+    owns: bool
+    copy: PartCopy | None
+
+
+def join_ring(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group: MakeSideGroup) -> Ring | None:
+    """This worker's edges; None if nobody keeps a copy of its shard's parts."""
+    edges = copies_at(plan, coordinate)
+    if not edges:
+        return None
+    group = make_group(f"copies/{coordinate.stage}/{coordinate.tp_rank}", plan.holders_of(coordinate))
+    return Ring(tuple(edge for edge in in_turns(edges) if me in edge), group)
+
+
+def share_part_gradients(runtime: Runtime) -> None:
+    """Send the own part's summed gradient to who keeps its copy, and get that of the copy kept here."""
+    kept, ring = runtime.kept, runtime.ring
+    if kept is None or ring is None:
+        return
+    assert runtime.trained is not None
+    start, own = time.monotonic(), torch.empty(0)
+    if kept.owns:
+        ready_gradients(runtime.trained.optimizer)
+        own = own_gradient(runtime.trained)
+    for owner, keeper in ring.edges:
+        if owner == runtime.worker:
+            if own.numel():
+                ring.group.send(own, keeper)
+        elif kept.copy is not None:
+            gradient = torch.empty(kept.copy.elements)
+            if gradient.numel():
+                ring.group.receive(gradient, owner)
+            kept.copy.gradient = gradient
+    if kept.copy is not None:
+        kept.copy.cost.bytes_sent += own.nbytes
+        kept.copy.cost.exchange_s += time.monotonic() - start
+
+
+def tell_cost(runtime: Runtime) -> None:
+    """Write to the event log what keeping a copy has cost each step since the epoch began."""
+    copy = None if runtime.kept is None else runtime.kept.copy
+    if copy is None:
+        return
+    bytes_kept, cost = copy.nbytes, copy.cost  # in this order: the last step may still be under way
+    if not cost.steps:
+        return
+    runtime.control.event(
+        "optimizer_copy", owner=copy.owner, steps=cost.steps, bytes_kept=bytes_kept,
+        bytes_per_step=cost.bytes_sent // cost.steps, exchange_s=cost.exchange_s / cost.steps,
+        step_s=cost.step_s / cost.steps,
+    )  # fmt: skip
+
+
+# ---- at the start of an epoch
+
+
+def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
+    """Give each worker its part of the optimizer's state, wherever it is, the parameters, and the copy that it keeps.
+
+    Args:
+        trained: freshly built objects to be filled, or the live ones where nothing is to be filled.
+
+    Returns:
+        the bytes received from others, and what the worker has now.
+
+    Raises:
+        RuntimeError: a part and its copy are both gone, or what is there now isn't what it was before.
+    """
+    assert runtime.trained is not None and runtime.everybody is not None
+    plan, worker, fresh = runtime.current_plan, runtime.worker, trained is not runtime.trained
+    coordinate = plan.coordinate_of(worker)
+    has = current_part(runtime.trained, runtime.kept)
+    owns = full_names(coordinate, own_places(trained)) if runtime.works and coordinate is not None else {}
+    told = tell_all(runtime.everybody, worker, {"has": list(has), "owns": list(owns.items()), "fills": fresh})
+    has_all = {each: [Range(*where) for where in said["has"]] for each, said in told.items()}
+    owned = {each: places_said(said["owns"]) for each, said in told.items()}
+    copied = {keeper: owner for each in plan.coordinates() for owner, keeper in copies_at(plan, each)}
+    if not any(said["has"] for said in told.values()):  # before the first step owners have what they were built with
+        has, has_all = _full_entries(coordinate, own_part(trained)), {each: list(owned[each]) for each in told}
+    wanted = {
+        each: [*(owned[each] if told[each]["fills"] else ()), *(owned[copied[each]] if each in copied else ())]
+        for each in told
+    }
+    moves, missing = plan_range_moves(has_all, wanted)
+    if missing:
+        raise RuntimeError(f"nobody holds the optimizer's state of {missing[0]}")
+    collected = Collected(wanted[worker], steps_of(runtime))
+    received = make_moves(runtime, moves, has, collected)
+    collected.check()
+    if fresh and runtime.works:
+        fill_part(trained, {_bare(where): collected.tensors[where] for where in owns}, collected.steps)
+        publish_parameters(trained)
+    if coordinate is None:
+        return received, None
+    copy = None
+    if worker in copied:
+        part = {
+            _bare(where): Entry(place, collected.tensors[where])
+            for where, place in sorted(owned[copied[worker]].items())
+        }
+        copy = PartCopy(copied[worker], part, max(collected.steps, default=None))
+    kept = Kept(coordinate, runtime.works, copy)
+    collected.compare({where: entry.tensors for where, entry in current_part(trained, kept).items()})
+    return received, kept
+
+
+def part_digests(runtime: Runtime, trained: Trained, kept: Kept | None) -> dict[str, str]:
+    """Of parameters, if they are whole, and of each part of the optimizer that this worker has."""
+    if kept is None:
+        return {}
+    owners = runtime.current_plan.workers_at(kept.coordinate)
+    stage, tp_rank = kept.coordinate
+    found = {}
+    if kept.owns:
+        found[f"{stage}/{tp_rank}"] = digest_of_parameters(trained.model)
+        found[f"{stage}/{tp_rank}/{owners.index(runtime.worker)}/{len(owners)}"] = digest_of(own_part(trained))
+    if kept.copy is not None:
+        found[f"{stage}/{tp_rank}/{owners.index(kept.copy.owner)}/{len(owners)}"] = digest_of(kept.copy.part)
+    return found
+
+
+class Collected:
+    """Wanted ranges, filled piece by piece, on the host."""
+
+    def __init__(self, wanted: Sequence[Range], steps: Sequence[int]) -> None:
+        self.tensors: dict[Range, Tensors] = {where: {} for where in wanted}
+        self.steps = list(steps)
+        self._left = {where: where.end - where.start for where in wanted}
+        self._before: list[tuple[Sequence[Range], str]] = []
+        self._by_name: dict[str, list[Range]] = {}
+        for where in wanted:
+            self._by_name.setdefault(where.name, []).append(where)
+
+    def put(self, piece: Range, name: str, tensor: torch.Tensor) -> None:
+        """One tensor of a piece."""
+        where = self._whole(piece)
+        whole = self.tensors[where]
+        if not tensor.dim():
+            whole[name] = tensor.detach().cpu().clone()
+            return
+        if name not in whole:
+            whole[name] = torch.empty(where.end - where.start, dtype=tensor.dtype)
+        whole[name][piece.start - where.start : piece.end - where.start] = tensor
+
+    def count(self, pieces: Sequence[Range], digest: str) -> None:
+        """All tensors of these pieces have come. `digest`: of what they are where they come from."""
+        self._before.append((pieces, digest))
+        for piece in pieces:
+            self._left[self._whole(piece)] -= piece.end - piece.start
+
+    def compare(self, now: Mapping[Range, Tensors]) -> None:
+        """Raises RuntimeError if what is held now isn't what its former holders had before it moved."""
+        by_name = ranges_by_name(now)
+        for pieces, digest in self._before:
+            if digest_of_pieces([_piece(by_name[each.name], now, each) for each in pieces]) != digest:
+                raise RuntimeError(f"the optimizer's state of {pieces[0]} is not what it was before it moved")
+
+    def _whole(self, piece: Range) -> Range:
+        return next(each for each in self._by_name[piece.name] if piece.common(each) == piece)
+
+    def check(self) -> None:
+        """Raises RuntimeError if some range is not whole: a wrong state is worse than none."""
+        unfilled = [where for where, left in self._left.items() if left]
+        if unfilled:
+            raise RuntimeError(f"the optimizer's state of {unfilled[0]} has not come whole")
+
+
+def make_moves(runtime: Runtime, moves: Sequence[RangeMove], has: Part, collected: Collected) -> int:
+    """Send and receive; returns the bytes received."""
+    assert runtime.everybody is not None
+    received, worker = 0, runtime.worker
+    tensors_of, by_name = {where: entry.tensors for where, entry in has.items()}, ranges_by_name(has)
+    for source, target, ranges in moves:
+        if source == worker:
+            pieces = [_piece(by_name[each.name], tensors_of, each) for each in ranges]
+            digest = digest_of_pieces(pieces)
+            if target == worker:
+                for each, tensors in zip(ranges, pieces, strict=True):
+                    for name, tensor in tensors.items():
+                        collected.put(each, name, tensor)
+                collected.count(ranges, digest)
+                continue
+            named = {f"{index}/{name}": tensor for index, tensors in enumerate(pieces)
+                     for name, tensor in tensors.items()}  # fmt: skip
+            send_tensors(runtime.everybody, target, named, {"steps": steps_of(runtime), "digest": digest})
+        elif target == worker:
+            found, extra = receive_tensors(runtime.everybody, source, HOST)
+            for key, tensor in found.items():
+                index, _, name = key.partition("/")
+                collected.put(ranges[int(index)], name, tensor)
+            collected.count(ranges, extra["digest"])
+            collected.steps += extra["steps"]
+            received += sum(tensor.nbytes for tensor in found.values())
+        if worker in (source, target) and runtime.epoch:  # as the job begins copies move too, and nobody recovers
+            runtime.reach("recovery-migrate")
+    return received
+
+
+def ranges_by_name(ranges: Iterable[Range]) -> dict[str, list[Range]]:
+    """The ranges of each parameter."""
+    found: dict[str, list[Range]] = {}
+    for where in ranges:
+        found.setdefault(where.name, []).append(where)
+    return found
+
+
+def _piece(ranges: Sequence[Range], tensors: Mapping[Range, Tensors], piece: Range) -> Tensors:
+    """Views of a piece of one of these ranges."""
+    where = next(each for each in ranges if piece.common(each) == piece)
+    start, end = piece.start - where.start, piece.end - where.start
+    return {name: tensor[start:end] if tensor.dim() else tensor for name, tensor in tensors[where].items()}
+
+
+def current_part(trained: Trained, kept: Kept | None) -> Part:
+    """What of the state this worker has, by ranges' full names."""
+    if kept is None:
+        return {}
+    own = own_part(trained) if kept.owns else {}
+    return _full_entries(kept.coordinate, {**own, **(kept.copy.part if kept.copy is not None else {})})
+
+
+def steps_of(runtime: Runtime) -> list[int]:
+    """Counts of steps that some optimizers keep for each parameter group; all that are current are equal."""
+    assert runtime.trained is not None
+    kept = runtime.kept
+    counts: list[Any] = group_steps(runtime.trained) if kept is None or kept.owns else []
+    counts += [kept.copy.counted] if kept is not None and kept.copy is not None else []
+    return [count for count in counts if count is not None]
+
+
+def full_names(coordinate: Coordinate, places: Mapping[Range, Place]) -> dict[Range, Place]:
+    """Ranges named across shards."""
+    return {Range(f"{coordinate.stage}/{coordinate.tp_rank}|{where.name}", where.start, where.end): place
+            for where, place in places.items()}  # fmt: skip
+
+
+def _full_entries(coordinate: Coordinate | None, part: Part) -> Part:
+    if coordinate is None:
+        return {}
+    names = full_names(coordinate, {where: entry.place for where, entry in part.items()})
+    return dict(zip(names, part.values(), strict=True))
+
+
+def _bare(where: Range) -> Range:
+    return Range(where.name.partition("|")[2], where.start, where.end)
+
+
+def places_said(said: Sequence[Any]) -> dict[Range, Place]:
+    return {Range(*where): (place[0], place[1]) for where, place in said}

@@ -1,0 +1,146 @@
+"""A shard's optimizer state put together from its parts, and shared out again: the way into general mode and back.
+
+In general mode every holder of a slice has all of its state, so that it can move by slices. On the way there the
+holders of a shard put it together in host memory, on the way back each cuts what it needs out of it. May import
+megatron and this room.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from megatron_resihp.executor.transfer import tell_all
+from megatron_resihp.integration.runtime import Runtime, Trained
+from megatron_resihp.integration.state.shard import group_steps, states_of
+from megatron_resihp.integration.state.slice_state import WholeState
+from megatron_resihp.integration.step.optimizer_buddies import (
+    Collected,
+    Kept,
+    current_part,
+    full_names,
+    make_moves,
+    places_said,
+    steps_of,
+)
+from megatron_resihp.integration.step.optimizer_copy import PartCopy
+from megatron_resihp.integration.step.optimizer_shards import (
+    MASTER,
+    Entry,
+    Tensors,
+    digest_of_pieces,
+    fill_part,
+    own_part,
+    own_places,
+    publish_parameters,
+)
+from megatron_resihp.plan.copies import copies_at
+from megatron_resihp.plan.ranges import Range, plan_range_moves
+
+STATE = "state/"
+
+
+def are_there_parts(runtime: Runtime) -> bool:
+    """Whether the state comes from an epoch in which it was shared out; all members call it."""
+    assert runtime.everybody is not None
+    return any(tell_all(runtime.everybody, runtime.worker, runtime.kept is not None).values())
+
+
+def put_together(runtime: Runtime) -> tuple[int, WholeState]:
+    """The whole state of the shard that this worker has a part of; all members call it.
+
+    Returns:
+        the bytes received, and the state by the live objects' parameters; none where there is no part here.
+
+    Raises:
+        RuntimeError: a part and its copy are both gone.
+    """
+    assert runtime.trained is not None and runtime.everybody is not None
+    kept, worker = runtime.kept, runtime.worker
+    has = current_part(runtime.trained, kept)
+    parameters: dict[Range, torch.nn.Parameter] = {}
+    if kept is not None:
+        named = _parameters(runtime.trained)
+        bare = {Range(name, 0, parameter.numel()): parameter for name, parameter in named.items()}
+        parameters = dict(zip(full_names(kept.coordinate, dict.fromkeys(bare, (0, 0))), bare.values(), strict=True))
+    told = tell_all(runtime.everybody, worker, {"has": list(has), "needs": list(parameters)})
+    holdings, wanted = ({each: [Range(*where) for where in said[what]] for each, said in told.items()}
+                        for what in ("has", "needs"))  # fmt: skip
+    moves, missing = plan_range_moves(holdings, wanted)
+    if missing:
+        raise RuntimeError(f"nobody holds the optimizer's state of {missing[0]}")
+    collected = Collected(wanted[worker], steps_of(runtime))
+    received = make_moves(runtime, moves, has, collected)
+    collected.check()
+    collected.compare(collected.tensors)
+    states = {id(parameter): _shaped(parameter, collected.tensors[where]) for where, parameter in parameters.items()}
+    return received, WholeState(states, collected.steps)
+
+
+def share_out(runtime: Runtime, trained: Trained, whole: WholeState) -> Kept | None:
+    """Fill new objects' own parts, gather parameters, and keep a copy; all members call it.
+
+    Args:
+        trained: what this worker has now: new objects, or those of the epoch before where it stands by.
+        whole: the state of all parameters of the new objects.
+    """
+    assert runtime.everybody is not None
+    plan, worker = runtime.current_plan, runtime.worker
+    coordinate = plan.coordinate_of(worker)
+    owns = own_places(trained) if runtime.works else {}
+    told = tell_all(runtime.everybody, worker, list(owns.items()))
+    if not runtime.works:
+        whole = WholeState(states_of(trained), group_steps(trained))
+    if coordinate is None:
+        return None
+    steps = [step for step in whole.steps if step is not None]
+    parameters = _parameters(trained)
+    if runtime.works:
+        cut = _cut(parameters, whole, owns)
+        fill_part(trained, cut, steps)
+        # That all of the state is what it was before it moved is known by slice.
+        now = {where: entry.tensors for where, entry in own_part(trained).items()}
+        if digest_of_pieces(now[where] for where in cut) != digest_of_pieces(cut.values()):
+            raise RuntimeError("this worker's part of the optimizer's state is not what it was before it moved")
+        publish_parameters(trained)
+    owner = next((owner for owner, keeper in copies_at(plan, coordinate) if keeper == worker), None)
+    if owner is None:
+        return Kept(coordinate, runtime.works, None)
+    places = places_said(told[owner])
+    part = {where: Entry(places[where], tensors) for where, tensors in _cut(parameters, whole, sorted(places)).items()}
+    return Kept(coordinate, runtime.works, PartCopy(owner, part, max(steps, default=None)))
+
+
+def _parameters(trained: Trained) -> dict[str, torch.nn.Parameter]:
+    return {
+        f"{chunk}/{name}": parameter
+        for chunk, module in enumerate(trained.model)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def _shaped(parameter: torch.Tensor, tensors: Tensors) -> Tensors:
+    """A parameter's state as an optimizer that has all of it says it (`states_of`)."""
+    master = tensors[MASTER].view(parameter.shape)
+    state = {"param": master.to(parameter.dtype)}
+    if parameter.dtype != master.dtype:
+        state["master"] = master
+    for name, tensor in tensors.items():
+        if name != MASTER:
+            state[STATE + name] = tensor.view(parameter.shape) if tensor.dim() else tensor
+    return state
+
+
+def _cut(
+    parameters: Mapping[str, torch.nn.Parameter], whole: WholeState, ranges: Iterable[Range]
+) -> dict[Range, Tensors]:
+    """Ranges out of whole states, in host memory of their own."""
+    found = {}
+    for where in ranges:
+        state = whole.states[id(parameters[where.name])]
+        flat = {MASTER: state.get("master", state["param"])}
+        flat |= {name.removeprefix(STATE): tensor for name, tensor in state.items() if name.startswith(STATE)}
+        found[where] = {
+            name: (tensor.detach().reshape(-1)[where.start : where.end] if tensor.dim() else tensor).cpu().clone()
+            for name, tensor in flat.items()
+        }
+    return found

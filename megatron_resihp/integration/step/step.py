@@ -1,0 +1,264 @@
+"""Seam: the optimizer step. One reduction over all workers decides it; from then on nothing communicates.
+
+Replaces `step` of the optimizer object by `agreed_step`. DESIGN contract 3.
+"""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.integration.patches import expert_metrics
+from megatron_resihp.integration.patches.counting import settings_of
+from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime, parts_of
+from megatron_resihp.integration.state.slice_state import counted_norm_squared
+from megatron_resihp.integration.step.buddies import share_gradients
+from megatron_resihp.integration.step.loss_scale import (
+    divide_gradients,
+    inverse_scale,
+    move_scale,
+    ready_gradients,
+    scales_losses,
+)
+from megatron_resihp.integration.step.optimizer_shards import gather_parameters, step_part
+from megatron_resihp.protocol.notices import PlanChange, ValidationOrder
+from megatron_resihp.protocol.records import Outcome, Stage
+
+SHARED_COUNTERS = (
+    "iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "scheduler_steps",
+)  # fmt: skip
+VALIDATION, CHANGE = 2, 3
+SAVE, SAVERS = 4, 5
+COUNTERS_FROM = 6
+LOSSES_FROM = COUNTERS_FROM + len(SHARED_COUNTERS)
+EXPERTS_FROM = LOSSES_FROM + 2 * LOSS_SLOTS
+DOCUMENTS_FROM = EXPERTS_FROM + len(expert_metrics.NAMES)
+END = DOCUMENTS_FROM + 2
+
+StepResult = tuple[bool, float | None, int | None]
+
+
+def install_step(runtime: Runtime) -> None:
+    """Make the optimizer's step the agreed one."""
+    assert runtime.trained is not None
+    runtime.trained.optimizer.step = lambda: agreed_step(runtime)
+
+
+def agreed_step(runtime: Runtime) -> StepResult:
+    """What replaces MegatronOptimizer.step; returns (successful, gradient norm, zeros in gradients)."""
+    assert runtime.trained is not None
+    share_gradients(runtime)
+    with runtime.communicators.waiting():
+        torch.cuda.synchronize()
+    runtime.probes.synchronized()
+    # Only now has the host seen every gradient collective complete; an aborted one returns garbage.
+    runtime.control.check()
+    runtime.progress.stage = Stage.REDUCED
+    _record_samples(runtime)
+    runtime.reach("norm")
+    norm_squared = local_norm_squared(runtime)
+    with runtime.probes.span(SpanKind.AGREEMENT):
+        outcome = agree(runtime, norm_squared)
+    runtime.progress.agreed(outcome)
+    runtime.on_trial = False
+    tell_of_experts(runtime, outcome)
+    runtime.reach("step")
+    with runtime.probes.marked_span(SpanKind.OPTIMIZER):
+        take_step(runtime, outcome)
+        if runtime.optimizer_is_shared_out and not outcome.skipped:
+            # The step is taken: a failure in here leads to the next epoch, where parameters are gathered anew.
+            runtime.reach("gather")
+            gather_parameters(runtime.trained)
+    # The device has work now, and nobody waits for this worker.
+    runtime.probes.flush()
+    return not outcome.skipped, outcome.grad_norm, None
+
+
+def _record_samples(runtime: Runtime) -> None:
+    """Say what was fed before anybody can agree on it: a step that counts is never without its samples in the log."""
+    if runtime.config.resihp_record_samples and runtime.fed and runtime.is_first_stage:
+        runtime.control.event(
+            "samples", iteration=runtime.progress.iteration, replica=runtime.replica, samples=_ranges(runtime.fed),
+            micro_batches=list(runtime.read_order),
+        )  # fmt: skip
+
+
+def _ranges(numbers: list[int]) -> list[list[int]]:
+    """[3, 4, 5, 9] as [[3, 5], [9, 9]]; keeps the order."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ranges
+
+
+def local_norm_squared(runtime: Runtime) -> float:
+    """Sum of squares over the gradients that this worker owns (shared and TP-duplicate ones once)."""
+    assert runtime.trained is not None
+    optimizer = runtime.trained.optimizer
+    ready_gradients(optimizer)
+    inverse = inverse_scale(runtime)
+    share = 1.0 if inverse is None else float(inverse)
+    if runtime.general is not None:
+        return counted_norm_squared(runtime.trained.model, runtime.general) * share * share
+    if not runtime.counts_norm:
+        return 0.0
+    total = 0.0
+    for part in parts_of(optimizer):
+        grads = part.get_grads_for_grad_norm() if part.get_parameters() else []
+        if grads:
+            norms = torch.stack(torch._foreach_norm([grad.float() for grad in grads])).double()
+            total += float((norms * norms).sum())
+    return total * share * share
+
+
+def agree(runtime: Runtime, norm_squared: float) -> Outcome:
+    """The one reduction over all workers, state-holding standbys included.
+
+    Raises:
+        EpochBroken or an error of gloo: somebody died; nobody, or everybody left, may have agreed.
+        RuntimeError: on all workers alike, the norm is no finite number though Megatron was to check for that.
+    """
+    assert runtime.everybody is not None
+    validation, change = runtime.control.validation, runtime.change
+    values = _brought(runtime, norm_squared, validation, change)
+    runtime.everybody.sum(values)
+    assert runtime.trained is not None
+    # Sums are 32 bits wide, and what is summed has 16: only what has overflowed before makes them not finite.
+    skipped = scales_losses(runtime.trained.optimizer) and not math.isfinite(values[0])
+    if not skipped:
+        _check_norm(runtime, float(values[0]))
+    if _heard_by_all(runtime, validation, values[VALIDATION]):
+        runtime.to_validate = validation
+        runtime.control.drop_validation(validation)
+    if _heard_by_all(runtime, change, values[CHANGE]):
+        runtime.to_change = True
+        runtime.control.drop_change(change)
+    runtime.documents = (float(values[DOCUMENTS_FROM]), float(values[DOCUMENTS_FROM + 1]))
+    if not runtime.works:
+        note_counters(runtime, values)
+    losses = tuple((total, tokens) for total, tokens in values[LOSSES_FROM:EXPERTS_FROM].view(LOSS_SLOTS, 2).tolist())
+    norm, stop = None if skipped else math.sqrt(float(values[0])), bool(values[1] > 0)
+    save = _to_save(runtime, values)
+    experts = tuple(values[EXPERTS_FROM:DOCUMENTS_FROM].tolist()) if runtime.args.num_experts else ()
+    return Outcome(runtime.epoch, norm, losses, runtime.loss_names, stop, skipped, experts, save)
+
+
+def tell_of_experts(runtime: Runtime, outcome: Outcome) -> None:
+    """Let Megatron print what was agreed on of their balance."""
+    if runtime.works and outcome.experts:
+        args = runtime.args
+        expert_metrics.tell_sums(outcome.experts, args.global_batch_size // args.micro_batch_size, args.num_layers)
+
+
+def _brought(
+    runtime: Runtime, norm_squared: float, validation: ValidationOrder | None, change: PlanChange | None
+) -> torch.Tensor:
+    """What this worker adds to the reduction."""
+    values = torch.zeros(END, dtype=torch.float64)
+    values[0] = norm_squared
+    values[1] = 1.0 if runtime.control.stop_signal else 0.0
+    values[VALIDATION] = _number(validation)
+    values[CHANGE] = _number(change)
+    if runtime.control.to_save > runtime.saves:
+        values[SAVE], values[SAVERS] = runtime.control.to_save, 1.0
+    if runtime.reports:
+        counters = runtime.progress.counters[runtime.progress.iteration]
+        values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
+    if runtime.losses:
+        runtime.loss_names = tuple(sorted(runtime.losses[0]))[:LOSS_SLOTS]
+    if not runtime.works:
+        return values
+    if runtime.losses and runtime.is_last_stage and runtime.tp_rank == 0:
+        _add_losses(runtime, values)
+    if runtime.args.num_experts:
+        recorded = expert_metrics.recorded(mpu.get_tensor_model_parallel_world_size())
+        values[EXPERTS_FROM:DOCUMENTS_FROM] = torch.tensor(recorded)
+    if runtime.seen_documents is not None:
+        values[DOCUMENTS_FROM:] = runtime.seen_documents
+    return values
+
+
+def _check_norm(runtime: Runtime, norm_squared: float) -> None:
+    """Megatron checks each worker's own gradients; this is for what only their sum shows, on standbys too."""
+    if runtime.args.check_for_nan_in_loss_and_grad and not math.isfinite(norm_squared):
+        raise RuntimeError(
+            f"Worker {runtime.worker}, iteration {runtime.progress.iteration}: Unexpected result {norm_squared} "
+            "(message='found NaN or Inf in the squared norm of all gradients')"
+        )
+
+
+def _number(order: ValidationOrder | PlanChange | None) -> float:
+    return float(order.number) if order is not None else 0.0
+
+
+def _heard_by_all(runtime: Runtime, order: ValidationOrder | PlanChange | None, total: torch.Tensor) -> bool:
+    """Whether everybody has heard of an order; everybody sees that in the same step."""
+    assert runtime.everybody is not None
+    return order is not None and float(total) == _number(order) * len(runtime.everybody.workers)
+
+
+def _to_save(runtime: Runtime, values: torch.Tensor) -> bool:
+    """Whether somebody has heard that a checkpoint is wanted; who hears of the same order later saves no second one."""
+    if values[SAVERS] == 0:
+        return False
+    runtime.saves = max(runtime.saves, round(float(values[SAVE] / values[SAVERS])))
+    return True
+
+
+def _add_losses(runtime: Runtime, values: torch.Tensor) -> None:
+    for slot, name in enumerate(runtime.loss_names):
+        reported = torch.stack([losses[name].view(-1).double() for losses in runtime.losses]).sum(dim=0).cpu()
+        if reported.numel() == 1:  # a user's loss function may report a mean instead of (sum, tokens)
+            reported = torch.tensor([float(reported), float(len(runtime.losses))])
+        values[LOSSES_FROM + 2 * slot : LOSSES_FROM + 2 * slot + 2] += reported
+
+
+def note_counters(runtime: Runtime, values: torch.Tensor) -> None:
+    """A standby does not run Megatron's loop; it learns the counters from who does, to take over if all those die."""
+    numbers = map(int, values[COUNTERS_FROM:LOSSES_FROM].tolist())
+    shared = dict(zip(SHARED_COUNTERS, numbers, strict=True))
+    assert runtime.trained is not None
+    runtime.progress.counters[runtime.progress.iteration] = {
+        **shared, "settings": settings_of(runtime.trained), "flops": 0.0, "totals": {}, "interval_s": 0.0,
+    }  # fmt: skip
+
+
+def take_step(runtime: Runtime, outcome: Outcome) -> None:
+    """AGREED to STEPPED: clip with the agreed norm and step, if the step isn't skipped. Communicates nothing."""
+    assert runtime.trained is not None
+    if runtime.lacks_gradients:
+        raise RuntimeError("a step is to be taken whose gradients were freed: the committed one had been taken before")
+    optimizer, kept = runtime.trained.optimizer, runtime.kept
+    if not outcome.skipped:
+        inverse = inverse_scale(runtime)
+        if kept is not None and kept.copy is not None:
+            assert outcome.grad_norm is not None
+            device = torch.device("cuda", torch.cuda.current_device())
+            # A number: the copy's own stream does not wait for what this one computes.
+            share = None if inverse is None else float(inverse)
+            kept.copy.begin_step(optimizer, outcome.grad_norm, share, device)
+        # Who holds nothing may still have the objects of an earlier epoch.
+        if bool(runtime.held) if kept is None else kept.owns:
+            _step_own(runtime, optimizer, outcome, inverse)
+    move_scale(optimizer, outcome.skipped)
+    runtime.progress.stage = Stage.STEPPED
+
+
+def _step_own(runtime: Runtime, optimizer: Any, outcome: Outcome, inverse: torch.Tensor | None) -> None:
+    ready_gradients(optimizer)
+    for part in parts_of(optimizer):
+        divide_gradients(part, inverse)
+        parameters = part.get_parameters()
+        if part.config.clip_grad > 0.0 and parameters:
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, outcome.grad_norm)
+    if not runtime.optimizer_is_shared_out:
+        optimizer.step_with_ready_grads()
+        return
+    for part in parts_of(optimizer):
+        step_part(part)

@@ -1,0 +1,1 @@
+"""Process groups for a plan, and what a worker knows of a plan that Megatron's own groups can't run."""

@@ -1,0 +1,161 @@
+"""Megatron's groups for a plan in general mode: its own tensor-parallel group, and singletons for all the rest.
+
+Replicas and stages that differ have no common grid of ranks. So Megatron is told of one stage only: a world of one
+tensor-parallel group, in which each model chunk is built and run as if it were a pipeline stage of its own
+(`as_stage`). What crosses stages and replicas is done by `executor`. May import megatron and this room.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.plan import Chunk
+
+PIPELINE_GROUP = "_PIPELINE_MODEL_PARALLEL_GROUP"
+LETTERS = {"first": "embedding", "middle": "decoder", "last": "loss"}
+
+
+class StageGroup:
+    """Stands for a pipeline group: says which stage of how many this is, and can't communicate."""
+
+    def __init__(self, number: int, count: int) -> None:
+        self._number, self._count = number, count
+
+    def rank(self) -> int:
+        return self._number
+
+    def size(self) -> int:
+        return self._count
+
+
+class MegatronGroups:
+    """Megatron's table of groups, by the names that its own initialisation fills."""
+
+    def __init__(self) -> None:
+        """Called where Megatron has made its own groups, once."""
+        state = vars(parallel_state)
+        self._groups = [name for name, value in state.items() if re.fullmatch(r"_[A-Z_]*GROUP[A-Z_]*", name) and value]
+        self._ranks = [name for name, value in state.items() if re.fullmatch(r"_[A-Z_]*RANKS[A-Z_]*", name) and value]
+
+    def replace(self, general: General) -> None:
+        """Fill the table for a plan in general mode; the world of its working workers has been joined."""
+        own, peers = ranks_of_stage(general)
+        # Two, also where nobody else is in the stage: torch names a group by how many its member has made before, and
+        # all members of those that follow must have made as many.
+        alone = dist.new_group([own], use_local_synchronization=True)
+        together = dist.new_group(peers, use_local_synchronization=True)
+        for name in self._groups:
+            spans = "TENSOR" in name or name == "_MODEL_PARALLEL_GROUP"
+            setattr(parallel_state, name, together if spans else alone)
+        for name in self._ranks:
+            spans = name in ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_MODEL_PARALLEL_GLOBAL_RANKS")
+            setattr(parallel_state, name, peers if spans else [own])
+        parallel_state._set_global_memory_buffer()
+
+
+def ranks_of_stage(general: General) -> tuple[int, list[int]]:
+    """This worker's rank in the plan's world, and those of its stage."""
+    order = general.rank_order
+    return order.index(general.worker), [order.index(worker) for worker in general.peers]
+
+
+@contextmanager
+def as_stage(number: int, count: int) -> Iterator[None]:
+    """Let Megatron see a chunk as stage `number` of `count`."""
+    names = ("_MPU_PIPELINE_MODEL_PARALLEL_RANK", "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", PIPELINE_GROUP)
+    kept = [getattr(parallel_state, name) for name in names]
+    for name, value in zip(names, (number, count, StageGroup(number, count)), strict=True):
+        setattr(parallel_state, name, value)
+    try:
+        yield
+    finally:
+        for name, value in zip(names, kept, strict=True):
+            setattr(parallel_state, name, value)
+
+
+def layout_of_chunks(chunks: tuple[Chunk, ...], layers: int) -> PipelineParallelLayerLayout:
+    """Megatron's layout in which each chunk is a stage. `layers`: of the model, embedding and head included."""
+    rows = [
+        ["embedding" if layer == 0 else "loss" if layer == layers - 1 else "decoder" for layer in range(first, end)]
+        for _, first, end in chunks
+    ]
+    return PipelineParallelLayerLayout(rows, len(rows))
+
+
+class Sizes:
+    """What arguments and model configuration say of the layout; Megatron looks it up wherever it builds or runs.
+
+    Scripts build a configuration from the arguments for each micro-batch, so what Megatron has derived from the degree
+    has to be that of the stage, too.
+    """
+
+    NAMES = ("tensor_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size",
+             "pipeline_model_parallel_layout",
+             "sequence_parallel", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+             "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+             "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+             "should_pad_vocab", "vocab_size", "deallocate_pipeline_outputs", "use_distributed_optimizer",
+             "overlap_grad_reduce", "bucket_size")  # fmt: skip
+
+    def __init__(self, padded_vocabulary: int, derived: DerivedArguments, *holders: Any) -> None:
+        """`holders`: arguments and configuration objects; what they say now is the job's own."""
+        self._padded_vocabulary = padded_vocabulary
+        self._derived = derived
+        self._own = [
+            (holder, {name: getattr(holder, name) for name in self.NAMES if hasattr(holder, name)})
+            for holder in holders
+        ]
+
+    def own(self, holder: Any) -> dict[str, Any]:
+        """What a holder says in the job's own layout."""
+        return next(values for each, values in self._own if each is holder)
+
+    def restore(self) -> None:
+        """The job's own sizes."""
+        for holder, values in self._own:
+            for name, value in values.items():
+                setattr(holder, name, value)
+
+    def replace(self, general: General) -> None:
+        """Those of a worker's place in a plan.
+
+        Raises:
+            RuntimeError: Megatron refuses the degree of its stage.
+        """
+        degree, chunks = len(general.peers), general.chunks
+        derived = self._derived.of_degree(degree)
+        self.restore()
+        for holder, values in self._own:
+            for name in derived:
+                if hasattr(holder, name):
+                    values.setdefault(name, getattr(holder, name))
+            new = {
+                **derived,
+                "tensor_model_parallel_size": degree,
+                "expert_tensor_parallel_size": degree,
+                "pipeline_model_parallel_size": len(chunks),
+                "pipeline_model_parallel_layout": layout_of_chunks(chunks, chunks[-1].end),
+                "sequence_parallel": values.get("sequence_parallel", False) and degree > 1,
+                "num_layers_in_first_pipeline_stage": None,
+                "num_layers_in_last_pipeline_stage": None,
+                "decoder_first_pipeline_num_layers": None,
+                "decoder_last_pipeline_num_layers": None,
+                "account_for_embedding_in_pipeline_split": False,
+                "account_for_loss_in_pipeline_split": False,
+                "deallocate_pipeline_outputs": len(chunks) > 1,
+                # Replicas that differ have no parts in common; all holders of a slice have all of its state.
+                "use_distributed_optimizer": False,
+                # Gradients are summed when all are there; DDP would insist on each as soon as B is done, not W.
+                "overlap_grad_reduce": False,
+            }
+            if "should_pad_vocab" in values:
+                new |= {"should_pad_vocab": False, "vocab_size": self._padded_vocabulary}
+            for name in values.keys() & new.keys():
+                setattr(holder, name, new[name])
