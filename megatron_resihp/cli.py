@@ -1,6 +1,6 @@
 """The `resihp` command: its sub-commands, and how they are wired together.
 
-May import: every room; the rooms of a sub-command only when it is asked for.
+May import: every package; the packages of a sub-command only when it is asked for.
 """
 
 from __future__ import annotations

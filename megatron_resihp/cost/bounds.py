@@ -1,6 +1,6 @@
 """How fast an iteration can be at best with the devices that are left, whatever the plan.
 
-Imports `pipeline` and this room.
+Imports `pipeline` and this package.
 """
 
 from collections.abc import Mapping

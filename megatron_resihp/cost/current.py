@@ -1,4 +1,4 @@
-"""Keeping a fitted CostModel current: old measurements fade, suspects teach nothing. Imports numpy and this room.
+"""Keeping a fitted CostModel current: old measurements fade, suspects teach nothing. Imports numpy and this package.
 
 Recursive least squares with exponential forgetting in the information form (Ljung, System Identification, section
 11.2): in each iteration that brings measurements, the moments of the earlier ones are multiplied by a factor below 1.

@@ -1,6 +1,6 @@
 """Seconds of a plan's ops on a device that is known by its peak, before anything was measured.
 
-Imports numpy, `plan` and this room.
+Imports numpy, `plan` and this package.
 """
 
 from collections.abc import Mapping

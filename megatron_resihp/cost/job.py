@@ -1,6 +1,6 @@
 """What the parts of a plan cost in one job, layer by layer: the planner's view of time and memory.
 
-Imports numpy, `pipeline` and this room.
+Imports numpy, `pipeline` and this package.
 """
 
 from collections.abc import Callable, Mapping

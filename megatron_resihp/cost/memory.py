@@ -1,6 +1,6 @@
 """Memory that a plan takes on each worker: weights, gradients, optimizer, and the activations of its order of ops.
 
-Imports numpy, `pipeline`, `plan` and this room.
+Imports numpy, `pipeline`, `plan` and this package.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""CostModel: what an iteration's parts cost on healthy devices, fitted from warm-up. Imports numpy and this room.
+"""CostModel: what an iteration's parts cost on healthy devices, fitted from warm-up. Imports numpy and this package.
 
 Axes are those of the detector's observations: stages or workers, kinds (F, B, W), chunks, micro-batches.
 """

@@ -1,6 +1,6 @@
 """The part of a device's memory that plans may fill, and whether a change of plan fits into it.
 
-Imports `config`, `plan` and this room.
+Imports `config`, `plan` and this package.
 """
 
 from megatron_resihp.config import MEMORY_RESERVE

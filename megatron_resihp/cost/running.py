@@ -1,6 +1,6 @@
 """What work costs in a job that runs: from what its workers have told, the emulated device, or what was fitted.
 
-Imports numpy, `config`, `plan` and this room.
+Imports numpy, `config`, `plan` and this package.
 """
 
 from collections.abc import Mapping, Sequence

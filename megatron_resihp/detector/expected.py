@@ -1,6 +1,6 @@
 """What ops and transfers should take on healthy devices: the cost model in the hands of the detector.
 
-Imports numpy and the room `cost`.
+Imports numpy and the package `cost`.
 """
 
 import math

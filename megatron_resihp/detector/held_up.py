@@ -1,6 +1,6 @@
 """Which notices are worth a word: told once they have cost something, and again when that has grown.
 
-Imports this room.
+Imports this package.
 """
 
 from dataclasses import dataclass, field

@@ -1,6 +1,7 @@
 """Validations under way: what suspects are asked to measure, and what their answers mean.
 
-Pure. One at a time, since all workers have to have heard of one before it can be run. Imports this room and `protocol`.
+Pure. One at a time, since all workers have to have heard of one before it can be run. Imports this package and
+`protocol`.
 """
 
 from collections.abc import Mapping, Sequence

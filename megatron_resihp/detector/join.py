@@ -1,4 +1,4 @@
-"""The records of one iteration → its arrays: a pure function. Imports numpy and this room.
+"""The records of one iteration → its arrays: a pure function. Imports numpy and this package.
 
 **Ops** keep their own durations. The micro-batch axis is the position in the worker's own list of micro-batches, in
 growing order of their index in the global batch, so that replicas of a large job do not fill each other's places.

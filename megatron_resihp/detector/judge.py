@@ -2,7 +2,7 @@
 
 A worker's own compute is what counts, so that who waits for a slow peer is not slow itself. Where the waits inside a
 tensor-parallel group were never timed its members all look alike: the group is judged as one and stays a suspicion
-until validation names the culprit. Imports numpy and this room.
+until validation names the culprit. Imports numpy and this package.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,6 @@
-"""Keeps what a run learns in its cost model file. Imports numpy, `cost` and this room; numba once there is something.
+"""Keeps what a run learns in its cost model file.
+
+Imports numpy, `cost` and this package; numba once there is something to fit.
 
 The costs of ops are the monitor's, which follow the devices. Collectives, links, what an iteration has beside its
 pipeline, and how well all this predicts are fitted from the first iterations of each epoch.

@@ -1,4 +1,4 @@
-"""The online detector: one iteration's observations in, verdicts out. Imports numpy and this room.
+"""The online detector: one iteration's observations in, verdicts out. Imports numpy and this package.
 
 It waits out what is not representative, warms up, and then judges every iteration (`judge`). Bad input is counted and
 left out; nothing that arrives can end it.

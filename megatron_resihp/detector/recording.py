@@ -1,4 +1,4 @@
-"""The records of a run on disk, to be judged again later. Imports numpy and this room.
+"""The records of a run on disk, to be judged again later. Imports numpy and this package.
 
 One file of frames: kind, length, payload. A run begins with a frame of its own and so do its epochs' layouts, so that a
 directory may hold several runs, of which the last counts. A writer that is killed leaves a cut frame at the end, which

@@ -1,7 +1,7 @@
 """Log ratio of measured to predicted time: one number per worker, and one per link, for an iteration.
 
 A residual of 0 is the usual speed, 0.2 means 22 % more time. Logarithms, because a slow device multiplies the time of
-each of its ops by 1/p, whatever the op. Imports numpy and the room `cost`.
+each of its ops by 1/p, whatever the op. Imports numpy and the package `cost`.
 """
 
 import math

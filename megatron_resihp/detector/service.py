@@ -1,7 +1,7 @@
 """The detector of a running job: records and the run's events in; verdicts, as events, out.
 
 On node 0 in a thread of its own (`control.head.detection`). Everything that comes is kept in the run directory, so that
-`resihp detect` can judge it again. Imports numpy, `plan`, `cost` and this room.
+`resihp detect` can judge it again. Imports numpy, `plan`, `cost` and this package.
 """
 
 from collections.abc import Callable, Iterable

@@ -2,7 +2,7 @@
 
 Each unit is judged in two families of residuals: NODE, against the median of its node's other units, where noise that
 the node shares is gone; and JOB, against the job's level only, where a node that is slow as a whole stands out.
-Imports numpy and this room.
+Imports numpy and this package.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Lets the making of NCCL's communicators be left behind. May import torch and this room.
+"""Lets the making of NCCL's communicators be left behind. May import torch and this package.
 
 torch makes a communicator in the first operation of a group, or of a pair for P2P, and NCCL then waits for all members.
 Who is in that call when a peer dies before it has come is not woken: torch's abort knows a communicator only once it is

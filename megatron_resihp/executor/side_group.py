@@ -1,4 +1,4 @@
-"""A gloo group that standbys can be in. May import torch and this room."""
+"""A gloo group that standbys can be in. May import torch and this package."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta

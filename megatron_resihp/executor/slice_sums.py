@@ -1,4 +1,4 @@
-"""Sums gradients over workers whose shards are cut unlike each other. May import torch, `plan` and this room.
+"""Sums gradients over workers whose shards are cut unlike each other. May import torch, `plan` and this package.
 
 Slices with the same holders make one bucket, summed over one group of them. Who holds a slice but has no gradient of it
 that counts (a standby; all but one of those who hold a parameter whole) adds zeros and gets the sum, so that all

@@ -1,4 +1,4 @@
-"""Moves shards between workers over a side group. May import torch, `plan` and this room.
+"""Moves shards between workers over a side group. May import torch, `plan` and this package.
 
 At this stage a shard moves as a whole: whoever needs one lacks all of it.
 """

@@ -1,1 +1,1 @@
-"""The only room (beside `cpu`) that imports megatron: one module per patched seam, and the runtime that they share."""
+"""Megatron's side: the only package, beside `cpu`, that imports megatron."""

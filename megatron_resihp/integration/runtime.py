@@ -1,6 +1,6 @@
-"""What one worker knows about its job, shared by the seams. One per process. May import everything but `cpu`.
+"""What one worker knows about its job, shared by the patches. One per process. May import everything but `cpu`.
 
-The seams write here how far the iteration got; recovery reads it.
+The patches write here how far the iteration got; recovery reads it.
 """
 
 import functools

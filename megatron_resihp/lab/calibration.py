@@ -1,4 +1,4 @@
-"""Cost profiles that reproduce a published fault-free throughput, by one efficiency. Imports this room's modules.
+"""Cost profiles that reproduce a published fault-free throughput, by one efficiency. Imports this package's modules.
 
 Only the fault-free column of the published table is used, so that whatever a strategy does under failures follows from
 the simulation alone.

@@ -1,4 +1,4 @@
-"""The published experiments by name, for `resihp simulate`. Imports `simulator` and this room's modules."""
+"""The published experiments by name, for `resihp simulate`. Imports `simulator` and this package's modules."""
 
 from megatron_resihp.lab import published
 from megatron_resihp.simulator.scenario import Scenario, ScenarioError

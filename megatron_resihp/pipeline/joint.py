@@ -1,7 +1,8 @@
 """Several pipelines that work for each other: a device may run the ops of a stage for another pipeline's micro-batches.
 
-Imports numpy, numba and this room. A stage is then not at home on one device as in a `Program`: each micro-batch goes
-its own way through the devices, and a result is sent wherever two ops that follow each other are on different ones.
+Imports numpy, numba and this package. A stage is then not at home on one device as in a `Program`: each micro-batch
+goes its own way through the devices, and a result is sent wherever two ops that follow each other are on different
+ones.
 """
 
 from collections.abc import Sequence

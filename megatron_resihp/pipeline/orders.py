@@ -1,6 +1,6 @@
 """In which order each device runs the ops of known schedules, and each stage those of a plan.
 
-Imports `plan` and this room's words only, no compiler: training processes and the coordinator need it.
+Imports `plan` and this package's words only, no compiler: training processes and the coordinator need it.
 """
 
 from collections.abc import Sequence

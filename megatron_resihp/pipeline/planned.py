@@ -1,4 +1,4 @@
-"""A plan's schedules ↔ programs. Imports `plan` and this room."""
+"""A plan's schedules ↔ programs. Imports `plan` and this package."""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,4 +1,6 @@
-"""Op orders for pipelines that help each other out: list scheduling of F, B and W. Imports numpy, numba and this room.
+"""Op orders for pipelines that help each other out: list scheduling of F, B and W.
+
+Imports numpy, numba and this package.
 
 Each micro-batch goes its own way through the devices, one for each stage. What ReCycle (Gandhi et al., SOSP 2024, arXiv
 2405.14009) asks of its solver is done by list scheduling with several policies: re-routed work is put into bubbles, and

@@ -1,4 +1,4 @@
-"""Who keeps a copy of whose part of a distributed optimizer. Pure; imports this room only.
+"""Who keeps a copy of whose part of a distributed optimizer. Pure; imports this package only.
 
 Each part lives once, on the replica that owns it. So the holders of a shard of the model form a ring, working ones
 first, and each keeps its predecessor's part too. A standby owns none, and keeps one.

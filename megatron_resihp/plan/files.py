@@ -1,4 +1,4 @@
-"""Plans in files. Imports only the standard library and this room.
+"""Plans in files. Imports only the standard library and this package.
 
 What they hold is not looked at; `ParallelPlan.from_dict` does that.
 """

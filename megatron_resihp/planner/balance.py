@@ -1,6 +1,6 @@
 """Which layers each stage of a pipeline runs: contiguous, the slowest stage as fast as can be, within memory.
 
-Imports numpy, `cost`, `plan` and this room.
+Imports numpy, `cost`, `plan` and this package.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """How fast a plan is with a given health, by simulation, and how near that is to the bound.
 
-Imports numpy, `plan`, `pipeline`, `cost` and this room.
+Imports numpy, `plan`, `pipeline`, `cost` and this package.
 """
 
 from collections.abc import Callable, Sequence

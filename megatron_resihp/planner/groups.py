@@ -1,4 +1,4 @@
-"""Which workers make up the tensor-parallel group of each stage: ResiHP's TP step. Imports `plan` and this room."""
+"""Which workers make up the tensor-parallel group of each stage: ResiHP's TP step. Imports `plan` and this package."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Replicas ↔ pipelines to be tuned. Imports numpy, `plan`, `pipeline`, `cost` and this room."""
+"""Replicas ↔ pipelines to be tuned. Imports numpy, `plan`, `pipeline`, `cost` and this package."""
 
 from collections.abc import Sequence
 

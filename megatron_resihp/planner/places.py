@@ -1,4 +1,4 @@
-"""Who takes which place of a next plan, so that few bytes move. Imports numpy, scipy, `plan`, `cost` and this room.
+"""Who takes which place of a next plan, so that few bytes move. Imports numpy, scipy, `plan`, `cost` and this package.
 
 A place is a replica, stage and tensor-parallel rank. Workers are interchangeable where that makes no stage slower and
 leaves each tensor-parallel group inside a node. Two kinds of exchange are each an assignment problem, solved in turns

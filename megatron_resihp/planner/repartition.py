@@ -1,4 +1,7 @@
-"""How many layers each stage runs, the same in all replicas: ResiHP's PP step. Imports numpy, `cost` and this room."""
+"""How many layers each stage runs, the same in all replicas: ResiHP's PP step.
+
+Imports numpy, `cost` and this package.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How many micro-batches each replica runs. Imports numpy, `cost`, `plan` and this room."""
+"""How many micro-batches each replica runs. Imports numpy, `cost`, `plan` and this package."""
 
 import heapq
 from collections.abc import Sequence

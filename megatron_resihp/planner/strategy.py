@@ -1,4 +1,4 @@
-"""What every strategy is: current plan, health and cost → the next plan. Imports `plan`, `cost` and this room."""
+"""What every strategy is: current plan, health and cost → the next plan. Imports `plan`, `cost` and this package."""
 
 from typing import Protocol
 

@@ -1,6 +1,6 @@
 """RunSummary -> what speaks against the run: the contract's promises that an event log can prove or disprove.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

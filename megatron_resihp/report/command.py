@@ -1,6 +1,7 @@
 """`resihp report RUN_DIR`: read a run's events and print, dump or draw what they say.
 
-May import: the standard library, rich, `control.commands.contact` and this room's modules; matplotlib only for --plot.
+May import: the standard library, rich, `control.commands.contact` and this package's modules; matplotlib only for
+--plot.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`resihp detect`: run the detector over a recorded run, or over a table of iteration times.
 
-May import: the standard library, `config` and this room's modules; all that imports numpy only once it is run, so that
-the `resihp` command starts quickly.
+May import: the standard library, `config` and this package's modules; all that imports numpy only once it is run, so
+that the `resihp` command starts quickly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Observed against predicted iteration time with the alarms marked. Imports matplotlib, `detector` and this room."""
+"""Observed against predicted iteration time with the alarms marked. Imports matplotlib, `detector` and this package."""
 
 from __future__ import annotations
 

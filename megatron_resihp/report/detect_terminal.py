@@ -1,4 +1,4 @@
-"""What `resihp detect` found, for a terminal. May import: rich, `detector` and this room's modules."""
+"""What `resihp detect` found, for a terminal. May import: rich, `detector` and this package's modules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A recorded run, or a table of iteration times, through the detector: what `resihp detect` found, and its files.
 
-May import: the standard library, `config`, `cost`, `detector` and this room's modules; matplotlib only to draw.
+May import: the standard library, `config`, `cost`, `detector` and this package's modules; matplotlib only to draw.
 """
 
 from __future__ import annotations

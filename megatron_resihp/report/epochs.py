@@ -1,6 +1,6 @@
 """The plans that were in force one after the other: what each was like, and why it was taken.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The first sentence of a report: how far the run came, what it survived, and whether any sample was lost.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

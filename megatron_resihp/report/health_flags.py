@@ -1,4 +1,4 @@
-"""`--dead`, `--slow` and `--link` → a health. May import: the standard library, `planner.health` and this room."""
+"""`--dead`, `--slow` and `--link` → a health. May import: the standard library, `planner.health` and this package."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where a picture of a run is marked, what stands at each mark, and how the labels keep clear of each other.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """RunSummary -> a picture: loss and throughput over the iterations; deaths, verdicts and changes of plan are marked.
 
-May import: the standard library, matplotlib and this room's modules. Import it only where a picture is wanted.
+May import: the standard library, matplotlib and this package's modules. Import it only where a picture is wanted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`resihp plan`: the next plan for a job whose workers are dead or slow.
 
-May import: the standard library and this room's modules; all that imports numpy only once it is run, so that the
+May import: the standard library and this package's modules; all that imports numpy only once it is run, so that the
 `resihp` command starts quickly.
 """
 

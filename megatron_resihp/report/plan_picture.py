@@ -1,4 +1,4 @@
-"""The timelines of an iteration before and after a plan. Imports matplotlib, `pipeline`, `planner` and this room."""
+"""The timelines of an iteration before and after a plan. Imports matplotlib, `pipeline`, `planner` and this package."""
 
 from __future__ import annotations
 

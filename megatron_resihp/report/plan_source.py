@@ -1,6 +1,6 @@
 """A job to plan for, from flags or from a run directory: the plan in force, the workers, and what work costs.
 
-May import: the standard library, `plan`, `cost`, `simulator` and this room's modules.
+May import: the standard library, `plan`, `cost`, `simulator` and this package's modules.
 """
 
 from __future__ import annotations

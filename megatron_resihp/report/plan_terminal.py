@@ -1,6 +1,6 @@
 """A plan before and after, and what strategies make of a health, for a terminal.
 
-May import: rich, `plan`, `planner` and this room's modules.
+May import: rich, `plan`, `planner` and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`resihp plan` once its arguments are known: ask strategies, print, draw.
 
-May import: the standard library, rich, `config`, `plan`, `cost`, `planner`, `simulator` and this room's modules;
+May import: the standard library, rich, `config`, `plan`, `cost`, `planner`, `simulator` and this package's modules;
 matplotlib only to draw.
 """
 

@@ -1,6 +1,6 @@
 """Events, as they come -> a progress line that shows a run is alive, and one line for each thing that befell it.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

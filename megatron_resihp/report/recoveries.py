@@ -1,6 +1,6 @@
 """Who died, how that was noticed, and how training went on.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where a running job's events go: its log and the terminal. Neither ends the job, or the other, where it fails.
 
-May import: the standard library and this room's modules; rich only at the end.
+May import: the standard library and this package's modules; rich only at the end.
 """
 
 from __future__ import annotations

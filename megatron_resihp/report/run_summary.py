@@ -1,6 +1,6 @@
 """What a report knows of a run, as data that goes to JSON and back.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every event holds: one table that checks events and writes docs/events.md.
 
 `python -m megatron_resihp.report.schema > docs/events.md` writes the page anew.
-May import: the standard library and this room's event names.
+May import: the standard library and this package's event names.
 """
 
 from __future__ import annotations

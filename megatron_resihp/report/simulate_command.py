@@ -1,6 +1,6 @@
 """`resihp simulate`: what strategies make of a scenario of failures on a simulated cluster.
 
-May import: the standard library and this room's modules; all that imports numpy only once it is run, so that the
+May import: the standard library and this package's modules; all that imports numpy only once it is run, so that the
 `resihp` command starts quickly.
 """
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Do what the parsed arguments ask; the exit code is 0, or 2 for bad or no input.
 
-    `namespace.published` makes the published experiments, which are no part of this room.
+    `namespace.published` makes the published experiments, which are no part of this package.
     """
     if namespace.scenario is None and not namespace.list:
         namespace.parser.print_help()

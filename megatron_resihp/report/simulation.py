@@ -1,6 +1,6 @@
 """`resihp simulate` once its arguments are known: run the strategies, print, write.
 
-May import: the standard library, rich, `config`, `planner`, `simulator` and this room's modules; matplotlib only to
+May import: the standard library, rich, `config`, `planner`, `simulator` and this package's modules; matplotlib only to
 draw.
 """
 

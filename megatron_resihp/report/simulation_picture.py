@@ -1,4 +1,4 @@
-"""Throughput over a simulated session, strategy by strategy. Imports matplotlib, `simulator` and this room."""
+"""Throughput over a simulated session, strategy by strategy. Imports matplotlib, `simulator` and this package."""
 
 from __future__ import annotations
 

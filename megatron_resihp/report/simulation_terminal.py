@@ -1,4 +1,4 @@
-"""What a simulation found, for a terminal. May import: rich and this room's modules."""
+"""What a simulation found, for a terminal. May import: rich and this package's modules."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How a run stands whose log has no end: does it go on, stand still, or has it ended without a word?
 
 May import: the standard library, `control.commands.contact`, `control.commands.claim`, `control.worker.saved_state`
-and this room's modules.
+and this package's modules.
 """
 
 from __future__ import annotations

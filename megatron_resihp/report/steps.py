@@ -1,6 +1,6 @@
 """Which iterations were applied, in which epoch, and how fast.
 
-May import: the standard library and this room's event names.
+May import: the standard library and this package's event names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Events of a run -> RunSummary.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """RunSummary -> one page on a terminal, for somebody who has ten seconds.
 
-May import: the standard library, rich and this room's modules.
+May import: the standard library, rich and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts, durations and sizes in the words of this room's pages.
+"""Counts, durations and sizes in the words of this package's pages.
 
 May import: the standard library.
 """

@@ -1,7 +1,7 @@
 """A training session on a cluster: a strategy runs through a trace, and its samples are counted.
 
 Between two changes the job runs at the speed that `planner.evaluation` gives its plan with the health of that time.
-What a change costs besides is in `Delays`. Imports numpy, `plan`, `cost`, `planner` and this room's modules.
+What a change costs besides is in `Delays`. Imports numpy, `plan`, `cost`, `planner` and this package's modules.
 """
 
 from collections.abc import Callable, Sequence

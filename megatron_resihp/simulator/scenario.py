@@ -1,6 +1,6 @@
 """A scenario: a job, what happens to its workers, and what changes cost.
 
-Imports numpy, `cost` and this room's modules.
+Imports numpy, `cost` and this package's modules.
 """
 
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Scenarios from JSON files; `docs/planning.md` has the schema. Imports numpy, `cost` and this room's modules."""
+"""Scenarios from JSON files; `docs/planning.md` has the schema. Imports numpy, `cost` and this package's modules."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

@@ -1,6 +1,6 @@
 """`resihp apply`: asks a running job to take a given plan.
 
-May import `plan` and this room's modules.
+May import `plan` and this package's modules.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 There is no lock between hosts, and a job that was killed leaves its file behind. So a file is believed as long as the
 process that it names lives, where that can be seen from here; otherwise if the job's store answers, or if the file is
-still being touched. May import: the standard library and this room's modules.
+still being touched. May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

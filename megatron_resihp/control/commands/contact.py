@@ -1,6 +1,6 @@
 """How commands reach a running job: a file in its run directory says where its store is.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`resihp drill`: slows workers and links of a running job from outside.
 
-May import: `config`, the standard library and this room's modules.
+May import: `config`, the standard library and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What `resihp launch` is told: its arguments, and what is wrong with them.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

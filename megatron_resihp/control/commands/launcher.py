@@ -1,7 +1,7 @@
 """`resihp launch`: checks what was asked for, puts one node's part of a job together, and takes it apart at the end.
 
-May import: the standard library, this room's modules and, when the first record comes, `detector.service`. Where events
-go is handed in.
+May import: the standard library, this package's modules and, when the first record comes, `detector.service`. Where
+events go is handed in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The coordinator: feeds messages to the pure state machine in `membership` and carries out what it decides.
 
-Runs in a thread of node 0's agent, never in a worker. May import `plan`, this room's other modules and the event log's
-writer, which is handed in.
+Runs in a thread of node 0's agent, never in a worker. May import `plan`, this package's other modules and the event
+log's writer, which is handed in.
 """
 
 import queue

@@ -1,4 +1,4 @@
-"""Nodes that were told to leave a job that goes on without them. Pure; imports this room's other pure modules."""
+"""Nodes that were told to leave a job that goes on without them. Pure; imports this package's other pure modules."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field

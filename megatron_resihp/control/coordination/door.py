@@ -2,7 +2,7 @@
 
 All processes of a job write to one store, and a broken or foreign one may write anything. `protocol.wire` checks what
 types say; here is checked what only this job knows: its workers and nodes, its layers, and which events are a worker's.
-May import `plan`, `protocol`, what `cost` knows of models, and this room's other pure modules.
+May import `plan`, `protocol`, what `cost` knows of models, and this package's other pure modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What the coordinator writes to the event log when one epoch follows another. Pure; imports `plan` and this room."""
+"""What the coordinator writes to the event log when one epoch follows another.
+
+Pure; imports `plan` and this package.
+"""
 
 from collections.abc import Collection, Iterable
 from typing import Any

@@ -1,6 +1,6 @@
 """Which epoch holds, how it ends, and what comes after it: the coordinator's state, and the decisions that change it.
 
-Pure: no sockets, no clock, no processes. May import `plan`, `planner` and this room's other pure modules.
+Pure: no sockets, no clock, no processes. May import `plan`, `planner` and this package's other pure modules.
 """
 
 import signal

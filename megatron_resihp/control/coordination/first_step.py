@@ -2,7 +2,7 @@
 
 A planner may choose what Megatron, the device's memory or this package can't run on every worker. Such an error is
 answered once, by a plan that is known to run: after a change by choice the plan before, after a loss rectangles. An
-error that strikes there again is none of the plan's. Pure; may import `plan` and this room's other modules.
+error that strikes there again is none of the plan's. Pure; may import `plan` and this package's other modules.
 """
 
 from collections.abc import Mapping, Sequence

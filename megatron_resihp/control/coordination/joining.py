@@ -1,6 +1,6 @@
 """Workers that were not there at the start, as the coordinator knows them: who waits for a plan, which ids are used up.
 
-Pure; imports `plan` and this room's other pure modules. A newcomer holds nothing, and nothing depends on it until a
+Pure; imports `plan` and this package's other pure modules. A newcomer holds nothing, and nothing depends on it until a
 plan with it has been run.
 """
 

@@ -1,7 +1,7 @@
 """The thread that judges records on node 0, beside the coordinator and never in its way.
 
 What it is told of the run's events only ends up in a queue; a failure of the judging is contained, told once, and
-leaves membership, training and the log as they are. May import: the standard library and this room's modules.
+leaves membership, training and the log as they are. May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What node 0 runs beside its own workers: the store, and the coordinator in a thread.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

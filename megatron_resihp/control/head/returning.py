@@ -2,7 +2,7 @@
 all nodes share, offers its workers' ids.
 
 The agent of such a node is started with the same command as the others and has to know the ids before it connects to
-anything: workers are started first. May import: the standard library and this room's modules.
+anything: workers are started first. May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether training stands still: no iteration was finished for three times as long as one usually takes.
 
-Pure: events and the time in, events out. May import this room's other pure modules.
+Pure: events and the time in, events out. May import this package's other pure modules.
 """
 
 from __future__ import annotations

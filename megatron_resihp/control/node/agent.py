@@ -1,7 +1,7 @@
 """The agent: starts a node's workers, notices within milliseconds when one dies, and ends them when the job is over.
 
 It reports and does not decide: what a death means is the coordinator's business, and survivors are left alone until the
-coordinator ends the job. May import: the standard library, `plan` and this room's modules.
+coordinator ends the job. May import: the standard library, `plan` and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The first code of every worker: ties its life to the agent's, enables the plugin, runs the script, says how it ended.
 
 `python -m megatron_resihp.control.node.bootstrap SCRIPT ARGS...`, started by the agent. May import: the standard
-library and this room's modules; torch only where something is told to the coordinator.
+library and this package's modules; torch only where something is told to the coordinator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names and values of the environment variables that a worker is started with. Imports its own room and `plan`."""
+"""Names and values of the environment variables that a worker is started with. Imports its own package and `plan`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An agent's link to the coordinator. Its loop never waits on the network: threads do, each on its own connection.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

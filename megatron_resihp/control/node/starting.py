@@ -1,6 +1,6 @@
 """Starts the workers of one node: all of them before any thread is started, and later those that come back.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

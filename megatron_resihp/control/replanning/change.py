@@ -2,7 +2,7 @@
 
 The plan says who works where. Who is alive and has no work is a standby and keeps what it holds, whatever the plan says
 of standbys: it can't keep what it doesn't hold, and nobody drops state without need.
-May import `plan`, what `cost` knows of models, `executor`'s check of ops, and this room's modules.
+May import `plan`, what `cost` knows of models, `executor`'s check of ops, and this package's modules.
 """
 
 from collections.abc import Mapping, Sequence

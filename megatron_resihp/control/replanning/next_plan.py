@@ -1,7 +1,7 @@
 """Who plans for survivors: complete rectangles, or a strategy whose plan is taken if it can be run; what is left of
 the plan that was run where there is neither.
 
-May import `plan`, `planner` and this room's modules.
+May import `plan`, `planner` and this package's modules.
 """
 
 from __future__ import annotations

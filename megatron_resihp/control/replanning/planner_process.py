@@ -1,6 +1,6 @@
 """The near end of a process that plans: asks it, and waits no longer than is good.
 
-May import the standard library and this room's modules.
+May import the standard library and this package's modules.
 """
 
 from __future__ import annotations

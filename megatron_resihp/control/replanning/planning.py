@@ -2,7 +2,7 @@
 
 Run as `python -m megatron_resihp.control.replanning.planning [--low-priority]`: a request a line on standard input, an
 answer a line on standard output, until the input ends. May import the standard library, `plan`, `cost`, `planner` and
-this room's modules; what takes long to import only where plans are made.
+this package's modules; what takes long to import only where plans are made.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Slowness may pass, and a change costs a stand-still, so waiting and changing are
 made once the time that it would have saved so far is as much as it costs. No order of events can then cost more than
 twice what knowing the future would have saved. Besides, what is left of the job has to be long enough to pay for it.
 
-May import `plan` and this room's other pure modules.
+May import `plan` and this package's other pure modules.
 """
 
 from collections.abc import Mapping

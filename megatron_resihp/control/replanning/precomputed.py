@@ -1,7 +1,7 @@
 """Which losses are likely, and what the planner has answered about them before they happen.
 
 Pure: whoever asks the planner hands in the question and the answer. May import the standard library, `config`, `plan`
-and this room's other pure modules.
+and this package's other pure modules.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A network may drop a connection without a word; the kernel finds out (`store.keep_alive`), and what was asked for is
 asked again. Whoever serves the store may be gone instead: then nobody listens there, and the loss is final.
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lifelines between nodes: node 0 notices that another node is gone, the others that node 0 is.
 
-May import: the standard library and this room's modules.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Nobody on the way is ever waited for by training: a worker queues a bounded number of messages and drops what does not
 fit. Agents keep nothing; where the coordinator is slow they stop reading, so that all that is ever dropped is dropped,
-and counted, by its worker. May import: the standard library and this room's modules.
+and counted, by its worker. May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A worker's side of the control plane: what it tells the coordinator, and the thread that hears notices.
 
-May import `plan` and this room's other modules.
+May import `plan` and this package's other modules.
 """
 
 import secrets

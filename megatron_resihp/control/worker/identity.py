@@ -1,7 +1,7 @@
 """Whether a worker was started as the job was: what would make it compute something else, compared with the job's.
 
 The first worker of the job leaves a digest of what it was started with in the store, and the whole of it beside; every
-other one compares. May import: the standard library and this room's modules.
+other one compares. May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations

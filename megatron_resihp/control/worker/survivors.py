@@ -1,8 +1,8 @@
 """What workers that have lost the coordinator agree on, to save one state between them. Pure.
 
 Each tells in a file of the run directory how far it got and what it holds. The first one that decides binds all: it
-takes the last iteration that counts from the records, as the coordinator would. May import `plan` and this room's
-`record` and `holdings`.
+takes the last iteration that counts from the records, as the coordinator would. May import `plan` and this package's
+`record` and `inventory`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is slow for a few rows and ends by itself, and comes again: stalls, saves, evaluations. Imports this room."""
+"""What is slow for a few rows and ends by itself, and comes again: stalls, saves, evaluations. Imports this package."""
 
 from typing import Final
 

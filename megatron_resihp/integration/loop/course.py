@@ -2,7 +2,7 @@
 
 pretrain() itself cannot be entered again. So when an epoch breaks after train(), who is further than others makes the
 calls in between once more and who is behind just goes on: all meet in the earliest call that somebody is in.
-May import megatron and this room's other modules.
+May import megatron and this package's other modules.
 """
 
 import functools

@@ -5,7 +5,7 @@ Megatron's start-up is full of collectives that nobody else would take part in. 
 groups talk to nobody (as with Megatron's own --fake-process-group), as what its place was when the job began, or as
 some other of the first plan where it was none. Nothing of that is used later: it holds nothing, and enters an epoch as
 a survivor does who has lost everything.
-May import megatron and this room.
+May import megatron and this package.
 """
 
 import os

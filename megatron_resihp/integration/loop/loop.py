@@ -1,4 +1,4 @@
-"""Seam: Megatron's training loop, entered again after each recovery, and its single step.
+"""Patch: Megatron's training loop, entered again after each recovery, and its single step.
 
 Replaces training.train, training.train_step, training.checkpoint_and_decide_exit and training.save_checkpoint_and_time.
 """

@@ -2,7 +2,7 @@
 
 Other workers must not be left waiting in groups that this one does not have. So each tells the coordinator once its
 groups are there, and counts as having heard of the change only then or when that has failed; the plan that is
-published says whether all had them. May import megatron and this room.
+published says whether all had them. May import megatron and this package.
 """
 
 import sys

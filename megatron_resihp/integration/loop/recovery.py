@@ -1,7 +1,7 @@
 """From a broken epoch to the next one, in place: muster, commit, rebuild, migrate, go.
 
-May import megatron and everything of this room. Nothing of the old shard is given up before every member is ready, so a
-failure at any point leads back to the old state or on to a newer plan, never to a mixture (DESIGN contract 4).
+May import megatron and everything of this package. Nothing of the old shard is given up before every member is ready,
+so a failure at any point leads back to the old state or on to a newer plan, never to a mixture (DESIGN contract 4).
 """
 
 import sys

@@ -1,6 +1,6 @@
 """The loop of a standby, in place of Megatron's train(): receive each final gradient, take part in the agreement, step.
 
-May import this room's other modules.
+May import this package's other modules.
 """
 
 from megatron_resihp.integration.loop.recovery import leave_if_agreed

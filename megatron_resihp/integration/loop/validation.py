@@ -1,7 +1,7 @@
 """Micro-benchmarks on suspects between two iterations: matrix products of the training's shape, P2P on their links.
 
 They begin after a step at whose agreement every worker had heard of them, so that both ends of a link take part in the
-same one. May import megatron, `control`, `detector.records` and this room.
+same one. May import megatron, `control`, `detector.records` and this package.
 """
 
 import time

@@ -2,7 +2,7 @@
 
 A message may come while its receiver computes, and gloo does not say when. So its time is known only where it was
 waited for; on the emulated clock each message is followed by the moment at which it was sent, and comes when it would
-have come on the device. May import torch, `executor` and this room.
+have come on the device. May import torch, `executor` and this package.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Runs a plan's own order of ops with Megatron's forward and backward steps, in place of Megatron's schedule.
 
 Losses are divided by the global batch's micro-batches and gradients are summed, so that each sample weighs the same
-wherever it was run (DESIGN contract 2). May import megatron, `plan`, `pipeline`, `executor` and this room.
+wherever it was run (DESIGN contract 2). May import megatron, `plan`, `pipeline`, `executor` and this package.
 """
 
 from collections import Counter

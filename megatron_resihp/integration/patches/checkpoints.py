@@ -1,9 +1,9 @@
-"""Seam: checkpoints in general mode, in Megatron's distributed format, so that a job of any other layout can load them.
+"""Patch: checkpoints in general mode, in Megatron's distributed format, which a job of any layout can load.
 
 Replaces checkpointing.generate_state_dict, which save_checkpoint() asks for what a worker writes. Megatron expects one
 shape of shard per tensor, replicas that are alike, and a rectangle of ranks for random streams. Here every tensor is
 cut wherever some worker's shard ends, and of each part one holder writes its copy (DESIGN section 5). May import
-megatron and this room.
+megatron and this package.
 """
 
 import copy

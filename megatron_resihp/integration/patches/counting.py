@@ -1,4 +1,4 @@
-"""Seam: Megatron's counters. They see one replica that runs all micro-batches, whatever the plan.
+"""Patch: Megatron's counters. They see one replica that runs all micro-batches, whatever the plan.
 
 The LR schedule, consumed samples and logs multiply the local micro-batch count by the data-parallel size. With unlike
 counts that gives replicas their own learning rate and cursor. So while train() runs, the data-parallel size that the

@@ -1,9 +1,9 @@
-"""Seam: Megatron's count of packed documents, from which it tells floating-point operations.
+"""Patch: Megatron's count of packed documents, from which it tells floating-point operations.
 
 Replaces training.consume_seqlen_stats_in_iteration. It sums over the world if the worker has seen a document, and takes
 it that all have, each micro-batch as often as a model-parallel group has members. In general mode a stage may have no
 work, and a worker several chunks that see the same documents; so there the first chunk's are counted, and summed by the
-step's agreement. May import megatron and this room.
+step's agreement. May import megatron and this package.
 """
 
 import functools

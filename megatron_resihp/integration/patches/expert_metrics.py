@@ -1,4 +1,4 @@
-"""Seam: what mixtures of experts report of their balance, summed by the step's agreement instead of Megatron's groups.
+"""Patch: what mixtures of experts report of their balance, summed by the step's agreement instead of Megatron's groups.
 
 Replaces MoEMetricsTracker's own reductions, which need the same layers at the same rank of each replica. Only what is
 printed depends on this. May import megatron.

@@ -1,4 +1,4 @@
-"""Seam: Megatron's argument parser. Adds the --resihp* flags and validates them together with Megatron's.
+"""Patch: Megatron's argument parser. Adds the --resihp* flags and validates them together with Megatron's.
 
 Replaces add_megatron_arguments and validate_args in megatron.training.arguments.
 """

@@ -1,9 +1,9 @@
-"""Seam: which kinds of parameters the whole model has, asked of all workers once instead of in every epoch.
+"""Patch: which kinds of parameters the whole model has, asked of all workers once instead of in every epoch.
 
 Replaces core.optimizer._get_param_groups. An optimizer has a group for each kind that any rank has (another learning
 rate, no weight decay, an expert's), also where its own rank has no such parameter, so Megatron gathers them over the
 world whenever it builds one. The model, and so its kinds, stay the same in all layouts; on eight CPU workers asking
-again was a sixth of the processor time of a change. May import megatron and this room.
+again was a sixth of the processor time of a change. May import megatron and this package.
 """
 
 import functools

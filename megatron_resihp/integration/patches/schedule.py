@@ -1,4 +1,4 @@
-"""Seam: the schedule. Gives each replica its own share of the micro-batches and weighs every sample the same.
+"""Patch: the schedule. Gives each replica its own share of the micro-batches and weighs every sample the same.
 
 Replaces megatron.training.training.get_forward_backward_func. Megatron divides each loss by the replica's own count and
 averages over replicas; with unlike counts that would weigh samples by their replica (DESIGN contract 2).

@@ -1,4 +1,4 @@
-"""Seams of start-up: the world comes from the control plane's store; builders are kept for later epochs.
+"""Patches of start-up: the world comes from the control plane's store; builders are kept for later epochs.
 
 Replaces training.initialize_megatron, parallel_state.initialize_model_parallel and training.setup_model_and_optimizer.
 """

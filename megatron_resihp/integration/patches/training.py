@@ -1,6 +1,6 @@
 """The list of everything that --resihp replaces in Megatron's training loop, in one place.
 
-May import megatron and this room.
+May import megatron and this package.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ MODEL_BUILDERS = (
 
 
 def training_patches(runtime: Runtime) -> list[Patch]:
-    """All seams of the training loop for one worker."""
+    """All patches of the training loop for one worker."""
     return [
         Patch(
             "megatron.core.parallel_state:initialize_model_parallel",

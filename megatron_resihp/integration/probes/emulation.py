@@ -1,6 +1,6 @@
 """The emulated clock: what each op and transfer of a CPU worker would cost on a device, given the model that it holds.
 
-May import megatron and this room. Real work is done on tiny tensors; `padding` sleeps for the rest, on no core.
+May import megatron and this package. Real work is done on tiny tensors; `padding` sleeps for the rest, on no core.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Hooks for the points of a drill inside forward, backward, P2P and gradient sync; installed only for who needs them.
 
 P2P and gradient sync are Megatron's own or, where a plan is run in general mode, this project's. May import megatron
-and this room.
+and this package.
 """
 
 import functools

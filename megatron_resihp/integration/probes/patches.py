@@ -1,4 +1,4 @@
-"""Seams: where the probes look. Forward and backward steps, collectives inside them, P2P, and what else takes time.
+"""Patches: where the probes look. Forward and backward steps, collectives inside them, P2P, and what else takes time.
 
 Replaces forward_step and backward_step of megatron.core.pipeline_parallel.schedules, which all of Megatron's schedules
 call; the functions that post P2P; and torch.distributed's collectives, of which those of the tensor-parallel group are

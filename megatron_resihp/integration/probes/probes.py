@@ -1,6 +1,6 @@
 """What one worker measures in an iteration: its ops, transfers, workload and whatever else takes its time.
 
-Knows nothing of Megatron; `probe_seams` calls it on the training thread. What is done for each op is kept to a few
+Knows nothing of Megatron; `patches` calls it on the training thread. What is done for each op is kept to a few
 assignments, and nothing waits for the device. Imports torch's events through the probes' clock only.
 """
 

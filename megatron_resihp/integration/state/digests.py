@@ -1,6 +1,6 @@
 """Digests of the state that this worker holds, under keys on which its other holders must agree.
 
-Keys are those of `control.coordination.digests`. May import torch and this room.
+Keys are those of `control.coordination.digests`. May import torch and this package.
 """
 
 from megatron_resihp.executor.digest import digest_tensors

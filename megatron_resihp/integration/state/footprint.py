@@ -1,4 +1,6 @@
-"""What training objects take of the device, and what of that a rebuild can do without. May import torch and this room.
+"""What training objects take of the device, and what of that a rebuild can do without.
+
+May import torch and this package.
 
 From the moment at which a worker has applied the committed step, its gradients are of no use: the next iteration's
 begin with zeros. So their buffers are freed before the next epoch's objects are built, and made again, zeroed, where

@@ -4,7 +4,7 @@ In general mode every holder of a slice has all of its state, in an optimizer th
 (`optimizer_whole.py`). Of Megatron's formats of the distributed one's state `fully_reshardable` has whole tensors too,
 and can be loaded in any layout. It differs from that of other optimizers in masters' keys, which 32-bit parameters have
 too, and in where the count of steps is. What differs is added, so that jobs with the flag and without it can load. May
-import megatron and this room.
+import megatron and this package.
 """
 
 import functools

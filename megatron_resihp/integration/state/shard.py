@@ -1,6 +1,6 @@
 """A worker's shard as named tensors, and a freshly built model and optimizer filled with one.
 
-May import torch and this room. Names are Megatron's parameter names, so they agree between holders of a shard.
+May import torch and this package. Names are Megatron's parameter names, so they agree between holders of a shard.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """A worker's gradients and state by slices: summed with other holders, moved between unlike shards, digested.
 
-May import megatron and this room. Used in general mode, and on the way into it and out of it.
+May import megatron and this package. Used in general mode, and on the way into it and out of it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

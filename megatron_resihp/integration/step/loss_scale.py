@@ -6,7 +6,7 @@ divides once, after it; whoever doesn't step moves the scale too, so that all ha
 
 A micro-batch's loss is multiplied by what Megatron multiplies it by under the job's own layout, whatever the plan: or
 other iterations would overflow after a change of plan than without it. What a plan's sums then lack is made up for in
-the division. May import megatron and this room.
+the division. May import megatron and this package.
 """
 
 from typing import Any

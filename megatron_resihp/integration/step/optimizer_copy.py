@@ -2,7 +2,7 @@
 
 The owner sends the part's summed gradient before anybody agrees on the step, and both step with it, the copy in the
 background: so whoever is left of the two has the state of the last step that counts, and a third of what masters and
-moments take crosses. May import megatron and this room.
+moments take crosses. May import megatron and this package.
 """
 
 import threading

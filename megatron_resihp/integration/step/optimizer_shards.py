@@ -1,7 +1,7 @@
 """What a worker has of Megatron's distributed optimizer: its part of the state as ranges of flattened parameters.
 
-May import megatron, `plan` and this room. A part has, of each parameter's range that it owns, the fp32 master and what
-the optimizer keeps. Parameters are no state of their own: after each step they are what masters give when rounded.
+May import megatron, `plan` and this package. A part has, of each parameter's range that it owns, the fp32 master and
+what the optimizer keeps. Parameters are no state of their own: after each step they are what masters give when rounded.
 No flag that is allowed gives a model buffers that training changes.
 """
 

@@ -2,7 +2,7 @@
 
 In general mode every holder of a slice has all of its state, so that it can move by slices. On the way there the
 holders of a shard put it together in host memory, on the way back each cuts what it needs out of it. May import
-megatron and this room.
+megatron and this package.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Seam: the optimizer step. One reduction over all workers decides it; from then on nothing communicates.
+"""Patch: the optimizer step. One reduction over all workers decides it; from then on nothing communicates.
 
 Replaces `step` of the optimizer object by `agreed_step`. DESIGN contract 3.
 """

@@ -1,7 +1,7 @@
 """Which process groups a worker is in under a plan that is to come, found out beside the training that goes on.
 
 Of Megatron's groups Megatron is asked: its initialisation is rehearsed in a copy of its module, whose torch makes no
-groups but notes which are wanted. Nothing of the plan in force is touched. May import megatron and this room.
+groups but notes which are wanted. Nothing of the plan in force is touched. May import megatron and this package.
 """
 
 import importlib.util

@@ -2,7 +2,7 @@
 
 Replicas and stages that differ have no common grid of ranks. So Megatron is told of one stage only: a world of one
 tensor-parallel group, in which each model chunk is built and run as if it were a pipeline stage of its own
-(`as_stage`). What crosses stages and replicas is done by `executor`. May import megatron and this room.
+(`as_stage`). What crosses stages and replicas is done by `executor`. May import megatron and this package.
 """
 
 import re

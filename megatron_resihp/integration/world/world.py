@@ -1,6 +1,6 @@
 """Builds and tears down Megatron's world for a plan: groups, seeds, and the singletons that remember the old epoch.
 
-May import megatron and everything of this room.
+May import megatron and everything of this package.
 """
 
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Whether a detector was right about series whose truth is known. Imports numpy, `detector` and this room.
+"""Whether a detector was right about series whose truth is known. Imports numpy, `detector` and this package.
 
 A slow-down is found if a verdict says so within 30 rows from its first one on, and recovered if one says so within 30
 rows after its last. Every other onset is a false alarm, but for the first of a series in which something recurs.

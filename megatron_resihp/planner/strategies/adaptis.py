@@ -1,6 +1,6 @@
 """AdaPtis / OctoPipe (arXiv 2509.23722): partition, placement and schedule of each pipeline tuned together.
 
-Imports the standard library, `plan`, `pipeline`, `cost` and this room.
+Imports the standard library, `plan`, `pipeline`, `cost` and this package.
 """
 
 from collections.abc import Iterable, Sequence

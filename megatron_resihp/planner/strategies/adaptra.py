@@ -1,6 +1,6 @@
 """Adaptra (Wu et al., arXiv 2504.19232): pipeline schedules that absorb slow links between stages.
 
-Imports numpy, `plan`, `pipeline`, `cost` and this room.
+Imports numpy, `plan`, `pipeline`, `cost` and this package.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Strategies for dead workers followed by Greyhound for slow ones, as ResiHP's evaluation puts them together.
 
-Imports `plan`, `cost` and this room.
+Imports `plan`, `cost` and this package.
 """
 
 from megatron_resihp.cost.job import JobCost

@@ -1,6 +1,6 @@
 """What several published strategies share: spelt-out layers, groups inside nodes, standbys, the last check.
 
-Imports the standard library, `plan`, `cost` and this room.
+Imports the standard library, `plan`, `cost` and this package.
 """
 
 from collections import defaultdict

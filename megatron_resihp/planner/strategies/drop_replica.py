@@ -1,6 +1,6 @@
 """The simplest way to go on without a restart: a replica that lost a worker is left out.
 
-Imports the standard library, `plan`, `cost` and this room.
+Imports the standard library, `plan`, `cost` and this package.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Greyhound (Wu et al., USENIX ATC 2025; arXiv 2410.12588 as Falcon): four levels of mitigating slow devices and links.
 
-Imports the standard library, `plan`, `cost` and this room.
+Imports the standard library, `plan`, `cost` and this package.
 """
 
 from collections import defaultdict

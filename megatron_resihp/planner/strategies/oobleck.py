@@ -1,6 +1,6 @@
 """Oobleck (Jang et al., SOSP 2023, arXiv 2309.08125): pipelines made from templates for so many nodes.
 
-Imports numpy, `plan`, `cost` and this room.
+Imports numpy, `plan`, `cost` and this package.
 """
 
 from collections.abc import Sequence

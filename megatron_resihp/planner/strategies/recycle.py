@@ -1,6 +1,6 @@
 """ReCycle (Gandhi et al., SOSP 2024, arXiv 2405.14009): peers do a dead stage's work in their pipelines' bubbles.
 
-Imports the standard library, `plan`, `cost` and this room.
+Imports the standard library, `plan`, `cost` and this package.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The usual answer to a failure: start the job again from its last checkpoint on what is left.
 
-Imports the standard library, `plan`, `cost` and this room.
+Imports the standard library, `plan`, `cost` and this package.
 """
 
 from itertools import batched
