@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_resihp.report.events import FILE_NAME, Event, read_events
+from megatron_resihp.events.log import FILE_NAME, Event, read_events
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"

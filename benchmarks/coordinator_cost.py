@@ -19,12 +19,12 @@ from unittest.mock import patch
 from common import print_result
 from synthetic_workers import ITERATION_S, TENSOR_PARALLEL, SyntheticWorkers
 
-from megatron_resihp.detector.join import Joiner
+from megatron_resihp.detector.input.join import Joiner
+from megatron_resihp.detector.input.recording import Recorder
+from megatron_resihp.detector.input.wire import unpack
 from megatron_resihp.detector.monitor import Monitor
-from megatron_resihp.detector.recording import Recorder
 from megatron_resihp.detector.service import DetectionService
 from megatron_resihp.detector.settings import Settings
-from megatron_resihp.detector.wire import unpack
 
 WARM_UP: Final = Settings.skipped + Settings.warm_up
 MEASURED: Final = 56

@@ -37,9 +37,9 @@ from common import print_result
 from series_rows import run_series, series_missed
 
 from megatron_resihp.config import FALSE_ALARMS_PER_JOB
+from megatron_resihp.detector.input.table import Table
 from megatron_resihp.detector.interface import Detector
 from megatron_resihp.detector.monitor import Monitor
-from megatron_resihp.detector.table import Table
 from megatron_resihp.detector.verdict import Kind
 from megatron_resihp.lab.baselines.greyhound import Greyhound
 from megatron_resihp.lab.baselines.resihp import Resihp

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from common import END_S, EventTail, SmallJob, all_events, load_average, running, wait_for, worker_processes
 
-from megatron_resihp.report import events as names
-from megatron_resihp.report.events import Event
+from megatron_resihp.events import log as names
+from megatron_resihp.events.log import Event
 
 PHASES = ("notice", "abort", "agree", "rebuild", "migrate", "ready", "data", "rest")
 WARM_UP = 12

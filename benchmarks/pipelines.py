@@ -45,10 +45,10 @@ from megatron_resihp.cost.layers import LayerKind, model_from_arguments
 from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.cost.presets import PRESETS
 from megatron_resihp.cost.training import Training
-from megatron_resihp.pipeline.bounds import makespan_lower_bound
 from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.pipeline.search.bounds import makespan_lower_bound
+from megatron_resihp.pipeline.search.tuning import lower_bound
 from megatron_resihp.pipeline.simulate import Timeline
-from megatron_resihp.pipeline.tuning import lower_bound
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import timeline_of
 from megatron_resihp.planner.health import Health

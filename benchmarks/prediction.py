@@ -32,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import ROOT, load_average, print_result, running
 
 from megatron_resihp.cost.profile import BUILT_IN
-from megatron_resihp.detector.counters import Counters
+from megatron_resihp.detector.input.counters import Counters
+from megatron_resihp.detector.input.observations import IterationObservations, Layout
+from megatron_resihp.detector.input.recording import FILE_NAME, Recording
+from megatron_resihp.detector.input.replay import steps_of
 from megatron_resihp.detector.interface import iteration_seconds
-from megatron_resihp.detector.observations import IterationObservations, Layout
-from megatron_resihp.detector.prediction import Prediction, mape
-from megatron_resihp.detector.recording import FILE_NAME, Recording
-from megatron_resihp.detector.replay import steps_of
+from megatron_resihp.detector.judging.prediction import Prediction, mape
 
 GOALS = {"micro_batch_mape": 1.2, "iteration_mape": 2.8}
 SKIPPED, WARM_UP = 2, 50

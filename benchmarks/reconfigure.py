@@ -51,10 +51,10 @@ from common import (
 )
 from kills import PHASES, Kill, kill_in_place
 
+from megatron_resihp.events import log as names
+from megatron_resihp.events.log import Event
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, even_chunks, spelled_out
 from megatron_resihp.plan.slices import TIED, WHOLE, Slice, all_shards, cuts_of, slices_of
-from megatron_resihp.report import events as names
-from megatron_resihp.report.events import Event
 
 GOALS: Final = {"voluntary_stall_s": 0.3, "fail_stop_s": 1.0}
 LAUNCH: Final = ("--heartbeat-timeout", "600")

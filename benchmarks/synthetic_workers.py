@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
-from megatron_resihp.detector.wire import pack
+from megatron_resihp.detector.input.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
+from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.plan.parallel_plan import ParallelPlan, Replica
 
 TENSOR_PARALLEL: Final = 8

@@ -43,6 +43,7 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.profile import BUILT_IN, DeviceProfile, LayerKind, load_profile
 from megatron_resihp.cost.training import Training
+from megatron_resihp.events.log import Event
 from megatron_resihp.plan import ParallelPlan, Replica, even_chunks, shortened, spelled_out
 from megatron_resihp.planner.evaluation import Evaluation, evaluate
 from megatron_resihp.planner.health import Health
@@ -51,7 +52,6 @@ from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.joint import joint
 from megatron_resihp.planner.strategies.resihp import resihp
 from megatron_resihp.planner.strategies.restart import restart
-from megatron_resihp.report.events import Event
 
 GOALS: Final = {"share_of_bound": 0.9, "simulator_error_percent": 5.0}
 TIME_SCALE: Final = 0.5

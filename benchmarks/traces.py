@@ -28,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import print_result
 
 from megatron_resihp.config import FALSE_ALARMS_PER_JOB
-from megatron_resihp.detector.counters import Counters
-from megatron_resihp.detector.join import Joiner
-from megatron_resihp.detector.observations import IterationObservations, Layout
-from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
-from megatron_resihp.detector.replay import Replay, replay
+from megatron_resihp.detector.input.counters import Counters
+from megatron_resihp.detector.input.join import Joiner
+from megatron_resihp.detector.input.observations import IterationObservations, Layout
+from megatron_resihp.detector.input.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
+from megatron_resihp.detector.input.replay import Replay, replay
+from megatron_resihp.detector.input.table import Table
 from megatron_resihp.detector.settings import Settings
-from megatron_resihp.detector.table import Table
 from megatron_resihp.detector.verdict import Change
 
 WORKERS_A_NODE = 8

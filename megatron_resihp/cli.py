@@ -16,7 +16,7 @@ from typing import Any, Final
 import megatron_resihp
 from megatron_resihp.control.commands import apply, inject, launch_options, launcher, salvage
 from megatron_resihp.extras import missing
-from megatron_resihp.report.run_report import RunReport
+from megatron_resihp.report.live.run_report import RunReport
 
 NEED_TORCH: Final = frozenset({"launch", "drill", "apply"})
 """Commands that work only with the extra `train`. Of Megatron, scripts may bring their own."""
@@ -43,8 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_parser() -> argparse.ArgumentParser:
     """What `resihp` understands; scripts/make_reference.py writes a page of it."""
-    from megatron_resihp.report import command as report_command
-    from megatron_resihp.report import detect_command, plan_command, simulate_command
+    from megatron_resihp.report.detect import command as detect_command
+    from megatron_resihp.report.plan import command as plan_command
+    from megatron_resihp.report.run import command as report_command
+    from megatron_resihp.report.simulate import command as simulate_command
 
     parser = argparse.ArgumentParser(
         prog="resihp", description="Keeps a Megatron-LM training job running in place when workers die."

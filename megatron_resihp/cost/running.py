@@ -11,9 +11,9 @@ import numpy as np
 from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.cost import profile as emulated
 from megatron_resihp.cost.device import Device, layer_work
+from megatron_resihp.cost.fitted.model import CostModel
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S, Array, JobCost
 from megatron_resihp.cost.layers import LayerKind, Model, ModelError, model_from_arguments
-from megatron_resihp.cost.model import CostModel
 from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training, TrainingError, training_from_arguments
 from megatron_resihp.pipeline.op import OpKind

@@ -7,7 +7,7 @@ Pure. One at a time, since all workers have to have heard of one before it can b
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from megatron_resihp.detector.observations import Layout
+from megatron_resihp.detector.input.observations import Layout
 from megatron_resihp.detector.validation import Suspicion, culprits, plan_validation
 from megatron_resihp.protocol.notices import ValidationOrder
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_resihp.detector.observations import IterationObservations
+from megatron_resihp.detector.input.observations import IterationObservations
 from megatron_resihp.detector.verdict import Verdict
 
 

@@ -9,9 +9,9 @@ pipeline, and how well all this predicts are fitted from the first iterations of
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_resihp.cost.model import CostModel
-from megatron_resihp.detector.learned import Learned, save
-from megatron_resihp.detector.observations import IterationObservations, Layout
+from megatron_resihp.cost.fitted.model import CostModel
+from megatron_resihp.detector.input.observations import IterationObservations, Layout
+from megatron_resihp.detector.judging.learned import Learned, save
 from megatron_resihp.detector.settings import Settings
 
 
@@ -47,7 +47,7 @@ class Keeper:
         if not self._layout.native:
             return True
         # Only now, because the simulator's machine code takes a second that the start of a job need not wait for.
-        from megatron_resihp.detector.prediction import Prediction
+        from megatron_resihp.detector.judging.prediction import Prediction
 
         self._model = Prediction(self._layout, observed).model
         return True

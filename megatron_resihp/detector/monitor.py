@@ -11,12 +11,12 @@ from typing import Final
 import numpy as np
 
 from megatron_resihp.config import FALSE_ALARMS_PER_JOB
-from megatron_resihp.cost.model import CostModel
-from megatron_resihp.detector.expected import explains
-from megatron_resihp.detector.judge import Judge
-from megatron_resihp.detector.learned import Learned
+from megatron_resihp.cost.fitted.model import CostModel
+from megatron_resihp.detector.input.observations import IterationObservations, Layout, with_chunks, without
+from megatron_resihp.detector.judging.expected import explains
+from megatron_resihp.detector.judging.judge import Judge
+from megatron_resihp.detector.judging.learned import Learned
 from megatron_resihp.detector.notices import Disturbances, Notice, data_stall
-from megatron_resihp.detector.observations import IterationObservations, Layout, with_chunks, without
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Verdict

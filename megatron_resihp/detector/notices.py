@@ -6,9 +6,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_resihp.detector.observations import IterationObservations, Layout
-from megatron_resihp.detector.records import SpanKind
-from megatron_resihp.detector.units import tensor_groups
+from megatron_resihp.detector.input.observations import IterationObservations, Layout
+from megatron_resihp.detector.input.records import SpanKind
+from megatron_resihp.detector.judging.units import tensor_groups
 
 DISTURBING: Final = (SpanKind.GARBAGE_COLLECTION, SpanKind.EVALUATION, SpanKind.SAVE, SpanKind.VALIDATION)
 """Spans that may lie inside ops, or slow the device down for a while after them."""

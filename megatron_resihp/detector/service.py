@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_resihp.config import FALSE_ALARMS_PER_JOB
-from megatron_resihp.cost.store import FILE_NAME as COST_MODEL_NAME
-from megatron_resihp.cost.store import CostModelError
-from megatron_resihp.detector.assemble import Assembler
-from megatron_resihp.detector.held_up import HeldUp
+from megatron_resihp.cost.fitted.store import FILE_NAME as COST_MODEL_NAME
+from megatron_resihp.cost.fitted.store import CostModelError
+from megatron_resihp.detector.input.assemble import Assembler
+from megatron_resihp.detector.input.layout import layout_of
+from megatron_resihp.detector.input.observations import IterationObservations, Layout
+from megatron_resihp.detector.input.recording import FILE_NAME, Recorder, RecordingError
 from megatron_resihp.detector.inquiry import Inquiries
+from megatron_resihp.detector.judging.held_up import HeldUp
+from megatron_resihp.detector.judging.learned import Learned, load
 from megatron_resihp.detector.keeper import Keeper
-from megatron_resihp.detector.layout import layout_of
-from megatron_resihp.detector.learned import Learned, load
 from megatron_resihp.detector.monitor import Monitor
-from megatron_resihp.detector.observations import IterationObservations, Layout
-from megatron_resihp.detector.recording import FILE_NAME, Recorder, RecordingError
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Verdict
 from megatron_resihp.plan import ParallelPlan

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_resihp.executor import gloo_loops, gloo_sockets
-from megatron_resihp.executor.groups_ahead import GroupsAhead, install_hand_over
-from megatron_resihp.executor.nccl_aborts import ABORT_S, NcclAborts, backend_of, nccl_groups
-from megatron_resihp.executor.nccl_meetings import NcclMeetings
+from megatron_resihp.executor.gloo import loops as gloo_loops
+from megatron_resihp.executor.gloo import sockets as gloo_sockets
+from megatron_resihp.executor.gloo.groups_ahead import GroupsAhead, install_hand_over
+from megatron_resihp.executor.nccl.aborts import ABORT_S, NcclAborts, backend_of, nccl_groups
+from megatron_resihp.executor.nccl.meetings import NcclMeetings
 from megatron_resihp.executor.rendezvous import InterruptibleStore
 from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.waiting import Waiter

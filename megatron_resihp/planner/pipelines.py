@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.pipeline.job import Layout, PipelineJob
 from megatron_resihp.pipeline.planned import explicit_schedule
 from megatron_resihp.pipeline.program import Program
+from megatron_resihp.pipeline.search.job import Layout, PipelineJob
 from megatron_resihp.plan import Chunk, Replica, Schedule
 from megatron_resihp.plan.schedule import INTERLEAVED, ONE_F_ONE_B
 from megatron_resihp.planner.health import Health

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_resihp.executor.communicators import Communicators
-from megatron_resihp.executor.nccl_aborts import backend_of, nccl_groups
+from megatron_resihp.executor.nccl.aborts import backend_of, nccl_groups
 
 PEER: Final = 2
 TIMEOUT: Final = timedelta(seconds=30)

@@ -12,8 +12,8 @@ from launching import MODEL, launch
 from setting import Row, Setting
 
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
-from megatron_resihp.report.run_summary import RunSummary
-from megatron_resihp.report.summary import compare
+from megatron_resihp.report.run.run_summary import RunSummary
+from megatron_resihp.report.run.summary import compare
 
 TOLERANCE: Final = 1e-5
 """Of a loss in fp32, relative to the undisturbed run's."""

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from setting import REPOSITORY, Setting, end_all, python
 
-from megatron_resihp.report.events import FILE_NAME, read_events
-from megatron_resihp.report.run_summary import RunSummary
-from megatron_resihp.report.summary import summarize
+from megatron_resihp.events.log import FILE_NAME, read_events
+from megatron_resihp.report.run.run_summary import RunSummary
+from megatron_resihp.report.run.summary import summarize
 
 SCRIPT: Final = REPOSITORY / "scripts" / "pretrain_gpt.py"
 JOB_S: Final = 150.0

@@ -10,7 +10,7 @@ import torch
 from launching import Launched, launch
 from setting import Row, Setting
 
-from megatron_resihp.report.events import FILE_NAME, read_events
+from megatron_resihp.events.log import FILE_NAME, read_events
 
 CASES: Final = {"55-percent": 0.55, "85-percent": 0.85}
 BYTES_PER_PARAMETER: Final = 18

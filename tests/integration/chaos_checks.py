@@ -14,7 +14,7 @@ from megatron_resihp.control import exit_codes
 from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
 from megatron_resihp.plan.copies import lost_parts
-from megatron_resihp.report.summary import compare
+from megatron_resihp.report.run.summary import compare
 
 LONGEST_SILENCE_S = 30.0
 PROGRESS = frozenset((

@@ -22,10 +22,10 @@ from typing import IO, Any, Final, NamedTuple, NoReturn
 import pytest
 from launched import is_alive
 
+from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.slices import TIED
-from megatron_resihp.report.events import FILE_NAME, read_events
-from megatron_resihp.report.summary import RunSummary, compare, summarize
+from megatron_resihp.report.run.summary import RunSummary, compare, summarize
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRETRAIN = REPOSITORY / "scripts" / "pretrain_gpt.py"
@@ -481,7 +481,7 @@ def _import_what_jobs_import_late() -> None:
 
     import megatron_resihp.detector.service
     import megatron_resihp.integration.patches.training
-    import megatron_resihp.report.terminal  # noqa: F401
+    import megatron_resihp.report.run.terminal  # noqa: F401
 
 
 def _save_megatron_some_work() -> None:

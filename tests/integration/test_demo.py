@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from jobs import REPOSITORY
 
-from megatron_resihp.report.run_summary import RunSummary
+from megatron_resihp.report.run.run_summary import RunSummary
 
 DEMO_S = 420.0
 """It takes less than three minutes on two cores that nobody else uses, and once per installation compiles a planner."""

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from jobs import REPOSITORY, Jobs, tiny
 
-from megatron_resihp.detector.observations import Layout
-from megatron_resihp.detector.recording import FILE_NAME, Recording
-from megatron_resihp.detector.wire import unpack
+from megatron_resihp.detector.input.observations import Layout
+from megatron_resihp.detector.input.recording import FILE_NAME, Recording
+from megatron_resihp.detector.input.wire import unpack
 from megatron_resihp.pipeline.op import Op, OpKind
 from megatron_resihp.pipeline.schedules import interleaved, one_f_one_b
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jobs import SUSPECTS, WISHING, Job, Jobs, check_training, tiny
 
-from megatron_resihp.detector.observations import Layout
-from megatron_resihp.detector.recording import FILE_NAME, Recording
-from megatron_resihp.detector.records import IterationRecord, OpKind, SpanKind
-from megatron_resihp.detector.wire import unpack
+from megatron_resihp.detector.input.observations import Layout
+from megatron_resihp.detector.input.recording import FILE_NAME, Recording
+from megatron_resihp.detector.input.records import IterationRecord, OpKind, SpanKind
+from megatron_resihp.detector.input.wire import unpack
 
 ITERATIONS = 6
 

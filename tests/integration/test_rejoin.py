@@ -12,7 +12,7 @@ from jobs import EXPERTS, WISHING, Job, Jobs, check_digests, check_training, dif
 
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.places import renamed
-from megatron_resihp.report.summary import compare
+from megatron_resihp.report.run.summary import compare
 
 WORKERS = 4
 TWO_REPLICAS: dict[str, Any] = {"tensor_model_parallel_size": 2, "train_iters": 12}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jobs import Jobs, tiny
 
-from megatron_resihp.detector.learned import load
+from megatron_resihp.detector.judging.learned import load
 
 LEARNED, AGAIN = 60, 15
 

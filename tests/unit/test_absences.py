@@ -13,7 +13,7 @@ import pytest
 
 from megatron_resihp.control.node import absences
 from megatron_resihp.control.node.absences import Page, Seen, Watch
-from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, SpanKind
+from megatron_resihp.detector.input.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, SpanKind
 from megatron_resihp.integration.probes.probe_sheet import with_absences
 
 BOUND_S = 10.0

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gloo_members import Member, close_what_is_kept_open
 
 from megatron_resihp.executor.communicators import Communicators
-from megatron_resihp.executor.nccl_aborts import DeviceStuck
+from megatron_resihp.executor.nccl.aborts import DeviceStuck
 from megatron_resihp.executor.rendezvous import RendezvousBroken
 
 LIMIT_S = 10.0

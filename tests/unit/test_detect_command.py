@@ -12,14 +12,14 @@ import pytest
 
 from megatron_resihp.cli import main
 from megatron_resihp.config import ConfigError, ResihpConfig
-from megatron_resihp.detector.counters import Counters
-from megatron_resihp.detector.layout import layout_of
-from megatron_resihp.detector.learned import save
+from megatron_resihp.detector.input.counters import Counters
+from megatron_resihp.detector.input.layout import layout_of
+from megatron_resihp.detector.input.recording import FILE_NAME, Recorder, Recording
+from megatron_resihp.detector.input.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
+from megatron_resihp.detector.input.replay import steps_of
+from megatron_resihp.detector.input.wire import pack
+from megatron_resihp.detector.judging.learned import save
 from megatron_resihp.detector.monitor import Monitor
-from megatron_resihp.detector.recording import FILE_NAME, Recorder, Recording
-from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
-from megatron_resihp.detector.replay import steps_of
-from megatron_resihp.detector.wire import pack
 from megatron_resihp.plan.parallel_plan import ParallelPlan, Replica
 
 ITERATIONS, ONSET, SLOWNESS = 90, 70, 1.25

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_resihp.executor.nccl_aborts import DeviceStuck
+from megatron_resihp.executor.nccl.aborts import DeviceStuck
 from megatron_resihp.integration.loop import device_loss
 
 ILLEGAL_ADDRESS, OUT_OF_RESOURCES = 700, 701

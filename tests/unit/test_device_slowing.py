@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_resihp.control.slowness import SlownessDesk
-from megatron_resihp.detector.records import OpKind
+from megatron_resihp.detector.input.records import OpKind
 from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
 
 HZ = 1.5e9

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from megatron_resihp.executor import gloo_loops, gloo_sockets
+from megatron_resihp.executor.gloo import loops as gloo_loops
+from megatron_resihp.executor.gloo import sockets as gloo_sockets
 
 
 class Loop:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from megatron_resihp.executor import gloo_sockets
+from megatron_resihp.executor.gloo import sockets as gloo_sockets
 
 HOST = "127.0.0.1"
 

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch.distributed.constants import default_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_resihp.executor.groups_ahead import WorldGroup
+from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
 from megatron_resihp.integration.world.group_needs import groups_wanted
 
 WORLD = 8

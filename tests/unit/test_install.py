@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from megatron_resihp.extras import missing
-from megatron_resihp.pipeline import annealing
+from megatron_resihp.pipeline.search import annealing
 
-OFFLINE = ("cost", "detector", "lab", "pipeline", "plan", "planner", "report", "simulator")
+OFFLINE = ("cost", "detector", "events", "lab", "pipeline", "plan", "planner", "report", "simulator")
 """What `plan`, `simulate`, `detect` and `report` consist of."""
 LEFT_OUT = ("torch", "megatron", "psutil")
 Main = Callable[[list[str]], int]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_resihp.detector.records import OpKind
+from megatron_resihp.detector.input.records import OpKind
 from megatron_resihp.executor.messages import Message
 from megatron_resihp.executor.routes import Step
 from megatron_resihp.integration.ops import measured_exchange

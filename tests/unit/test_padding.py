@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.cost.profile import DeviceProfile, LayerKind, LinkCost, PassCost
-from megatron_resihp.detector.records import OpKind
+from megatron_resihp.detector.input.records import OpKind
 from megatron_resihp.integration.probes.padding import SLICE_S, Padding
 
 COSTS = [(PassCost(0.001, 1e-5, 0.002), PassCost(0.003), PassCost(0.001))]

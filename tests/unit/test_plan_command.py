@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from megatron_resihp.cli import main
-from megatron_resihp.cost.fit import fit
-from megatron_resihp.cost.model import CostModel
+from megatron_resihp.cost.fitted.fit import fit
+from megatron_resihp.cost.fitted.model import CostModel
+from megatron_resihp.cost.fitted.store import save
 from megatron_resihp.cost.running import cost_of_job
-from megatron_resihp.cost.store import save
 from megatron_resihp.plan import ParallelPlan, even_chunks, spelled_out
 from megatron_resihp.plan.places import renamed
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.registry import STRATEGIES
-from megatron_resihp.report.plan_source import megatron_arguments
+from megatron_resihp.report.plan.source import megatron_arguments
 
 SIZES = ("--model", "llama2-7b", "--gpus", 16, "--tp", 4, "--pp", 2, "--micro-batches", 8)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_resihp.detector.records import IterationRecord, OpKind, SpanKind
+from megatron_resihp.detector.input.records import IterationRecord, OpKind, SpanKind
 from megatron_resihp.integration.probes.probe_clock import HostClock
 from megatron_resihp.integration.probes.probes import MOST_PAUSES, SAMPLE, Probes
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.report.check import faults
-from megatron_resihp.report.run_summary import REORDERED, Failure, RunSummary
-from megatron_resihp.report.summary import summarize, with_reference
+from megatron_resihp.report.run.check import faults
+from megatron_resihp.report.run.run_summary import REORDERED, Failure, RunSummary
+from megatron_resihp.report.run.summary import summarize, with_reference
 
 COMPARED = "loss against the reference run: relative difference"
 BOUND = "sums in another order give 1.0e-04 at most"

@@ -15,8 +15,8 @@ import pytest
 from megatron_resihp.control.commands import contact
 from megatron_resihp.control.worker.noticeboard import Noticeboard
 from megatron_resihp.control.worker.saved_state import LastSave
-from megatron_resihp.report.command import add_arguments, run
-from megatron_resihp.report.events import EventLog
+from megatron_resihp.events.log import EventLog
+from megatron_resihp.report.run.command import add_arguments, run
 
 
 def call(*arguments: object) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.report import events as names
-from megatron_resihp.report.events import EventLog, read_events
-from megatron_resihp.report.schema import EVENTS, markdown, problems
+from megatron_resihp.events import log as names
+from megatron_resihp.events.log import EventLog, read_events
+from megatron_resihp.events.schema import EVENTS, markdown, problems
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,7 +125,7 @@ def test_a_closed_log_refuses_events(tmp_path: Path) -> None:
 
 def test_the_documentation_is_that_of_the_schema() -> None:
     written = (ROOT / "docs" / "events.md").read_text()
-    assert written == markdown(), "run `python -m megatron_resihp.report.schema > docs/events.md`"
+    assert written == markdown(), "run `python -m megatron_resihp.events.schema > docs/events.md`"
 
 
 def test_every_named_event_has_a_schema() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.report.marks import MarkKind, find_marks, label_rows
-from megatron_resihp.report.picture import draw
-from megatron_resihp.report.summary import summarize
+from megatron_resihp.report.run.marks import MarkKind, find_marks, label_rows
+from megatron_resihp.report.run.picture import draw
+from megatron_resihp.report.run.summary import summarize
 
-ROOM = Path(__file__).parents[2] / "megatron_resihp" / "report"
+REPORT = Path(__file__).parents[2] / "megatron_resihp" / "report"
 
 
 def test_marks_say_who_died_of_what_and_when_the_run_was_back(recovered_run: Any) -> None:
@@ -97,12 +97,12 @@ def test_labels_of_one_row_never_overlap(labels: list[tuple[float, float]]) -> N
 
 
 def test_only_pictures_need_matplotlib_and_nothing_needs_torch() -> None:
-    imported = {path.name: _imports(path) for path in ROOM.glob("*.py")}
-    drawing = {name for name, modules in imported.items() if "matplotlib" in modules}
-    assert drawing == {name for name in imported if name.endswith("picture.py")}
+    imported = {path: _imports(path) for path in REPORT.rglob("*.py")}
+    drawing = {path for path, modules in imported.items() if "matplotlib" in modules}
+    assert drawing == {path for path in imported if path.name == "picture.py"}
     assert set.union(*imported.values()).isdisjoint({"torch", "megatron"})
-    at_the_top = {name for name in imported if "megatron_resihp.report.picture" in _imports(ROOM / name, whole=True)}
-    assert not at_the_top, "picture.py is imported only where a picture is wanted"
+    at_the_top = {path for path in imported if "megatron_resihp.report.run.picture" in _imports(path, whole=True)}
+    assert not at_the_top, "a picture's module is imported only where a picture is wanted"
 
 
 def _imports(path: Path, whole: bool = False) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.report.progress import Progress
+from megatron_resihp.report.live.progress import Progress
 
 
 def follow(events: list[dict[str, Any]], isatty: bool, columns: int = 200) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_resihp.report.samples import Feed, count_samples
-from megatron_resihp.report.summary import summarize
+from megatron_resihp.report.run.samples import Feed, count_samples
+from megatron_resihp.report.run.summary import summarize
 
 ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)).map(lambda r: (r[0], r[0] + r[1])), max_size=4)
 feeds = st.lists(st.builds(Feed, st.integers(1, 6), ranges), max_size=10)

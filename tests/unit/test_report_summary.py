@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.report.summary import RunSummary, compare, summarize, with_reference
+from megatron_resihp.report.run.summary import RunSummary, compare, summarize, with_reference
 
 
 def test_a_run_without_failures(synthetic_run: Callable[..., Any]) -> None:

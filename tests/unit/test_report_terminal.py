@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.report.run_summary import RunSummary
-from megatron_resihp.report.shape import describe, layers, micro_batches
-from megatron_resihp.report.standing import Launcher, with_standing
-from megatron_resihp.report.summary import summarize, with_reference
-from megatron_resihp.report.terminal import DEATHS, WIDTH, console_for, render
+from megatron_resihp.report.run.run_summary import RunSummary
+from megatron_resihp.report.run.shape import describe, layers, micro_batches
+from megatron_resihp.report.run.standing import Launcher, with_standing
+from megatron_resihp.report.run.summary import summarize, with_reference
+from megatron_resihp.report.run.terminal import DEATHS, WIDTH, console_for, render
 from megatron_resihp.report.words import duration, size
 
 

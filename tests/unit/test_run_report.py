@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.report import events
-from megatron_resihp.report.events import read_events
-from megatron_resihp.report.run_report import RunReport
-from megatron_resihp.report.summary import summarize_log
+from megatron_resihp.events import log as events
+from megatron_resihp.events.log import read_events
+from megatron_resihp.report.live.run_report import RunReport
+from megatron_resihp.report.run.summary import summarize_log
 
 
 class Disk:

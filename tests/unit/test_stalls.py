@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control.head.stalls import StallWatch
-from megatron_resihp.report.schema import problems
+from megatron_resihp.events.schema import problems
 
 LOOK_S = 0.5
 

@@ -44,7 +44,7 @@ NCCL: Final[Mapping[str, str]] = {
     # It would also hold the group's lock for four times the second, and end the process a while after that.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # Who waits for a communicator that is not blocking holds its lock, which an abort needs (`executor.nccl_meetings`).
+    # Who waits for a communicator that is not blocking holds its lock, which an abort needs (`executor.nccl.meetings`).
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
 }
 """What recovery needs of torch's NCCL, whatever the user's environment says."""

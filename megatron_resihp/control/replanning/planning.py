@@ -107,7 +107,7 @@ def _load() -> None:
 
 def _fitted(path: str | None) -> Any:
     """What the detector has learned so far; None: nothing that can be read."""
-    from megatron_resihp.cost.store import CostModelError, load
+    from megatron_resihp.cost.fitted.store import CostModelError, load
 
     if path is None or not Path(path).exists():
         return None

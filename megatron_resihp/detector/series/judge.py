@@ -7,12 +7,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_resihp.detector.replay import Replay
+from megatron_resihp.detector.input.replay import Replay
+from megatron_resihp.detector.input.table import Table
 from megatron_resihp.detector.series.follower import FEWEST, Follower, Step
 from megatron_resihp.detector.series.spread import WINDOWS
 from megatron_resihp.detector.series.workload import Workload
 from megatron_resihp.detector.settings import Settings
-from megatron_resihp.detector.table import Table
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
 
 CONFIDENCE: Final = 1.96

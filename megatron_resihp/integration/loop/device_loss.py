@@ -8,7 +8,7 @@ from typing import Final
 
 from megatron_resihp.control.linux import die
 from megatron_resihp.control.worker.client import WorkerControl
-from megatron_resihp.executor.nccl_aborts import DeviceStuck
+from megatron_resihp.executor.nccl.aborts import DeviceStuck
 
 FAULTS: Final = frozenset({700, 719})
 """CUDA's codes of an illegal access and of a failed launch. A survivor may get one when it reads memory of a dead peer,

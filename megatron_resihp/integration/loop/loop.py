@@ -14,7 +14,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
 from megatron.training import training
 
-from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.integration.loop.course import follow
 from megatron_resihp.integration.loop.recovery import TakenIn, leave_if_agreed
 from megatron_resihp.integration.loop.telemetry import report_iteration

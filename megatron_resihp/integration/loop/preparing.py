@@ -10,7 +10,7 @@ import threading
 import time
 
 from megatron_resihp.control.worker.client import NO_EPOCH
-from megatron_resihp.executor.groups_ahead import GroupsAhead
+from megatron_resihp.executor.gloo.groups_ahead import GroupsAhead
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world.group_needs import needs_of
 from megatron_resihp.protocol.messages import GroupsPrepared

@@ -1,7 +1,7 @@
 """Micro-benchmarks on suspects between two iterations: matrix products of the training's shape, P2P on their links.
 
 They begin after a step at whose agreement every worker had heard of them, so that both ends of a link take part in the
-same one. May import megatron, `control`, `detector.records` and this package.
+same one. May import megatron, `control`, `detector.input.records` and this package.
 """
 
 import time
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world.world import rank_order
 from megatron_resihp.protocol.notices import MatrixProduct, Transfer

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from megatron_resihp.detector.records import OpKind
+from megatron_resihp.detector.input.records import OpKind
 from megatron_resihp.executor.exchange import GlooExchange
 from megatron_resihp.executor.messages import Message, Piece
 from megatron_resihp.integration.runtime import Runtime

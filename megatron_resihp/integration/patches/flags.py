@@ -143,8 +143,8 @@ def _check_emulation(profile: str) -> None:
 
 def _check_cost_model(path: Path) -> None:
     # Here, because importing them takes as long as a short job's iterations.
-    from megatron_resihp.cost.store import CostModelError
-    from megatron_resihp.detector.learned import load
+    from megatron_resihp.cost.fitted.store import CostModelError
+    from megatron_resihp.detector.judging.learned import load
 
     try:
         load(path)

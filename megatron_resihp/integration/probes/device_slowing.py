@@ -1,7 +1,7 @@
 """Really slows a GPU in drills: each op is followed by a kernel that spins on the op's stream.
 
 A worker's process can be stopped, but its device works on through what is queued. Nothing here waits for the device but
-the first op that is slowed, for which the spinning kernel is timed once. Imports torch and `detector.records`.
+the first op that is slowed, for which the spinning kernel is timed once. Imports torch and `detector.input.records`.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from megatron_resihp.detector.records import OpKind
+from megatron_resihp.detector.input.records import OpKind
 
 TRIED_CYCLES: Final = 10_000_000
 """Of the device's clock: some milliseconds."""

@@ -11,7 +11,7 @@ from typing import Final
 
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.cost.profile import DeviceProfile, LayerKind, PassCost
-from megatron_resihp.detector.records import OpKind
+from megatron_resihp.detector.input.records import OpKind
 
 SPIN_S: Final = 0.0002
 """The last part of a wait is spun: sleeping wakes up late by about a third of this."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core import mpu
 
-from megatron_resihp.detector.records import OpKind, SpanKind
+from megatron_resihp.detector.input.records import OpKind, SpanKind
 from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.patches import documents
 from megatron_resihp.integration.probes.probes import Probes

@@ -1,7 +1,7 @@
 """Notes of one iteration as they are taken, in plain lists, and the record that is made of them later.
 
 Times are marks of the clock. Making the record costs more than taking the notes: where marks are seconds already it is
-left to the thread that sends it. Imports numpy, torch, `detector.records` and the probes' clock.
+left to the thread that sends it. Imports numpy, torch, `detector.input.records` and the probes' clock.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, SpanKind
+from megatron_resihp.detector.input.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, SpanKind
 from megatron_resihp.integration.probes.probe_clock import Clock
 
 Workload = tuple[float, float]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_resihp.detector.records import OpKind, SpanKind
+from megatron_resihp.detector.input.records import OpKind, SpanKind
 from megatron_resihp.integration.probes.probe_clock import Clock, DeviceClock
 from megatron_resihp.integration.probes.probe_sheet import (
     BYTES,

@@ -10,7 +10,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.integration.patches import expert_metrics
 from megatron_resihp.integration.patches.counting import settings_of
 from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime, parts_of

@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed.constants import default_pg_timeout
 
-from megatron_resihp.executor.groups_ahead import GroupNeeds, WorldGroup
+from megatron_resihp.executor.gloo.groups_ahead import GroupNeeds, WorldGroup
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world.heterogeneous import General
 from megatron_resihp.integration.world.heterogeneous_groups import ranks_of_stage

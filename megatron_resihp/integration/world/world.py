@@ -11,7 +11,7 @@ from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_s
 from megatron.training import get_timers
 from megatron.training.initialize import _set_random_seed
 
-from megatron_resihp.executor.groups_ahead import GroupsAhead
+from megatron_resihp.executor.gloo.groups_ahead import GroupsAhead
 from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.executor.slice_sums import Bucket, make_buckets
 from megatron_resihp.integration.ops.program_schedule import make_exchange, training_routes

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_resihp.detector.input.observations import IterationObservations, Layout
 from megatron_resihp.detector.interface import iteration_seconds
-from megatron_resihp.detector.observations import IterationObservations, Layout
 from megatron_resihp.detector.verdict import Verdict
 from megatron_resihp.lab.baselines.change_points import ChangePoints, ChangePointSettings
 from megatron_resihp.lab.baselines.validation import Validate, Validation

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megatron_resihp.detector.input.observations import IterationObservations, Layout
 from megatron_resihp.detector.interface import iteration_seconds
-from megatron_resihp.detector.observations import IterationObservations, Layout
-from megatron_resihp.detector.prediction import Prediction
+from megatron_resihp.detector.judging.prediction import Prediction
 from megatron_resihp.detector.verdict import Verdict
 from megatron_resihp.lab.baselines.change_points import ChangePoint, ChangePoints, ChangePointSettings
 from megatron_resihp.lab.baselines.validation import Validate, Validation

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_resihp.detector.observations import Layout
+from megatron_resihp.detector.input.observations import Layout
 from megatron_resihp.detector.verdict import Kind
 
 SLOWDOWNS = (0.05, 0.075, 0.10, 0.15, 0.20, 0.25, 0.30, 0.40, 0.50, 0.60, 0.70)

@@ -12,8 +12,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_resihp.detector.observations import IterationObservations, Layout
-from megatron_resihp.detector.records import OpKind, SpanKind
+from megatron_resihp.detector.input.observations import IterationObservations, Layout
+from megatron_resihp.detector.input.records import OpKind, SpanKind
 from megatron_resihp.detector.verdict import Kind
 from megatron_resihp.lab.detection.faults import Fault, fault_factors
 from megatron_resihp.lab.detection.noise import Noise, op_factors, shared_factors

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_resihp.detector.table import Table
+from megatron_resihp.detector.input.table import Table
 
 Array = NDArray[np.float64]
 

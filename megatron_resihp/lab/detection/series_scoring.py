@@ -11,9 +11,9 @@ from typing import Final
 import numpy as np
 
 from megatron_resihp.config import FALSE_ALARMS_PER_JOB
+from megatron_resihp.detector.input.table import Table
 from megatron_resihp.detector.series.judge import judge_series
 from megatron_resihp.detector.settings import Settings
-from megatron_resihp.detector.table import Table
 from megatron_resihp.detector.verdict import Change, Kind
 from megatron_resihp.lab.baselines.change_points import ChangePointSettings
 from megatron_resihp.lab.baselines.greyhound import Greyhound, GreyhoundSettings

@@ -2,17 +2,17 @@
 
 Imports `plan`, `pipeline`, `cost` and `planner`.
 
-Chunks, their places and the order of ops are what `pipeline.tuning` finds for the replica's groups; groups, replicas
-and shares of the micro-batches stay.
+Chunks, their places and the order of ops are what `pipeline.search.tuning` finds for the replica's groups; groups,
+replicas and shares of the micro-batches stay.
 """
 
 from dataclasses import replace
 from functools import lru_cache
 
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.pipeline.job import Layout, PipelineJob
 from megatron_resihp.pipeline.program import ProgramError
-from megatron_resihp.pipeline.tuning import tuned_pipeline
+from megatron_resihp.pipeline.search.job import Layout, PipelineJob
+from megatron_resihp.pipeline.search.tuning import tuned_pipeline
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.plan.rules import check_ops
 from megatron_resihp.planner.evaluation import timeline_of

@@ -8,16 +8,16 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.pipeline.job import Layout, PipelineJob
 from megatron_resihp.pipeline.program import ProgramError
-from megatron_resihp.pipeline.tuning import Pipeline, tuned_pipeline
+from megatron_resihp.pipeline.search.job import Layout, PipelineJob
+from megatron_resihp.pipeline.search.tuning import Pipeline, tuned_pipeline
 from megatron_resihp.plan import ParallelPlan, Replica, deal
 from megatron_resihp.planner.evaluation import evaluate
-from megatron_resihp.planner.groups import fastest, strength
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.pipelines import layout_of, pipeline_job, replica_of
 from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.shares import fastest_shares
+from megatron_resihp.planner.steps.groups import fastest, strength
 from megatron_resihp.planner.strategies.common import Group, groups_in_nodes, job_degree, next_plan, spelt_out
 from megatron_resihp.planner.strategy import Strategy
 
@@ -26,7 +26,7 @@ EFFORT = 1_000_000
 
 
 def adaptis(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """Every replica's pipeline tuned for the devices that it has left; see `pipeline.tuning`.
+    """Every replica's pipeline tuned for the devices that it has left; see `pipeline.search.tuning`.
 
     The paper is about models whose layers differ. It says nothing of failures; taken here: a tensor-parallel group goes
     on with the power of two of its live members, and free workers of its node, that is worth most; one without members

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_resihp.cost.job import Array, JobCost
-from megatron_resihp.pipeline.list_scheduling import list_schedule
 from megatron_resihp.pipeline.planned import explicit_schedule
 from megatron_resihp.pipeline.program import Program, ProgramError
+from megatron_resihp.pipeline.search.list_scheduling import list_schedule
 from megatron_resihp.pipeline.simulate import simulate
 from megatron_resihp.plan import ParallelPlan, Replica, Schedule
 from megatron_resihp.planner.evaluation import stage_seconds, timeline_of, transfer_seconds
@@ -28,7 +28,8 @@ def adaptra(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     1. Slackness: a delay between two stages is absorbed if the earlier one runs enough forwards ahead, one
        more for each time that the slowest stage's work for a micro-batch fits into the way there and back; and
        backwards are split, so that W fills what would be bubbles. The paper's greedy search for the numbers of warm-up
-       forwards under the memory limit is `pipeline.list_scheduling` here, which tries multiples of just that number.
+       forwards under the memory limit is `pipeline.search.list_scheduling` here, which tries multiples of just that
+       number.
     2. Delegated communication: transfers are taken off the device's queue, so that slow ones don't block
        kernels. The simulator lets no transfer block its ends, for any strategy.
 

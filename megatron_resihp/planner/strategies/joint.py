@@ -48,7 +48,7 @@ class Settings:
         steps: moves that are tried on each with 64 workers; more with fewer, whose moves take less time.
         seeds: strategies whose plans are taken where they are faster.
         effort: ops run in trials to tune a layout's pipelines in the end: layers, their places and the order of ops
-            (`pipeline.tuning`); 0 leaves that out.
+            (`pipeline.search.tuning`); 0 leaves that out.
         tuned: how many layouts are tuned.
         second_step_up_to: workers; with more, other strategies are not asked and nothing is tuned.
     """

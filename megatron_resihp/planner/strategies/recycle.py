@@ -11,7 +11,7 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.rectangular import NoPlanError
-from megatron_resihp.planner.rerouting import rerouted
+from megatron_resihp.planner.steps.rerouting import rerouted
 from megatron_resihp.planner.strategies.common import (
     Group,
     all_well,
@@ -32,7 +32,7 @@ def recycle(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     3. Adaptive pipelining: the micro-batches of a dead stage are dealt to its live peers in turns.
     4. Decoupled back-propagation: B and W are ops of their own in replicas that take part, as far as
        memory allows. The paper's schedules come from a MILP, solved offline; here from list scheduling with several
-       policies (`pipeline.rerouted`).
+       policies (`pipeline.search.rerouted`).
     5. The staggered optimizer lets the stages begin the next iteration one by one. No strategy is judged
        by more than one iteration here, and a step before every stage's gradients are known can't clip by their norm: it
        is left out of the plan.

@@ -15,8 +15,8 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.presets import PRESETS, preset
 from megatron_resihp.cost.training import Recompute, Training
-from megatron_resihp.pipeline.bounds import makespan_lower_bound
 from megatron_resihp.pipeline.schedules import one_f_one_b, zero_bubble_h1
+from megatron_resihp.pipeline.search.bounds import makespan_lower_bound
 from megatron_resihp.pipeline.simulate import simulate
 from megatron_resihp.plan import Chunk, Replica, Schedule
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.cost.fit import LONG, Finding, fit, masked_median
+from megatron_resihp.cost.fitted.fit import LONG, Finding, fit, masked_median
 
 ALPHA, BETA, GAMMA = 1e-6, 3e-10, 2e-3
 
@@ -68,7 +68,7 @@ def test_how_many_groups_are_fitted_at_once_changes_no_bit(monkeypatch: pytest.M
     seconds[random.random(shape) < 0.1] = np.nan
     seconds[1] = np.nan
     together = fit(tokens, squares, seconds)
-    monkeypatch.setattr("megatron_resihp.cost.fit.AT_ONCE", 1000)
+    monkeypatch.setattr("megatron_resihp.cost.fitted.fit.AT_ONCE", 1000)
     for name, values in vars(fit(tokens, squares, seconds)).items():
         np.testing.assert_array_equal(values, getattr(together, name))
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_resihp.cost.current import CurrentCost
-from megatron_resihp.cost.model import CostModel, fit_links, fit_ops, term
-from megatron_resihp.cost.store import CostModelError, load, save
+from megatron_resihp.cost.fitted.current import CurrentCost
+from megatron_resihp.cost.fitted.model import CostModel, fit_links, fit_ops, term
+from megatron_resihp.cost.fitted.store import CostModelError, load, save
 
 STAGE = np.array([0, 0, 1, 1])
 OWN = np.array([[1e-6, 2e-6], [2e-6, 4e-6]])  # αs, [stages, kinds]

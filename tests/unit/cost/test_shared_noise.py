@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_resihp.cost.shared_noise import SharedNoise, summed
+from megatron_resihp.cost.fitted.shared_noise import SharedNoise, summed
 
 MEASUREMENTS = 12
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from megatron_resihp.detector.observations import IterationObservations, Layout
-from megatron_resihp.detector.records import OpKind, SpanKind
+from megatron_resihp.detector.input.observations import IterationObservations, Layout
+from megatron_resihp.detector.input.records import OpKind, SpanKind
 
 MICRO_BATCHES = 4
 TRANSFER_BYTES = 1e7

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from megatron_resihp.detector.input.observations import IterationObservations, Layout
+from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.detector.monitor import Monitor
-from megatron_resihp.detector.observations import IterationObservations, Layout
-from megatron_resihp.detector.records import SpanKind
 from megatron_resihp.detector.verdict import Change, Verdict
 
 STAGES, ITERATIONS = 4, 200

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.detector.assemble import Assembler
-from megatron_resihp.detector.layout import layout_of
-from megatron_resihp.detector.observations import IterationObservations, Layout
-from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
-from megatron_resihp.detector.wire import pack
+from megatron_resihp.detector.input.assemble import Assembler
+from megatron_resihp.detector.input.layout import layout_of
+from megatron_resihp.detector.input.observations import IterationObservations, Layout
+from megatron_resihp.detector.input.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
+from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.plan.parallel_plan import ParallelPlan, Replica
 
 MICRO_BATCHES = 4

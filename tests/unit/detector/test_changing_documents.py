@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from megatron_resihp.detector.judging.tracker import Tracker
 from megatron_resihp.detector.monitor import Monitor
-from megatron_resihp.detector.tracker import Tracker
 from megatron_resihp.detector.verdict import Change
 from megatron_resihp.lab.detection.draws import Purpose, draw_job
 from megatron_resihp.lab.detection.noise import NOISES

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.detector.common_mode import job_level, peer_medians
+from megatron_resihp.detector.judging.common_mode import job_level, peer_medians
 
 values = st.lists(st.floats(-1, 1), min_size=1, max_size=40).map(np.array)
 

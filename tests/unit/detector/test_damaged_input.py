@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_resihp.detector.assemble import Assembler
-from megatron_resihp.detector.layout import layout_of
+from megatron_resihp.detector.input.assemble import Assembler
+from megatron_resihp.detector.input.layout import layout_of
+from megatron_resihp.detector.input.observations import Layout
+from megatron_resihp.detector.input.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
 from megatron_resihp.detector.monitor import Monitor
-from megatron_resihp.detector.observations import Layout
-from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.verdict import Change, Kind
 from megatron_resihp.plan.parallel_plan import ParallelPlan, Replica

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_resihp.detector.input.observations import Layout
+from megatron_resihp.detector.judging.noise import Noise
 from megatron_resihp.detector.monitor import Monitor
-from megatron_resihp.detector.noise import Noise
-from megatron_resihp.detector.observations import Layout
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.verdict import Change, Kind
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_resihp.detector.held_up import HeldUp
+from megatron_resihp.detector.input.records import SpanKind
+from megatron_resihp.detector.judging.held_up import HeldUp
 from megatron_resihp.detector.notices import Notice
-from megatron_resihp.detector.records import SpanKind
-from megatron_resihp.report.schema import problems
+from megatron_resihp.events.schema import problems
 
 
 def test_small_ones_are_told_when_what_they_have_cost_has_grown_tenfold() -> None:

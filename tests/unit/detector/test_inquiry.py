@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_resihp.detector.input.observations import Layout
 from megatron_resihp.detector.inquiry import PAUSE, Inquiries
-from megatron_resihp.detector.observations import Layout
 from megatron_resihp.detector.validation import Suspicion
 
 LAYOUT = Layout(

@@ -1,6 +1,6 @@
 """Who sends to whom under a plan, as the detector sees it."""
 
-from megatron_resihp.detector.layout import layout_of
+from megatron_resihp.detector.input.layout import layout_of
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Schedule
 from megatron_resihp.plan.schedule import INTERLEAVED
 

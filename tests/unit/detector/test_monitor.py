@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.detector.monitor import Monitor
-from megatron_resihp.detector.records import SpanKind
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.validation import culprits
 from megatron_resihp.detector.verdict import Change, Kind

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_resihp.detector.noise import HORIZON, Noise
+from megatron_resihp.detector.judging.noise import HORIZON, Noise
 
 WARM_UP = 30
 

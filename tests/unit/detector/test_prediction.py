@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_resihp.detector.layout import layout_of
-from megatron_resihp.detector.observations import IterationObservations, Layout, stacked
-from megatron_resihp.detector.prediction import Prediction, mape
-from megatron_resihp.detector.records import SpanKind
+from megatron_resihp.detector.input.layout import layout_of
+from megatron_resihp.detector.input.observations import IterationObservations, Layout, stacked
+from megatron_resihp.detector.input.records import SpanKind
+from megatron_resihp.detector.judging.prediction import Prediction, mape
 from megatron_resihp.pipeline.schedules import one_f_one_b, zero_bubble_h1
 from megatron_resihp.pipeline.simulate import simulate
 from megatron_resihp.plan.parallel_plan import ParallelPlan, Replica

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_resihp.detector.layout import layout_of
-from megatron_resihp.detector.recording import Recorder, Recording, RecordingError
+from megatron_resihp.detector.input.layout import layout_of
+from megatron_resihp.detector.input.recording import Recorder, Recording, RecordingError
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_resihp.cost.store import CostModelError
-from megatron_resihp.detector.learned import Learned, load, save
+from megatron_resihp.cost.fitted.store import CostModelError
+from megatron_resihp.detector.judging.learned import Learned, load, save
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.verdict import Change, Kind, Verdict

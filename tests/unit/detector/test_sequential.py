@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.detector.noise import Noise
-from megatron_resihp.detector.sequential import (
+from megatron_resihp.detector.judging.noise import Noise
+from megatron_resihp.detector.judging.sequential import (
     LONGEST,
     MEANS,
     RUNS,

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from megatron_resihp.detector.replay import Replay
+from megatron_resihp.detector.input.replay import Replay
+from megatron_resihp.detector.input.table import Table
 from megatron_resihp.detector.series.judge import judge_series
 from megatron_resihp.detector.settings import Settings
-from megatron_resihp.detector.table import Table
 from megatron_resihp.detector.verdict import Change
 
 RATE = 0.01

@@ -9,19 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_resihp.detector import prediction, service
+from megatron_resihp.detector import service
+from megatron_resihp.detector.input.recording import FILE_NAME, Recording
+from megatron_resihp.detector.input.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
+from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.detector.inquiry import PAUSE
-from megatron_resihp.detector.learned import load
+from megatron_resihp.detector.judging import prediction
+from megatron_resihp.detector.judging.learned import load
 from megatron_resihp.detector.monitor import Monitor
-from megatron_resihp.detector.recording import FILE_NAME, Recording
-from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
 from megatron_resihp.detector.service import COST_MODEL_NAME, DetectionService
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
-from megatron_resihp.detector.wire import pack
+from megatron_resihp.events.schema import problems
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.protocol.notices import ValidationOrder
-from megatron_resihp.report.schema import problems
 
 REPLICAS, MICRO_BATCHES = 4, 4
 LEARNED = 60

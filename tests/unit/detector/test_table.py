@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_resihp.detector.table import Table, TableError, read
+from megatron_resihp.detector.input.table import Table, TableError, read
 
 
 def table(tmp_path: Path, text: str, name: str = "times.csv") -> Table:

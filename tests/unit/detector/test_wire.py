@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.detector.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord
-from megatron_resihp.detector.wire import Fault, WireError, pack, unpack
+from megatron_resihp.detector.input.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord
+from megatron_resihp.detector.input.wire import Fault, WireError, pack, unpack
 
 
 def record(seed: int = 0, micro_batches: int = 8) -> IterationRecord:

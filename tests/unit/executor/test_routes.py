@@ -17,8 +17,8 @@ from random_plans import draw_case
 from megatron_resihp.executor.messages import Message, Piece
 from megatron_resihp.executor.route_check import check_routes
 from megatron_resihp.executor.routes import RouteError, Step, all_routes, routes_for
-from megatron_resihp.pipeline.list_scheduling import list_schedule
 from megatron_resihp.pipeline.planned import explicit_schedule, program_of
+from megatron_resihp.pipeline.search.list_scheduling import list_schedule
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
 
 Routes = Mapping[int, Sequence[Step]]

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from megatron_resihp.detector.input.table import Table
 from megatron_resihp.detector.interface import iteration_seconds
-from megatron_resihp.detector.table import Table
 from megatron_resihp.detector.verdict import Kind, Verdict
 from megatron_resihp.lab.baselines.greyhound import Greyhound
 from megatron_resihp.lab.baselines.resihp import Resihp

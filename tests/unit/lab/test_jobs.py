@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_resihp.detector.records import OpKind
+from megatron_resihp.detector.input.records import OpKind
 from megatron_resihp.detector.verdict import Kind
 from megatron_resihp.lab.detection.draws import Purpose, draw_job
 from megatron_resihp.lab.detection.faults import Fault, draw_faults

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_resihp.detector.observations import IterationObservations
+from megatron_resihp.detector.input.observations import IterationObservations
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
 from megatron_resihp.lab.detection.draws import Purpose, draw_job
 from megatron_resihp.lab.detection.faults import Fault

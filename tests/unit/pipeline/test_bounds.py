@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.pipeline.bounds import makespan_lower_bound
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.program import Program
 from megatron_resihp.pipeline.schedules import interleaved, one_f_one_b, zero_bubble_h1
+from megatron_resihp.pipeline.search.bounds import makespan_lower_bound
 from megatron_resihp.pipeline.simulate import simulate
 
 F, B, W = OpKind

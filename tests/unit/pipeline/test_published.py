@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_resihp.pipeline.list_scheduling import list_schedule
 from megatron_resihp.pipeline.memory import peak_live_activations
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.schedules import interleaved, one_f_one_b
+from megatron_resihp.pipeline.search.list_scheduling import list_schedule
 from megatron_resihp.pipeline.simulate import simulate
 
 F, B, W = OpKind

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megatron_resihp.pipeline.joint import JointProgram, simulate_joint
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.program import ProgramError
-from megatron_resihp.pipeline.rerouted import Ways, order_ops
 from megatron_resihp.pipeline.schedules import one_f_one_b
+from megatron_resihp.pipeline.search.rerouted import Ways, order_ops
 from megatron_resihp.pipeline.simulate import simulate
 
 

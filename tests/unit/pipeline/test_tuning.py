@@ -7,15 +7,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_resihp.pipeline.annealing import anneal
-from megatron_resihp.pipeline.job import Layout, PipelineJob
-from megatron_resihp.pipeline.list_scheduling import list_schedule
 from megatron_resihp.pipeline.memory import peak_live_activations
-from megatron_resihp.pipeline.partition import balanced, in_turns, least_variance, zigzag
 from megatron_resihp.pipeline.program import Program, ProgramError
 from megatron_resihp.pipeline.schedules import interleaved
+from megatron_resihp.pipeline.search.annealing import anneal
+from megatron_resihp.pipeline.search.job import Layout, PipelineJob
+from megatron_resihp.pipeline.search.list_scheduling import list_schedule
+from megatron_resihp.pipeline.search.partition import balanced, in_turns, least_variance, zigzag
+from megatron_resihp.pipeline.search.tuning import lower_bound, tuned_pipeline
 from megatron_resihp.pipeline.simulate import simulate
-from megatron_resihp.pipeline.tuning import lower_bound, tuned_pipeline
 
 seeds = st.integers(0, 2**32)
 

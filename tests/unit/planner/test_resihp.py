@@ -17,10 +17,10 @@ from megatron_resihp.pipeline.op import Op, OpKind
 from megatron_resihp.plan import deal, even_counts
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.evaluation import evaluate
-from megatron_resihp.planner.groups import fastest, regroup
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.migration import Stages, migrate
-from megatron_resihp.planner.repartition import Lane, Partitioner
+from megatron_resihp.planner.steps.groups import fastest, regroup
+from megatron_resihp.planner.steps.migration import Stages, migrate
+from megatron_resihp.planner.steps.repartition import Lane, Partitioner
 from megatron_resihp.planner.strategies.common import next_plan
 from megatron_resihp.planner.strategies.resihp import resihp
 

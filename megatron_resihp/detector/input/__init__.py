@@ -1,0 +1,1 @@
+"""What the detector sees: records of workers, on the wire, on disk and in tables, joined to iterations."""

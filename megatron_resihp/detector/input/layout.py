@@ -1,0 +1,94 @@
+"""A plan → the Layout of its workers and links. Imports numpy and `plan`.
+
+Where Megatron's own groups can't run a plan, stages of one number may be unlike: there `Layout.stage` numbers what
+stages do, so that only workers with the same layers, degree and kinds of ops are compared with each other.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_resihp.detector.input.observations import Layout
+from megatron_resihp.plan.parallel_plan import ParallelPlan
+from megatron_resihp.plan.replica import Replica
+
+Work = tuple[object, ...]
+
+
+def layout_of(plan: ParallelPlan, epoch: int, node_of: Mapping[int, int], interleaved: bool = False) -> Layout:
+    """Where each working worker of the plan stands; standbys are left out.
+
+    Args:
+        plan: the plan of the epoch.
+        epoch: its number.
+        node_of: index of the machine of each worker id.
+        interleaved: whether workers hold several model chunks, so that the last stage sends to the first.
+    """
+    native = plan.not_rectangular is None
+    numbers = _numbers(plan)
+    places = [
+        (worker, number, coordinate.stage if native else numbers[_work(replica, coordinate.stage)],
+         coordinate.tp_rank, node_of[worker])
+        for number, replica in enumerate(plan.replicas)
+        for worker, coordinate in replica.workers()
+    ]  # fmt: skip
+    workers, replica, stage, tp_rank, node = np.array(places, dtype=np.int64).T
+    links = _native_links(plan, interleaved) if native else _links(plan)
+    ends = np.array(links, dtype=np.int64).reshape(-1, 2)
+    return Layout(epoch, workers, replica, stage, tp_rank, node, ends, native)
+
+
+def _native_links(plan: ParallelPlan, interleaved: bool) -> list[tuple[int, int]]:
+    links: list[tuple[int, int]] = []
+    for each in plan.replicas:
+        hops = list(zip(each.stages, each.stages[1:], strict=False))
+        if interleaved and len(each.stages) > 2:
+            hops.append((each.stages[-1], each.stages[0]))
+        links += [lane for before, after in hops for lane in zip(before, after, strict=True)]
+    return links
+
+
+def _numbers(plan: ParallelPlan) -> dict[Work, int]:
+    """A number for each kind of work that stages do."""
+    kinds = (_work(replica, stage) for replica in plan.replicas for stage in range(len(replica.stages)))
+    return {work: number for number, work in enumerate(dict.fromkeys(kinds))}
+
+
+def _work(replica: Replica, stage: int) -> Work:
+    """What tells the ops of a stage from those of others: its layers, its degree, and whether B includes W."""
+    layers = tuple((chunk.first, chunk.end) for chunk in replica.chunks if chunk.stage == stage)
+    splits = replica.schedule is not None and replica.schedule.splits_backward
+    return (layers if replica.chunks else stage, len(replica.stages[stage]), splits)
+
+
+def _links(plan: ParallelPlan) -> list[tuple[int, int]]:
+    """The pairs of workers that send each other anything, each once."""
+    found: dict[tuple[int, int], None] = {}
+    for path in _paths(plan):
+        for before, after in pairwise(path):
+            if before != after:
+                found.update(dict.fromkeys((min(lane), max(lane)) for lane in _lanes(before, after)))
+    return list(found)
+
+
+def _paths(plan: ParallelPlan) -> Iterator[list[tuple[int, ...]]]:
+    """Who runs the chunks of a micro-batch, one after the other: in each replica, and of each one that is migrated."""
+    for replica in plan.replicas:
+        yield [replica.stages[stage] for stage in replica.stage_of_chunk]
+    owner = {micro_batch: replica for replica in plan.replicas for micro_batch in replica.micro_batches}
+    for micro_batch in dict.fromkeys(moved.micro_batch for moved in plan.migrations):
+        runner = {moved.chunk: plan.replicas[moved.replica] for moved in plan.migrations
+                  if moved.micro_batch == micro_batch}  # fmt: skip
+        home = owner[micro_batch]
+        replicas = [runner.get(chunk, home) for chunk in range(len(home.stage_of_chunk))]
+        yield [each.stages[each.stage_of_chunk[chunk]] for chunk, each in enumerate(replicas)]
+
+
+def _lanes(before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Members whose parts of a tensor overlap."""
+    senders, receivers = len(before), len(after)
+    for i, sender in enumerate(before):
+        for k, receiver in enumerate(after):
+            if i * receivers < (k + 1) * senders and k * senders < (i + 1) * receivers:
+                yield sender, receiver

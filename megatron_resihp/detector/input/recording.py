@@ -1,0 +1,155 @@
+"""The records of a run on disk, to be judged again later. Imports numpy and this package.
+
+One file of frames: kind, length, payload. A run begins with a frame of its own and so do its epochs' layouts, so that a
+directory may hold several runs, of which the last counts. A writer that is killed leaves a cut frame at the end, which
+readers count and writers remove.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
+
+import numpy as np
+
+from megatron_resihp.detector.input.observations import Layout
+
+FILE_NAME: Final = "iterations.bin"
+_MAGIC = b"RIHPREC\x01"
+_FRAME = struct.Struct("<BI")
+_ARRAYS = ("workers", "replica", "stage", "tp_rank", "node", "links")
+
+
+class RecordingError(Exception):
+    """A file is no recording; the message is "cause; mend" in one line."""
+
+
+class _Frame(IntEnum):
+    RUN = 1
+    LAYOUT = 2
+    RECORD = 3
+
+
+class Recorder:
+    """Appends a run to a file. Every method raises OSError where the disk does."""
+
+    def __init__(self, path: Path, job: Mapping[str, Any]) -> None:
+        """`job`: what is worth knowing of the job later, as JSON.
+
+        Raises:
+            RecordingError: the file is there and is no recording.
+            OSError: it cannot be opened.
+        """
+        self._file = path.open("ab+")
+        if self._file.tell():
+            # A frame that an earlier run could not finish would hide all that follows it.
+            self._file.truncate(_scan(self._file, path).end)
+        else:
+            self._file.write(_MAGIC)
+        self._write(_Frame.RUN, json.dumps(job).encode())
+
+    def layout(self, layout: Layout) -> None:
+        """An epoch begins."""
+        arrays = {name: getattr(layout, name).tolist() for name in _ARRAYS}
+        self._write(_Frame.LAYOUT, json.dumps({"epoch": layout.epoch, "native": layout.native, **arrays}).encode())
+
+    def message(self, message: bytes) -> None:
+        """A packed record arrived."""
+        self._write(_Frame.RECORD, message)
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, kind: _Frame, payload: bytes) -> None:
+        self._file.write(_FRAME.pack(kind, len(payload)) + payload)
+
+
+class Recording:
+    """The last run of a file; iterating gives layouts and messages (see `wire`) as they were written.
+
+    Attributes:
+        job: what was noted of the job when it started.
+        cut: whether the last frame was cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises:
+        RecordingError: the file is missing, cannot be read, or is no recording.
+        """
+        self._path = path
+        try:
+            with path.open("rb") as file:
+                extent = _scan(file, path)
+                self.cut = extent.cut
+                self._start = extent.run
+                self.job = _json(next(_frames(file, extent.run))[1], path) if extent.run else {}
+        except OSError as error:
+            raise RecordingError(f"{path} cannot be read ({error.strerror}); give the directory of a run") from None
+
+    def __iter__(self) -> Iterator[Layout | bytes]:
+        """Raises:
+        RecordingError: a layout is damaged.
+        """
+        with self._path.open("rb") as file:
+            for kind, payload in _frames(file, self._start or len(_MAGIC)):
+                if kind == _Frame.LAYOUT:
+                    yield _layout(_json(payload, self._path), self._path)
+                elif kind == _Frame.RECORD:
+                    yield payload
+
+
+class _Extent(NamedTuple):
+    """Offsets in a file: where its last run begins (0: nowhere) and where its last whole frame ends."""
+
+    run: int
+    end: int
+    cut: bool
+
+
+def _scan(file: BinaryIO, path: Path) -> _Extent:
+    file.seek(0)
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise RecordingError(f"{path} is no recording of this version; remove it, or give the directory of another run")
+    size = file.seek(0, 2)
+    run, end = 0, len(_MAGIC)
+    while size - end >= _FRAME.size:
+        file.seek(end)
+        kind, length = _FRAME.unpack(file.read(_FRAME.size))
+        if end + _FRAME.size + length > size:
+            break
+        run = end if kind == _Frame.RUN else run
+        end += _FRAME.size + length
+    return _Extent(run, end, end < size)
+
+
+def _frames(file: BinaryIO, start: int) -> Iterator[tuple[int, bytes]]:
+    """The whole frames from an offset on."""
+    file.seek(start)
+    while len(head := file.read(_FRAME.size)) == _FRAME.size:
+        kind, length = _FRAME.unpack(head)
+        payload = file.read(length)
+        if len(payload) < length:
+            return
+        yield kind, payload
+
+
+def _json(payload: bytes, path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(payload))
+    except (TypeError, ValueError) as error:
+        raise RecordingError(f"{path} is damaged ({error}); give the directory of another run") from None
+
+
+def _layout(data: Mapping[str, Any], path: Path) -> Layout:
+    try:
+        arrays = {name: np.array(data[name], dtype=np.int64) for name in _ARRAYS}
+        links = arrays["links"].reshape(-1, 2)
+        return Layout(int(data["epoch"]), **{**arrays, "links": links}, native=bool(data.get("native", True)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordingError(f"{path} holds a damaged layout ({error!r}); give the directory of another run") from None

@@ -1,0 +1,266 @@
+"""What ops and transfers should take on healthy devices: the cost model in the hands of the detector.
+
+Imports numpy and the package `cost`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_resihp.cost.fitted.current import CurrentCost
+from megatron_resihp.cost.fitted.fit import Fits, masked_median
+from megatron_resihp.cost.fitted.model import CostModel, Link, LinkCost, fit_links, fit_ops
+from megatron_resihp.detector.input.observations import IterationObservations, Layout, padded, stacked
+from megatron_resihp.detector.input.records import SpanKind
+from megatron_resihp.detector.judging.levels import healthy_levels
+from megatron_resihp.detector.judging.residuals import plain_average, robust_average
+from megatron_resihp.detector.judging.units import alike_links, has_peers
+from megatron_resihp.detector.settings import Settings
+
+ENOUGH: Final = 4000
+"""Measurements of an op kind in a stage from which its cost is fitted; more would only take longer."""
+LEAST_NOISE: Final = 1e-3
+MISFIT: Final = 1.5
+"""Ops that scatter by so many times their noise are not those that the costs were learned from."""
+IRRELEVANT: Final = 0.01
+"""Scatter that does not matter, whatever the noise was."""
+UNKNOWN: Final = LinkCost(float("nan"), float("nan"), False, float("nan"))
+
+
+class Expected:
+    """Predicts ops and transfers, and turns one iteration's measurements into residuals.
+
+    Attributes:
+        hidden: [workers, kinds, chunks] ops whose duration says nothing of their worker unless waits were timed: those
+            of tensor-parallel groups that were seen to wait.
+        op_noise: relative standard deviation of an op's own compute.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        warm_up: Sequence[IterationObservations],
+        shared: NDArray[np.bool_],
+        known: CostModel | None = None,
+        peer_slowdown: float = Settings.peer_slowdown,
+    ) -> None:
+        """Fit from warm-up.
+
+        Args:
+            layout: of the iterations.
+            warm_up: iterations to learn from.
+            shared: [workers] who is in a tensor-parallel group with others.
+            known: costs that an earlier run has learned, which only have to be scaled to these iterations. Of links
+                it is known how their time depends on the size; a plain level is learned anew.
+            peer_slowdown: see `Settings`.
+        """
+        self._peer_slowdown = peer_slowdown
+        self._link_costs: dict[Link, LinkCost] = {}
+        if known is None:
+            self._stage = layout.stage
+            self.hidden = _hidden(warm_up, shared)
+            self._cost = CurrentCost(CostModel(*self._fit(warm_up)))
+            self._relearn(warm_up)
+            self._set_links(layout, warm_up)
+        else:
+            self._cost = CurrentCost(known)
+            self._link_costs = {pair: link for pair, link in known.links.items() if link.informative}
+            self.move(layout, warm_up, np.zeros(layout.workers.size), shared)
+        noise = self.model.ops.noise[np.isfinite(self.model.ops.noise)]
+        self.op_noise = max(float(np.median(noise)), LEAST_NOISE) if noise.size else LEAST_NOISE
+
+    def _fit(self, warm_up: Sequence[IterationObservations]) -> tuple[Fits, Fits]:
+        most = np.bincount(self._stage).max() * max(each.tokens.shape[1] for each in warm_up)
+        some = warm_up[:: max(1, len(warm_up) * most // ENOUGH)]
+        own = padded([self.own(each) for each in some])
+        features = [padded([workload(each)[number] for each in some]) for number in (0, 1)]
+        return fit_ops(self._stage, own, np.full_like(own, np.nan), *features)
+
+    def _relearn(self, warm_up: Sequence[IterationObservations]) -> None:
+        own = padded([self.own(each) for each in warm_up])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.log(own / padded([self.predicted(each) for each in warm_up]))
+        by_worker = np.moveaxis(ratio, 1, 0).reshape(own.shape[1], -1)
+        level = np.nan_to_num(masked_median(by_worker, np.isfinite(by_worker)))
+        features = [padded([workload(each)[number] for each in warm_up]) for number in (0, 1)]
+        self._cost.relearn(self._stage, own * np.exp(-level)[:, None, None, None], *features)
+
+    def _set_links(self, layout: Layout, observed: Sequence[IterationObservations]) -> None:
+        """Fit links that were not known before; the others keep their costs, or a slow link would become normal. For
+        the same reason one that is slow from the start gets its peers' costs."""
+        sizes = stacked(observed, "transfer_bytes")
+        costs = fit_links(layout.links, stacked(observed, "transfer"), sizes)
+        by_link = np.moveaxis(sizes, 1, 0).reshape(len(layout.links), sizes.shape[0] * sizes.shape[2])
+        usual = masked_median(by_link, np.isfinite(by_link))
+        pairs = [(min(pair), max(pair)) for pair in layout.links.tolist()]
+        found = [_by_bytes(costs.get(pair, UNKNOWN), float(size)) for pair, size in zip(pairs, usual, strict=True)]
+        seconds = np.array([cost.seconds(size) for cost, size in zip(found, usual, strict=True)])
+        with np.errstate(divide="ignore"):
+            seen = np.where(seconds > 0, np.log(seconds), np.nan)[None]
+        level, _ = healthy_levels(seen, alike_links(layout), self._peer_slowdown)
+        for pair, cost, excess in zip(pairs, found, np.nan_to_num(seen[0] - level), strict=True):
+            if pair in costs:
+                self._link_costs.setdefault(pair, _faster(cost, float(np.exp(excess))))
+        known = [self._link_costs.get(pair, UNKNOWN) for pair in pairs]
+        self._latency = np.array([link.latency for link in known])
+        self._per_byte = np.array([link.seconds_per_byte for link in known])
+        noise = [link.noise for link in known if np.isfinite(link.noise)]
+        self._link_noise = max(float(np.median(noise)), LEAST_NOISE) if noise else LEAST_NOISE
+
+    @property
+    def model(self) -> CostModel:
+        """The cost model as it is now."""
+        return self._cost.model
+
+    def own(self, observations: IterationObservations) -> NDArray[np.float64]:
+        """Seconds that each worker computed itself, shape of `compute`; NaN where that is not known.
+
+        An op of a tensor-parallel group lasts as long as its slowest member's, so without the wait in collectives all
+        members look alike.
+        """
+        timed = np.isfinite(observations.waited)
+        own = observations.compute - np.where(timed, observations.waited, 0.0)
+        known = (timed | ~self.hidden[..., None]) & observations.reported[:, None, None, None]
+        return np.where(known & (own > 0) & np.isfinite(own), own, np.nan)
+
+    def predicted(self, observations: IterationObservations) -> NDArray[np.float64]:
+        """Seconds that each op should take its worker, shape of `compute`."""
+        return self.model.own_compute(self._stage, *workload(observations))
+
+    def workers(self, observations: IterationObservations) -> NDArray[np.float64]:
+        """[workers] residuals of compute."""
+        own, predicted = self.own(observations), self.predicted(observations)
+        residual = robust_average(own, predicted, self.op_noise)
+        # The few ops in which a process was stopped are no outliers: what they took longer is what it was slower.
+        stopped = np.nan_to_num(observations.spans[:, SpanKind.ABSENT]) > 0
+        if stopped.any():
+            residual[stopped] = plain_average(own[stopped], predicted[stopped])
+        return residual
+
+    def links(self, observations: IterationObservations) -> NDArray[np.float64]:
+        """[links] residuals of transfers."""
+        size = np.nan_to_num(observations.transfer_bytes)
+        predicted = self._latency[:, None] + self._per_byte[:, None] * size
+        return robust_average(observations.transfer, predicted, self._link_noise)
+
+    def bandwidth(self, link: int, excess: float, size: float) -> float:
+        """The share p of its bandwidth that a link has left when its transfers of `size` bytes take e^excess times as
+        long: latency does not grow, so p = (1 − f) / (e^excess − f) with f the share of latency in a healthy one."""
+        healthy = self._latency[link] + self._per_byte[link] * size
+        fixed = self._latency[link] / healthy if healthy > 0 else 0.0
+        return float((1 - fixed) / max(np.exp(excess) - fixed, 1 - fixed))
+
+    def learn(
+        self,
+        observations: IterationObservations,
+        level: NDArray[np.float64],
+        suspect: NDArray[np.bool_],
+        iterations: int,
+    ) -> None:
+        """Follow slow changes of what work costs.
+
+        Args:
+            observations: of one iteration.
+            level: [workers] log of each device's own level against its stage's; taken out before learning.
+            suspect: [workers] who teaches nothing.
+            iterations: how many have passed since the last time.
+        """
+        own = self.own(observations) * np.exp(-level)[:, None, None, None]
+        self._cost.update(self._stage, own, np.full_like(own, np.nan), *workload(observations), suspect, iterations)
+
+    def move(
+        self,
+        layout: Layout,
+        settling: Sequence[IterationObservations],
+        level: NDArray[np.float64],
+        shared: NDArray[np.bool_],
+    ) -> None:
+        """Fit to another epoch's plan: what a stage costs is scaled, its dependence on the workload stays.
+
+        Args:
+            layout: of the new epoch.
+            settling: its first iterations.
+            level: [workers] log of each device's level, slowness included.
+            shared: as in the constructor.
+        """
+        stages = int(layout.stage.max()) + 1
+        chunks = settling[0].compute.shape[2]
+        nearest = [np.minimum(np.arange(count), self.model.ops.alpha.shape[axis] - 1)
+                   for axis, count in ((0, stages), (2, chunks))]  # fmt: skip
+        ops, collectives = (_select(fits, *nearest) for fits in (self.model.ops, self.model.collectives))
+        self._stage = layout.stage
+        self.hidden = _hidden(settling, shared)
+        model = CostModel(ops, collectives)
+        ratios = []
+        for each in settling:
+            predicted = model.own_compute(self._stage, *workload(each))
+            ratios.append(np.log(self.own(each) / predicted) - level[:, None, None, None])
+        scale = np.ones(ops.alpha.shape)
+        ratio = padded(ratios)
+        for stage in range(stages):
+            of_stage = ratio[:, layout.stage == stage]
+            of_stage = np.moveaxis(of_stage, (2, 3), (0, 1)).reshape(*scale.shape[1:], -1)
+            known = np.isfinite(of_stage).any(axis=-1)
+            scale[stage][known] = np.exp(np.nanmedian(of_stage[known], axis=-1))
+        self._cost = CurrentCost(CostModel(_scaled(ops, scale), model.collectives), shared=self._cost.shared)
+        self._set_links(layout, settling)
+
+
+def explains(model: CostModel, layout: Layout, observed: Sequence[IterationObservations]) -> bool:
+    """Whether each worker's ops scatter around the model's predictions, scaled to that worker, as its own noise does,
+    and not as with another model, other kernels or another kind of schedule."""
+    if model.ops.alpha.shape[1:] != observed[0].compute.shape[1:3]:
+        return False
+    expected = Expected(layout, observed, has_peers(layout), model)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        residuals = np.log(padded([expected.own(each) / expected.predicted(each) for each in observed]))
+    by_op = np.moveaxis(residuals, 0, -1).reshape(math.prod(residuals.shape[1:4]), -1)
+    known = np.isfinite(by_op)
+    deviation = np.abs(by_op - masked_median(by_op, known)[:, None])
+    scatter = 1.4826 * masked_median(deviation.reshape(1, -1), known.reshape(1, -1))[0]
+    return bool(scatter <= max(MISFIT * expected.op_noise, IRRELEVANT))
+
+
+def workload(observations: IterationObservations) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """N and Σ l², [workers, micro-batches]; 1 and 0 where nothing is known of any, so that a level can be fitted."""
+    tokens, squares = observations.tokens, observations.squares
+    if np.isfinite(tokens).any() and np.isfinite(squares).any():
+        return tokens, squares
+    return np.ones_like(tokens), np.zeros_like(squares)
+
+
+def _hidden(observed: Sequence[IterationObservations], shared: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """[workers, kinds, chunks]; see `Expected.hidden`."""
+    waited = np.isfinite(stacked(observed, "waited")).any(axis=(0, 4))
+    return waited & shared[:, None, None]
+
+
+def _by_bytes(cost: LinkCost, size: float) -> LinkCost:
+    """Where all transfers were of one size nothing tells latency from bandwidth: bandwidth it is, for in training the
+    tensors are large."""
+    if cost.informative or not size > 0:
+        return cost
+    return replace(cost, latency=0.0, seconds_per_byte=cost.latency / size)
+
+
+def _faster(cost: LinkCost, factor: float) -> LinkCost:
+    return replace(cost, latency=cost.latency / factor, seconds_per_byte=cost.seconds_per_byte / factor)
+
+
+def _select(fits: Fits, stages: NDArray[np.int64], chunks: NDArray[np.int64]) -> Fits:
+    return Fits(**{name: getattr(fits, name)[stages][:, :, chunks] for name in fits.__dataclass_fields__})
+
+
+def _scaled(fits: Fits, scale: NDArray[np.float64]) -> Fits:
+    """The same fits of ops that take `scale` times as long."""
+    return replace(
+        fits,
+        alpha=fits.alpha * scale,
+        beta=fits.beta * scale,
+        gamma=fits.gamma * scale,
+        information=fits.information / (scale**2)[..., None, None],
+    )

@@ -1,0 +1,56 @@
+"""Which notices are worth a word: told once they have cost something, and again when that has grown.
+
+Imports this package.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from megatron_resihp.detector.input.records import SpanKind
+from megatron_resihp.detector.notices import Notice
+
+TOLD_FROM_S: Final = 1.0
+"""What a kind of notice has to have cost in all, to be told."""
+TOLD_AGAIN: Final = 10.0
+"""How much more it has to cost to be told again."""
+WORSE: Final = 2.0
+"""A single one that is so much longer than all before it is told by itself, from TOLD_FROM_S on."""
+
+
+@dataclass
+class _Kind:
+    total_s: float = 0.0
+    times: int = 0
+    longest_s: float = 0.0
+    told_from_s: float = TOLD_FROM_S
+    workers: set[int] = field(default_factory=set)
+    """Who was held up since it was told."""
+
+
+class HeldUp:
+    """Adds notices up by what they are about."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[SpanKind, _Kind] = {}
+
+    def add(self, notice: Notice) -> list[dict[str, Any]]:
+        """The event to write, if this one makes it worth one."""
+        kind = self._kinds.setdefault(notice.what, _Kind())
+        worse = notice.seconds >= max(TOLD_FROM_S, WORSE * kind.longest_s)
+        kind.total_s += notice.seconds
+        kind.times += 1
+        kind.longest_s = max(kind.longest_s, notice.seconds)
+        kind.workers.update(notice.workers)
+        if kind.total_s < kind.told_from_s and not worse:
+            return []
+        while kind.told_from_s <= kind.total_s:
+            kind.told_from_s *= TOLD_AGAIN
+        workers, kind.workers = sorted(kind.workers), set()
+        return [{
+            "event": "notice", "what": notice.what.name.lower(), "workers": workers, "seconds": notice.seconds,
+            "iteration": notice.iteration, "times": kind.times, "total_s": kind.total_s, "longest_s": kind.longest_s,
+        }]  # fmt: skip
+
+    def totals(self) -> dict[str, float]:
+        """Seconds that each kind has cost in all."""
+        return {what.name.lower(): kind.total_s for what, kind in self._kinds.items()}

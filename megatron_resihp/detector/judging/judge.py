@@ -1,0 +1,316 @@
+"""Judges the iterations of one epoch after another: residuals, trackers, and the verdicts that follow from them.
+
+A worker's own compute is what counts, so that who waits for a slow peer is not slow itself. Where the waits inside a
+tensor-parallel group were never timed its members all look alike: the group is judged as one and stays a suspicion
+until validation names the culprit. Imports numpy and this package.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import exp, log
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_resihp.detector.input.observations import IterationObservations, Layout, with_chunks
+from megatron_resihp.detector.judging.expected import Expected
+from megatron_resihp.detector.judging.learned import Learned, UnitsNoise
+from megatron_resihp.detector.judging.levels import healthy_levels
+from megatron_resihp.detector.judging.tracker import JOB, Finding, Known, Tracker
+from megatron_resihp.detector.judging.units import Members, Units, alike_links, has_peers
+from megatron_resihp.detector.settings import Settings
+from megatron_resihp.detector.validation import Suspicion
+from megatron_resihp.detector.verdict import Change, Kind, Verdict
+
+CONFIDENCE: Final = 1.96
+"""Standard errors on both sides of an estimate that hold the truth with 95 % probability."""
+
+
+class Judge:
+    """What has been learned of the devices, and the judgement of each iteration.
+
+    Attributes:
+        expected: what ops and transfers should take.
+        workers, links: the trackers of their levels.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        warm_up: Sequence[IterationObservations],
+        false_alarms: float,
+        iterations: int,
+        settings: Settings,
+        known: Learned | None = None,
+    ) -> None:
+        """Learn from warm-up, or from a few iterations what is not known; the arguments are those of `Monitor`."""
+        self._layout, self._settings = layout, settings
+        self._budget = false_alarms, iterations
+        shared = has_peers(layout)
+        costs = known.model if known else None
+        self.expected = Expected(layout, warm_up, shared, costs, settings.peer_slowdown)
+        self._units = Units(layout, shared & ~self.expected.hidden.any(axis=(1, 2)))
+        numbers = np.array([each.iteration for each in warm_up])
+        of_workers = np.stack([self._units.average(self.expected.workers(each)) for each in warm_up])
+        level, slow = healthy_levels(of_workers, self._units.stage, settings.peer_slowdown)
+        smallest = settings.smallest_slowdown
+        noise = known.workers.of(self._units.members) if known else None
+        self.workers = Tracker(self._units.node, of_workers, numbers, smallest, level, slow, noise)
+        history = np.stack([self.expected.links(each) for each in warm_up])
+        level, slow = healthy_levels(history, alike_links(layout), settings.peer_slowdown)
+        noise = known.links.of(_pairs(layout)) if known else None
+        self.links = Tracker(_sender_node(layout), history, numbers, smallest, level, slow, noise)
+        self._share_budget()
+        if known is None:
+            # Without peers only its own rows tell what is healthy, and those of warm-up need not be.
+            alone = np.bincount(self._units.stage)[self._units.stage] == 1
+            self.workers.follow_alone(alone, of_workers, numbers)
+        self._suspicions: dict[Members, Suspicion] = {}
+        self._named: dict[Members, dict[int, float]] = {}
+        self._idle_workers: dict[Members, Known] = {}
+        self._idle_links: dict[Members, Known] = {}
+        self._link_size = _usual_size(warm_up)
+
+    def _share_budget(self) -> None:
+        units = len(self._units) + len(self._layout.links)
+        for tracker in (self.workers, self.links):
+            tracker.budget(*self._budget, units)
+
+    def first_verdicts(self, observations: IterationObservations) -> list[Verdict]:
+        """On those that were slow from the start; `observations` are the last of warm-up."""
+        slow_workers, slow_links = self.workers.slow_from_the_start(), self.links.slow_from_the_start()
+        return self._verdicts(slow_workers, slow_links, observations)
+
+    def moved(self, layout: Layout, settling: Sequence[IterationObservations]) -> list[Verdict]:
+        """Go on with another epoch's layout, after its first iterations: what work costs is learned anew, what is known
+        of devices and links stays, of those too that have no work now. Returns who else is slow from the start."""
+        shared = has_peers(layout)
+        level = np.array([self._level_of(worker) for worker in layout.workers.tolist()])
+        self.expected.move(layout, settling, level, shared)
+        units, links = self._units.members, _pairs(self._layout)
+        self._layout = layout
+        self._units = Units(layout, shared & ~self.expected.hidden.any(axis=(1, 2)))
+        numbers = np.array([each.iteration for each in settling])
+
+        history = np.stack([self._units.average(self.expected.workers(each)) for each in settling])
+        source, returning = _sources(units, self._units.members, self.workers, self._idle_workers)
+        levels = healthy_levels(history, self._units.stage, self._settings.peer_slowdown)
+        slow = self.workers.move(source, returning, self._units.node, history, numbers, *levels)
+
+        history = np.stack([self.expected.links(each) for each in settling])
+        source, returning = _sources(links, _pairs(layout), self.links, self._idle_links)
+        levels = healthy_levels(history, alike_links(layout), self._settings.peer_slowdown)
+        slow_links = self.links.move(source, returning, _sender_node(layout), history, numbers, *levels)
+
+        self._share_budget()
+        self._link_size = _usual_size(settling)
+        return self._verdicts(slow, slow_links, settling[-1])
+
+    def _level_of(self, worker: int) -> float:
+        """Log of the worker's present level against the prediction, slowness included; 0 of an unknown worker."""
+        for unit, members in enumerate(self._units.members):
+            if worker in members:
+                return float(self.workers.healthy_level()[unit] + self.workers.excess[unit])
+        for members, known in self._idle_workers.items():
+            if worker in members:
+                return float(known.level + known.offset[JOB] + known.excess)
+        return 0.0
+
+    def judge(self, observations: IterationObservations, left_out: NDArray[np.bool_]) -> list[Verdict]:
+        """Verdicts after one iteration.
+
+        Args:
+            observations: of the iteration.
+            left_out: [workers] whose measurements say nothing of their device.
+        """
+        observations = with_chunks(observations, self.expected.hidden.shape[2])
+        residuals = np.where(left_out, np.nan, self.expected.workers(observations))
+        found = self.workers.update(self._units.average(residuals), observations.iteration)
+        found_links = []
+        if len(self._layout.links):
+            found_links = self.links.update(self.expected.links(observations), observations.iteration)
+        every = self._settings.learn_every
+        if observations.iteration % every == 0:
+            suspect = self._units.spread(self.workers.suspect()) | left_out
+            self.expected.learn(observations, self._units.spread(self.workers.healthy_level()), suspect, every)
+        return self._verdicts(found, found_links, observations)
+
+    def learned(self) -> Learned:
+        """What another run of the job can start from."""
+        return Learned(
+            self.expected.model,
+            UnitsNoise(tuple(self._units.members), self.workers.known_noise()),
+            UnitsNoise(tuple(_pairs(self._layout)), self.links.known_noise()),
+        )
+
+    # Verdicts
+
+    def _verdicts(
+        self, workers: Sequence[Finding], links: Sequence[Finding], observations: IterationObservations
+    ) -> list[Verdict]:
+        of_workers = [verdict for each in workers for verdict in self._of_workers(each, observations)]
+        return of_workers + [self._of_link(each, observations) for each in links]
+
+    def _of_workers(self, finding: Finding, observations: IterationObservations) -> list[Verdict]:
+        members = self._units.members[finding.unit]
+        culprits = members if len(members) == 1 else tuple(self._named.get(members, ()))
+        if finding.change is Change.RECOVERY:
+            self._named.pop(members, None)
+            self._suspicions.pop(members, None)
+        elif not culprits:
+            slowdown = float(-np.expm1(-finding.excess))
+            self._suspicions[members] = Suspicion(members, slowdown, finding.since, observations.iteration)
+        speeds = [_speed(each) for each in _interval(finding)]
+        return [_verdict(Kind.COMPUTE, (worker,), finding, speeds, observations) for worker in culprits]
+
+    def _of_link(self, finding: Finding, observations: IterationObservations) -> Verdict:
+        first, second = map(int, self._layout.links[finding.unit])
+        size = float(self._link_size[finding.unit])
+        speeds = [self.expected.bandwidth(finding.unit, each, size) for each in _interval(finding)]
+        return _verdict(Kind.LINK, (first, second), finding, speeds, observations)
+
+    def suspicions(self) -> list[Suspicion]:
+        """Groups that have work, of which somebody is slow and nobody knows who."""
+        return [each for members, each in self._suspicions.items() if members in self._units.members]
+
+    def idle_suspects(self, iteration: int) -> list[Suspicion]:
+        """Workers that were slow when an epoch left them without work, each with one that is well beside it."""
+        well = np.flatnonzero(~self._units.spread(self.workers.slow))
+        reference = self._layout.workers[well[:1]].tolist()
+        return [
+            Suspicion((*members, *reference), float(-np.expm1(-known.excess)), known.began, iteration, idle=True)
+            for members, known in self._idle_workers.items()
+            if known.slow and len(members) == 1 and reference
+        ]
+
+    def recheck(
+        self, suspicion: Suspicion, culprits: Mapping[int, float], observations: IterationObservations
+    ) -> list[Verdict]:
+        """What validation says of one of `idle_suspects`: it is as slow as it was, or well again; see `settle`."""
+        worker = suspicion.workers[0]
+        known = self._idle_workers.get((worker,))
+        if known is None or not known.slow or worker in culprits:
+            return []
+        self._idle_workers[worker,] = replace(known, slow=False, excess=0.0)
+        recovery = Finding(0, Change.RECOVERY, 0.0, 0.0, observations.iteration, 0, 0.0)
+        return [_verdict(Kind.COMPUTE, (worker,), recovery, (1.0, 1.0, 1.0), observations)]
+
+    def settle(
+        self, suspicion: Suspicion, culprits: Mapping[int, float], observations: IterationObservations
+    ) -> list[Verdict]:
+        """Validation of a suspicion is over. Where it found nobody the suspicion stays, to be validated again.
+
+        Args:
+            suspicion: one of `suspicions`.
+            culprits: what `validation.culprits` says.
+            observations: the last ones.
+        """
+        if suspicion.workers not in (each.workers for each in self.suspicions()) or not culprits:
+            return []
+        del self._suspicions[suspicion.workers]
+        unit = self._units.members.index(suspicion.workers)
+        self._named[suspicion.workers] = dict(culprits)
+        finding = self.workers.state(unit, suspicion.since)
+        alone = len(culprits) == 1
+        found = {worker: finding if alone else replace(finding, excess=-log(p)) for worker, p in culprits.items()}
+        return [
+            _verdict(Kind.COMPUTE, (worker,), each, [_speed(excess) for excess in _interval(each)], observations)
+            for worker, each in found.items()
+        ]
+
+    # What others ask
+
+    def speed(self, worker: int) -> float:
+        """p of a worker as last estimated, 1.0 unless it is slow."""
+        for members, excess in _slow(self._units.members, self.workers, self._idle_workers):
+            named = self._named.get(members, {})
+            if worker in (members if len(members) == 1 else named):
+                return named[worker] if len(named) > 1 else _speed(excess)
+        return 1.0
+
+    def link_speed(self, ends: tuple[int, int]) -> float:
+        """p of a link as last estimated, 1.0 unless it is slow."""
+        pairs = _pairs(self._layout)
+        for pair, excess in _slow(pairs, self.links, self._idle_links):
+            if set(ends) == set(pair):
+                if pair not in pairs:
+                    return _speed(excess)
+                link = pairs.index(pair)
+                return self.expected.bandwidth(link, excess, float(self._link_size[link]))
+        return 1.0
+
+
+def _sources(
+    before: Sequence[Members], now: Sequence[Members], tracker: Tracker, idle: dict[Members, Known]
+) -> tuple[NDArray[np.int64], dict[int, Known]]:
+    """For `Tracker.move`: each unit's number before, and what is known of those that had no work. What is known of
+    units that have none now is kept in `idle`."""
+    number = {members: place for place, members in enumerate(before)}
+    returning = {place: idle.pop(members) for place, members in enumerate(now) if members in idle}
+    present = set(now)
+    idle |= {members: known for members, known in zip(before, tracker.known(), strict=True) if members not in present}
+    return np.array([number.get(members, -1) for members in now], dtype=np.int64), returning
+
+
+def _slow(units: Sequence[Members], tracker: Tracker, idle: Mapping[Members, Known]) -> Iterator[tuple[Members, float]]:
+    """Who is known to be slow, with or without work, and the excess."""
+    for unit in map(int, np.flatnonzero(tracker.slow)):
+        yield units[unit], float(tracker.excess[unit])
+    for members, known in idle.items():
+        if known.slow:
+            yield members, known.excess
+
+
+def _speed(excess: float) -> float:
+    return min(exp(-excess), 1.0)
+
+
+def _interval(finding: Finding) -> tuple[float, float, float]:
+    """The excess, its highest value and its lowest value with 95 % confidence, never below 0."""
+    reach = CONFIDENCE * finding.error
+    return max(finding.excess, 0.0), max(finding.excess + reach, 0.0), max(finding.excess - reach, 0.0)
+
+
+def _verdict(
+    kind: Kind,
+    workers: tuple[int, ...],
+    finding: Finding,
+    speeds: Sequence[float],
+    observations: IterationObservations,
+) -> Verdict:
+    recovered = finding.change is Change.RECOVERY
+    evidence = {"log_ratio": finding.excess, "standard_error": finding.error, "noise": finding.noise,
+                "window": float(finding.window)}  # fmt: skip
+    return Verdict(
+        kind=kind,
+        change=finding.change,
+        workers=workers,
+        speed=1.0 if recovered else speeds[0],
+        speed_low=speeds[1],
+        speed_high=speeds[2],
+        since=finding.since,
+        iteration=observations.iteration,
+        epoch=observations.epoch,
+        evidence=evidence,
+    )
+
+
+def _pairs(layout: Layout) -> list[Members]:
+    """The ends of each link, the smaller id first."""
+    return [(min(pair), max(pair)) for pair in layout.links.tolist()]
+
+
+def _sender_node(layout: Layout) -> NDArray[np.int64]:
+    """[links] the node of each link's first end: links of a node share its network card."""
+    node_of = dict(zip(layout.workers.tolist(), layout.node.tolist(), strict=True))
+    return np.array([node_of.get(int(first), 0) for first, _ in layout.links], dtype=np.int64)
+
+
+def _usual_size(observations: Sequence[IterationObservations]) -> NDArray[np.float64]:
+    """[links] median bytes of a transfer."""
+    sizes = np.concatenate([each.transfer_bytes for each in observations], axis=1)
+    known = np.isfinite(sizes).any(axis=1)
+    usual = np.zeros(len(sizes))
+    usual[known] = np.nanmedian(sizes[known], axis=1)
+    return usual

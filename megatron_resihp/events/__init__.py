@@ -1,0 +1,4 @@
+"""The run's event log: what every event holds, one writer and one reader.
+
+Imports nothing of this package.
+"""

@@ -1,0 +1,1 @@
+"""What gloo needs beyond torch: loops that end, collectives that can be woken, groups made ahead."""

@@ -1,0 +1,1 @@
+"""What NCCL needs beyond torch: aborts all at once, and meetings that can be left."""

@@ -1,0 +1,198 @@
+"""Lets the making of NCCL's communicators be left behind. May import torch and this package.
+
+torch makes a communicator in the first operation of a group, or of a pair for P2P, and NCCL then waits for all members.
+Who is in that call when a peer dies before it has come is not woken: torch's abort knows a communicator only once it is
+made. Non-blocking communicators are no way out: torch waits for them with their lock held, for as long as it gives a
+healthy one, and its abort wants the same lock.
+
+So before that operation we make one on a single number of our own, on a thread that is left behind when the epoch
+breaks. If that thread ever comes back, it aborts what it has made. It has touched nothing of the training's.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from megatron_resihp.executor.nccl.aborts import backend_of
+from megatron_resihp.executor.waiting import SLICE, WaitAbandoned
+
+COLLECTIVES: Final = (
+    "broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "all_gather_single", "_allgather_base",
+    "allgather_coalesced", "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "gather", "gather_single",
+    "gather_into_tensor", "scatter", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "all_to_all_single", "alltoall_base",
+    "alltoall", "barrier",
+)  # fmt: skip
+"""Methods of torch's groups that use the group's communicator."""
+PEER_TO_PEER: Final = ("send", "recv")
+"""Those that use a communicator of two, but in a batch the group's."""
+
+
+class NcclMeetings:
+    """The first meetings of an epoch's groups.
+
+    Args:
+        interrupted: whether the epoch is broken.
+        late: called with a group that has met although its epoch was broken: it may have been aborted before.
+    """
+
+    def __init__(self, interrupted: Callable[[], bool], late: Callable[[Any], None]) -> None:
+        self._interrupted = interrupted
+        self._late = late
+        self._met: set[tuple[str, int | None]] = set()
+        self._batched: set[str] = set()
+        self._kept: list[Any] = []
+        self._left: list[_Meeting] = []
+
+    @property
+    def left_behind(self) -> int:
+        """Meetings that were given up and are not over."""
+        self._left = [meeting for meeting in self._left if not meeting.over.is_set()]
+        return len(self._left)
+
+    def install(self, kind: type = dist.ProcessGroup) -> None:
+        """Let all operations of the process's groups go through this object."""
+        for name in (*COLLECTIVES, "_start_coalescing"):
+            if hasattr(kind, name):  # newer names of torch's stand beside the older ones
+                setattr(kind, name, self._meeting_all(getattr(kind, name), batch=name == "_start_coalescing"))
+        for name in PEER_TO_PEER:
+            setattr(kind, name, self._meeting_one(getattr(kind, name)))
+        kind._end_coalescing = self._ending_batch(kind._end_coalescing)  # type: ignore[attr-defined]
+
+    def forget(self) -> None:
+        """The epoch's groups are out of use; those of the next one have the same names."""
+        self._met.clear()
+        self._batched.clear()
+        self._kept.clear()
+
+    def meet(self, group: Any, peer: int | None = None) -> None:
+        """Have the communicator made that the next operation uses, once.
+
+        Args:
+            peer: of an operation of two: its rank in the group.
+
+        Raises:
+            WaitAbandoned: the epoch broke; else what went wrong.
+        """
+        key = (group.group_name, peer)
+        if key in self._met:
+            return
+        if _is_of_nccl(group) and group.size() > 1:
+            self._meet(group, peer)
+        self._met.add(key)
+
+    def _meet(self, group: Any, peer: int | None) -> None:
+        backend, rank = backend_of(group), group.rank()
+        device = torch.cuda.current_device()
+
+        def greet() -> None:
+            with _own_number(device) as number:
+                if peer is None:
+                    work = backend.allreduce([number])
+                elif rank < peer:
+                    work = backend.send([number], peer, 0)
+                else:
+                    work = backend.recv([number], peer, 0)
+            self._kept.append((work, number))
+
+        meeting = _Meeting(greet, backend.abort)
+        try:
+            meeting.take_place(self._interrupted)
+        except WaitAbandoned:
+            self._left.append(meeting)
+            self._late(group)
+            raise
+
+    def _meeting_all(self, original: Callable[..., Any], batch: bool) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def operation(group: Any, *positional: Any, **options: Any) -> Any:
+            self.meet(group)
+            if batch:
+                self._batched.add(group.group_name)
+            return original(group, *positional, **options)
+
+        return operation
+
+    def _meeting_one(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def operation(group: Any, tensors: Any, peer: int, *positional: Any, **options: Any) -> Any:
+            if group.group_name not in self._batched:
+                self.meet(group, peer)
+            return original(group, tensors, peer, *positional, **options)
+
+        return operation
+
+    def _ending_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def end(group: Any, *positional: Any, **options: Any) -> Any:
+            self._batched.discard(group.group_name)
+            return original(group, *positional, **options)
+
+        return end
+
+
+class _Meeting:
+    """A call on a thread of its own.
+
+    Args:
+        call: may hang.
+        undo: made on that thread if the call comes back after it was given up.
+
+    Attributes:
+        over: set once the thread has nothing left to do.
+    """
+
+    def __init__(self, call: Callable[[], None], undo: Callable[[], None]) -> None:
+        self._call, self._undo = call, undo
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._ended = threading.Event()
+        self.over = threading.Event()
+
+    def take_place(self, interrupted: Callable[[], bool]) -> None:
+        """Make the call.
+
+        Raises:
+            WaitAbandoned: `interrupted` before or after it had come back; else what the call raised.
+        """
+        threading.Thread(target=self._run, name="resihp-meeting", daemon=True).start()
+        while not self._ended.wait(SLICE.total_seconds()) and not interrupted():
+            pass
+        with self._lock:
+            self._given_up = not self._ended.is_set()
+        if self._error is not None:
+            raise self._error
+        if self._given_up or interrupted():
+            raise WaitAbandoned("the epoch was broken while NCCL made a communicator")
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except Exception as error:
+            self._error = error
+        with self._lock:
+            self._ended.set()
+        if self._given_up:
+            try:
+                self._undo()
+            except RuntimeError:
+                pass  # there is nothing to abort, or it has been done
+        self.over.set()
+
+
+@contextmanager
+def _own_number(device: int) -> Iterator[torch.Tensor]:
+    """A number on the device, and a stream for which no kernel of the training's waits."""
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield torch.zeros(1, device=torch.device("cuda", device))
+
+
+def _is_of_nccl(group: Any) -> bool:
+    return bool(dist.distributed_c10d._world.pg_map.get(group, (None,))[0] == "nccl")

@@ -1,0 +1,1 @@
+"""`resihp detect`: a recorded run, or a table of times, through the detector."""

@@ -1,0 +1,1 @@
+"""A running job: its event log and what the terminal shows."""

@@ -1,0 +1,74 @@
+"""Where a running job's events go: its log and the terminal. Neither ends the job, or the other, where it fails.
+
+May import: the standard library and this package's modules; rich only at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TextIO
+
+from megatron_resihp.events import log as names
+from megatron_resihp.events.log import FILE_NAME, Event, EventLog, read_events
+from megatron_resihp.report.live.progress import Progress
+from megatron_resihp.report.run.summary import summarize_log
+
+
+class RunReport:
+    """Takes a run's events, from any thread; `finish` prints what they say of the whole run.
+
+    Raises:
+        OSError: the log can't be opened.
+    """
+
+    def __init__(self, run_dir: Path, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._log = EventLog(run_dir / FILE_NAME)
+        self._progress = Progress(self._stream)
+        self._lock = threading.Lock()
+        self._missing = 0
+        """Events that the log lacks, and does not tell of yet."""
+        self._missing_since = 0.0
+        self._warned = False
+        self._end: Event | None = None
+
+    def write(self, event: Event) -> None:
+        with self._lock:
+            if event["event"] == names.RUN_FINISHED:
+                self._end = event
+            try:
+                if self._missing:
+                    self._log.write(self._gap())
+                    self._missing = 0
+                self._log.write(event)
+            except OSError as error:
+                self._miss(error)
+        self._progress.feed(event)
+
+    def finish(self) -> None:
+        """Close the log and print what it says of the whole run, and what it lacks."""
+        from megatron_resihp.report.run.terminal import console_for, render
+
+        self._log.close()
+        self._progress.close()
+        found = read_events(self._log.path)
+        if self._missing:
+            found.events.append({"time": time.time(), **self._gap()})
+            found.events.extend([self._end] if self._end is not None else [])
+        render(summarize_log(found), console_for(self._stream))
+
+    def _gap(self) -> Event:
+        return {"event": names.LOG_GAP, "events": self._missing, "since": self._missing_since}
+
+    def _miss(self, error: OSError) -> None:
+        if not self._missing:
+            self._missing_since = time.time()
+        self._missing += 1
+        if not self._warned:
+            self._warned = True
+            why = error.strerror or error
+            print(f"resihp: {self._log.path} can't be written ({why}); the job goes on, and what happens is told here "
+                  "only until it can", file=sys.stderr, flush=True)  # fmt: skip

@@ -1,0 +1,1 @@
+"""`resihp plan`: the next plan of a job whose workers are dead or slow."""

@@ -1,0 +1,127 @@
+"""`resihp plan` once its arguments are known: ask strategies, print, draw.
+
+May import: the standard library, rich, `config`, `plan`, `cost`, `planner`, `simulator` and this package's modules;
+matplotlib only to draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from megatron_resihp.config import suggestion
+from megatron_resihp.cost.job import JobCost
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
+from megatron_resihp.planner.bridge import strategy_named
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.strategies.joint import UNEVEN, joint
+from megatron_resihp.planner.strategies.registry import STRATEGIES, Change, Entry
+from megatron_resihp.planner.strategy import Strategy
+from megatron_resihp.report.drawing import drawing
+from megatron_resihp.report.plan.answer import Answer, Situation, ask, to_json
+from megatron_resihp.report.plan.health_flags import HealthFlagError, health_of
+from megatron_resihp.report.plan.source import Source, SourceError, source_of
+from megatron_resihp.report.plan.terminal import render
+from megatron_resihp.report.planning_clock import planning_clock
+from megatron_resihp.report.run.terminal import console_for, progress_bar
+
+DEFAULT: Final = "joint" if "joint" in STRATEGIES else next(iter(STRATEGIES))
+
+
+class BadInput(Exception):
+    """The user has to mend something; the message is one line."""
+
+
+def plan(namespace: argparse.Namespace) -> int:
+    """Answer; 0, or 1 if there is no plan.
+
+    Raises:
+        BadInput: the arguments describe no job, no health or no strategy, or the picture can't be written.
+    """
+    try:
+        source = source_of(namespace)
+        situation = _situation(source, namespace)
+    except (HealthFlagError, SourceError) as error:
+        raise BadInput(str(error)) from None
+    strategies = _strategies(source, namespace)
+    answers = _ask(strategies, situation)
+    shown = _shown(namespace, answers)
+    if namespace.json:
+        print(json.dumps(to_json(situation, answers), indent=2, allow_nan=False))
+    else:
+        render(situation, answers, shown, console_for(sys.stdout))
+    if namespace.plot is not None and shown.plan is not None:
+        _draw(situation, shown, namespace.plot)
+    return 0 if shown.plan is not None else 1
+
+
+def _situation(source: Source, namespace: argparse.Namespace) -> Situation:
+    health = health_of(namespace.dead, namespace.slow, namespace.link, source.plan.members)
+    if not health.live:
+        raise BadInput("all workers are dead; leave at least one")
+    return Situation(source.title, source.plan, health, source.cost, source.costs)
+
+
+def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, Strategy]:
+    chosen = namespace.strategy or DEFAULT
+    if chosen not in STRATEGIES:
+        mend = f"{suggestion(chosen, STRATEGIES)}known are {', '.join(STRATEGIES)}"
+        raise BadInput(f"unknown strategy {chosen!r}; {mend}")
+    asked = STRATEGIES if namespace.compare else {chosen: STRATEGIES[chosen]}
+    if namespace.uneven and source.places is not None:
+        raise BadInput("--uneven is of no use to a run: no job can run what it gives; leave it out")
+    found = {name: _strategy(name, entry, source.places) for name, entry in asked.items()}
+    return {**found, "joint": partial(joint, settings=UNEVEN)} if namespace.uneven and "joint" in found else found
+
+
+def _strategy(name: str, entry: Entry, places: int | None) -> Strategy:
+    """For a run as it plans in running jobs, so that `resihp apply` can take what comes out."""
+    if places is None:
+        return entry.strategy
+    return _by_places(strategy_named(name) if entry.change is Change.IN_PLACE else entry.strategy, places)
+
+
+def _by_places(strategy: Strategy, places: int) -> Strategy:
+    """Strategies know the places of a job's workers: where one is that was started anew, its id doesn't say."""
+
+    def place(worker: int) -> int:
+        return place_of(worker, places)
+
+    def ask_by_places(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
+        speeds = {place(worker): speed for worker, speed in health.speed.items()}
+        at_places = Health(speeds, links_of_places(health.link, places))
+        names = names_of_places(health.live, places)
+        return renamed(strategy(renamed(plan, place), at_places, cost), names.__getitem__)
+
+    return ask_by_places
+
+
+def _ask(strategies: Mapping[str, Strategy], situation: Situation) -> dict[str, Answer]:
+    answers = {}
+    with progress_bar() as progress, planning_clock(progress) as clock:
+        task = progress.add_task("planning", total=len(strategies))
+        for name, strategy in strategies.items():
+            progress.update(task, description=name)
+            answers[name] = ask(name, strategy, situation, clock)
+            progress.advance(task)
+    return answers
+
+
+def _shown(namespace: argparse.Namespace, answers: Mapping[str, Answer]) -> Answer:
+    """The answer whose plan is spelt out: the one asked for or, of all, the fastest."""
+    if not namespace.compare or namespace.strategy:
+        return answers[namespace.strategy or DEFAULT]
+    return max(answers.values(), key=lambda a: a.evaluation.samples_per_s if a.evaluation else 0.0)
+
+
+def _draw(situation: Situation, shown: Answer, path: Path) -> None:
+    from megatron_resihp.report.plan.picture import draw
+
+    with drawing(path, BadInput):
+        draw(situation, shown, path)

@@ -1,0 +1,99 @@
+"""The plans that were in force one after the other: what each was like, and why it was taken.
+
+May import: the standard library and this package's modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_resihp.events import log as names
+from megatron_resihp.events.log import Event
+from megatron_resihp.events.nonfinite import number
+from megatron_resihp.report.run import shape
+from megatron_resihp.report.run.recoveries import Recovery
+from megatron_resihp.report.run.steps import Step, settled_rate
+from megatron_resihp.report.words import listing
+
+AT_THE_START = "the start"
+
+
+@dataclass(frozen=True)
+class PlanInForce:
+    """One epoch's plan.
+
+    Attributes:
+        epoch: its number.
+        after: last iteration applied before it.
+        why: "the start", who died, or what a change by choice was for.
+        by_choice: whether nobody died for it.
+        shape, layers, micro_batches: the plan in words; see `shape`.
+        working, standbys: how many workers.
+        like_the_first: whether it has the first plan's stages, layers and micro-batches, whoever does the work.
+        stood_still_s: how long a change by choice held up training; None: it was none.
+        bytes_moved: state that had to be sent for it.
+        samples_per_second: median of its settled iterations; None: too few.
+    """
+
+    epoch: int
+    after: int
+    why: str
+    by_choice: bool
+    shape: str
+    layers: str
+    micro_batches: str
+    working: int
+    standbys: int
+    like_the_first: bool
+    stood_still_s: float | None = None
+    bytes_moved: int | None = None
+    samples_per_second: float | None = None
+
+
+def find_plans(
+    events: Sequence[Event], recoveries: Iterable[Recovery], steps: Sequence[Step]
+) -> tuple[PlanInForce, ...]:
+    """All plans of a run, in the order in which they were in force; one that broke before anybody went on is none."""
+    job: Event = next((event for event in events if event["event"] == names.JOB), {})
+    answers = {recovery.to_epoch: recovery for recovery in recoveries}
+    failed = {event.get("epoch") for event in events if event["event"] == names.PLAN_FAILED}
+    changes = {event["to_epoch"]: event for event in events if event["event"] == names.RECONFIGURATION}
+    started = [(event.get("epoch") or 0, event["plan"]) for event in events if event["event"] == names.EPOCH_STARTED]
+    found: list[PlanInForce] = []
+    for epoch, plan in started:
+        if found and epoch not in answers and epoch not in changes:
+            continue
+        found.append(PlanInForce(
+            epoch=epoch,
+            **(_origin(answers.get(epoch), changes.get(epoch), failed) if found else _start(job)),
+            shape=shape.describe(plan),
+            layers=shape.layers(plan, job.get("chunks") or ()),
+            micro_batches=shape.micro_batches(plan),
+            working=len(shape.working(plan)),
+            standbys=len(shape.standbys(plan)),
+            like_the_first=shape.same_work(plan, started[0][1]),
+            samples_per_second=settled_rate(steps, epoch),
+        ))  # fmt: skip
+    return tuple(found)
+
+
+def _start(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {"after": job.get("first_iteration") or 0, "why": AT_THE_START, "by_choice": False}
+
+
+def _origin(recovery: Recovery | None, change: Event | None, failed: Container[int | None]) -> dict[str, Any]:
+    """`failed`: epochs whose plan has failed in its first step."""
+    if recovery is not None:
+        dead = [death.worker for death in recovery.dead]
+        nobody = "the plan before failed" if recovery.from_epoch in failed else "groups were rebuilt"
+        why = f"worker{'s' if len(dead) > 1 else ''} {listing(dead)} died" if dead else nobody
+        return {
+            "after": recovery.resumed_iteration, "why": why, "by_choice": False, "bytes_moved": recovery.bytes_moved,
+        }  # fmt: skip
+    assert change is not None
+    return {
+        "after": change["resumed_iteration"], "why": change["why"], "by_choice": True,
+        "stood_still_s": number(change["stood_still_s"]), "bytes_moved": change.get("bytes_moved"),
+    }  # fmt: skip

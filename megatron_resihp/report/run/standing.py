@@ -1,0 +1,100 @@
+"""How a run stands whose log has no end: does it go on, stand still, or has it ended without a word?
+
+May import: the standard library, `control.commands.contact`, `control.commands.claim`, `control.worker.saved_state`
+and this package's modules.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from megatron_resihp.control.commands import contact
+from megatron_resihp.control.commands.claim import Owner
+from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.worker.saved_state import LastSave, last_save
+from megatron_resihp.report.run.run_summary import RunSummary, Salvage, Standing
+
+RUNNING: Final = "running"
+STALLED: Final = "stalled"
+ENDED: Final = "ended without a word"
+NODE_0_LOST: Final = "node 0 lost"
+UNKNOWN: Final = "unknown"
+
+STALLED_AFTER: Final = 3.0
+"""Usual iteration times without an iteration that is finished."""
+LEAST_S: Final = 5.0
+"""Nobody who asks how a run stands means a second or two."""
+CLOCKS_APART_S: Final = 60.0
+"""Nodes may disagree by so much about what time it is."""
+
+
+class Launcher(Enum):
+    """What became of the launcher of a run's node 0, as far as can be seen from here."""
+
+    ANSWERS = "answers"
+    SILENT = "silent"
+    """Its process lives, and does not answer: it is stopped, or the machine has no time for it."""
+    GONE = "gone"
+    UNKNOWN = "unknown"
+    """It was on another machine, and can't be reached from this one."""
+
+
+def with_standing(summary: RunSummary, launcher: Launcher, now: float) -> RunSummary:
+    """`summary` with how the run stands at Unix time `now`, unless its log has an end."""
+    if summary.exit_code is not None:
+        return summary
+    return replace(summary, standing=standing(summary, launcher, now))
+
+
+def standing(summary: RunSummary, launcher: Launcher, now: float) -> Standing:
+    """How a run stands whose log has no end."""
+    last = summary.last_event_at if summary.last_step_at is None else summary.last_step_at
+    silent_s = max(0.0, now - last) if last is not None else 0.0
+    if launcher is Launcher.GONE:
+        return Standing(ENDED, silent_s)
+    usual_s = summary.usual_iteration_s
+    on_time = usual_s is not None and silent_s <= max(STALLED_AFTER * usual_s, LEAST_S)
+    if on_time or (usual_s is None and launcher is Launcher.ANSWERS):
+        return Standing(RUNNING, silent_s)
+    return Standing(UNKNOWN if launcher is Launcher.UNKNOWN else STALLED, silent_s)
+
+
+def with_last_save(summary: RunSummary, run_dir: Path) -> RunSummary:
+    """`summary` with what the other nodes have saved if node 0 is lost, of which nobody could write an event.
+
+    Nodes that have only been cut off save too; there the run goes on or has an end.
+    """
+    if summary.standing is None or summary.standing.state not in (ENDED, UNKNOWN):
+        return summary
+    save = last_save(run_dir, (summary.last_event_at or 0.0) - CLOCKS_APART_S)
+    return summary if save is None else _ended_with(summary, summary.standing, save, run_dir)
+
+
+def _ended_with(summary: RunSummary, standing: Standing, save: LastSave, run_dir: Path) -> RunSummary:
+    salvage = Salvage(save.iteration, str(run_dir / save.directory), save.complete, save.missing)
+    return replace(
+        summary, standing=replace(standing, state=NODE_0_LOST), reason=f"node 0 was lost; {save.told(run_dir)}",
+        salvages=(*summary.salvages, salvage),
+    )  # fmt: skip
+
+
+def launcher_of(run_dir: Path) -> Launcher:
+    """Look for the launcher of a run's node 0; may take as long as `contact.CONNECT_S`."""
+    try:
+        owner = Owner.of(json.loads((run_dir / contact.FILE_NAME).read_text()))
+    except FileNotFoundError:
+        return Launcher.GONE
+    except (OSError, ValueError, AttributeError):
+        return Launcher.UNKNOWN
+    here = owner is not None and owner.here
+    if owner is not None and here and not owner.lives():
+        return Launcher.GONE
+    try:
+        contact.reach(run_dir)
+        return Launcher.ANSWERS
+    except StoreError:
+        return Launcher.SILENT if here else Launcher.UNKNOWN

@@ -1,0 +1,132 @@
+"""Which iterations were applied, in which epoch, and how fast.
+
+May import: the standard library and this package's event names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from megatron_resihp.events import log as names
+from megatron_resihp.events.log import Event
+from megatron_resihp.events.nonfinite import number, optional_number
+
+MEDIAN_OVER = 10
+"""Iterations that a throughput before or after a recovery is the median of."""
+MEDIAN_LEAST = 3
+"""Iterations before one is usual: the first ones also start things up."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One applied iteration."""
+
+    iteration: int
+    epoch: int
+    """Epoch of the attempt that was agreed."""
+    ended_at: float | None
+    """End of the step; None if only the coordinator's record of it is left."""
+    loss: Mapping[str, float]
+    grad_norm: float | None
+    skipped: bool
+    samples_per_second: float | None
+
+
+def applied_attempts(events: Sequence[Event]) -> set[tuple[int, int]]:
+    """(iteration, epoch) of every attempt that the workers agreed on; more than one for an iteration is a fault."""
+    reported = {(e["iteration"], agreed_epoch(e)) for e in events if e["event"] == names.ITERATION}
+    known = {iteration for iteration, _ in reported}
+    for event in _agreed(events):
+        if event["iteration"] not in known:
+            reported.add((event["iteration"], agreed_epoch(event)))
+            known.add(event["iteration"])
+    return reported
+
+
+def agreed_epoch(event: Event) -> int:
+    """Epoch of the attempt that an `iteration` or `agreed` event is about."""
+    epoch = event.get("agreed_epoch")
+    return int(event.get("epoch") or 0) if epoch is None else int(epoch)
+
+
+def applied_steps(events: Sequence[Event], batch: int | None) -> list[Step]:
+    """The applied iterations in ascending order, each once; `batch` is for events that lack their sample count."""
+    first_of: dict[int, Event] = {}
+    for event in [e for e in events if e["event"] == names.ITERATION] + list(_agreed(events)):
+        first_of.setdefault(event["iteration"], event)
+    steps: list[Step] = []
+    for _, event in sorted(first_of.items()):
+        steps.append(_step(event, steps[-1] if steps else None, batch))
+    return steps
+
+
+def rates_around(steps: Sequence[Step], from_epoch: int, to_epoch: int) -> tuple[float | None, float | None]:
+    """Samples per second before and after the recovery that led from one epoch to another."""
+    by_epoch = _settled_rates(steps)
+    earlier = [epoch for epoch in by_epoch if epoch <= from_epoch]
+    before = by_epoch[max(earlier)] if earlier else []
+    after = by_epoch.get(to_epoch, [])
+    return _median(before[-MEDIAN_OVER:]), _median(after[:MEDIAN_OVER])
+
+
+def usual_duration(steps: Sequence[Step]) -> float | None:
+    """Median seconds of the latest iterations; None: fewer than MEDIAN_LEAST are known."""
+    ends = [step.ended_at for step in steps[-MEDIAN_OVER - 1 :] if step.ended_at is not None]
+    lasted = [after - before for before, after in pairwise(ends)]
+    return median(lasted) if len(lasted) >= MEDIAN_LEAST else None
+
+
+def settled_rate(steps: Sequence[Step], epoch: int) -> float | None:
+    """Median samples per second of an epoch, without its first iteration; None: it has no other."""
+    return _median(_settled_rates(steps).get(epoch, []))
+
+
+def _settled_rates(steps: Sequence[Step]) -> dict[int, list[float]]:
+    """Rates of each epoch; the first iteration after a recovery lasted as long as the recovery and says nothing."""
+    rates: dict[int, list[float]] = {}
+    for step in steps:
+        if step.epoch not in rates:
+            rates[step.epoch] = []
+            if len(rates) > 1:
+                continue
+        if step.samples_per_second is not None:
+            rates[step.epoch].append(step.samples_per_second)
+    return rates
+
+
+def _median(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return median(values) if values else None
+
+
+def _agreed(events: Iterable[Event]) -> Iterable[Event]:
+    # The record of "nothing agreed yet" is about iteration 0, which is no step.
+    return (e for e in events if e["event"] == names.AGREED and e["iteration"] > 0)
+
+
+def _step(event: Event, previous: Step | None, batch: int | None) -> Step:
+    ended_at = number(event["time"]) if event["event"] == names.ITERATION else None
+    samples = batch if event.get("samples") is None else event["samples"]
+    duration = _duration(event, ended_at, previous)
+    return Step(
+        iteration=event["iteration"],
+        epoch=agreed_epoch(event),
+        ended_at=ended_at,
+        loss={name: number(value) for name, value in (event.get("loss") or {}).items()},
+        grad_norm=optional_number(event.get("grad_norm")),
+        skipped=bool(event.get("skipped")),
+        samples_per_second=samples / duration if samples and duration and duration > 0 else None,
+    )
+
+
+def _duration(event: dict[str, Any], ended_at: float | None, previous: Step | None) -> float | None:
+    if event.get("duration_s") is not None:
+        return number(event["duration_s"])
+    if ended_at is None or previous is None or previous.ended_at is None:
+        return None
+    # A new reporter has no previous iteration of its own, but the log has its predecessor's.
+    return ended_at - previous.ended_at if previous.iteration == event["iteration"] - 1 else None

@@ -1,0 +1,1 @@
+"""`resihp simulate`: strategies in a scenario of failures."""
