@@ -15,7 +15,7 @@ from megatron_resihp.events import log as names
 from megatron_resihp.events.log import EventLog, read_events
 from megatron_resihp.events.schema import EVENTS, markdown, problems
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

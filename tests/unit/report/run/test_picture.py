@@ -15,7 +15,7 @@ from megatron_resihp.report.run.marks import MarkKind, find_marks, label_rows
 from megatron_resihp.report.run.picture import draw
 from megatron_resihp.report.run.summary import summarize
 
-REPORT = Path(__file__).parents[2] / "megatron_resihp" / "report"
+REPORT = Path(__file__).parents[4] / "megatron_resihp" / "report"
 
 
 def test_marks_say_who_died_of_what_and_when_the_run_was_back(recovered_run: Any) -> None:

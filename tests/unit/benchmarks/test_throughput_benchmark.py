@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-DIRECTORY = Path(__file__).parents[2] / "benchmarks"
+DIRECTORY = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.fixture

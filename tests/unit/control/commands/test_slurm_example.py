@@ -19,7 +19,7 @@ from megatron_resihp.control.commands.launch_options import add_arguments, check
 from megatron_resihp.control.commands.launcher import RESULT
 from megatron_resihp.control.worker.saved_state import DIRECTORY, TRACKER
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 SCRIPT = (ROOT / "scripts" / "slurm.sbatch").read_text()
 COMMANDS = {
     "scontrol": 'if [[ $1 == show ]]; then echo node0; echo node1; else echo "scontrol $*"; fi',
