@@ -6,6 +6,7 @@ May import: the standard library and this package's event names.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -653,7 +654,8 @@ def markdown() -> str:
     """docs/events.md."""
     parts = [_INTRODUCTION, _table(COMMON)]
     for name, schema in EVENTS.items():
-        parts += [f"## {name}\n\n{schema.meaning} Written by: {schema.written_by}.\n", _table(schema.fields)]
+        text = textwrap.fill(f"{schema.meaning} Written by: {schema.written_by}.", 120)
+        parts += [f"## {name}\n\n{text}\n", _table(schema.fields)]
     return "\n".join(parts)
 
 
