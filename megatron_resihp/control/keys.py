@@ -12,8 +12,8 @@ INBOX: Final = "inbox"
 END: Final = "end"
 """Key that ends the job for the agents: `protocol.published.END`."""
 
-LIFELINE_ADDRESS: Final = "lifeline_address"
-"""Key with host:port where agents of other nodes connect their lifelines."""
+LIVENESS_ADDRESS: Final = "liveness_address"
+"""Key with host:port where agents of other nodes open their liveness connections."""
 
 RECORDS_ADDRESS: Final = "records_address"
 """Key with host:port where agents of other nodes send the records of their workers."""

@@ -128,7 +128,7 @@ class Runtime:
         losses: what the schedule returned in this iteration (only the last stage has any).
         replay: the outcome of a step that is applied already; train_step returns it instead of computing.
         run: what tells this run from others in the same run directory.
-        newcomer: whether this worker was started anew and no plan has been run with it yet.
+        joining: whether this worker was started anew and no plan has been run with it yet.
         on_trial: whether no step has been agreed on under a plan that was chosen (`control.coordination.first_step`).
         in_loop: whether this worker runs Megatron's train() (False: a standby, or not there yet).
         calls: the calls that pretrain() has made of all workers together: train(), then final saves and evaluations.
@@ -174,7 +174,7 @@ class Runtime:
         self.running_chunk = 0
         self.buckets: list[Bucket] = []
         self.everybody: SideGroup | None = None
-        self.keepers: SideGroup | None = None
+        self.buddies: SideGroup | None = None
         self.ring: Ring | None = None
         self.kept: Kept | None = None
         self.shares_optimizer = False
@@ -196,7 +196,7 @@ class Runtime:
         self.fed: list[int] = []
         self.replay: Outcome | None = None
         self.run = ""
-        self.newcomer = False
+        self.joining = False
         self.on_trial = False
         self.in_loop = False
         self.calls: list[Callable[[], Any]] = []

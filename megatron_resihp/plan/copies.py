@@ -14,7 +14,7 @@ Edge = tuple[int, int]
 
 
 def copies_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[Edge, ...]:
-    """Owners and keepers of the parts of one shard, by replica; empty where nobody is there to keep a copy."""
+    """Owners and buddies of the parts of one shard, by replica; empty where nobody is there to keep a copy."""
     ring = plan.holders_of(coordinate)
     if len(ring) < 2:
         return ()
@@ -30,11 +30,11 @@ def in_turns(edges: Sequence[Edge]) -> list[Edge]:
 
 
 def lost_parts(plan: ParallelPlan, survivors: Collection[int]) -> tuple[Coordinate, ...]:
-    """The shards of which the owner of some part and the keeper of its copy are both gone."""
+    """The shards of which the owner of some part and the buddy that keeps its copy are both gone."""
     found = []
     for coordinate in plan.coordinates():
-        keepers = dict(copies_at(plan, coordinate))
+        buddies = dict(copies_at(plan, coordinate))
         gone = (owner for owner in plan.workers_at(coordinate) if owner not in survivors)
-        if any(keepers.get(owner) not in survivors for owner in gone):
+        if any(buddies.get(owner) not in survivors for owner in gone):
             found.append(coordinate)
     return tuple(found)

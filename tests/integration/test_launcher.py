@@ -198,7 +198,7 @@ def test_a_worker_that_was_stopped_for_good_is_started_anew(launch: Launch) -> N
     assert plan.working == (0, 4, 2), "the first plan, with another worker in the stopped one's place"
 
 
-def test_a_newcomer_that_is_cut_off_takes_no_connection_of_the_others_with_it(launch: Launch) -> None:
+def test_a_joining_worker_that_is_cut_off_takes_no_connection_of_the_others_with_it(launch: Launch) -> None:
     run = launch(max_restarts=1, heartbeat_timeout_s=1.0)
     kill(begun(run)[1])
     run.await_event("epoch_started", epoch=2)
@@ -209,7 +209,7 @@ def test_a_newcomer_that_is_cut_off_takes_no_connection_of_the_others_with_it(la
 
 
 @pytest.mark.nightly
-def test_others_go_on_without_a_newcomer_that_dies_while_it_is_taken_in(launch: Launch) -> None:
+def test_others_go_on_without_a_joining_worker_that_dies_while_it_is_taken_in(launch: Launch) -> None:
     run = launch("dawdle_5", max_restarts=1)
     kill(begun(run)[2])
     run.await_event("worker_waiting", waiting=5)
@@ -221,7 +221,7 @@ def test_others_go_on_without_a_newcomer_that_dies_while_it_is_taken_in(launch: 
 
 
 @pytest.mark.nightly
-def test_a_newcomer_does_not_delay_the_end(launch: Launch) -> None:
+def test_a_joining_worker_does_not_delay_the_end(launch: Launch) -> None:
     """It is starting, and hears nothing yet; members have ten seconds to end by themselves."""
     run = launch("idle_4", max_restarts=1)
     kill(begun(run)[1])
@@ -543,7 +543,7 @@ def test_a_late_node_that_could_not_join_may_try_again(
         patched.setattr(node_liveness, "_connect", unreachable)
         late = launch("idle_2", "idle_3", node=1, **options)
         assert late.end() == 2
-    assert "no lifeline to node 0" in late.output() and "a firewall" in late.output()
+    assert "no liveness connection to node 0" in late.output() and "a firewall" in late.output()
     again = launch(node=1, **options)
     eventually("it is taken in", lambda: "members [0, 1, 6, 7]" in first.log(0))
     first.ask("finish")

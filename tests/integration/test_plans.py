@@ -148,7 +148,7 @@ def survive(
     check_training(job, reference, tolerance)
     taken = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
     assert len(taken) == 1 + len(plans), job.tails()
-    # Where nobody joins: nobody waits for newcomers until they have theirs.
+    # Where nobody joins: nobody waits for joining workers until they have theirs.
     assert all(event["groups_made_ahead"] for event in job.events("reconfiguration"))
     return job
 

@@ -28,7 +28,7 @@ def test_worker_that_died_comes_back_and_the_first_plan_with_it(jobs: Jobs, mode
     """The job goes on without it meanwhile, and trains what a run trains to which nothing happened."""
     reference = jobs.reference(tiny(**TWO_REPLICAS | model), workers=WORKERS)
     arguments = tiny(**TWO_REPLICAS | model, resihp_drill="kill:3@3")
-    # The others are in iteration 7 at most, however long the newcomer takes to start.
+    # The others are in iteration 7 at most, however long the joining worker takes to start.
     job = jobs.start(arguments, workers=WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
     job.await_event("worker_waiting", waiting=7, place=3)
     job.wish("go_on")

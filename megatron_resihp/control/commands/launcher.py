@@ -31,15 +31,15 @@ from megatron_resihp.control.node.agent import Agent
 from megatron_resihp.control.node.environment import JobEnvironment, warnings_of
 from megatron_resihp.control.node.link import Link
 from megatron_resihp.control.node.mailbox import Ending, Mailbox, coordinator_lost
-from megatron_resihp.control.node.orphan_reaper import Guardian
+from megatron_resihp.control.node.orphan_reaper import OrphanReaper
 from megatron_resihp.control.node.output import Outputs
 from megatron_resihp.control.node.slowdown_injector import Slicer
 from megatron_resihp.control.node.spawn import Spawn, exec_worker
 from megatron_resihp.control.node.starting import Starter, Worker
-from megatron_resihp.control.replanning.replanner import Strategist
+from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.lasting import LastingStore
-from megatron_resihp.control.transport.liveness import Lifeline, Watcher
+from megatron_resihp.control.transport.liveness import LivenessConnection, Watcher
 from megatron_resihp.control.transport.node_liveness import Joining, Meeting, NodeWatcher, join, records_address
 from megatron_resihp.control.transport.shipping import Relay, Uplink
 from megatron_resihp.control.transport.store import Store, StoreError, connect, reserve, wait_until_reachable
@@ -102,7 +102,7 @@ class _Seat:
     Attributes:
         numbers: ids of this node's workers.
         offered: the node joins a running job with these.
-        lifelines, records: where the other nodes' lifelines and their workers' records arrive.
+        liveness, records: where the other nodes' liveness connections and their workers' records arrive.
         token: see `contact`.
     """
 
@@ -111,7 +111,7 @@ class _Seat:
     numbers: Sequence[int]
     offered: bool = False
     listener: socket.socket | None = None
-    lifelines: socket.socket | None = None
+    liveness: socket.socket | None = None
     records: socket.socket | None = None
     sink: EventSink | None = None
     token: str = ""
@@ -125,11 +125,11 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         stack.enter_context(mailbox.signals())
         watcher = stack.enter_context(closing(Watcher(options.heartbeat_timeout_s)))
         relay = Relay(seat.records)
-        guardian = stack.enter_context(closing(Guardian()))
+        reaper = stack.enter_context(closing(OrphanReaper()))
         _announce(options, seat)
         try:
             environment = _environment(options, seat)
-            starter = Starter(options.command, environment, outputs, spawn, watcher, relay, guardian)
+            starter = Starter(options.command, environment, outputs, spawn, watcher, relay, reaper)
             workers = starter.start_all(seat.numbers)
         except OSError as error:
             _give_back(options, seat)
@@ -139,7 +139,7 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         if seat.token:
             stack.enter_context(touched(seat.run_dir / FILE_NAME))
         began_at = time.time()
-        ending, failures = _serve(options, seat, starter, workers, watcher, mailbox, relay, guardian)
+        ending, failures = _serve(options, seat, starter, workers, watcher, mailbox, relay, reaper)
         outputs.close(CLOSING_S)
         if ending.code:
             for worker in failures:
@@ -160,7 +160,7 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
             return _Seat(address, run_dir, offered or options.size.places_on(options.node), offered is not None)
         listener = stack.enter_context(reserve(*address))
         others = options.size.most_nodes > 1
-        lifelines = stack.enter_context(reserve(address.host, 0)) if others else None
+        liveness = stack.enter_context(reserve(address.host, 0)) if others else None
         records = stack.enter_context(reserve(address.host, 0)) if others else None
     except StoreError as error:
         # Of the same command started twice on one machine the port is told first, but is not what is wrong.
@@ -181,7 +181,7 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
     except ClaimedError as error:
         raise LaunchError(_taken(run_dir, error)) from error
     sink = _make_sink(make_event_sink, run_dir)
-    return _Seat(address, run_dir, options.size.places_on(0), False, listener, lifelines, records, sink, contact.token)
+    return _Seat(address, run_dir, options.size.places_on(0), False, listener, liveness, records, sink, contact.token)
 
 
 def _offered(options: LaunchOptions, run_dir: Path, address: Address) -> Sequence[int] | None:
@@ -265,13 +265,13 @@ def _serve(
     watcher: Watcher,
     mailbox: Mailbox,
     relay: Relay,
-    guardian: Guardian,
+    reaper: OrphanReaper,
 ) -> tuple[Ending, list[Worker]]:
     """Watch over the workers until the job is over; returns how it ended, and who failed."""
     nodes = None
-    if seat.lifelines is not None:
+    if seat.liveness is not None:
         connect_by = time.monotonic() + options.connect_timeout_s
-        nodes = NodeWatcher(seat.lifelines, options.size, options.heartbeat_timeout_s, connect_by)
+        nodes = NodeWatcher(seat.liveness, options.size, options.heartbeat_timeout_s, connect_by)
     headquarters = _open_headquarters(options, seat, mailbox) if seat.listener is not None else None
     uplink = Uplink()
     relay.start(uplink.deliver if headquarters is None else headquarters.detection.inbox.deliver)
@@ -285,7 +285,7 @@ def _serve(
         seat.numbers[0],
     )
     agent = Agent(
-        workers, watcher, mailbox, link, slicer, guardian, starter, options.max_restarts, nodes, seat.offered,
+        workers, watcher, mailbox, link, slicer, reaper, starter, options.max_restarts, nodes, seat.offered,
         options.node,
     )  # fmt: skip
     ending = agent.run()
@@ -303,20 +303,20 @@ def _serve(
 def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) -> Headquarters:
     assert seat.listener is not None and seat.sink is not None
     meeting = None
-    if seat.lifelines is not None and seat.records is not None:
-        meeting = Meeting(*(Address(seat.address.host, s.getsockname()[1]) for s in (seat.lifelines, seat.records)))
+    if seat.liveness is not None and seat.records is not None:
+        meeting = Meeting(*(Address(seat.address.host, s.getsockname()[1]) for s in (seat.liveness, seat.records)))
     write = seat.sink.write
 
     def judged(event: dict[str, Any]) -> None:
-        strategist.note(event)
+        replanner.note(event)
         write(event)
 
     detection = Detection(lambda order: _make_judge(seat.run_dir, order), judged)
     size = options.size
-    strategist = Strategist(seat.run_dir, size, write, lambda order: detection.orders.put(order))
+    replanner = Replanner(seat.run_dir, size, write, lambda order: detection.orders.put(order))
     limits = Limits(options.muster_timeout_s)
     job = Job(size, list(options.command), limits, seat.token, seat.run_dir)
-    return Headquarters(seat.address, seat.listener, write, job, meeting, detection, strategist, mailbox.end)
+    return Headquarters(seat.address, seat.listener, write, job, meeting, detection, replanner, mailbox.end)
 
 
 def _make_judge(run_dir: Path, order: Callable[[ValidationOrder], None]) -> Judge:
@@ -325,7 +325,9 @@ def _make_judge(run_dir: Path, order: Callable[[ValidationOrder], None]) -> Judg
     return DetectionService(run_dir, order)
 
 
-def _introduce(options: LaunchOptions, seat: _Seat, store: Store, mailbox: Mailbox, uplink: Uplink) -> Lifeline | None:
+def _introduce(
+    options: LaunchOptions, seat: _Seat, store: Store, mailbox: Mailbox, uplink: Uplink
+) -> LivenessConnection | None:
     if options.node == 0:
         return None
     joining = Joining(
@@ -335,15 +337,15 @@ def _introduce(options: LaunchOptions, seat: _Seat, store: Store, mailbox: Mailb
         period_s=options.heartbeat_s,
         first_worker=seat.numbers[0],
     )
-    lost = coordinator_lost("node 0 closed the lifeline")
+    lost = coordinator_lost("node 0 closed the liveness connection")
     try:
-        lifeline = join(store, joining, lambda: mailbox.end(lost))
+        liveness = join(store, joining, lambda: mailbox.end(lost))
     except StoreError:
         _give_back(options, seat)
         raise
     uplink.connect(*records_address(store))
     print(f"resihp: node {options.node} has joined the job", flush=True)
-    return lifeline
+    return liveness
 
 
 def _announce(options: LaunchOptions, seat: _Seat) -> None:

@@ -15,11 +15,11 @@ from megatron_resihp.control.job_size import JobSize
 OF_ITS_OWN: Final = 64
 """Of any launcher: libraries, logs, planners' processes, connections in the making."""
 PER_OWN_WORKER: Final = 8
-"""Process, lifeline, measurements, output and log."""
+"""Process, liveness connection, measurements, output and log."""
 PER_WORKER: Final = 4
 """Connections to the store: 3 by the code, and one in the making where a worker comes back."""
 PER_NODE: Final = 8
-"""Lifeline, stream of measurements and connections to the store: 5 by the code, more while it joins."""
+"""Liveness connection, stream of measurements and connections to the store: 5 by the code, more while it joins."""
 
 
 def needed(size: JobSize, node: int) -> int:

@@ -175,7 +175,7 @@ class Coordinator:
     def _read(self, text: str) -> Message | None:
         """A message from the store, in which any process may write; None: it is none, and dropped."""
         try:
-            letter = read_message(text, self._membership.size, self._membership.newcomers.may_exist)
+            letter = read_message(text, self._membership.size, self._membership.joining.may_exist)
             return letter.body if self._is_new(letter.id) else None
         except MalformedError as error:
             self._dropped += 1

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from megatron_resihp.control.coordination.joining import Newcomers
+from megatron_resihp.control.coordination.joining import JoiningWorkers
 
 
 @dataclass
@@ -11,20 +11,20 @@ class Departures:
     """Of one job.
 
     Attributes:
-        newcomers: know which worker is on which node.
+        joining: know which worker is on which node.
         agents: node that is to leave → the name by which its agent is told that it may.
         left: workers that have left with their nodes.
     """
 
-    newcomers: Newcomers
+    joining: JoiningWorkers
     agents: dict[int, int] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
 
     def among(self, workers: Iterable[int]) -> frozenset[int]:
         """Those that are to leave."""
-        return frozenset(worker for worker in workers if self.newcomers.node_of(worker) in self.agents)
+        return frozenset(worker for worker in workers if self.joining.node_of(worker) in self.agents)
 
     def without_members(self, living: Collection[int]) -> list[int]:
         """Nodes that may leave: no plan needs a worker of theirs."""
-        needed = {self.newcomers.node_of(worker) for worker in living}
+        needed = {self.joining.node_of(worker) for worker in living}
         return sorted(self.agents.keys() - needed)

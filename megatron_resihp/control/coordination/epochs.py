@@ -21,7 +21,7 @@ from megatron_resihp.control.coordination.actions import (
 from megatron_resihp.control.coordination.departures import Departures
 from megatron_resihp.control.coordination.epoch_events import agreed, epoch_started, reconfiguration, recovery
 from megatron_resihp.control.coordination.first_step import FirstSteps
-from megatron_resihp.control.coordination.joining import Newcomers
+from megatron_resihp.control.coordination.joining import JoiningWorkers
 from megatron_resihp.control.coordination.links import FailedLinks, Separated
 from megatron_resihp.control.coordination.record import NoCommitError, resolve
 from megatron_resihp.control.job_size import JobSize
@@ -74,7 +74,7 @@ class Epochs:
         next_plan: who plans when workers have died.
         shape, own: sizes of its work, and its own split into layers, once a worker has told them.
         job: all that workers have told of it.
-        newcomers: workers that were not there at the start.
+        joining: workers that were not there at the start.
         reached: the last iteration that anybody has told to be done.
         departures: nodes that were told to leave.
     """
@@ -92,7 +92,7 @@ class Epochs:
     commit: Commit | None = None
     dead: dict[int, str] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
-    newcomers: Newcomers = field(init=False)
+    joining: JoiningWorkers = field(init=False)
     departures: Departures = field(init=False)
     trained: bool = False
     reached: int = 0
@@ -127,9 +127,9 @@ class Epochs:
     _salvage_reason: str = ""
 
     def __post_init__(self) -> None:
-        self.newcomers = Newcomers(self.size)
-        self.departures = Departures(self.newcomers)
-        self._links = FailedLinks(self.newcomers.node_of)
+        self.joining = JoiningWorkers(self.size)
+        self.departures = Departures(self.joining)
+        self._links = FailedLinks(self.joining.node_of)
 
     @property
     def living(self) -> set[int]:
@@ -191,7 +191,7 @@ class Epochs:
         self._check_that_changes_can_be()
         assert self.plan is not None and self.shape is not None
         asked, degree = plan_of(request.plan), self.shape.tensor_parallel
-        plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living | self.newcomers.waiting)
+        plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living | self.joining.waiting)
         if self._optimizer_is_shared_out:
             plan = without_parts_kept(plan)
         error = self._first_steps.failed.get(plan.work_digest)
@@ -217,13 +217,13 @@ class Epochs:
     def _grow(self) -> list[Action]:
         """Give work to those that wait, where complete rectangles are planned and there can be more of them.
 
-        Where a strategy plans, the strategist asks for a change: its search takes too long for this thread.
+        Where a strategy plans, the replanner asks for a change: its search takes too long for this thread.
         """
-        if not self.newcomers.waiting or self.job.get("strategy", RECTANGULAR) != RECTANGULAR:
+        if not self.joining.waiting or self.job.get("strategy", RECTANGULAR) != RECTANGULAR:
             return []
         assert self.plan is not None
         full = spelled_out(self.plan, self.own)
-        held = {worker: full.shards_of(worker) for worker in self.living} | self.newcomers.held()
+        held = {worker: full.shards_of(worker) for worker in self.living} | self.joining.held()
         try:
             self._check_that_changes_can_be()
             survivors = self._survivors(held)
@@ -233,7 +233,7 @@ class Epochs:
             return []
         if plan.work_digest in self._first_steps.failed:
             return []
-        taken = sorted(self.newcomers.waiting.intersection(plan.working))
+        taken = sorted(self.joining.waiting.intersection(plan.working))
         why = arrival(taken, self.size.places)
         try:
             check_memory(plan, self.plan, self.own, self.job)
@@ -270,11 +270,11 @@ class Epochs:
         actions: list[Action] = []
         for node in self.departures.without_members(self.living):
             agent = self.departures.agents.pop(node)
-            known = {*range(self.size.workers), *self.newcomers.waiting, *self._records} - self.dead.keys()
-            workers = sorted(worker for worker in known if self.newcomers.node_of(worker) == node)
+            known = {*range(self.size.workers), *self.joining.waiting, *self._records} - self.dead.keys()
+            workers = sorted(worker for worker in known if self.joining.node_of(worker) == node)
             self.dead.update(dict.fromkeys(workers, "left"))
             self.departures.left.update(workers)
-            self.newcomers.waiting.difference_update(workers)
+            self.joining.waiting.difference_update(workers)
             actions.append(Log({"event": "node_left", "node": node, "left": workers}))
             actions.append(Notify(NodeReleased(agent, tuple(workers))))
         return actions
@@ -292,16 +292,16 @@ class Epochs:
         fresh = {w: cause for w, cause in causes.items() if w not in self.dead and w not in self.done}
         members = self.living
         self.dead.update(fresh)
-        self.newcomers.waiting -= fresh.keys()
+        self.joining.waiting -= fresh.keys()
         actions: list[Action] = [
             Log({
-                "event": "worker_dead", "epoch": self.epoch, "dead": worker, "node": self.newcomers.node_of(worker),
+                "event": "worker_dead", "epoch": self.epoch, "dead": worker, "node": self.joining.node_of(worker),
                 "cause": cause, "died_at": died_at, "noticed_at": now,
             })
             for worker, cause in fresh.items()
         ]  # fmt: skip
         for worker in fresh:
-            self.newcomers.heard_of(worker)
+            self.joining.heard_of(worker)
             self._records.pop(worker, None)
         self._links.forget(fresh.keys() & members)
         if not fresh.keys() & members:
@@ -397,7 +397,7 @@ class Epochs:
             return step + self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
                                         f"{commit.iteration}", now)  # fmt: skip
         # Who waits to be taken in holds nothing, and need not muster.
-        taken_in = self.newcomers.held(self._change.plan.members) if self._change is not None else {}
+        taken_in = self.joining.held(self._change.plan.members) if self._change is not None else {}
         held = {worker: self._held[worker] for worker in self._records} | taken_in
         try:
             plan, held, told = self._plan_after(held, now)
@@ -409,7 +409,7 @@ class Epochs:
         self.epoch += 1
         self.plan, self.phase, self._ready = plan, Phase.BUILDING, {}
         self._left_s = self.limits.build_s
-        joined = self.newcomers.taken_in(plan)
+        joined = self.joining.taken_in(plan)
         called = [Notify(WorkersTakenIn(self.epoch, tuple(joined)))] if joined else []
         self._made_ahead = self._groups_of_change(plan)
         # In the very plan that they are not in they read that this is why.

@@ -1,7 +1,7 @@
 """Workers that were not there at the start, as the coordinator knows them: who waits for a plan, which ids are used up.
 
-Pure; imports `plan` and this package's other pure modules. A newcomer holds nothing, and nothing depends on it until a
-plan with it has been run.
+Pure; imports `plan` and this package's other pure modules. A joining worker holds nothing, and nothing depends on it
+until a plan with it has been run.
 """
 
 from collections.abc import Collection
@@ -16,7 +16,7 @@ STARTS_UNHEARD = 8
 
 
 @dataclass
-class Newcomers:
+class JoiningWorkers:
     """Of one job.
 
     Attributes:

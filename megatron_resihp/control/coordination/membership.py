@@ -171,13 +171,13 @@ class Membership(Epochs):
             reason = "was started with other sizes than the job"
             dismissed = Notify(WorkerDismissed(worker, f"worker {worker} {reason}"))
             return [*self._die({worker: reason}, now, now), dismissed]
-        place = self.newcomers.heard_of(worker)
-        self.newcomers.waiting.add(worker)
+        place = self.joining.heard_of(worker)
+        self.joining.waiting.add(worker)
         return [Log({"event": "worker_waiting", "waiting": worker, "place": place}), *self._grow()]
 
     def _on_restarted(self, message: WorkerRestarted) -> list[Action]:
         worker, before = message.worker, message.instead_of
-        self.newcomers.heard_of(worker)
+        self.joining.heard_of(worker)
         return [Log({"event": "worker_restarted", "restarted": worker, "instead_of": before})]
 
     def _on_model(self, message: ModelBuilt) -> list[Action]:
@@ -275,7 +275,7 @@ class Membership(Epochs):
         """A worker's script has ended well: it says so itself, or its agent has seen the process end."""
         if worker in self.dead:
             return []
-        if self.newcomers.has_never_run(worker, self._running):
+        if self.joining.has_never_run(worker, self._running):
             return self._die({worker: "ended before it was taken in"}, now, now)
         too_early = self._too_early()
         if too_early and by_word:
@@ -301,7 +301,7 @@ class Membership(Epochs):
     def _on_failed(self, worker: int, error: str, code: int, now: float) -> list[Action]:
         if worker in self.dead:
             return []
-        if self.newcomers.has_never_run(worker, self._running):
+        if self.joining.has_never_run(worker, self._running):
             return self._die({worker: f"failed before it was taken in: {error}"}, now, now)
         refused = self.phase is Phase.STARTING and code == exit_codes.REFUSED
         return [
@@ -325,10 +325,10 @@ class Membership(Epochs):
         return self._die({worker: ended}, message.time, now)
 
     def _on_node_lost(self, message: NodeLost, now: float) -> list[Action]:
-        node, known = message.node, {*range(self.size.workers), *self.living, *self.newcomers.waiting}
-        workers = sorted(worker for worker in known if self.newcomers.node_of(worker) == node)
+        node, known = message.node, {*range(self.size.workers), *self.living, *self.joining.waiting}
+        workers = sorted(worker for worker in known if self.joining.node_of(worker) == node)
         actions = self._die({w: f"node lost: {message.cause}" for w in workers}, message.time, now)
-        return actions if self.phase is Phase.ENDED else [*actions, Reopen(node, self.newcomers.ids_for(node))]
+        return actions if self.phase is Phase.ENDED else [*actions, Reopen(node, self.joining.ids_for(node))]
 
     def _on_leave(self, message: LeaveRequest) -> list[Action]:
         """A node is to be taken away in order; others were told so, too, if the whole job is to end."""

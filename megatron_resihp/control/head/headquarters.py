@@ -23,7 +23,7 @@ from megatron_resihp.control.head.detection import Detection
 from megatron_resihp.control.head.stalls import StallWatch
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.mailbox import Ending
-from megatron_resihp.control.replanning.replanner import Strategist
+from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.node_liveness import Meeting, publish
 from megatron_resihp.control.transport.store import StoreError, TcpStore, serve
@@ -67,7 +67,7 @@ class Headquarters:
         listener: bound to the port of `address`.
         write: takes the events, from any thread.
         meeting: where agents of other nodes connect; None where there are none.
-        detection, strategist: told of all events.
+        detection, replanner: told of all events.
         on_end: told, in this object's thread, if the store can't be served.
     """
 
@@ -79,7 +79,7 @@ class Headquarters:
         job: Job,
         meeting: Meeting | None,
         detection: Detection,
-        strategist: Strategist,
+        replanner: Replanner,
         on_end: Callable[[Ending], None],
     ) -> None:
         self._address = address
@@ -88,7 +88,7 @@ class Headquarters:
         self._job = job
         self._meeting = meeting
         self.detection = detection
-        self._strategist = strategist
+        self._replanner = replanner
         self._on_end = on_end
         self._served: TcpStore | None = None
         self._connection: TcpStore | None = None
@@ -105,7 +105,7 @@ class Headquarters:
                 self._connection.close()
             finished = {"event": "run_finished", "time": time.time(), "exit_code": ending.code, "reason": ending.reason}
             self._write(finished)
-        self._strategist.close(timeout_s)
+        self._replanner.close(timeout_s)
         self._thread.join(timeout_s)
         self.detection.close(timeout_s)
         if self._served is not None:
@@ -139,7 +139,7 @@ class Headquarters:
         job = self._job
         return Coordinator(
             store, self._write, job.size, job.command, job.limits,
-            to_notify=self.detection.orders, next_plan=self._strategist.next_plan,
+            to_notify=self.detection.orders, next_plan=self._replanner.next_plan,
             reopen=partial(returning.offer, job.run_dir), on_heard=self._look_for_stalls,
         )  # fmt: skip
 
@@ -152,7 +152,7 @@ class Headquarters:
 
     def _write(self, event: dict[str, Any]) -> None:
         self.detection.note(event)
-        self._strategist.note(event)
+        self._replanner.note(event)
         stalls = self._stalls.note(event, time.monotonic())
         self._write_event(event)
         self._tell_stalls(stalls)

@@ -20,7 +20,7 @@ from megatron_resihp.control import exit_codes, linux
 from megatron_resihp.control.causes import MemoryKills, known_cause
 from megatron_resihp.control.node.link import Link
 from megatron_resihp.control.node.mailbox import Ending, GivenUp, Mailbox
-from megatron_resihp.control.node.orphan_reaper import Guardian
+from megatron_resihp.control.node.orphan_reaper import OrphanReaper
 from megatron_resihp.control.node.slowdown_injector import Slicer
 from megatron_resihp.control.node.starting import Starter, Worker
 from megatron_resihp.control.transport.liveness import Finding, Kind, Watcher
@@ -40,7 +40,7 @@ from megatron_resihp.protocol.messages import (
 LOOK_S: Final = 0.2
 """How often silence is looked for when nothing happens."""
 LOST_GRACE_S: Final = 0.25
-"""A dying process closes its lifeline a moment before it is dead; only after this long it counts as lost."""
+"""A dying process closes its liveness connection a moment before it is dead; only after this long it counts as lost."""
 TERMINATE_S: Final = 3.0
 """From SIGTERM to SIGKILL."""
 ABANDON_S: Final = 5.0
@@ -60,14 +60,14 @@ class Agent:
 
     Args:
         workers: as started.
-        watcher: of the workers' lifelines.
+        watcher: of the workers' liveness connections.
         mailbox: where endings and signals come in.
         link: to the coordinator.
         slicer: slows workers down when a drill wants it.
-        guardian: ends what workers have started should the agent die.
+        reaper: ends what workers have started should the agent die.
         starter: starts workers anew.
         max_restarts: how often at most, for each place.
-        nodes: the lifelines of the other nodes, on node 0 of several.
+        nodes: the liveness connections of the other nodes, on node 0 of several.
         joins: whether the node joins a job that runs. It goes again if all its workers fail: the job doesn't need it.
         node: its rank.
     """
@@ -79,7 +79,7 @@ class Agent:
         mailbox: Mailbox,
         link: Link,
         slicer: Slicer,
-        guardian: Guardian,
+        reaper: OrphanReaper,
         starter: Starter,
         max_restarts: int = 0,
         nodes: NodeWatcher | None = None,
@@ -92,7 +92,7 @@ class Agent:
         self._mailbox = mailbox
         self._link = link
         self._slicer = slicer
-        self._guardian = guardian
+        self._reaper = reaper
         self._starter = starter
         self._restarts_left = Counter({place_of(w.number, starter.places): max_restarts for w in workers})
         self._nodes = nodes
@@ -136,7 +136,7 @@ class Agent:
 
     def _look(self, dead: list[Worker], now: float) -> None:
         self._memory_kills.look(now)
-        # Lifelines first: what a worker said last is still in them.
+        # Liveness connections first: what a worker said last is still in them.
         for finding in self._watcher.look(now):
             self._take_note(finding, now)
         for worker in dead:
@@ -165,7 +165,7 @@ class Agent:
         memory = linux.shared_memory_of_group(worker.pid)
         # Before anything else: data loaders that it has left behind keep its sockets open, and its peers waiting.
         linux.kill_group(worker.pid)
-        self._guardian.forget(worker.pid)
+        self._reaper.forget(worker.pid)
         _, status = os.waitpid(worker.pid, 0)
         worker.code = os.waitstatus_to_exitcode(status)
         self._link.post(ProcessExited(worker.number, worker.code, time.time(), self._cause(worker)))

@@ -22,7 +22,7 @@ from typing import Final, NoReturn
 from megatron_resihp.control import exit_codes, keys, linux
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.streams import let_no_full_disk_end_this
-from megatron_resihp.control.transport.liveness import ENDED, FAILED, Lifeline
+from megatron_resihp.control.transport.liveness import ENDED, FAILED, LivenessConnection
 from megatron_resihp.control.worker.client import JobEnded
 from megatron_resihp.protocol.messages import MESSAGES, Message, ScriptEnded, ScriptFailed
 
@@ -49,7 +49,7 @@ def main(command: Sequence[str]) -> NoReturn:
     """Run the script as Python would, and end the process."""
     let_no_full_disk_end_this()
     leave_to_agent(signal.SIGUSR1, signal.SIGUSR2)
-    lifeline = _tie_to_agent()
+    liveness = _tie_to_agent()
     try:
         _run(command)
         end = _End(0)
@@ -63,13 +63,13 @@ def main(command: Sequence[str]) -> NoReturn:
             linux.die(killed)
     if end.error is not None:
         # No exit hooks: some wait for peers, which wait for this process.
-        lifeline.last_word(FAILED)
+        liveness.last_word(FAILED)
         _tell(ScriptFailed(_worker(), end.error, end.code))
     elif end.code == 0:
         _tell(ScriptEnded(_worker()))
         _run_exit_hooks()
     else:
-        lifeline.last_word(ENDED)
+        liveness.last_word(ENDED)
     _flush()
     # Threads that sit in C++ code, as those that listen to the store do, abort the process when the interpreter is
     # taken down under them.
@@ -82,16 +82,16 @@ def leave_to_agent(*signals: signal.Signals) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _tie_to_agent() -> Lifeline:
+def _tie_to_agent() -> LivenessConnection:
     linux.die_with_parent()
     if os.getppid() != int(os.environ[environment.AGENT_PID]):
         os._exit(exit_codes.FENCED)
     _pass_on_to_forks()
-    end = socket.socket(fileno=int(os.environ[environment.LIFELINE_FD]))
+    end = socket.socket(fileno=int(os.environ[environment.LIVENESS_FD]))
     end.set_inheritable(False)
     for name in (environment.RECORDS_FD, environment.ABSENCES_FD):
         os.set_inheritable(int(os.environ[name]), False)
-    return Lifeline(end, float(os.environ[environment.HEARTBEAT_S]), lambda: os._exit(exit_codes.FENCED))
+    return LivenessConnection(end, float(os.environ[environment.HEARTBEAT_S]), lambda: os._exit(exit_codes.FENCED))
 
 
 def _pass_on_to_forks() -> None:

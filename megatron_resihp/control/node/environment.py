@@ -21,13 +21,13 @@ NODE: Final = "RESIHP_NODE"
 STORE: Final = "RESIHP_STORE"
 """host:port of the store."""
 RUN_DIR: Final = "RESIHP_RUN_DIR"
-LIFELINE_FD: Final = "RESIHP_LIFELINE_FD"
+LIVENESS_FD: Final = "RESIHP_LIVENESS_FD"
 RECORDS_FD: Final = "RESIHP_RECORDS_FD"
 """Where this worker sends its measurements; see `shipping`."""
 ABSENCES_FD: Final = "RESIHP_ABSENCES_FD"
 """Where this worker reads when it was stopped; see `absences`."""
 HEARTBEAT_S: Final = "RESIHP_HEARTBEAT_S"
-"""Seconds between two beats of the lifeline."""
+"""Seconds between two beats of the liveness connection."""
 AGENT_PID: Final = "RESIHP_AGENT_PID"
 MAX_RESTARTS: Final = "RESIHP_MAX_RESTARTS"
 """How often each worker that died is started anew."""
@@ -83,9 +83,9 @@ class JobEnvironment:
     stand_in: bool
     max_restarts: int = 0
 
-    def of(self, worker: int, lifeline: int, records: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The whole environment of one worker, whose ends of the lifeline and of the stream of records are these file
-        descriptors.
+    def of(self, worker: int, liveness: int, records: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The whole environment of one worker. These file descriptors are its ends of the liveness connection and of the
+        stream of records.
 
         RANK and WORLD_SIZE are of the world at the start, for who was not in it, too: with them Megatron starts.
         """
@@ -114,7 +114,7 @@ class JobEnvironment:
             NODE: str(self.node),
             STORE: str(self.store),
             RUN_DIR: str(self.run_dir.resolve()),
-            LIFELINE_FD: str(lifeline),
+            LIVENESS_FD: str(liveness),
             RECORDS_FD: str(records),
             HEARTBEAT_S: str(self.heartbeat_s),
             AGENT_PID: str(os.getpid()),

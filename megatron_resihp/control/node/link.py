@@ -15,7 +15,7 @@ from typing import Final
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.node.mailbox import Ending, GivenUp, coordinator_lost
 from megatron_resihp.control.slowness import Slowness
-from megatron_resihp.control.transport.liveness import Lifeline
+from megatron_resihp.control.transport.liveness import LivenessConnection
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.protocol.messages import MESSAGES, Message
 from megatron_resihp.protocol.notices import NOTICES, JobEnds, NodeReleased, Notice, SlownessChanged, WorkersGivenUp
@@ -34,8 +34,8 @@ class Link:
     """Posts to the coordinator and hears when the job is over.
 
     Args:
-        connect: opens a connection to the store, waiting for it; StoreError if it does not come.
-        introduce: run first on the connection that then waits for the end; StoreError refuses the link. The lifeline
+        connect: opens a connection to the store, waiting for it; StoreError if it does not come. introduce: run first
+        on the connection that then waits for the end; StoreError refuses the link. The liveness connection
             that it returns is held as long as the link.
         on_end: told, in a thread of the link, how the workers are to end.
         on_slowness: told, in another, what drills have slowed, where agents have to do it.
@@ -46,7 +46,7 @@ class Link:
     def __init__(
         self,
         connect: Callable[[], Store],
-        introduce: Callable[[Store], Lifeline | None],
+        introduce: Callable[[Store], LivenessConnection | None],
         on_end: Callable[[Ending], None],
         on_slowness: Callable[[Slowness], None],
         on_given_up: Callable[[GivenUp], None] = lambda given_up: None,
@@ -60,7 +60,7 @@ class Link:
         self._on_given_up = on_given_up
         self._letterhead, self._posted = secrets.token_hex(4), 0
         self._letters: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._lifeline: Lifeline | None = None
+        self._liveness: LivenessConnection | None = None
         self._closed = False
         self._belongs = False
         self._introduced = threading.Event()
@@ -85,8 +85,8 @@ class Link:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        if self._lifeline is not None:
-            self._lifeline.close()
+        if self._liveness is not None:
+            self._liveness.close()
 
     def _post(self) -> None:
         try:
@@ -101,7 +101,7 @@ class Link:
     def _hear(self) -> None:
         try:
             store = self._connect()
-            self._lifeline = self._introduce(store)
+            self._liveness = self._introduce(store)
         except (StoreError, TimeoutError) as error:
             self._on_end(Ending(exit_codes.REFUSED, str(error)))
             return
@@ -149,9 +149,9 @@ class Link:
     def _lost(self, error: Exception) -> None:
         if not self._closed:
             self._on_end(coordinator_lost(error))
-            if self._lifeline is not None:
+            if self._liveness is not None:
                 # Should it be there after all, it gives this node's workers up, which then hear it and end.
-                self._lifeline.close()
+                self._liveness.close()
 
 
 def _read[T](kinds: Kinds[T], text: str) -> T | None:

@@ -1,9 +1,9 @@
-"""The guardian: a process that outlives its agent for as long as it takes to kill what the workers have started.
+"""The orphan reaper: a process that outlives its agent for as long as it takes to kill what the workers have started.
 
 The kernel ends workers with their agent, and what their main threads fork with them (`bootstrap`). What they start
-otherwise, as Megatron's checkpoint writers are, would stay, and keep sockets and memory. A guardian per node instead of
-a flag per process: that flag would end such a process together with the thread that started it.
-May import: the standard library and `control.linux`.
+otherwise, as Megatron's checkpoint writers are, would stay, and keep sockets and memory. An orphan reaper per node
+instead of a flag per process: that flag would end such a process together with the thread that started it. May import:
+the standard library and `control.linux`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MESSAGE: Final = struct.Struct("=q")
 """The leader of a process group to watch over; negative: it is no more."""
 
 
-class Guardian:
+class OrphanReaper:
     """The agent's end. Make it before any thread is started: it forks.
 
     Attributes:
-        socket: to be closed in forked workers, or the guardian would not notice the agent's end.
+        socket: to be closed in forked workers, or the orphan reaper would not notice the agent's end.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Guardian:
         try:
             self.socket.send(MESSAGE.pack(message))
         except OSError:
-            pass  # Somebody has killed the guardian, which is no reason to end the job.
+            pass  # Somebody has killed the orphan reaper, which is no reason to end the job.
 
 
 def _guard(agent: socket.socket) -> NoReturn:

@@ -29,14 +29,14 @@ class WorkerSpec:
         command: the script and its arguments.
         environment: all of it.
         output: file descriptor for its standard output and error.
-        lifeline, records: its ends; inherited under the same numbers, as is the file descriptor `absences`.
+        liveness, records: its ends; inherited under the same numbers, as is the file descriptor `absences`.
     """
 
     worker: int
     command: Sequence[str]
     environment: Mapping[str, str]
     output: int
-    lifeline: socket.socket
+    liveness: socket.socket
     records: socket.socket
     absences: int
 
@@ -48,7 +48,7 @@ with the thread that started it; the workers that the job begins with are starte
 
 def exec_worker(spec: WorkerSpec) -> int:
     """A fresh interpreter."""
-    for number in (spec.lifeline.fileno(), spec.records.fileno(), spec.absences):
+    for number in (spec.liveness.fileno(), spec.records.fileno(), spec.absences):
         os.set_inheritable(number, True)
     output = [(os.POSIX_SPAWN_DUP2, spec.output, 1), (os.POSIX_SPAWN_DUP2, spec.output, 2)]
     command = [sys.executable, "-m", BOOTSTRAP, *spec.command]
@@ -77,7 +77,7 @@ def _become_worker(spec: WorkerSpec) -> NoReturn:
     try:
         os.setsid()
         _reset_signals()
-        _close_sockets_but(spec.lifeline.fileno(), spec.records.fileno())
+        _close_sockets_but(spec.liveness.fileno(), spec.records.fileno())
         os.dup2(spec.output, 1)
         os.dup2(spec.output, 2)
         os.close(spec.output)
@@ -89,7 +89,7 @@ def _become_worker(spec: WorkerSpec) -> NoReturn:
         from megatron_resihp.control.node import bootstrap
 
         # The file descriptors are opened anew, and these objects must not close them.
-        spec.lifeline.detach()
+        spec.liveness.detach()
         spec.records.detach()
         bootstrap.main(spec.command)
     except BaseException:

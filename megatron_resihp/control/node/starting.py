@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_resihp.control import linux
 from megatron_resihp.control.node.absences import Page, Watch
 from megatron_resihp.control.node.environment import ABSENCES_FD, JobEnvironment
-from megatron_resihp.control.node.orphan_reaper import Guardian
+from megatron_resihp.control.node.orphan_reaper import OrphanReaper
 from megatron_resihp.control.node.output import Outputs
 from megatron_resihp.control.node.spawn import Spawn, WorkerSpec
 from megatron_resihp.control.transport.liveness import Watcher
@@ -29,7 +29,7 @@ class Worker:
         code: exit code, negative for a signal; None while it lives.
         failed: it ended with an error of its own, or died before the job had ended; None as long as that is open.
         given_up: it was reported as silent or lost, and only the end of the job is waited for.
-        lost_at: when its lifeline ended, as long as it may just be dying.
+        lost_at: when its liveness connection ended, as long as it may just be dying.
     """
 
     number: int
@@ -53,7 +53,7 @@ class Starter:
         spawn: Spawn,
         watcher: Watcher,
         relay: Relay,
-        guardian: Guardian,
+        reaper: OrphanReaper,
     ) -> None:
         self._command = command
         self._environment = environment
@@ -61,7 +61,7 @@ class Starter:
         self._spawn = spawn
         self._watcher = watcher
         self._relay = relay
-        self._guardian = guardian
+        self._reaper = reaper
 
     @property
     def places(self) -> int:
@@ -98,7 +98,7 @@ class Starter:
                 pid = self._spawn(WorkerSpec(number, self._command, variables, output, given, given_records, page.fd))
             finally:
                 os.close(page.fd)
-        self._guardian.watch(pid)
+        self._reaper.watch(pid)
         os.close(output)
         self._watcher.add(number, kept)
         self._relay.add(kept_records)

@@ -45,7 +45,7 @@ def likely_losses(plan: ParallelPlan, own: tuple[Chunk, ...], places: int, worke
             yield lost
 
 
-class Foresight:
+class PrecomputedPlans:
     """One per job. One thread tells what happens, asks and keeps answers; any thread may look for one.
 
     Args:

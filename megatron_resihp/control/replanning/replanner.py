@@ -26,7 +26,7 @@ from megatron_resihp.control.replanning.next_plan import StrategicPlan, Survivor
 from megatron_resihp.control.replanning.planner_process import UNANSWERED, PlannerProcess
 from megatron_resihp.control.replanning.planning import request_of
 from megatron_resihp.control.replanning.policy import ACT, ASK, OBSERVE, Action, AskPlanner, Policy, Recommend, Settings
-from megatron_resihp.control.replanning.precomputed import Foresight
+from megatron_resihp.control.replanning.precomputed import PrecomputedPlans
 from megatron_resihp.control.replanning.trial import Outcome
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
@@ -48,7 +48,7 @@ PROPOSALS: Final = "proposals"
 COST_MODEL: Final = "cost_model.json"
 
 
-class Strategist:
+class Replanner:
     """One per job.
 
     Args:
@@ -75,10 +75,10 @@ class Strategist:
         self._write = write
         self._order = order
         self._speeds = Speeds()
-        self._foresight = Foresight(*self._sizes)
+        self._precomputed = PrecomputedPlans(*self._sizes)
         self._job: Event = {}
         self._plan: ParallelPlan | None = None
-        self._newcomers: set[int] = set()
+        self._joining: set[int] = set()
         self._dead: set[int] = set()
         self._policy: Policy | None = None
         self._to_plan: AskPlanner | None = None
@@ -110,7 +110,7 @@ class Strategist:
     ) -> Mapping[str, Any]:
         alive = survivors.held.keys()
         request = self._request(strategy, survivors.job, running, self._speeds.of(alive), self._speeds.links(alive))
-        known = self._foresight.answer(request)
+        known = self._precomputed.answer(request)
         began = time.monotonic()
         answer = self._in_recoveries.ask(request, timeout_s) if known is None else known
         waited_s = time.monotonic() - began
@@ -176,7 +176,7 @@ class Strategist:
 
     def _plan_ahead(self) -> bool:
         """Have a plan made for the next loss; False: there is none to ask about."""
-        lost = self._foresight.next_loss()
+        lost = self._precomputed.next_loss()
         if lost is None or self._plan is None:
             return False
         alive = [worker for worker in self._plan.members if worker not in lost]
@@ -185,13 +185,13 @@ class Strategist:
         request = self._request(self._job["strategy"], self._job, self._plan, speeds, links)
         answer = self._by_choice.ask(request, BY_CHOICE_S)
         if UNANSWERED in answer:
-            self._foresight.give_up()
+            self._precomputed.give_up()
         else:
-            self._foresight.keep(request, answer)
+            self._precomputed.keep(request, answer)
         return True
 
     def _follow(self, event: Event) -> None:
-        self._foresight.note(event, _written_at(self._run_dir / COST_MODEL))
+        self._precomputed.note(event, _written_at(self._run_dir / COST_MODEL))
         match event["event"]:
             case "job":
                 self._job = dict(event)
@@ -206,13 +206,13 @@ class Strategist:
                 self._rehearse()
             case "epoch_started":
                 self._plan = ParallelPlan.from_dict(event["plan"])
-                self._newcomers.difference_update(self._plan.members)
+                self._joining.difference_update(self._plan.members)
                 self._to_take_in = True
             case "worker_waiting":
-                self._newcomers.add(event["waiting"])
+                self._joining.add(event["waiting"])
                 self._to_take_in = True
             case "worker_dead":
-                self._newcomers.discard(event["dead"])
+                self._joining.discard(event["dead"])
                 self._dead.add(event["dead"])
                 self._to_take_in = True
             case "verdict":
@@ -274,11 +274,11 @@ class Strategist:
         """Ask for a plan that gives work to those that came; rectangles the coordinator makes of them itself."""
         self._to_take_in = False
         strategy = self._job.get("strategy", RECTANGULAR)
-        if not self._newcomers or self._plan is None or strategy == RECTANGULAR:
+        if not self._joining or self._plan is None or strategy == RECTANGULAR:
             return
         if self._dead.intersection(self._plan.members):
             return  # the others recover, and what they will do next is not known
-        standbys = {**self._plan.standbys, **dict.fromkeys(self._newcomers)}
+        standbys = {**self._plan.standbys, **dict.fromkeys(self._joining)}
         plan = replace(self._plan, standbys=standbys)
         speeds, links = self._speeds.of(plan.members), self._speeds.links(plan.members)
         answer = self._plan_by_choice(strategy, plan, speeds, links)
@@ -286,8 +286,8 @@ class Strategist:
         if not self._hear_all() or self._to_take_in:
             return
         found = answer.get("plan")
-        if found is not None and self._newcomers.intersection(ParallelPlan.from_dict(found).working):
-            why = arrival(sorted(self._newcomers), self._sizes[0])
+        if found is not None and self._joining.intersection(ParallelPlan.from_dict(found).working):
+            why = arrival(sorted(self._joining), self._sizes[0])
             self._order(PlanRequest(found, why, patient=True))
 
     def _recommend(self, found: Recommend) -> None:

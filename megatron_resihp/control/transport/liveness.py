@@ -1,4 +1,4 @@
-"""Lifelines: a stream socket whose bytes are heartbeats and whose end is death.
+"""Liveness connections: a stream socket whose bytes are heartbeats and whose end is death.
 
 One runs from each worker to its agent, another from each agent to the one that runs the coordinator.
 May import: the standard library and `control.transport.absence`.
@@ -26,13 +26,13 @@ whose output explains the end of the job."""
 READ_BYTES: Final = 4096
 
 
-class Lifeline:
+class LivenessConnection:
     """The end of one that is watched: sends the beats, and hears when the watcher is gone.
 
     Args:
         sock: connected to the watcher; belongs to this object from now on.
         period_s: time between two beats; the first goes out at once.
-        on_lost: called in the lifeline's thread when the other end died, or gave this one up.
+        on_lost: called in the liveness connection's thread when the other end died, or gave this one up.
     """
 
     def __init__(self, sock: socket.socket, period_s: float, on_lost: Callable[[], None]) -> None:
@@ -41,7 +41,7 @@ class Lifeline:
         self._period_s = period_s
         self._on_lost = on_lost
         self._closed = False
-        self._thread = threading.Thread(target=self._beat, name="resihp-lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="resihp-liveness", daemon=True)
         self._thread.start()
 
     def last_word(self, word: bytes) -> None:
@@ -113,7 +113,7 @@ class Heartbeats:
 
 
 class Kind(Enum):
-    """What a lifeline told."""
+    """What a liveness connection told."""
 
     LOST = "lost"
     """Its other end closed it: the process died or cut it."""
@@ -136,7 +136,7 @@ class Finding:
 
 
 class Watcher:
-    """The watching end of many lifelines, for a loop that selects on `fileno` and calls `look`."""
+    """The watching end of many liveness connections, for a loop that selects on `fileno` and calls `look`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._beats = Heartbeats(timeout_s)
@@ -145,7 +145,7 @@ class Watcher:
 
     @property
     def names(self) -> set[int]:
-        """Whose lifelines are held."""
+        """Whose liveness connections are held."""
         return set(self._sockets)
 
     def fileno(self) -> int:
@@ -157,13 +157,13 @@ class Watcher:
         self._selector.register(sock, selectors.EVENT_READ, name)
 
     def look(self, now: float) -> list[Finding]:
-        """What happened since the last look; lifelines that were lost are let go of."""
+        """What happened since the last look; liveness connections that were lost are let go of."""
         findings = [finding for key, _ in self._selector.select(0) for finding in self._read(key.data, now)]
         silent = [Finding(Kind.SILENT, name, silence_s) for name, silence_s in self._beats.silent(now).items()]
         return findings + silent
 
     def cut(self, name: int) -> None:
-        """End a lifeline, so that its holder ends itself as soon as it runs; one that is cut already stays so."""
+        """End a liveness connection: its holder ends itself as soon as it runs. One that is cut already stays so."""
         sock = self._sockets.pop(name, None)
         if sock is None:
             return

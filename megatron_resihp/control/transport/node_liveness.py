@@ -1,4 +1,4 @@
-"""Lifelines between nodes: node 0 notices that another node is gone, the others that node 0 is.
+"""Liveness connections between nodes: node 0 notices that another node is gone, the others that node 0 is.
 
 May import: the standard library and this package's modules.
 """
@@ -16,7 +16,7 @@ from megatron_resihp.control import keys
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.absence import Absence
 from megatron_resihp.control.transport.address import Address, parse_address
-from megatron_resihp.control.transport.liveness import Kind, Lifeline, Watcher
+from megatron_resihp.control.transport.liveness import Kind, LivenessConnection, Watcher
 from megatron_resihp.control.transport.store import Store, StoreError
 
 HELLO: Final = struct.Struct(">4sI")
@@ -36,7 +36,7 @@ class NodeLoss:
 
 
 class NodeWatcher:
-    """Node 0's end: takes in the lifelines of the other nodes, also of those that come later, or again.
+    """Node 0's end: takes in the liveness connections of the other nodes, also of those that come later, or again.
 
     Args:
         listener: bound, not yet listening.
@@ -72,7 +72,7 @@ class NodeWatcher:
         losses = []
         for finding in self._watcher.look(now):
             if finding.kind is Kind.SILENT:
-                # Should it live on, it must not go on: it hears the end of its lifeline.
+                # Should it live on, it must not go on: it hears the end of its liveness connection.
                 self._watcher.cut(finding.name)
                 losses.append(NodeLoss(finding.name, f"no heartbeat for {finding.silence_s:.1f} s"))
             elif finding.kind is Kind.LOST:
@@ -112,9 +112,9 @@ class NodeWatcher:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where agents of other nodes connect: their lifelines, and the streams of their workers' records."""
+    """Where agents of other nodes connect: their liveness connections, and the streams of their workers' records."""
 
-    lifelines: Address
+    liveness: Address
     records: Address
 
 
@@ -123,7 +123,7 @@ def publish(store: Store, size: JobSize, meeting: Meeting | None) -> None:
     store.set(SIZE_KEY, str(size))
     if meeting is not None:
         store.set(keys.RECORDS_ADDRESS, str(meeting.records))
-        store.set(keys.LIFELINE_ADDRESS, str(meeting.lifelines))
+        store.set(keys.LIVENESS_ADDRESS, str(meeting.liveness))
 
 
 def records_address(store: Store) -> Address:
@@ -148,18 +148,18 @@ class Joining:
     first_worker: int
 
 
-def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> Lifeline:
-    """Check that this node belongs to the job, and connect its lifeline; StoreError says why not."""
+def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> LivenessConnection:
+    """Check that this node belongs to the job, and open its liveness connection; StoreError says why not."""
     told = store.get(SIZE_KEY, ANSWER_S)
     if told != str(joining.size):
         raise StoreError(unlike(told, joining.node))
     if store.add(f"launch/first_worker/{joining.first_worker}", 1) > 1:
         raise StoreError(joined_already(joining.node))
-    address = parse_address(store.get(keys.LIFELINE_ADDRESS, ANSWER_S))
+    address = parse_address(store.get(keys.LIVENESS_ADDRESS, ANSWER_S))
     try:
-        return Lifeline(_connect(address, joining), joining.period_s, on_lost)
+        return LivenessConnection(_connect(address, joining), joining.period_s, on_lost)
     except OSError as error:
-        raise StoreError(f"no lifeline to node 0 at {address} ({error.strerror or error})") from error
+        raise StoreError(f"no liveness connection to node 0 at {address} ({error.strerror or error})") from error
 
 
 def unlike(told: str, node: int) -> str:

@@ -45,11 +45,11 @@ class Identity:
     in_step: Settings
 
 
-def check_in(store: Store, own: Identity, newcomer: bool) -> Settings:
+def check_in(store: Store, own: Identity, joining: bool) -> Settings:
     """Compare with the job's first worker, or be that one; returns what that one has `in_step`.
 
     Args:
-        newcomer: this worker was not there when the job began.
+        joining: this worker was not there when the job began.
 
     Raises:
         UnlikeError: it differs.
@@ -66,7 +66,7 @@ def check_in(store: Store, own: Identity, newcomer: bool) -> Settings:
     told = Identity(**json.loads(store.get(f"{keys.IDENTITY}/{job}", READ_S)))
     mine = Identity(**json.loads(text))
     unlike = differences(mine.always, told.always)
-    if not newcomer:
+    if not joining:
         unlike += differences(mine.at_start, told.at_start)
     if unlike:
         more = f" and {len(unlike) - NAMED} more" if len(unlike) > NAMED else ""

@@ -1,11 +1,10 @@
 """A worker that is started while the others train, anew or for the first time: how it starts without them, and what it
 joins them with.
 
-Megatron's start-up is full of collectives that nobody else would take part in. So a newcomer starts in a world whose
-groups talk to nobody (as with Megatron's own --fake-process-group), as what its place was when the job began, or as
-some other of the first plan where it was none. Nothing of that is used later: it holds nothing, and enters an epoch as
-a survivor does who has lost everything.
-May import megatron and this package.
+Megatron's start-up is full of collectives that nobody else would take part in. So a joining worker starts in a world
+whose groups talk to nobody (as with Megatron's own --fake-process-group), as what its place was when the job began, or
+as some other of the first plan where it was none. Nothing of that is used later: it holds nothing, and enters an epoch
+as a survivor does who has lost everything. May import megatron and this package.
 """
 
 import os
@@ -25,7 +24,7 @@ from megatron_resihp.protocol.records import Commit, Stage
 TALKS_TO_NOBODY = "fake"
 
 
-def is_newcomer() -> bool:
+def is_joining() -> bool:
     """Whether this process is none of those that the job began with."""
     return int(os.environ["RESIHP_WORKER"]) != int(os.environ["RANK"])
 

@@ -35,7 +35,7 @@ RECORD, SAVED = "record", "saved"
 
 def save_without_coordinator(runtime: Runtime, why: str) -> None:
     """Save this worker's part of what the survivors hold, if it holds anything; returns whatever becomes of that."""
-    if runtime.newcomer or not runtime.held or not runtime.progress.iteration:
+    if runtime.joining or not runtime.held or not runtime.progress.iteration:
         return
     try:
         _save(runtime, why)

@@ -43,7 +43,7 @@ def wrap_train(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., 
         *others: Any, **options: Any,
     ) -> Any:  # fmt: skip
         def enter() -> Any:
-            if runtime.newcomer:
+            if runtime.joining:
                 _join(runtime)
             if not runtime.in_loop:
                 _first_epoch(runtime)

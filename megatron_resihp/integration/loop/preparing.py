@@ -38,7 +38,7 @@ class Preparation:
         with self._lock:
             if self._runtime.epoch not in (change.epoch, NO_EPOCH):
                 return
-            self._give_up()  # a newcomer may have been asked for before
+            self._give_up()  # a joining worker may have been asked for before
             self._number, self._until = change.number, time.monotonic() + LONGEST_S
             thread = threading.Thread(target=self._make, args=(change,), name="resihp-preparing", daemon=True)
             thread.start()

@@ -107,7 +107,7 @@ def blames_plan(runtime: Runtime, error: BaseException) -> bool:
     A worker that no plan has been run with yet just ends: the others go on without it.
     """
     others = isinstance(error, PlanChange | TakenIn | JobEnded | ContractBroken) or _is_an_interruption(error)
-    return runtime.on_trial and not runtime.newcomer and (is_out_of_memory(error) or not others)
+    return runtime.on_trial and not runtime.joining and (is_out_of_memory(error) or not others)
 
 
 def recover(runtime: Runtime, error: Exception) -> None:
@@ -363,7 +363,7 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
         install_step(runtime)
         _take_apart(old_model)
     runtime.held = spelled_out(order.plan, runtime.own.chunks).shards_of(runtime.worker)
-    runtime.in_loop, runtime.newcomer = runtime.works, False
+    runtime.in_loop, runtime.joining = runtime.works, False
     runtime.position = commit.position
     runtime.to_change, runtime.to_validate = False, None
     restore_counters(runtime, commit.counters)

@@ -41,7 +41,7 @@ def _gathering(runtime: Runtime) -> Iterator[None]:
             object_list[:] = [kinds.keys] * len(object_list)
             return
         original(object_list, own, group)
-        if starting and not runtime.newcomer:
+        if starting and not runtime.joining:
             before = () if kinds is None else kinds.keys
             found = dict.fromkeys([*before, *(key for keys in object_list for key in keys)])
             runtime.parameter_kinds = ParameterKinds(tuple(found), working)

@@ -38,7 +38,7 @@ from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.integration.loop import nccl_watch
 from megatron_resihp.integration.loop.device_loss import abort_or_die
-from megatron_resihp.integration.loop.joining import build_lonely_world, is_newcomer, lonely_groups
+from megatron_resihp.integration.loop.joining import build_lonely_world, is_joining, lonely_groups
 from megatron_resihp.integration.loop.preparing import Preparation
 from megatron_resihp.integration.loop.reach_watch import ReachWatch
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
@@ -74,8 +74,8 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     """
     store = LastingStore(connect(*parse_address(os.environ["RESIHP_STORE"]), CONNECT_TIMEOUT_S))
     worker = int(os.environ["RESIHP_WORKER"])
-    newcomer = is_newcomer()
-    for name, value in check_in(store, identify(), newcomer).items():
+    joining = is_joining()
+    for name, value in check_in(store, identify(), joining).items():
         setattr(get_args(), name, value)
     # The notice thread starts before there is anything to abort.
     communicators: list[Communicators] = []
@@ -85,7 +85,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
             abort_or_die(each.abort_if_interrupted)
 
     door = Door(own_address_towards(store.address.host)).address
-    control = WorkerControl(store, worker, abort, NO_EPOCH if newcomer else 0, door)
+    control = WorkerControl(store, worker, abort, NO_EPOCH if joining else 0, door)
 
     def open_store() -> dist.Store:
         opened: dist.Store = store.clone().torch_store
@@ -98,7 +98,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), pack_sheet)
     atexit.register(outbox.close, LAST_RECORDS_S)
     runtime = Runtime(config, control, communicators[0], get_args(), derived, outbox.offer)
-    runtime.run, runtime.newcomer = store.run, newcomer
+    runtime.run, runtime.joining = store.run, joining
     runtime.preparation = Preparation(runtime)
     control.on_change = runtime.preparation.begin
     runtime.probes.watch_garbage_collection()
@@ -135,7 +135,7 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
         runtime.own_layout = own = own_layout(args)
         runtime.shares_optimizer = bool(args.use_distributed_optimizer)
         runtime.control.event("worker_started", **whereabouts(args.local_rank))
-        if runtime.newcomer:
+        if runtime.joining:
             torch.cuda.set_device(args.local_rank)
             build_lonely_world(runtime)
             return original(*positional, **options)
@@ -201,7 +201,7 @@ def wrap_initialize_model_parallel(runtime: Runtime, original: Callable[..., Non
     def initialize_model_parallel(*positional: Any, **options: Any) -> None:
         options = {name: chosen_once(value) if callable(value) else value for name, value in options.items()}
         runtime.build_groups = functools.partial(original, *positional, **options)
-        with lonely_groups() if runtime.newcomer else nullcontext():
+        with lonely_groups() if runtime.joining else nullcontext():
             original(*positional, **options)
         runtime.megatron_groups = MegatronGroups()
 
@@ -231,8 +231,8 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
     def setup_model_and_optimizer(*positional: Any, **options: Any) -> Any:
         if runtime.worker == 0:  # first, so that planners practise meanwhile
             runtime.control.tell(ModelBuilt(runtime.worker, model_fields(runtime.args)))
-        # What a newcomer will hold comes from others, not from a checkpoint.
-        with _without_loading(runtime.args) if runtime.newcomer else nullcontext():
+        # What a joining worker will hold comes from others, not from a checkpoint.
+        with _without_loading(runtime.args) if runtime.joining else nullcontext():
             model, optimizer, scheduler = original(*positional, **options)
         runtime.trained = Trained(model, optimizer, scheduler)
         config = get_model_config(model[0])

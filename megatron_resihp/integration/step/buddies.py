@@ -22,12 +22,12 @@ def keepers_of(plan: ParallelPlan, coordinate: Coordinate) -> tuple[int, ...]:
     return (plan.workers_at(coordinate)[0], *standbys) if standbys else ()
 
 
-def join_keepers(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group: MakeSideGroup) -> SideGroup | None:
+def join_buddies(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group: MakeSideGroup) -> SideGroup | None:
     """Make the group over which this shard's gradients reach its standbys, if this worker is in it."""
     workers = keepers_of(plan, coordinate)
     if me not in workers:
         return None
-    return make_group(f"keepers/{coordinate.stage}/{coordinate.tp_rank}", workers)
+    return make_group(f"buddies/{coordinate.stage}/{coordinate.tp_rank}", workers)
 
 
 def share_gradients(runtime: Runtime) -> None:
@@ -38,10 +38,10 @@ def share_gradients(runtime: Runtime) -> None:
     if runtime.optimizer_is_shared_out:
         share_part_gradients(runtime)
         return
-    if runtime.keepers is None:
+    if runtime.buddies is None:
         return
     for gradients in _gradient_buffers(runtime):
-        runtime.keepers.broadcast(gradients, runtime.keepers.workers[0])
+        runtime.buddies.broadcast(gradients, runtime.buddies.workers[0])
 
 
 def _gradient_buffers(runtime: Runtime) -> Iterator[torch.Tensor]:

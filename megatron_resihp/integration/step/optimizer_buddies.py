@@ -79,10 +79,10 @@ def share_part_gradients(runtime: Runtime) -> None:
     if kept.owns:
         ready_gradients(runtime.trained.optimizer)
         own = own_gradient(runtime.trained)
-    for owner, keeper in ring.edges:
+    for owner, buddy in ring.edges:
         if owner == runtime.worker:
             if own.numel():
-                ring.group.send(own, keeper)
+                ring.group.send(own, buddy)
         elif kept.copy is not None:
             gradient = torch.empty(kept.copy.elements)
             if gradient.numel():
@@ -131,7 +131,7 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     told = tell_all(runtime.everybody, worker, {"has": list(has), "owns": list(owns.items()), "fills": fresh})
     has_all = {each: [Range(*where) for where in said["has"]] for each, said in told.items()}
     owned = {each: places_said(said["owns"]) for each, said in told.items()}
-    copied = {keeper: owner for each in plan.coordinates() for owner, keeper in copies_at(plan, each)}
+    copied = {buddy: owner for each in plan.coordinates() for owner, buddy in copies_at(plan, each)}
     if not any(said["has"] for said in told.values()):  # before the first step owners have what they were built with
         has, has_all = _full_entries(coordinate, own_part(trained)), {each: list(owned[each]) for each in told}
     wanted = {

@@ -116,7 +116,7 @@ def step_part(part: Any) -> None:
 
 
 def digest_of(part: Mapping[Range, Entry]) -> str:
-    """Of masters and what the optimizer keeps; owner and keeper of a copy must agree.
+    """Of masters and what the optimizer keeps; owner and buddy of a copy must agree.
 
     Computed on the device, range by range: a copy is in host memory, which is slow, and too large for the device.
     """

@@ -102,7 +102,7 @@ def share_out(runtime: Runtime, trained: Trained, whole: WholeState) -> Kept | N
         if digest_of_pieces(now[where] for where in cut) != digest_of_pieces(cut.values()):
             raise RuntimeError("this worker's part of the optimizer's state is not what it was before it moved")
         publish_parameters(trained)
-    owner = next((owner for owner, keeper in copies_at(plan, coordinate) if keeper == worker), None)
+    owner = next((owner for owner, buddy in copies_at(plan, coordinate) if buddy == worker), None)
     if owner is None:
         return Kept(coordinate, runtime.works, None)
     places = places_said(told[owner])

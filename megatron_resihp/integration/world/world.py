@@ -17,7 +17,7 @@ from megatron_resihp.executor.slice_sums import Bucket, make_buckets
 from megatron_resihp.integration.ops.program_schedule import make_exchange, training_routes
 from megatron_resihp.integration.patches import documents, expert_metrics
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.step.buddies import join_keepers
+from megatron_resihp.integration.step.buddies import join_buddies
 from megatron_resihp.integration.step.optimizer_buddies import Ring, join_ring
 from megatron_resihp.integration.world.heterogeneous import General
 from megatron_resihp.integration.world.heterogeneous_groups import as_stage
@@ -33,7 +33,7 @@ class SideGroups(NamedTuple):
     everybody: SideGroup
     buckets: list[Bucket]
     ring: Ring | None
-    keepers: SideGroup | None
+    buddies: SideGroup | None
 
 
 def build_world(runtime: Runtime, ahead: GroupsAhead | None = None) -> None:
@@ -45,7 +45,7 @@ def build_world(runtime: Runtime, ahead: GroupsAhead | None = None) -> None:
     args, plan = runtime.args, runtime.current_plan
     runtime.general = view_of(runtime, plan)
     runtime.communicators.begin(runtime.epoch, plan.digest, ahead)
-    runtime.everybody, runtime.buckets, runtime.ring, runtime.keepers = side_groups_of(
+    runtime.everybody, runtime.buckets, runtime.ring, runtime.buddies = side_groups_of(
         runtime, plan, runtime.general, runtime.communicators.side_group
     )
     if not runtime.works:
@@ -68,12 +68,12 @@ def side_groups_of(
     everybody = make_group("everybody", plan.members)
     if general is not None:
         return SideGroups(everybody, make_buckets(general.holders, runtime.worker, make_group), None, None)
-    coordinate, ring, keepers = plan.coordinate_of(runtime.worker), None, None
+    coordinate, ring, buddies = plan.coordinate_of(runtime.worker), None, None
     if coordinate is not None and runtime.shares_optimizer:
         ring = join_ring(plan, coordinate, runtime.worker, make_group)
     elif coordinate is not None:
-        keepers = join_keepers(plan, coordinate, runtime.worker, make_group)
-    return SideGroups(everybody, [], ring, keepers)
+        buddies = join_buddies(plan, coordinate, runtime.worker, make_group)
+    return SideGroups(everybody, [], ring, buddies)
 
 
 def timeout_of(args: Any) -> timedelta:
@@ -124,7 +124,7 @@ def _start_streams(runtime: Runtime) -> None:
 
 def tear_down(runtime: Runtime) -> None:
     """Destroy every group of the old epoch and what remembers it."""
-    runtime.everybody = runtime.keepers = runtime.exchange = runtime.ring = None
+    runtime.everybody = runtime.buddies = runtime.exchange = runtime.ring = None
     runtime.buckets, runtime.routes = [], ()
     # A standby of the next plan runs nothing that would count them anew, and its gradients are divided too.
     runtime.tokens, runtime.seen_documents = 0.0, None

@@ -122,7 +122,7 @@ def test_listeners_go_on_listening(network: Network) -> None:
 
 
 def test_what_was_there_before_is_left_alone(network: Network) -> None:
-    """The store and the lifeline, even where no ports are known yet."""
+    """The store and the liveness connection, even where no ports are known yet."""
     store = network.listen()
     to_store = network.connect(store)
     foreign = gloo_sockets.identities()

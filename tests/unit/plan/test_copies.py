@@ -43,7 +43,7 @@ def test_parts_are_passed_on_in_at_most_three_turns(count: int, idle: int) -> No
     ordered = in_turns(edges)
     assert sorted(ordered) == sorted(edges)
     free_at: dict[int, int] = {}
-    for owner, keeper in ordered:
-        turn = max(free_at.get(owner, 0), free_at.get(keeper, 0)) + 1
-        free_at[owner] = free_at[keeper] = turn
+    for owner, buddy in ordered:
+        turn = max(free_at.get(owner, 0), free_at.get(buddy, 0)) + 1
+        free_at[owner] = free_at[buddy] = turn
     assert max(free_at.values(), default=0) <= 3

@@ -139,7 +139,7 @@ BAD_TEXTS = (
 
 
 def read(text: str) -> Message:
-    return read_message(text, SIZE, Membership(SIZE).newcomers.may_exist).body
+    return read_message(text, SIZE, Membership(SIZE).joining.may_exist).body
 
 
 def test_each_message_that_somebody_sends_gets_through() -> None:
@@ -196,7 +196,7 @@ def test_whatever_comes_in_the_state_machine_stands(texts: list[str]) -> None:
         membership = Membership(SIZE)
         for text in [*(written(message) for message in TOLD[:told] if not isinstance(message, JoinRequest)), *texts]:
             try:
-                message = read_message(text, SIZE, membership.newcomers.may_exist).body
+                message = read_message(text, SIZE, membership.joining.may_exist).body
             except MalformedError:
                 continue
             if not isinstance(message, EventsReported | SlowdownRequest):

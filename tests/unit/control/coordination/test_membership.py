@@ -103,7 +103,7 @@ class Job:
                 assert self.membership.plan is not None
                 # Only now do workers let go of what they held.
                 full = spelled_out(self.membership.plan, self.own)
-                waiting = dict.fromkeys(self.membership.newcomers.waiting, ())
+                waiting = dict.fromkeys(self.membership.joining.waiting, ())
                 self.held = {**waiting, **{w: full.shards_of(w) for w in full.members}}
         return actions
 
@@ -1222,7 +1222,7 @@ class TestComingBack:
         assert not job.ready(0, 1, 2)
         actions = job.ready(7, bytes_received=5)
         assert events(actions, "reconfiguration") and not events(actions, "recovery")
-        assert job.membership.phase is Phase.RUNNING and not job.membership.newcomers.waiting
+        assert job.membership.phase is Phase.RUNNING and not job.membership.joining.waiting
 
     def test_it_dies_again_and_comes_back_again(self) -> None:
         job = Job().start().recover([3])
@@ -1319,7 +1319,7 @@ class TestComingBack:
         actions = job.come_back(7, micro_batches=8)
         [notice] = [action.notice for action in actions if isinstance(action, Notify)]
         assert isinstance(notice, WorkerDismissed) and notice.worker == 7
-        assert not job.membership.newcomers.waiting and job.membership.phase is Phase.RUNNING
+        assert not job.membership.joining.waiting and job.membership.phase is Phase.RUNNING
 
     def test_shortly_before_the_end_nobody_waits_for_it(self) -> None:
         job = Job().start().recover([3])
@@ -1341,7 +1341,7 @@ class TestComingBack:
         job = Job().start()
         job.membership.job["strategy"] = "joint"
         job.recover([3])
-        assert not notices(job.come_back(7)), "the strategist will say what it is to do"
+        assert not notices(job.come_back(7)), "the replanner will say what it is to do"
         job.apply(plan_of((((0,), (2,)), OTHER_LAYERS), (((1,), (7,)), OTHER_LAYERS), counts=(3, 1)))
         actions = job.leave(0, 1, 2)
         assert only(EpochPlan, actions).plan.working == (0, 2, 1, 7)
@@ -1434,7 +1434,7 @@ class TestLeaving:
         job = Job(late_nodes=1).start_with(**REPLICA_PER_NODE)
         job.come_back(4)
         assert notices(self.leave(job, 2)) == [NodeReleased]
-        assert not job.membership.newcomers.waiting
+        assert not job.membership.joining.waiting
 
 
 class TestWhateverHappens:

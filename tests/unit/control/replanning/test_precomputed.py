@@ -8,7 +8,7 @@ import pytest
 
 from megatron_resihp.control.replanning import precomputed
 from megatron_resihp.control.replanning.planning import request_of
-from megatron_resihp.control.replanning.precomputed import Foresight, likely_losses
+from megatron_resihp.control.replanning.precomputed import PrecomputedPlans, likely_losses
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica
 
 OWN = (Chunk(0, 0, 4),)
@@ -26,14 +26,14 @@ def request(worker: int = 0, **changed: Any) -> dict[str, Any]:
     return {**request_of("joint", JOB, 4, 2, PLAN, alive, {}, None), **changed}
 
 
-def told(*events: dict[str, Any], learned: float | None = None) -> Foresight:
-    found = Foresight(4, 2)
+def told(*events: dict[str, Any], learned: float | None = None) -> PrecomputedPlans:
+    found = PrecomputedPlans(4, 2)
     for event in events:
         found.note(event, learned)
     return found
 
 
-def asked(found: Foresight) -> list[set[int]]:
+def asked(found: PrecomputedPlans) -> list[set[int]]:
     return [set(lost) for lost in iter(found.next_loss, None)]
 
 

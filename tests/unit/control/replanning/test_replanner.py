@@ -16,7 +16,7 @@ from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning import replanner
 from megatron_resihp.control.replanning.next_plan import Survivors
 from megatron_resihp.control.replanning.planner_process import UNANSWERED
-from megatron_resihp.control.replanning.replanner import Strategist
+from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, spelled_out
 from megatron_resihp.planner import JobShape
 from megatron_resihp.protocol.job import JobDescription
@@ -67,7 +67,7 @@ def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypa
             pass
 
     monkeypatch.setattr(replanner, "PlannerProcess", Planner)
-    desk = Strategist(tmp_path, JobSize(1, 2), lambda event: None, orders.put)
+    desk = Replanner(tmp_path, JobSize(1, 2), lambda event: None, orders.put)
     desk.note({"event": "job", **SIZES, "act": "act", "seconds_between_changes": 0.0})
     desk.note({"event": "epoch_started", "epoch": 0, "plan": PLAN.to_dict()})
     desk.note({"event": "iteration", "iteration": 3, "duration_s": 1.0})
@@ -94,7 +94,7 @@ def replicas_of_the_living(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Desk:
-    """A strategist of a job of four workers on a node, whose planners are made up.
+    """A replanner of a job of four workers on a node, whose planners are made up.
 
     Attributes:
         asked: what the planner for recoveries was asked.
@@ -134,10 +134,10 @@ class Desk:
         monkeypatch.setattr(replanner, "PlannerProcess", Planner)
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
         self.orders: queue.Queue[PlanRequest] = queue.Queue()
-        self.strategist = Strategist(run_dir, JobSize(1, 4), self.events.put, self.orders.put)
+        self.replanner = Replanner(run_dir, JobSize(1, 4), self.events.put, self.orders.put)
 
     def note(self, event: str, **fields: Any) -> None:
-        self.strategist.note({"time": 0.0, "epoch": 0, "worker": None, "event": event, **fields})
+        self.replanner.note({"time": 0.0, "epoch": 0, "worker": None, "event": event, **fields})
 
     def train(self, plan: ParallelPlan, **job: Any) -> None:
         """Tell of a job that has made a step."""
@@ -154,7 +154,7 @@ class Desk:
         full = spelled_out(running, OWN)
         held = {worker: full.shards_of(worker) for worker in living}
         told = {"type": "job", "worker": 0, "epoch": 0, **SIZES, **job}
-        plan, [planned] = self.strategist.next_plan(Survivors(SHAPE, OWN, held, running, running, told, 4))
+        plan, [planned] = self.replanner.next_plan(Survivors(SHAPE, OWN, held, running, running, told, 4))
         return plan, planned
 
 
@@ -162,7 +162,7 @@ class Desk:
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     found = Desk(tmp_path, monkeypatch)
     yield found
-    found.strategist.close(WAIT_S)
+    found.replanner.close(WAIT_S)
     assert found.events.empty(), "it has given up"
 
 
@@ -172,14 +172,14 @@ def without(*lost: int) -> dict[str, float]:
 
 def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
     """From the job's first message to the death of one of its workers."""
-    membership = Membership(JobSize(1, 4), next_plan=desk.strategist.next_plan)
+    membership = Membership(JobSize(1, 4), next_plan=desk.replanner.next_plan)
     told: list[dict[str, Any]] = []
 
     def tell(message: Any) -> None:
         for action in membership.handle(message, 0.0):
             if isinstance(action, Log):
                 told.append({"time": 0.0, "epoch": membership.epoch, "worker": None, **action.event})
-                desk.strategist.note(told[-1])
+                desk.replanner.note(told[-1])
 
     tell(JobStarted(0, JobDescription(**{**SIZES, "chunks": OWN})))
     tell(ModelBuilt(0, {"num_layers": 2}))
@@ -212,7 +212,7 @@ def test_the_planner_of_recoveries_has_practised_this_jobs_plans_before_the_firs
 def test_no_planner_is_started_for_rectangles(desk: Desk) -> None:
     desk.note("job", **SIZES | {"strategy": "rectangular"})
     desk.note("model", arguments={"num_layers": 4})
-    desk.strategist.close(WAIT_S)
+    desk.replanner.close(WAIT_S)
     assert desk.rehearsed.empty()
 
 
@@ -227,7 +227,7 @@ def test_who_has_come_back_is_known_by_its_place(desk: Desk) -> None:
 def test_a_slow_link_of_who_has_come_back_is_known_by_its_places(desk: Desk) -> None:
     """Worker 6 has the place of worker 2: the smaller id, 3, is the end with the larger place."""
     plan = replicas(0, 1, 6, 3)
-    desk.strategist.note({**verdict(3), "kind": "link", "workers": [3, 6]})
+    desk.replanner.note({**verdict(3), "kind": "link", "workers": [3, 6]})
     desk.recover(plan, 1, 3, 6)
     assert desk.asked.get_nowait()["links"] == [[2, 3, 0.5]]
 
@@ -245,7 +245,7 @@ def test_workers_that_come_together_are_taken_in_together(desk: Desk) -> None:
     desk.note("worker_waiting", waiting=2)
     order = desk.orders.get(timeout=WAIT_S)
     assert ParallelPlan.from_dict(order.plan).working == (0, 1, 2, 3) and "workers 2, 3" in order.why
-    desk.strategist.close(WAIT_S)
+    desk.replanner.close(WAIT_S)
     assert desk.orders.empty()
 
 
@@ -263,7 +263,7 @@ def test_who_is_left_of_those_that_came_is_taken_in(desk: Desk) -> None:
     desk.note("worker_waiting", waiting=3)
     order = desk.orders.get(timeout=WAIT_S)
     assert ParallelPlan.from_dict(order.plan).working == (0, 1, 2)
-    desk.strategist.close(WAIT_S)
+    desk.replanner.close(WAIT_S)
     assert desk.orders.empty()
 
 
@@ -278,7 +278,7 @@ def test_who_is_slow_by_now_is_asked_about_anew(desk: Desk) -> None:
     desk.answer_ahead = answer_ahead
     desk.train(plan)
     desk.speeds_ahead(4)
-    desk.strategist.note(verdict(2))
+    desk.replanner.note(verdict(2))
     found, planned = desk.recover(plan, 1, 2, 3)
     said.set()
     assert not planned["made_ahead"] and found.working == (1, 2, 3)
@@ -301,7 +301,7 @@ def test_news_is_followed_before_the_next_loss(desk: Desk) -> None:
 
     def answer_ahead(request: Mapping[str, Any]) -> dict[str, Any]:
         for event in noted:
-            desk.strategist.note(event)
+            desk.replanner.note(event)
         return replicas_of_the_living(request)
 
     desk.answer_ahead = answer_ahead
@@ -316,16 +316,16 @@ def test_a_planner_that_has_ended_is_left_alone(desk: Desk) -> None:
     desk.answer_ahead = lambda request: {"no_plan": "no plan within 600 s", UNANSWERED: True}
     desk.train(replicas(0, 1, 2, 3))
     assert desk.speeds_ahead(1) == [without(0)]
-    desk.strategist.note(verdict(3))
+    desk.replanner.note(verdict(3))
     assert desk.speeds_ahead(1) == [without() | {"3": 0.5}], "the policy asks"
     desk.events.get(timeout=WAIT_S)  # it has no plan
-    desk.strategist.close(WAIT_S)
+    desk.replanner.close(WAIT_S)
     assert desk.asked_ahead.empty()
 
 
 def test_nothing_is_made_ahead_for_rectangles(desk: Desk) -> None:
     desk.train(replicas(0, 1, 2, 3), strategy="rectangular")
-    desk.strategist.note(verdict(3))
+    desk.replanner.note(verdict(3))
     assert desk.speeds_ahead(1) == [without() | {"3": 0.5}], "what a strategy would make of it"
-    desk.strategist.close(WAIT_S)
+    desk.replanner.close(WAIT_S)
     assert desk.asked_ahead.empty()

@@ -1,4 +1,4 @@
-"""Lifelines: beats, silence, death at either end."""
+"""Liveness connections: beats, silence, death at either end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_resihp.control.transport.liveness import FAILED, Finding, Heartbeats, Kind, Lifeline, Watcher
+from megatron_resihp.control.transport.liveness import FAILED, Finding, Heartbeats, Kind, LivenessConnection, Watcher
 
 WAIT_S = 5.0
 
@@ -74,31 +74,31 @@ def look(watcher: Watcher, now: float = 0.0) -> list[Finding]:
 
 
 def test_beats_go_out_at_once_and_each_period(ends: tuple[socket.socket, socket.socket]) -> None:
-    lifeline = Lifeline(ends[0], 0.01, on_lost=lambda: None)
+    liveness = LivenessConnection(ends[0], 0.01, on_lost=lambda: None)
     ends[1].settimeout(WAIT_S)
     assert [ends[1].recv(1) for _ in range(5)] == [b"."] * 5
-    lifeline.close()
+    liveness.close()
 
 
 def test_the_holder_hears_the_end(ends: tuple[socket.socket, socket.socket]) -> None:
     lost = threading.Event()
-    Lifeline(ends[0], 60.0, on_lost=lost.set)
+    LivenessConnection(ends[0], 60.0, on_lost=lost.set)
     ends[1].close()
     assert lost.wait(WAIT_S)
 
 
 def test_a_holder_that_leaves_in_order_hears_nothing(ends: tuple[socket.socket, socket.socket]) -> None:
     lost = threading.Event()
-    Lifeline(ends[0], 60.0, on_lost=lost.set).close()
+    LivenessConnection(ends[0], 60.0, on_lost=lost.set).close()
     assert not lost.is_set()
 
 
 def test_a_watcher_that_does_not_read_does_not_block_the_holder(ends: tuple[socket.socket, socket.socket]) -> None:
     ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-    lifeline = Lifeline(ends[0], 60.0, on_lost=lambda: None)
+    liveness = LivenessConnection(ends[0], 60.0, on_lost=lambda: None)
     for _ in range(10_000):
-        lifeline.last_word(FAILED)
-    lifeline.close()
+        liveness.last_word(FAILED)
+    liveness.close()
 
 
 def test_a_death_is_told(watcher: Watcher, ends: tuple[socket.socket, socket.socket]) -> None:
@@ -130,7 +130,7 @@ def test_beats_that_wait_to_be_read_count(watcher: Watcher, ends: tuple[socket.s
 
 def test_who_is_cut_hears_it(watcher: Watcher, ends: tuple[socket.socket, socket.socket]) -> None:
     lost = threading.Event()
-    Lifeline(ends[1], 60.0, on_lost=lost.set)
+    LivenessConnection(ends[1], 60.0, on_lost=lost.set)
     watcher.add(3, ends[0])
     watcher.cut(3)
     watcher.cut(3)

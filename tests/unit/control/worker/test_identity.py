@@ -53,12 +53,12 @@ def started() -> Started:
     return start
 
 
-def refusal(job: Identity, other: Identity, newcomer: bool = True) -> str:
+def refusal(job: Identity, other: Identity, joining: bool = True) -> str:
     """What a worker is told that comes to a job; "" where it may."""
     store = Keys()
     check_in(store, job, False)  # type: ignore[arg-type]
     try:
-        check_in(store, other, newcomer)  # type: ignore[arg-type]
+        check_in(store, other, joining)  # type: ignore[arg-type]
     except UnlikeError as error:
         return str(error)
     return ""
@@ -108,8 +108,8 @@ def test_where_checkpoints_go_may_differ_and_whether_not(started: Started) -> No
 
 
 def test_those_that_begin_the_job_load_alike(started: Started) -> None:
-    assert "--load given (the job's: not given)" in refusal(started(), started("--load", "x"), newcomer=False)
-    assert refusal(started("--load", "/a"), started("--load", "/b"), newcomer=False) == ""
+    assert "--load given (the job's: not given)" in refusal(started(), started("--load", "x"), joining=False)
+    assert refusal(started("--load", "/a"), started("--load", "/b"), joining=False) == ""
 
 
 def test_all_log_in_the_same_iterations(started: Started) -> None:

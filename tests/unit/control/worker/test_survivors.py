@@ -67,9 +67,9 @@ def test_standbys_alone_do_not_know_where_the_run_was() -> None:
     standby = Standing(Record(7, Stage.STEPPED, works=False, outcomes={7: OUTCOME}), FIRST)
     with pytest.raises(NoCommitError):
         decide({2: standby}, "salvage")
-    newcomer = Standing(Record(7, Stage.STEPPED, counters={7: {}}), FIRST)
+    joining = Standing(Record(7, Stage.STEPPED, counters={7: {}}), FIRST)
     with pytest.raises(NoCommitError, match="agreed on for iteration 7"):
-        decide({2: newcomer}, "salvage")
+        decide({2: joining}, "salvage")
 
 
 def test_nobody_waits_for_workers_that_died_with_node_0() -> None:

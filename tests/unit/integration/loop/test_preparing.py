@@ -120,14 +120,16 @@ def test_a_change_of_another_epoch_is_none_of_ours(worker: Worker) -> None:
 
 
 def test_who_is_not_in_the_plan_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newcomer hears of every change."""
+    """A joining worker hears of every change."""
     worker = Worker(monkeypatch, number=9, epoch=NO_EPOCH)
     worker.hear()
     worker.finish()
     assert not worker.said
 
 
-def test_a_newcomer_that_was_not_taken_in_makes_others_for_the_next_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joining_worker_that_was_not_taken_in_makes_others_for_the_next_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     worker = Worker(monkeypatch, number=1, epoch=NO_EPOCH)
     worker.hear(1)
     worker.finish()

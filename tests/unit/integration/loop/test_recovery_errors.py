@@ -46,7 +46,7 @@ OUT_OF_MEMORY = [
 
 def runtime(broken: bool, on_trial: bool = False) -> Any:
     return SimpleNamespace(
-        on_trial=on_trial, newcomer=False,
+        on_trial=on_trial, joining=False,
         control=SimpleNamespace(
             broken=lambda: broken, broken_at=lambda: 1.0, suspect=lambda error, timeout_s: None
         ),
@@ -183,7 +183,7 @@ def test_what_ends_a_job_ends_it_under_a_chosen_plan_too(monkeypatch: pytest.Mon
 
 def test_who_has_never_been_in_a_plan_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = OnTrial(monkeypatch)
-    worker.runtime.newcomer = True
+    worker.runtime.joining = True
     with pytest.raises(ValueError, match="connection"):
         recovery.recover(worker.runtime, OF_THE_USER[0])
 

@@ -36,7 +36,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def runtime(*working: int, **fields: Any) -> Any:
-    fresh = {"trained": None, "newcomer": False, "parameter_kinds": None}
+    fresh = {"trained": None, "joining worker": False, "parameter_kinds": None}
     return SimpleNamespace(current_plan=SimpleNamespace(working=working), **fresh | fields)
 
 
@@ -66,10 +66,10 @@ def test_with_a_worker_that_was_started_anew_all_ask(world: World) -> None:
     worker.trained, worker.current_plan = object(), SimpleNamespace(working=(0, 2))
     groups(worker, weight=2)
     assert world.asked == 2
-    newcomer = runtime(0, 2, newcomer=True)
-    groups(newcomer, weight=2)
-    newcomer.trained, newcomer.newcomer = object(), False
-    groups(newcomer, weight=2)
+    joining = runtime(0, 2, joining=True)
+    groups(joining, weight=2)
+    joining.trained, joining.joining = object(), False
+    groups(joining, weight=2)
     assert world.asked == 4, "what it heard where it started was told by nobody else"
 
 

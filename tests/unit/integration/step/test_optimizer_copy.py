@@ -33,36 +33,36 @@ def optimizer(masters: list[torch.Tensor]) -> Any:
 
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_it_is_what_the_owner_has_after_every_step(scale: float | None) -> None:
-    """Also if its keeper has no parameter of a group, where the learning rate changes, and with a loss scale."""
+    """Also if its buddy has no parameter of a group, where the learning rate changes, and with a loss scale."""
     inverse = None if scale is None else 1 / scale
     torch.manual_seed(0)
     masters = [torch.randn(size) for size in SIZES]
-    owner, keeper = optimizer(masters), optimizer([torch.randn(4)])
+    owner, buddy = optimizer(masters), optimizer([torch.randn(4)])
     part = {
         Range(f"p{index}", 3, 3 + master.numel()): Entry((0, group), {MASTER: master.clone()})
         for index, (master, group) in enumerate(zip(masters, GROUPS, strict=True))
     }
     copy = PartCopy(0, part)
     for step in range(4):
-        for group in (*owner.optimizer.param_groups, *keeper.optimizer.param_groups):
+        for group in (*owner.optimizer.param_groups, *buddy.optimizer.param_groups):
             group["lr"] = 0.1 / (1 + step)
         gradients = [torch.randn_like(master) for master in masters]
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
         owner.optimizer.step()
         copy.gradient = torch.cat(gradients) * (scale or 1.0)
-        copy.begin_step(keeper, 1.0, inverse, HOST)
+        copy.begin_step(buddy, 1.0, inverse, HOST)
         for master, entry in zip(masters, copy.part.values(), strict=True):
             expected = {MASTER: master, **owner.optimizer.state[master]}
             assert expected.keys() == entry.tensors.keys()
             assert all(torch.equal(entry.tensors[name], tensor) for name, tensor in expected.items())
     assert copy.gradient is None and copy.cost.steps == 4
     assert copy.nbytes == sum(3 * 4 * size + 4 for size in SIZES)
-    assert len(keeper.optimizer.state) == 0
+    assert len(buddy.optimizer.state) == 0
 
 
 def test_steps_that_are_counted_for_groups() -> None:
-    """As fused optimizers do; a keeper that stands by counts none itself."""
+    """As fused optimizers do; a buddy that stands by counts none itself."""
     seen: list[Any] = []
 
     class Counting:
@@ -78,12 +78,12 @@ def test_steps_that_are_counted_for_groups() -> None:
                     parameter -= parameter.grad
                     self.state[parameter] = {}
 
-    keeper = SimpleNamespace(optimizer=Counting(), config=SimpleNamespace(clip_grad=0.0))
+    buddy = SimpleNamespace(optimizer=Counting(), config=SimpleNamespace(clip_grad=0.0))
     copy = PartCopy(2, {Range("p", 0, 2): Entry((0, 0), {MASTER: torch.ones(2)})}, counted=6)
     copy.gradient = torch.ones(2)
-    copy.begin_step(keeper, 1.0, None, HOST)
+    copy.begin_step(buddy, 1.0, None, HOST)
     assert copy.counted == 7 and seen == [(7, 1)]
-    assert keeper.optimizer.param_groups[0]["step"] == 1
+    assert buddy.optimizer.param_groups[0]["step"] == 1
     assert torch.equal(copy.part[Range("p", 0, 2)].tensors[MASTER], torch.zeros(2))
 
 
