@@ -11,7 +11,7 @@ from typing import Any, Final
 
 DRILL_POINTS = (
     "forward", "backward", "p2p", "grad-sync", "norm", "step", "gather", "between", "evaluate", "save",
-    "recovery-muster", "recovery-rebuild", "recovery-migrate", "recovery-ready",
+    "recovery-report", "recovery-rebuild", "recovery-migrate", "recovery-ready",
 )  # fmt: skip
 
 RECTANGULAR: Final = "rectangular"

@@ -41,7 +41,7 @@ def test_a_death_of_one_of_four_replicas(jobs: Jobs, point: str) -> None:
 
 
 @NIGHTLY
-@pytest.mark.parametrize("point", ["recovery-muster", "recovery-rebuild", "recovery-migrate", "recovery-ready"])
+@pytest.mark.parametrize("point", ["recovery-report", "recovery-rebuild", "recovery-migrate", "recovery-ready"])
 def test_a_death_in_a_recovery(jobs: Jobs, point: str) -> None:
     """Workers 3 and 1 are no neighbours in the ring of four. That copies are made as the job begins is no recovery."""
     survive(jobs, "kill:3@3:step", f"kill:1@1:{point}", layout=SHARED)

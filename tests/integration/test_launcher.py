@@ -177,7 +177,7 @@ def test_a_worker_that_died_is_started_anew_and_taken_in(launch: Launch) -> None
 
 def test_a_worker_that_runs_on_unheard_is_ended_and_started_anew(launch: Launch) -> None:
     """As one does whose connections a network has dropped."""
-    run = launch("mute_2", max_restarts=1, muster_timeout_s=1.0)
+    run = launch("mute_2", max_restarts=1, survivor_timeout_s=1.0)
     pids = begun(run)
     kill(pids[1])
     assert run.await_event("worker_dead", dead=2)["cause"] == "did not report within 1 s"

@@ -20,7 +20,7 @@ TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
 EVALUATION: dict[str, Any] = {"eval_interval": 2, "eval_iters": 1}
 
 ITERATION_POINTS = ("forward", "backward", "grad-sync", "norm", "step", "between")
-RECOVERY_POINTS = ("recovery-muster", "recovery-rebuild", "recovery-ready")
+RECOVERY_POINTS = ("recovery-report", "recovery-rebuild", "recovery-ready")
 
 
 def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], extra: dict[str, Any] | None = None) -> Job:

@@ -71,7 +71,7 @@ def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
     record = Record(iteration=1, stage=Stage.COMPUTE, counters={0: {}, 1: {}})
     held = plan.coordinate_of(WORKER)
     while True:
-        order = control.muster(record, shards_at([Chunk(0, 0, 4)], held, 1) if held else ())
+        order = control.report(record, shards_at([Chunk(0, 0, 4)], held, 1) if held else ())
         if isinstance(order, EmergencyCheckpointOrder):
             control.tell(EmergencyCheckpointWritten(WORKER))
             raise control.await_end()

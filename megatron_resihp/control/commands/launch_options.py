@@ -37,7 +37,7 @@ class LaunchOptions:
         coordinator: where node 0 serves the store; None: on this machine only, at a free port.
         logs: one of output.MODES.
         heartbeat_timeout_s: workers and nodes that are silent for longer are given up for dead.
-        muster_timeout_s: survivors that do not report for longer are given up for dead.
+        survivor_timeout_s: survivors that do not report for longer are given up for dead.
         connect_timeout_s: how long nodes wait for each other at the start.
         max_restarts: how often a worker that died is started anew, at most.
         stand_in: train on CPUs in place of GPUs.
@@ -52,7 +52,7 @@ class LaunchOptions:
     run_dir: Path | None = None
     logs: str = "file"
     heartbeat_timeout_s: float = 30.0
-    muster_timeout_s: float = 60.0
+    survivor_timeout_s: float = 60.0
     connect_timeout_s: float = 300.0
     max_restarts: int = 0
     stand_in: bool = False
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "[wN] on standard output, or both (default file)")  # fmt: skip
     for name, default_s, meaning in (
         ("heartbeat", 30.0, "give up workers and nodes that are silent for longer"),
-        ("muster", 60.0, "give up survivors of a failure that do not report for longer"),
+        ("survivor", 60.0, "give up survivors of a failure that do not report for longer"),
         ("connect", 300.0, "how long nodes wait for each other at the start"),
     ):
         meaning += f" (default {default_s:g})"
@@ -125,7 +125,7 @@ def options_of(namespace: argparse.Namespace) -> LaunchOptions:
         run_dir=namespace.run_dir,
         logs=namespace.logs,
         heartbeat_timeout_s=namespace.heartbeat_timeout,
-        muster_timeout_s=namespace.muster_timeout,
+        survivor_timeout_s=namespace.survivor_timeout,
         connect_timeout_s=namespace.connect_timeout,
         max_restarts=namespace.max_restarts,
         stand_in=namespace.stand_in,
@@ -143,7 +143,7 @@ def check(options: LaunchOptions) -> None:
         raise LaunchError("several nodes need to find each other; give all of them the same --coordinator HOST:PORT")
     if options.max_restarts < 0:
         raise LaunchError(f"--max-restarts {options.max_restarts} is no number of restarts; give 0 or more")
-    for name in ("heartbeat", "muster", "connect"):
+    for name in ("heartbeat", "survivor", "connect"):
         seconds = getattr(options, f"{name}_timeout_s")
         if not 0 < seconds <= LONGEST_WAIT_S:
             mend = f"give more than 0 and at most {LONGEST_WAIT_S:.0f} seconds, a week"

@@ -314,7 +314,7 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     detection = Detection(lambda order: _make_judge(seat.run_dir, order), judged)
     size = options.size
     replanner = Replanner(seat.run_dir, size, write, lambda order: detection.orders.put(order))
-    limits = Limits(options.muster_timeout_s)
+    limits = Limits(options.survivor_timeout_s)
     job = Job(size, list(options.command), limits, seat.token, seat.run_dir)
     return Headquarters(seat.address, seat.listener, write, job, meeting, detection, replanner, mailbox.end)
 

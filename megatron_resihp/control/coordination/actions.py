@@ -18,7 +18,7 @@ class Phase(Enum):
     BUILDING = "building"
     """A plan is published, its members build groups, move state and report ready."""
     RUNNING = "running"
-    MUSTERING = "mustering"
+    REPORTING = "waiting for survivors' reports"
     """The epoch is broken, or left by choice; living members report their records."""
     SALVAGING = "salvaging"
     """No plan exists; survivors write what they hold."""
@@ -70,7 +70,7 @@ class Limits:
     """Bounds of waiting, in seconds, and of trying.
 
     Attributes:
-        muster_s: living workers that do not report this long after an epoch broke are given up for dead.
+        report_s: living workers that do not report this long after an epoch broke are given up for dead.
         leave_s: workers that leave an epoch by choice wait this long for the others, which may still evaluate and save
             after the same step; then the epoch is broken after all.
         build_s: a new epoch whose members are not all ready this long after its plan was published is broken.
@@ -78,7 +78,7 @@ class Limits:
         recoveries_per_iteration: more recoveries than this without a step between them end the job.
     """
 
-    muster_s: float = 60.0
+    report_s: float = 60.0
     leave_s: float = 600.0
     build_s: float = 600.0
     salvage_s: float = 600.0

@@ -41,7 +41,7 @@ def reconfiguration(
     epoch: int, commit: Commit, ready: Reports, change: Change, groups_made_ahead: bool, now: float
 ) -> Event:
     """Training goes on after a change by choice."""
-    left_at = now if change.first_mustered_at is None else change.first_mustered_at
+    left_at = now if change.first_reported_at is None else change.first_reported_at
     return {
         "event": "reconfiguration", **_moved(epoch, commit, ready), "number": change.number, "why": change.why,
         "left_at": left_at, "resumed_at": now, "stood_still_s": now - left_at,

@@ -162,7 +162,7 @@ class Epochs:
 
     def _ask_for(self, request: PlanRequest) -> list[Action]:
         """Somebody asks for a plan."""
-        if request.patient and (self._change or self.phase in (Phase.MUSTERING, Phase.BUILDING)):
+        if request.patient and (self._change or self.phase in (Phase.REPORTING, Phase.BUILDING)):
             self._waiting.append(request)
             return []
         try:
@@ -321,8 +321,8 @@ class Epochs:
     def _leave_by_choice(self, now: float) -> None:
         """The first worker stops for a change; the others will after the same step."""
         assert self._change is not None
-        self._change = replace(self._change, first_mustered_at=now)
-        self.phase, self._left_s = Phase.MUSTERING, self.limits.leave_s
+        self._change = replace(self._change, first_reported_at=now)
+        self.phase, self._left_s = Phase.REPORTING, self.limits.leave_s
         self._records, self._held = {}, {}
 
     def _leave_out(self, separated: Separated, now: float) -> list[Action]:
@@ -349,7 +349,7 @@ class Epochs:
         """Args:
         probe: whether survivors are to find out whom they can reach; after a death they go on at once.
         """
-        leaving = self.phase is Phase.MUSTERING and self._change is not None
+        leaving = self.phase is Phase.REPORTING and self._change is not None
         if self.phase not in (Phase.RUNNING, Phase.BUILDING) and not leaving:
             return []
         if self.phase is Phase.RUNNING or self._change is not None:
@@ -358,7 +358,7 @@ class Epochs:
             self._records, self._held = {}, {}
         self._unreachable = {}
         self._change = None
-        self.phase, self._left_s = Phase.MUSTERING, self.limits.muster_s
+        self.phase, self._left_s = Phase.REPORTING, self.limits.report_s
         return self._broken(cause, probe)
 
     def _broken(self, cause: str, probe: bool = False) -> list[Action]:
@@ -368,7 +368,7 @@ class Epochs:
         ]
 
     def _decide(self, now: float) -> list[Action]:
-        if self.phase is not Phase.MUSTERING:
+        if self.phase is not Phase.REPORTING:
             return []
         if not self.living:
             return self._end(exit_codes.RETRY, "no worker survived")
@@ -396,7 +396,7 @@ class Epochs:
         if self._recoveries_here > self.limits.recoveries_per_iteration:
             return step + self._salvage(f"{self._recoveries_here - 1} recoveries without a step after iteration "
                                         f"{commit.iteration}", now)  # fmt: skip
-        # Who waits to be taken in holds nothing, and need not muster.
+        # Who waits to be taken in holds nothing, and need not report.
         taken_in = self.joining.held(self._change.plan.members) if self._change is not None else {}
         held = {worker: self._held[worker] for worker in self._records} | taken_in
         try:
@@ -460,7 +460,7 @@ class Epochs:
             return change.plan, []
         if change is not None:
             assert self.plan is not None
-            self._broken_at = change.first_mustered_at or now
+            self._broken_at = change.first_reported_at or now
             if set(self.plan.members) == held.keys():
                 # Who was to be taken in has died: all others go on as before.
                 return self.plan, []
@@ -514,7 +514,7 @@ class Epochs:
         if self.phase is Phase.SALVAGING:
             return []
         if unpublished and self.phase is Phase.BUILDING:
-            self.phase, self.epoch, self._left_s = Phase.MUSTERING, self.epoch - 1, self.limits.muster_s
+            self.phase, self.epoch, self._left_s = Phase.REPORTING, self.epoch - 1, self.limits.report_s
         return self._break(reason, now) + self._decide(now)
 
     def _end_if_stranded(self) -> list[Action]:

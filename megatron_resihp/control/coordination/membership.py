@@ -122,12 +122,12 @@ class Membership(Epochs):
         if self._left_s > 0:
             return []
         self._left_s = None
-        if self.phase is Phase.MUSTERING and self._change is not None:
+        if self.phase is Phase.REPORTING and self._change is not None:
             number, bound = self._change.number, self.limits.leave_s
             return self._break(f"not all have left for change {number} within {bound:g} s", now)
-        if self.phase is Phase.MUSTERING:
+        if self.phase is Phase.REPORTING:
             late = self.living - set(self._records)
-            cause = f"did not report within {self.limits.muster_s:g} s"
+            cause = f"did not report within {self.limits.report_s:g} s"
             given_up = Notify(WorkersGivenUp(tuple(sorted(late)), cause))
             return [given_up, *self._die(dict.fromkeys(late, cause), now, now)]
         if self.phase is Phase.BUILDING:
@@ -199,7 +199,7 @@ class Membership(Epochs):
             if self._change is not None:
                 # A change by choice is no reason to end a job: what was held before it still is.
                 return self._break(cause, now)
-            # Members wait for Go; what each of them held when it mustered it still holds.
+            # Members wait for Go; what each of them held when it reported it still holds.
             # A shard that nobody vouches for counts as missing.
             assert self.shape is not None
             degree = self.shape.tensor_parallel
@@ -247,8 +247,8 @@ class Membership(Epochs):
             return []
         if self._change is not None and self.phase is Phase.RUNNING:
             self._leave_by_choice(now)
-        mustering = self.phase is Phase.MUSTERING
-        broken = [] if mustering else self._break(f"worker {worker} left the epoch", now)
+        reporting = self.phase is Phase.REPORTING
+        broken = [] if reporting else self._break(f"worker {worker} left the epoch", now)
         self._unreachable[worker] = message.unreachable
         self._records[worker] = message.record
         self._held[worker] = message.held
@@ -294,7 +294,7 @@ class Membership(Epochs):
             if self.stop_signal:
                 return self._end(exit_codes.stopped_by(self.stop_signal), self._stop_reason)
             return self._end(exit_codes.FINISHED, "finished")
-        # Nobody may wait for it any more: neither those that build an epoch with it nor those that mustered.
+        # Nobody may wait for it any more: neither those that build an epoch with it nor those that reported.
         broken = self._break(f"worker {worker} finished", now) if waited_for else []
         return broken + self._decide(now) + self._end_if_stranded()
 

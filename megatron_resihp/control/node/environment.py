@@ -84,7 +84,7 @@ class JobEnvironment:
     max_restarts: int = 0
 
     def of(self, worker: int, liveness: int, records: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The whole environment of one worker. These file descriptors are its ends of the liveness connection and of the
+        """The whole environment of one worker. These descriptors are its ends of the liveness connection and of the
         stream of records.
 
         RANK and WORLD_SIZE are of the world at the start, for who was not in it, too: with them Megatron starts.

@@ -32,14 +32,14 @@ class Change:
         number: of changes, from 1.
         plan: what to change to.
         why: in words.
-        first_mustered_at: when the first worker stopped for it; None: nobody has yet.
+        first_reported_at: when the first worker stopped for it; None: nobody has yet.
         leaving: workers that it is made for to be rid of.
     """
 
     number: int
     plan: ParallelPlan
     why: str
-    first_mustered_at: float | None = None
+    first_reported_at: float | None = None
     leaving: frozenset[int] = frozenset()
 
 

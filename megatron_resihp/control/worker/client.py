@@ -249,7 +249,7 @@ class WorkerControl:
         if self._end is not None:
             raise self._end
 
-    def muster(self, record: Record, held: tuple[Shard, ...]) -> Decision:
+    def report(self, record: Record, held: tuple[Shard, ...]) -> Decision:
         """Report how far this worker got in the epoch and what it holds, and wait for what comes next.
 
         Raises:

@@ -1,4 +1,4 @@
-"""From a broken epoch to the next one, in place: muster, commit, rebuild, migrate, go.
+"""From a broken epoch to the next one, in place: report, commit, rebuild, migrate, go.
 
 May import megatron and everything of this package. Nothing of the old shard is given up before every member is ready,
 so a failure at any point leads back to the old state or on to a newer plan, never to a mixture (DESIGN contract 4).
@@ -178,9 +178,9 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
         abort_or_die(runtime.communicators.abort)
         tear_down(runtime)
     with phases.phase("agree"):
-        runtime.reach("recovery-muster")
+        runtime.reach("recovery-report")
         record = runtime.progress.record(runtime.in_loop, runtime.position, runtime.loss_names)
-        order = runtime.control.muster(record, runtime.held)
+        order = runtime.control.report(record, runtime.held)
         if order.commit is not None:
             begun = apply_commit(runtime, order.commit)
             # Who leaves by choice does so before anything is computed.

@@ -43,7 +43,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--nnodes", "2", "--coordinator", "here:29500"], "the same --run-dir"),
         (["--coordinator", "here"], "--coordinator 'here' is not host:port"),
         (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0"),
-        (["--muster-timeout", "nan"], "--muster-timeout nan"),
+        (["--survivor-timeout", "nan"], "--survivor-timeout nan"),
         (["--connect-timeout", "inf"], "--connect-timeout inf can't be; give more than 0 and at most 604800 seconds"),
         (["--coordinator", "no host:29500"], "the host 'no host' is unknown"),
     ],

@@ -33,7 +33,7 @@ from megatron_resihp.protocol.published import DECISIONS, EmergencyCheckpointOrd
 from megatron_resihp.protocol.records import Record, Stage
 from megatron_resihp.protocol.wire import Letter
 
-MUSTER_S = 60.0
+REPORT_S = 60.0
 STARTED = JobStarted(0, JobDescription(1, 1, 4, (Chunk(0, 0, 3),), 8, False, True))
 END = ScriptFailed(0, "enough", 1)
 
@@ -76,7 +76,7 @@ def ready(worker: int, epoch: int) -> Ready:
     return Ready(worker, epoch, {"0/0": "a"}, (9000 + worker,), 0, 0)
 
 
-def muster(worker: int) -> SurvivorReport:
+def report(worker: int) -> SurvivorReport:
     record = Record(5, Stage.COMPUTE, counters={n: {"iteration": n - 1} for n in (4, 5)})
     return SurvivorReport(worker, 0, record, (Shard(0, 3, 0, 1),))
 
@@ -89,27 +89,27 @@ def dead_after(*script: Message | float) -> list[int]:
     """Who was given up in a job in which worker 3 dies, and this follows."""
     store = Played(*trained_until_a_death(), *script, END)
     events: list[dict[str, Any]] = []
-    limits = Limits(muster_s=MUSTER_S)
+    limits = Limits(report_s=REPORT_S)
     Coordinator(store, events.append, JobSize(4, 1), [], limits, clock=lambda: store.now).run()  # type: ignore[arg-type]
     return [event["dead"] for event in events if event["event"] == "worker_dead"]
 
 
-HALF_SECONDS = [0.5] * int(2 * MUSTER_S + 1)
+HALF_SECONDS = [0.5] * int(2 * REPORT_S + 1)
 
 
 def test_who_does_not_report_in_time_is_given_up() -> None:
-    assert dead_after(muster(0), muster(1), *HALF_SECONDS) == [3, 2]
+    assert dead_after(report(0), report(1), *HALF_SECONDS) == [3, 2]
 
 
 def test_who_has_reported_in_time_is_heard_first() -> None:
     """Their messages may wait long on a busy machine."""
-    almost = HALF_SECONDS[: int(2 * MUSTER_S - 2)]
-    assert dead_after(*almost, 4.0, muster(0), muster(1), muster(2)) == [3]
+    almost = HALF_SECONDS[: int(2 * REPORT_S - 2)]
+    assert dead_after(*almost, 4.0, report(0), report(1), report(2)) == [3]
 
 
 def test_a_coordinator_that_was_stopped_gives_up_nobody() -> None:
     """With node 0 for an hour, and its workers too: they report a while after it goes on."""
-    assert dead_after(0.5, 3600.0, *[0.5] * 20, muster(0), muster(1), muster(2)) == [3]
+    assert dead_after(0.5, 3600.0, *[0.5] * 20, report(0), report(1), report(2)) == [3]
     assert dead_after(0.5, 3600.0, *HALF_SECONDS) == [3, 0, 1, 2], "but not for ever"
 
 
@@ -117,14 +117,14 @@ def test_a_clock_that_is_set_gives_up_nobody(monkeypatch: pytest.MonkeyPatch) ->
     later = iter(range(0, 10_000_000, 3600))
     began = time.time()
     monkeypatch.setattr(coordinator.time, "time", lambda: began + next(later))
-    assert dead_after(0.5, muster(0), 0.5, muster(1), 0.5, muster(2)) == [3]
+    assert dead_after(0.5, report(0), 0.5, report(1), 0.5, report(2)) == [3]
 
 
 def salvaged(worker: int) -> EmergencyCheckpointWritten:
     return EmergencyCheckpointWritten(worker)
 
 
-MUSTERED = (muster(0), muster(1), muster(2))
+REPORTED = (report(0), report(1), report(2))
 
 
 def ends_after(store: Played, code: int = exit_codes.RETRY, **options: Any) -> list[dict[str, Any]]:
@@ -148,7 +148,7 @@ def test_an_error_of_its_own_has_survivors_save_what_they_hold(capsys: pytest.Ca
     def next_plan(survivors: Any) -> Any:
         raise ZeroDivisionError("a bug")
 
-    store = Played(*trained_until_a_death(), *MUSTERED, salvaged(0))
+    store = Played(*trained_until_a_death(), *REPORTED, salvaged(0))
     events = ends_after(store, next_plan=next_plan)
     order = order_in(store, 1)
     assert events[-1]["reason"] == "the coordinator failed: ZeroDivisionError: a bug" == order.reason
@@ -158,7 +158,7 @@ def test_an_error_of_its_own_has_survivors_save_what_they_hold(capsys: pytest.Ca
 
 def test_a_plan_that_can_not_be_published_has_them_save_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait for it, and get the order in its place."""
-    store = Played(*trained_until_a_death(), *MUSTERED, salvaged(0))
+    store = Played(*trained_until_a_death(), *REPORTED, salvaged(0))
     put = store.set_once
 
     def set_once(key: str, value: str) -> str:
@@ -172,8 +172,8 @@ def test_a_plan_that_can_not_be_published_has_them_save_too(monkeypatch: pytest.
 
 
 def test_a_go_that_somebody_else_has_given_binds_nobody() -> None:
-    store = Played(*trained_until_a_death(), *MUSTERED, *(ready(worker, 1) for worker in range(3)),
-                   *(replace(each, epoch=1) for each in MUSTERED), salvaged(0))  # fmt: skip
+    store = Played(*trained_until_a_death(), *REPORTED, *(ready(worker, 1) for worker in range(3)),
+                   *(replace(each, epoch=1) for each in REPORTED), salvaged(0))  # fmt: skip
     store.values["go/1"] = '{"ports": []}'
     assert "'go/1' was in the store before" in ends_after(store)[-1]["reason"]
     assert order_in(store, 2)
@@ -213,7 +213,7 @@ def test_what_is_sent_again_counts_once() -> None:
 
 
 def test_who_is_given_up_is_named_to_its_agent() -> None:
-    store = Played(*trained_until_a_death(), muster(0), muster(1), *HALF_SECONDS, END)
+    store = Played(*trained_until_a_death(), report(0), report(1), *HALF_SECONDS, END)
     ends_after(store, code=exit_codes.FAILED)
     notices = [NOTICES.read(value).body for key, value in store.values.items() if key.startswith("notice/")]
     given_up = [notice for notice in notices if isinstance(notice, WorkersGivenUp)]

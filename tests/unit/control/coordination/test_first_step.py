@@ -44,7 +44,7 @@ def test_after_a_change_by_choice_the_plan_before_follows(running: bool) -> None
     assert notices(actions) == [EpochIsBroken]
     assert not events(failing(job, 2), "plan_failed"), "one word is enough"
     job.at = {}
-    published = only(EpochPlan, job.muster(0, 1, 2, 3))
+    published = only(EpochPlan, job.report(0, 1, 2, 3))
     assert published.plan == before and not published.on_trial
     actions = job.ready(*job.members)
     only(Go, actions)
@@ -56,7 +56,7 @@ def test_the_same_error_again_is_none_of_the_plans() -> None:
     job = changed()
     failing(job)
     job.at = {}
-    job.muster(0, 1, 2, 3)
+    job.report(0, 1, 2, 3)
     job.ready(*job.members)
     assert failing(job) == []
     job.tell(ScriptFailed(1, error=ERROR, code=1))
@@ -67,7 +67,7 @@ def test_a_plan_that_has_failed_is_not_chosen_again_except_by_people() -> None:
     job = changed()
     failing(job)
     job.at = {}
-    job.muster(0, 1, 2, 3)
+    job.report(0, 1, 2, 3)
     job.ready(*job.members)
     [refused] = events(job.tell(PlanRequest(UNLIKE.to_dict(), "iterations 25 % shorter")), "change_refused")
     assert refused["reason"] == f"this plan has failed in the first step: {ERROR}"
@@ -84,7 +84,7 @@ def test_standbys_of_the_plan_before_keep_what_they_hold_now() -> None:
     job.ready(*job.members)
     failing(job, 3)
     job.at = {}
-    published = only(EpochPlan, job.muster(*sorted(job.membership.living)))
+    published = only(EpochPlan, job.report(*sorted(job.membership.living)))
     assert published.plan.working == (0, 2)
     for worker, kept in published.plan.standbys.items():
         assert kept is None or worker == 2 or published.held[worker], worker
@@ -97,7 +97,7 @@ def test_if_somebody_dies_meanwhile_rectangles_follow() -> None:
     failing(job)
     job.kill(3)
     job.at = {}
-    published = only(EpochPlan, job.muster(0, 1, 2))
+    published = only(EpochPlan, job.report(0, 1, 2))
     assert published.plan.not_rectangular is None and set(published.plan.members) == {0, 1, 2}
     assert not published.on_trial
 
@@ -117,7 +117,7 @@ def after_a_death(job: Job) -> list[Action]:
 
     job.membership.next_plan = choose
     job.kill(0)
-    actions = job.muster(1, 2, 3)
+    actions = job.report(1, 2, 3)
     assert only(EpochPlan, actions).on_trial
     return actions
 
@@ -127,7 +127,7 @@ def test_after_a_loss_rectangles_follow() -> None:
     after_a_death(job)
     only(Go, job.ready(1, 2, 3))
     assert events(failing(job), "plan_failed")[0]["number"] is None
-    published = only(EpochPlan, job.muster(1, 2, 3))
+    published = only(EpochPlan, job.report(1, 2, 3))
     assert published.plan.not_rectangular is None and not published.on_trial
     assert published.commit.iteration == 4, "the iteration is computed again"
     only(Go, job.ready(*job.members))
@@ -138,7 +138,7 @@ def test_rectangles_after_a_loss_are_not_on_trial() -> None:
     job = Job().start()
     job.membership.next_plan = rectangles_or_less
     job.kill(0)
-    assert not only(EpochPlan, job.muster(1, 2, 3)).on_trial
+    assert not only(EpochPlan, job.report(1, 2, 3)).on_trial
     job.ready(*job.members)
     assert failing(job) == []
 
@@ -154,10 +154,10 @@ def test_where_there_are_no_rectangles_state_is_saved() -> None:
     )  # fmt: skip
     job.kill(1)
     job.at = {}
-    only(EpochPlan, job.muster(0))
+    only(EpochPlan, job.report(0))
     job.ready(0)
     failing(job, 0)
-    order = only(EmergencyCheckpointOrder, job.muster(0))
+    order = only(EmergencyCheckpointOrder, job.report(0))
     assert order.writers == {0: job.held[0]}
     [ended] = [event for event in events(job.actions, "epoch_broken") if ERROR in event["cause"]]
     assert ended
@@ -179,7 +179,7 @@ def test_recoveries_of_an_iteration_stay_bounded() -> None:
         job.ready(*sorted(job.membership.living))
         failing(job)
         job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="connection reset"))
-        actions = job.muster(*sorted(job.membership.living))
+        actions = job.report(*sorted(job.membership.living))
         if any(isinstance(action, EmergencyCheckpointOrder) for action in actions):
             assert recovery <= LIMITS.recoveries_per_iteration
             return

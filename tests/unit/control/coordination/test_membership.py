@@ -65,7 +65,7 @@ from megatron_resihp.protocol.notices import (
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
 from megatron_resihp.protocol.records import Outcome, Record, Stage
 
-LIMITS = Limits(muster_s=10.0, build_s=100.0, salvage_s=50.0, recoveries_per_iteration=3)
+LIMITS = Limits(report_s=10.0, build_s=100.0, salvage_s=50.0, recoveries_per_iteration=3)
 
 
 class Job:
@@ -121,7 +121,7 @@ class Job:
             ))
         ]  # fmt: skip
 
-    def muster(self, *workers: int, **fields: Any) -> list[Action]:
+    def report(self, *workers: int, **fields: Any) -> list[Action]:
         return [
             action
             for worker in workers
@@ -160,9 +160,9 @@ class Job:
         return self.tell(replace(PlanRequest(data, "asked for by hand", answer="answer/1"), **fields))
 
     def leave(self, *workers: int) -> list[Action]:
-        """Workers muster after the step that all have agreed on."""
+        """Workers report after the step that all have agreed on."""
         self.at = {worker: (self.iteration, Stage.STEPPED) for worker in self.membership.living}
-        return self.muster(*workers)
+        return self.report(*workers)
 
     def kill(self, worker: int, number: int = signal.SIGKILL) -> list[Action]:
         return self.tell(ProcessExited(worker, code=-number, time=self.now))
@@ -186,7 +186,7 @@ class Job:
     def recover(self, died: Iterable[int]) -> Job:
         for worker in died:
             self.kill(worker)
-        self.muster(*sorted(self.membership.living))
+        self.report(*sorted(self.membership.living))
         self.ready(*self.members)
         assert self.membership.phase is Phase.RUNNING
         return self
@@ -300,8 +300,8 @@ class TestRecovery:
         dead = events(actions, "worker_dead")[0]
         assert (dead["dead"], dead["node"], dead["cause"], dead["noticed_at"]) == (0, 0, "exit signal 9", 100.0)
         assert events(actions, "epoch_broken")[0]["broken_epoch"] == 0
-        assert not job.muster(1, 2)
-        published = only(EpochPlan, job.muster(3))
+        assert not job.report(1, 2)
+        published = only(EpochPlan, job.report(3))
         assert published.epoch == 1
         assert published.plan.working == (1, 3) and set(published.plan.standbys) == {2}
         assert published.plan.replicas[0].micro_batches == (0, 1, 2, 3)
@@ -321,54 +321,54 @@ class TestRecovery:
         job = Job().start()
         job.at = {1: (5, Stage.AGREED), 2: (5, Stage.REDUCED), 3: (5, Stage.REDUCED)}
         job.kill(0)
-        actions = job.muster(1, 2, 3)
+        actions = job.report(1, 2, 3)
         published = only(EpochPlan, actions)
         assert (published.commit.iteration, published.commit.replay) == (5, True)
         agreed = events(actions, "agreed")[0]
         assert (agreed["iteration"], agreed["epoch"], agreed["loss"]) == (5, 0, {"lm loss": 2.0})
 
-    def test_a_worker_that_musters_breaks_the_epoch(self) -> None:
+    def test_a_worker_that_reports_breaks_the_epoch(self) -> None:
         """Its agent's message about the death may come later."""
         job = Job().start()
-        assert notices(job.muster(1)) == [EpochIsBroken]
+        assert notices(job.report(1)) == [EpochIsBroken]
         assert not notices(job.kill(0)), "told already"
-        only(EpochPlan, job.muster(2, 3))
+        only(EpochPlan, job.report(2, 3))
 
     def test_a_death_during_building(self) -> None:
         job = Job().start()
         job.kill(0)
-        job.muster(1, 2, 3)
+        job.report(1, 2, 3)
         job.ready(2)
         assert notices(job.kill(3)) == [EpochIsBroken]
         job.ready(1, epoch=1)
-        assert job.membership.phase is Phase.MUSTERING, "ready for an epoch that broke is worth nothing"
-        published = only(EpochPlan, job.muster(1, 2))
+        assert job.membership.phase is Phase.REPORTING, "ready for an epoch that broke is worth nothing"
+        published = only(EpochPlan, job.report(1, 2))
         assert (published.epoch, published.plan.working, published.commit.iteration) == (2, (1, 2), 4)
         assert only(Go, job.ready(1, 2)).epoch == 2
 
-    def test_a_death_while_others_muster(self) -> None:
+    def test_a_death_while_others_report(self) -> None:
         job = Job().start()
         job.kill(0)
-        job.muster(1, 2)
+        job.report(1, 2)
         published = only(EpochPlan, job.kill(3))
         assert published.plan.members == (1, 2)
 
-    def test_who_died_after_it_mustered_is_not_planned_with(self) -> None:
+    def test_who_died_after_its_report_is_not_planned_with(self) -> None:
         job = Job().start()
         job.kill(0)
-        job.muster(3, 2)
+        job.report(3, 2)
         job.kill(3)
-        published = only(EpochPlan, job.muster(1))
+        published = only(EpochPlan, job.report(1))
         assert published.plan.members == (1, 2) and 3 not in published.held
 
     def test_time_of_the_break_is_that_of_the_first(self) -> None:
         job = Job().start()
         job.now = 10.0
         job.kill(0)
-        job.muster(1, 2, 3)
+        job.report(1, 2, 3)
         job.now = 20.0
         job.kill(3)
-        job.muster(1, 2)
+        job.report(1, 2)
         assert events(job.ready(1, 2), "recovery")[0]["broken_at"] == 10.0
 
     def test_a_suspicion_without_a_death(self) -> None:
@@ -377,7 +377,7 @@ class TestRecovery:
         before = job.membership.plan
         assert notices(job.tell(CommunicationFailed(2, epoch=0, error="connection reset"))) == [EpochIsBroken]
         assert not job.tell(CommunicationFailed(3, epoch=0, error="me too"))
-        published = only(EpochPlan, job.muster(0, 1, 2, 3))
+        published = only(EpochPlan, job.report(0, 1, 2, 3))
         assert published.epoch == 1 and published.plan == before
         only(Go, job.ready(0, 1, 2, 3))
 
@@ -389,7 +389,7 @@ class TestRecovery:
     def test_a_report_from_an_older_epoch(self) -> None:
         """A worker that is late with an epoch that nobody waits for breaks no newer one."""
         job = Job().start().recover([0])
-        assert not job.muster(1, epoch=0)
+        assert not job.report(1, epoch=0)
         assert job.membership.phase is Phase.RUNNING
 
     def test_the_second_loss_finds_a_second_holder(self) -> None:
@@ -401,26 +401,26 @@ class TestRecovery:
         job = Job().start()
         for _ in range(LIMITS.recoveries_per_iteration):
             job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="flaky"))
-            job.muster(0, 1, 2, 3)
+            job.report(0, 1, 2, 3)
             job.ready(0, 1, 2, 3)
         job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="flaky"))
-        order = only(EmergencyCheckpointOrder, job.muster(0, 1, 2, 3))
+        order = only(EmergencyCheckpointOrder, job.report(0, 1, 2, 3))
         assert "3 recoveries without a step after iteration 4" in order.reason
 
     def test_a_step_starts_the_count_anew(self) -> None:
         job = Job().start()
         for _ in range(3 * LIMITS.recoveries_per_iteration):
             job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="flaky"))
-            job.muster(0, 1, 2, 3)
+            job.report(0, 1, 2, 3)
             only(Go, job.ready(0, 1, 2, 3))
             job.iteration += 1
 
 
 class TestGivenUp:
-    def test_who_does_not_muster(self) -> None:
+    def test_who_does_not_report(self) -> None:
         job = Job().start()
         job.kill(0)
-        job.muster(1, 2)
+        job.report(1, 2)
         assert not job.wait(9.9)
         actions = job.wait(0.2)
         assert events(actions, "worker_dead")[0]["cause"] == "did not report within 10 s"
@@ -430,13 +430,13 @@ class TestGivenUp:
         """Worker 2 waits for worker 3, which hangs: of both only the one that does not report either is given up."""
         job = Job().start()
         job.kill(0)
-        job.muster(1, 2, 3)
+        job.report(1, 2, 3)
         job.ready(1)
         assert not job.wait(99.0)
         actions = job.wait(2.0)
         assert events(actions, "epoch_broken")[0]["cause"] == "not ready within 100 s: 2, 3"
         assert notices(actions) == [EpochIsBroken] and not events(actions, "worker_dead")
-        job.muster(1, 2)
+        job.report(1, 2)
         actions = job.wait(10.1)
         assert [event["dead"] for event in events(actions, "worker_dead")] == [3]
         assert only(EpochPlan, actions).plan.members == (1, 2)
@@ -449,7 +449,7 @@ class TestGivenUp:
         job = Job().start()
         actions = job.tell(HeartbeatsMissing(3, silence_s=30.04, time=0.0))
         assert events(actions, "worker_dead")[0]["cause"] == "no heartbeat for 30.0 s"
-        published = only(EpochPlan, job.muster(0, 1, 2))
+        published = only(EpochPlan, job.report(0, 1, 2))
         assert 3 not in published.plan.members
         job.ready(0, 1, 2)
         for late in (
@@ -469,20 +469,20 @@ class TestGivenUp:
             assert job.membership.phase is Phase.RUNNING
         # Also not later: the next death is recovered from as if it had not spoken.
         job.kill(1)
-        assert only(EpochPlan, job.muster(0, 2)).plan.working == (0, 2)
+        assert only(EpochPlan, job.report(0, 2)).plan.working == (0, 2)
 
     def test_a_node_is_lost(self) -> None:
         job = Job().start()
         actions = job.tell(NodeLost(node=1, cause="connection lost", time=0.0))
         assert [event["dead"] for event in events(actions, "worker_dead")] == [2, 3]
         assert "node lost: connection lost" in events(actions, "epoch_broken")[0]["cause"]
-        order = only(EmergencyCheckpointOrder, job.muster(0, 1))
+        order = only(EmergencyCheckpointOrder, job.report(0, 1))
         assert order.missing == (Shard(3, 6, 0, 1),)
 
     def test_a_node_with_a_copy_of_everything_is_lost(self) -> None:
         job = Job(pipeline=1, tensor=2).start()
         job.tell(NodeLost(node=0, cause="no heartbeat", time=0.0))
-        assert only(EpochPlan, job.muster(2, 3)).plan.working == (2, 3)
+        assert only(EpochPlan, job.report(2, 3)).plan.working == (2, 3)
 
     def test_connection_lost(self) -> None:
         actions = Job().start().tell(ConnectionLost(2, time=0.0))
@@ -555,7 +555,7 @@ class TestEnd:
         job = Job().start()
         job.tell(ScriptEnded(0))
         job.kill(2)
-        only(EpochPlan, job.muster(1, 3))
+        only(EpochPlan, job.report(1, 3))
         assert not job.tell(ProcessExited(0, code=0, time=0.0))
         assert job.membership.phase is Phase.BUILDING
 
@@ -564,10 +564,10 @@ class TestEnd:
         job = Job().start()
         job.tell(TrainingFinished(1, iteration=5))
         job.kill(0)
-        job.muster(1, 2, 3)
+        job.report(1, 2, 3)
         [standby] = job.membership.plan.standbys if job.membership.plan else []
         assert EpochIsBroken in notices(job.tell(CommunicationFailed(standby, epoch=1, error="connection closed")))
-        assert job.membership.phase is Phase.MUSTERING
+        assert job.membership.phase is Phase.REPORTING
 
     def test_standbys_suspect_those_who_leave(self) -> None:
         job = Job().start().recover([0])
@@ -614,32 +614,32 @@ class TestEnd:
     def test_nothing_happens_after_the_end(self) -> None:
         job = Job().start()
         job.tell(ScriptFailed(2, error="x", code=1))
-        assert job.kill(1) == [] and job.muster(0) == [] and job.wait(1e9) == []
+        assert job.kill(1) == [] and job.report(0) == [] and job.wait(1e9) == []
 
-    def test_nobody_waits_for_who_finished_while_others_muster(self) -> None:
+    def test_nobody_waits_for_who_finished_while_others_report(self) -> None:
         """Worker 1 has left the loop and exits with 0 just as worker 0 dies."""
         job = Job().start()
         job.kill(0)
-        job.muster(2, 3)
+        job.report(2, 3)
         actions = job.tell(ScriptEnded(1))
-        assert job.membership.phase is not Phase.MUSTERING
+        assert job.membership.phase is not Phase.REPORTING
         assert only(EmergencyCheckpointOrder, actions).missing == (Shard(0, 3, 0, 1),)
 
     def test_who_finished_is_not_planned_with(self) -> None:
         job = Job().start()
         job.kill(3)
-        job.muster(0)
+        job.report(0)
         job.tell(ScriptEnded(0))
-        published = only(EpochPlan, job.muster(1, 2))
+        published = only(EpochPlan, job.report(1, 2))
         assert published.plan.members == (1, 2)
 
     def test_nobody_waits_for_who_finished_while_an_epoch_is_built(self) -> None:
         job = Job().start()
         job.kill(0)
-        job.muster(1, 2, 3)
+        job.report(1, 2, 3)
         job.ready(1, 2)
         assert notices(job.tell(ProcessExited(3, code=0, time=0.0))) == [EpochIsBroken]
-        assert only(EpochPlan, job.muster(1, 2)).plan.members == (1, 2)
+        assert only(EpochPlan, job.report(1, 2)).plan.members == (1, 2)
 
 
 class TestAfterTraining:
@@ -647,13 +647,13 @@ class TestAfterTraining:
         job = Job().start()
         job.tell(TrainingFinished(1, iteration=5))
         job.kill(0)
-        assert only(EpochPlan, job.muster(1, 2, 3)).commit is not None
+        assert only(EpochPlan, job.report(1, 2, 3)).commit is not None
 
     def test_a_standby_that_loses_its_peers_waits_for_the_end(self) -> None:
         """The workers leave because they are done; that is no failure."""
         job = Job().start()
         job.kill(0)
-        job.muster(1, 2, 3)
+        job.report(1, 2, 3)
         job.ready(1, 2, 3)
         [standby] = job.membership.plan.standbys if job.membership.plan else []
         job.tell(TrainingFinished(1, iteration=5))
@@ -674,7 +674,7 @@ class TestFailedLinks:
         for worker in waiting:
             others = {n for link in links if worker // 2 in link for n in link} - {worker // 2}
             lost = [peer for peer in waiting if peer // 2 in others]
-            actions += job.muster(worker, unreachable=lost)
+            actions += job.report(worker, unreachable=lost)
         return actions
 
     def test_one_side_is_left_out_after_the_second_failure(self) -> None:
@@ -708,14 +708,14 @@ class TestFailedLinks:
         job = Job(workers=6, micro_batches=12).start()
         for _ in range(2):
             job.tell(CommunicationFailed(0, epoch=job.membership.epoch, error="Timed out waiting 600000ms"))
-            actions = [a for w in range(6) for a in job.muster(w, unreachable=[3] if w > 3 else [])]
+            actions = [a for w in range(6) for a in job.report(w, unreachable=[3] if w > 3 else [])]
         assert events(actions, "link_failed")[0]["left_out"] == [3]
 
     def test_with_a_death_counting_begins_anew(self) -> None:
         job = Job(workers=8).start()
         self.fail(job, (1, 2))
         job.kill(7)
-        job.muster(*sorted(job.membership.living))
+        job.report(*sorted(job.membership.living))
         assert not events(self.fail(job, (1, 2)), "link_failed")
         assert events(self.fail(job, (1, 2)), "link_failed")
 
@@ -735,7 +735,7 @@ class TestNoPlan:
         job = Job().start()
         job.kill(2)
         job.kill(3)
-        return job, only(EmergencyCheckpointOrder, job.muster(0, 1))
+        return job, only(EmergencyCheckpointOrder, job.report(0, 1))
 
     def test_survivors_write_what_they_hold(self) -> None:
         job, order = self.lose_a_shard()
@@ -753,7 +753,7 @@ class TestNoPlan:
         job.at[1] = (5, Stage.AGREED)
         job.kill(2)
         job.kill(3)
-        actions = job.muster(0, 1)
+        actions = job.report(0, 1)
         assert only(EmergencyCheckpointOrder, actions).commit.iteration == 5
         [step] = events(actions, "agreed")
         assert (step["iteration"], step["epoch"], step["loss"]) == (5, 0, {"lm loss": 2.0})
@@ -777,7 +777,7 @@ class TestNoPlan:
         job = Job(workers=2, pipeline=1).start()
         job.held[1] = ()
         job.kill(0)
-        actions = job.muster(1)
+        actions = job.report(1)
         assert only(EmergencyCheckpointOrder, actions).writers == {}
         assert only(End, actions).code == exit_codes.NO_PLAN, "there is nothing to wait for"
 
@@ -785,7 +785,7 @@ class TestNoPlan:
         """Training another model silently is worse than ending."""
         job = Job().start()
         job.kill(0)
-        job.muster(1, 2, 3)
+        job.report(1, 2, 3)
         job.ready(1, 2)
         actions = job.ready(3, state="other")
         order = only(EmergencyCheckpointOrder, actions)
@@ -801,7 +801,7 @@ class TestNoPlan:
         job = Job(workers=6, micro_batches=6).start()
         job.kill(4)
         job.kill(5)
-        plan = only(EpochPlan, job.muster(0, 1, 2, 3)).plan
+        plan = only(EpochPlan, job.report(0, 1, 2, 3)).plan
         first = Shard(0, 3, 0, 1)
         wanted = spelled_out(plan, job.own)
         (mover,) = (w for w in plan.working if wanted.shards_of(w) != job.held[w])
@@ -817,7 +817,7 @@ class TestNoPlan:
         job = Job().start()
         job.kill(0)
         empty = Record(5, Stage.COMPUTE)
-        end = only(End, job.muster(1, 2, 3, record=empty))
+        end = only(End, job.report(1, 2, 3, record=empty))
         assert end.code == exit_codes.RETRY and "no survivor knows" in end.reason
 
 
@@ -879,7 +879,7 @@ class TestChangeByChoice:
         for worker in range(4):
             job.tell(GroupsPrepared(worker, number=1))
         job.kill(3)
-        assert only(EpochPlan, job.muster(0, 1, 2)).groups_of_change is None
+        assert only(EpochPlan, job.report(0, 1, 2)).groups_of_change is None
         job.ready(*job.members)
         job.apply(plan_of((((0,), (2,)), OTHER_LAYERS), counts=(4,)))
         for worker in job.members:
@@ -999,7 +999,7 @@ class TestChangeByChoice:
         job.apply(UNLIKE)
         assert "change 1 is under way" in only(Reply, job.apply(UNLIKE)).answer.reason
 
-    @pytest.mark.parametrize("state", ["starting", "mustering", "building"])
+    @pytest.mark.parametrize("state", ["starting", "waiting for survivors' reports", "building"])
     def test_no_change_while_there_is_no_training(self, state: str) -> None:
         job = Job()
         job.describe(0)
@@ -1007,7 +1007,7 @@ class TestChangeByChoice:
             job.ready(0, 1, 2, 3)
             job.kill(0)
         if state == "building":
-            job.muster(1, 2, 3)
+            job.report(1, 2, 3)
         assert f"is {state}" in only(Reply, job.apply(UNLIKE)).answer.reason
 
     def test_plans_that_are_due_in_a_recovery_are_taken_after_it(self) -> None:
@@ -1017,7 +1017,7 @@ class TestChangeByChoice:
         plans = plan_of((((0,), (2,)), OTHER_LAYERS), counts=(4,)), plan_of((((1,),), (Chunk(0, 0, 6),)), counts=(4,))
         for plan in plans:
             assert not job.apply(plan, patient=True)
-        job.muster(0, 1, 2)
+        job.report(0, 1, 2)
         for number, plan in enumerate(plans, 1):
             actions = job.ready(*job.members)
             only(Go, actions)
@@ -1036,7 +1036,7 @@ class TestChangeByChoice:
         job = Job().start()
         job.apply(UNLIKE)
         assert notices(job.kill(0)) == [EpochIsBroken]
-        published = only(EpochPlan, job.muster(1, 2, 3))
+        published = only(EpochPlan, job.report(1, 2, 3))
         assert published.plan.not_rectangular is None and published.plan.members == (1, 2, 3)
         assert events(job.ready(1, 2, 3), "recovery")
 
@@ -1076,7 +1076,7 @@ class TestChangeByChoice:
         job.ready(0, 1)
         job.now = 30.0
         assert notices(job.kill(3)) == [EpochIsBroken]
-        published = only(EpochPlan, job.muster(0, 1, 2))
+        published = only(EpochPlan, job.report(0, 1, 2))
         assert published.plan.not_rectangular is None and published.epoch == 2
         assert published.held == {0: (Shard(0, 3, 0, 1),), 1: (Shard(0, 3, 0, 1),), 2: (Shard(3, 6, 0, 1),)}
         [recovery] = events(job.ready(0, 1, 2), "recovery")
@@ -1091,7 +1091,7 @@ class TestChangeByChoice:
         actions = job.ready(3, state="garbled on the way")
         assert notices(actions) == [EpochIsBroken]
         assert "layer 2" in events(actions, "epoch_broken")[0]["cause"]
-        published = only(EpochPlan, job.muster(0, 1, 2, 3))
+        published = only(EpochPlan, job.report(0, 1, 2, 3))
         assert published.plan.not_rectangular is None
         only(Go, job.ready(0, 1, 2, 3))
 
@@ -1100,7 +1100,7 @@ class TestChangeByChoice:
         job = Job().start()
         self.change(job, UNLIKE)
         job.kill(3)
-        plan = only(EpochPlan, job.muster(0, 1, 2)).plan
+        plan = only(EpochPlan, job.report(0, 1, 2)).plan
         assert plan.not_rectangular is None and len(plan.working) == 2
         assert events(job.ready(*job.members), "recovery")
 
@@ -1147,7 +1147,7 @@ class TestLateNodes:
     def test_it_waits_where_each_replica_has_one_micro_batch(self) -> None:
         job = self.job(micro_batches=2).start()
         assert not notices([*job.come_back(4), *job.come_back(5)])
-        published = only(EpochPlan, [*job.kill(3), *job.muster(0, 1, 2)])
+        published = only(EpochPlan, [*job.kill(3), *job.report(0, 1, 2)])
         assert published.plan.working and 4 not in published.plan.members
 
     def test_it_is_lost_again_and_comes_back(self) -> None:
@@ -1155,7 +1155,7 @@ class TestLateNodes:
         self.take_in(job, 4, 5)
         lost = job.tell(NodeLost(node=2, cause="gone", time=0.0))
         assert only(Reopen, lost) == Reopen(2, (12, 13))
-        assert only(EpochPlan, job.muster(0, 1, 2, 3)).plan.members == (0, 1, 2, 3)
+        assert only(EpochPlan, job.report(0, 1, 2, 3)).plan.members == (0, 1, 2, 3)
         job.ready(0, 1, 2, 3)
         self.take_in(job, 12, 13)
         assert events(job.actions, "plan_change")[-1]["why"] == "workers 12, 13 came back"
@@ -1246,7 +1246,7 @@ class TestComingBack:
         job = Job().start()
         job.kill(3)
         assert not notices(job.come_back(7))
-        published = only(EpochPlan, job.muster(0, 1, 2))
+        published = only(EpochPlan, job.report(0, 1, 2))
         assert published.plan.members == (0, 1, 2)
         assert notices(job.ready(0, 1, 2)) == [PlanChange]
 
@@ -1275,7 +1275,7 @@ class TestComingBack:
         job.leave(0, 1, 2)
         job.ready(0, 1)
         assert notices(job.kill(7)) == [EpochIsBroken]
-        assert only(EpochPlan, job.muster(0, 1, 2)).plan == before
+        assert only(EpochPlan, job.report(0, 1, 2)).plan == before
         only(Go, job.ready(0, 1, 2))
 
     @pytest.mark.parametrize("told", [ScriptFailed(7, "ImportError: x", 1), ProcessExited(7, 1, 0.0), ScriptEnded(7)])
@@ -1309,7 +1309,7 @@ class TestComingBack:
         job.come_back(11)
         job.leave(0, 1, 2, 3, 4)
         job.kill(4)
-        published = only(EpochPlan, job.muster(0, 1, 2, 3, 11))
+        published = only(EpochPlan, job.report(0, 1, 2, 3, 11))
         assert published.held[11] == () and 11 in published.plan.standbys
         only(Go, job.ready(*job.members))
 
@@ -1400,7 +1400,7 @@ class TestLeaving:
         self.leave(job, 2)
         job.leave(0)
         job.kill(1)
-        actions = job.muster(2, 3, 4, 5)
+        actions = job.report(2, 3, 4, 5)
         published = only(EpochPlan, actions)
         assert published.plan.working == (2, 3) and published.leaving == (4, 5)
         assert notices(actions) == [NodeReleased]
@@ -1411,7 +1411,7 @@ class TestLeaving:
         job = Job(workers=6, micro_batches=6).start_with(**REPLICA_PER_NODE)
         job.kill(1)
         self.leave(job, 2)
-        assert only(EpochPlan, job.muster(0, 2, 3, 4, 5)).leaving == (4, 5)
+        assert only(EpochPlan, job.report(0, 2, 3, 4, 5)).leaving == (4, 5)
 
     def test_a_change_that_is_under_way_comes_first(self) -> None:
         job = Job(workers=6, micro_batches=6).start_with(**REPLICA_PER_NODE)
@@ -1467,20 +1467,20 @@ class TestWhateverHappens:
         if worker + size in job.held:  # started anew
             worker += size
         epoch = max(0, job.membership.epoch - data.draw(st.integers(0, 1)))
-        happenings = ["muster", "ready"] * 5 + ["suspect", "kill", "silent", "node", "wait", "apply", "come back"]
+        happenings = ["report", "ready"] * 5 + ["suspect", "kill", "silent", "node", "wait", "apply", "come back"]
         match data.draw(st.sampled_from(happenings)):
             case "come back":
                 if worker in job.membership.dead and worker < size:
                     job.come_back(worker + size)
             case "apply":
                 job.apply(self._any_plan(job, data))
-            case "muster":
+            case "report":
                 agreed = data.draw(st.sampled_from([Stage.REDUCED, Stage.AGREED]))
                 if job.membership.phase is Phase.RUNNING:
                     job.at = {each: (job.iteration, Stage.REDUCED) for each in job.members}
                     job.at[worker] = (job.iteration, agreed)
                 if worker in job.held:
-                    job.muster(worker, epoch=epoch)
+                    job.report(worker, epoch=epoch)
             case "ready":
                 state = data.draw(st.sampled_from(["same"] * 9 + ["other"]))
                 job.ready(worker, epoch=epoch, state=state)
@@ -1509,8 +1509,8 @@ class TestWhateverHappens:
     def _do_what_is_told(self, job: Job) -> None:
         membership = job.membership
         match membership.phase:
-            case Phase.MUSTERING:
-                job.muster(*sorted(membership.living))
+            case Phase.REPORTING:
+                job.report(*sorted(membership.living))
             case Phase.BUILDING:
                 job.ready(*job.members)
             case Phase.SALVAGING:
@@ -1537,7 +1537,7 @@ class TestWhateverHappens:
     def test_go_only_when_every_member_is_ready(self, data: st.DataObject) -> None:
         job = Job().start()
         job.kill(0)
-        job.muster(1, 2, 3)
+        job.report(1, 2, 3)
         told: set[int] = set()
         for worker in data.draw(st.lists(st.sampled_from([1, 2, 3]), max_size=8)):
             epoch = data.draw(st.sampled_from([0, 1, 2]))
@@ -1566,7 +1566,7 @@ class TestDistributedOptimizer:
         job = self.start()
         job.kill(0)
         job.kill(1)
-        order = only(EmergencyCheckpointOrder, job.muster(2))
+        order = only(EmergencyCheckpointOrder, job.report(2))
         assert "died with its copy" in order.reason
         assert order.missing == (Shard(0, 3, 0, 1),) and order.writers == {2: (Shard(0, 3, 0, 1),)}
 
@@ -1576,7 +1576,7 @@ class TestDistributedOptimizer:
         job.start()
         job.kill(0)
         job.kill(1)
-        assert set(only(EmergencyCheckpointOrder, job.muster(2, 3)).writers) == {2, 3}
+        assert set(only(EmergencyCheckpointOrder, job.report(2, 3)).writers) == {2, 3}
 
     def test_what_was_kept_before_go_counts_until_then(self) -> None:
         """Workers 0 and 2 are neighbours in the new ring, which does not hold yet."""
@@ -1584,9 +1584,9 @@ class TestDistributedOptimizer:
         job.description = replace(job.description, distributed_optimizer=True)
         job.start()
         job.kill(1)
-        job.muster(0, 2, 3)
+        job.report(0, 2, 3)
         job.kill(3)
-        assert only(EpochPlan, job.muster(0, 2)).plan.working == (0, 2)
+        assert only(EpochPlan, job.report(0, 2)).plan.working == (0, 2)
 
     def unlike(self) -> ParallelPlan:
         chunks = (Chunk(0, 0, 1), Chunk(1, 1, 3))
@@ -1608,4 +1608,4 @@ class TestDistributedOptimizer:
         job.ready(0, 1, 2)
         job.kill(0)
         job.kill(1)
-        assert only(EpochPlan, job.muster(2)).plan.working == (2,)
+        assert only(EpochPlan, job.report(2)).plan.working == (2,)

@@ -198,7 +198,7 @@ def test_a_refusal_is_not_asked_again_at_once() -> None:
     run = Run()
     run.answer(run.verdict())
     assert run.train(10)
-    [asked] = run.tell("change_refused", why="worker 3", reason="the job is mustering")
+    [asked] = run.tell("change_refused", why="worker 3", reason="the job is reporting")
     assert isinstance(asked, AskPlanner)
     run.answer(asked)
     assert not run.train(29) and run.train(5)

@@ -136,10 +136,10 @@ class Gone(Published):
     [
         lambda control: control.tell(TrainingFinished(1, 3)),
         lambda control: control.suspect(RuntimeError("gloo: Connection closed by peer"), HEARD_S),
-        lambda control: control.muster(Record(3, Stage.COMPUTE), ()),
+        lambda control: control.report(Record(3, Stage.COMPUTE), ()),
         lambda control: control.count("salvaged"),
     ],
-    ids=["a message", "a suspicion", "a muster", "a count"],
+    ids=["a message", "a suspicion", "a report", "a count"],
 )
 def test_who_notices_first_that_the_coordinator_is_gone_has_lost_it(ask: Callable[[WorkerControl], Any]) -> None:
     """Whatever it wanted; and no collective of another thread goes on."""
