@@ -5,11 +5,11 @@
 
 Eight CPU workers (TP 2, PP 2, DP 2) train a tiny GPT whose ops and transfers last as long as an A100's would, times
 `--time-scale`. One job for each case: it trains without a fault, then the fault comes (workers are killed, or slowed
-down by a drill), and then it takes one plan after the other, each computed by a strategy from the profile's costs and
-the true health, and asked for with --resihp-plan. A plan's time is the median `duration_s` of the `iteration` events
-of its epoch without the first one. `drop-replica` is what the job does by itself before it is asked for a plan: who
-lost a member is left out, and where nobody is dead the job's own plan goes on. `restart` is what runs after a restart
-on complete replicas; the restart itself is not counted (`recovery.py` measures one).
+down by a fault injection), and then it takes one plan after the other, each computed by a strategy from the profile's
+costs and the true health, and asked for with --resihp-plan. A plan's time is the median `duration_s` of the `iteration`
+events of its epoch without the first one. `drop-replica` is what the job does by itself before it is asked for a plan:
+who lost a member is left out, and where nobody is dead the job's own plan goes on. `restart` is what runs after a
+restart on complete replicas; the restart itself is not counted (`recovery.py` measures one).
 
 - `share_of_bound`: what no plan can beat with these devices (`cost.bounds`: work over the sum of speeds, and the
   critical path) over the measured iteration of `joint`. The iteration holds what the machine really needs for gradient
@@ -83,7 +83,7 @@ class Case:
         speed = {worker: self.speed.get(worker, 1.0) for worker in range(JOB.workers) if worker not in self.dead}
         return Health(speed, self.link)
 
-    def drills(self, iteration: int) -> list[str]:
+    def injections(self, iteration: int) -> list[str]:
         return [
             *(f"kill:{worker}@{iteration}" for worker in self.dead),
             *(f"slow:{worker}:{speed:g}@{iteration}" for worker, speed in self.speed.items()),
@@ -194,7 +194,7 @@ def command(case: Case, plans: dict[str, ParallelPlan], profile: Path, directory
     last = FAULT + MEASURED + len(plans) * PER_PLAN
     return [
         *JOB.under_resihp(last, directory / "run"), "--resihp-emulate", str(profile),
-        "--resihp-drill", *case.drills(FAULT), *(["--resihp-plan", *files] if files else []),
+        "--resihp-inject", *case.injections(FAULT), *(["--resihp-plan", *files] if files else []),
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from megatron_resihp.control.commands import apply, inject, launch_options, laun
 from megatron_resihp.extras import missing
 from megatron_resihp.report.live.run_report import RunReport
 
-NEED_TORCH: Final = frozenset({"launch", "drill", "apply"})
+NEED_TORCH: Final = frozenset({"launch", "inject", "apply"})
 """Commands that work only with the extra `train`. Of Megatron, scripts may bring their own."""
 SCRIPTS: Final = ("pretrain_gpt.py", "make_dataset.py")
 """Scripts that come with the package."""
@@ -56,7 +56,7 @@ def command_parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="start a training script on this node and keep the job running")
     launch_options.add_arguments(launch)
     launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
-    _add(commands, "drill", inject, "slow a worker or a link of a running job, or end that")
+    _add(commands, "inject", inject, "slow a worker or a link of a running job, or end that")
     _add(commands, "apply", apply, "ask a running job to take a given plan")
     _add(commands, "salvage", salvage, "say how to go on from what survivors of a job have saved")
     _add(commands, "report", report_command, "say what happened in a run, from its event log")

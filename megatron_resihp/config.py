@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-DRILL_POINTS = (
+INJECTION_POINTS = (
     "forward", "backward", "p2p", "grad-sync", "norm", "step", "gather", "between", "evaluate", "save",
     "recovery-report", "recovery-rebuild", "recovery-migrate", "recovery-ready",
 )  # fmt: skip
@@ -57,7 +57,7 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class Drill:
+class Injection:
     """A failure to stage when `worker` reaches `point` in `iteration` (1-based).
 
     Actions: kill (SIGKILL), stop (SIGSTOP), rebuild (the worker reports a communication error, nobody is lost).
@@ -71,7 +71,7 @@ class Drill:
     PATTERN = re.compile(r"(kill|stop|rebuild):(\d+)@([1-9]\d*)(?::([a-z0-9-]+))?")
 
     @classmethod
-    def parse(cls, text: str) -> "Drill":
+    def parse(cls, text: str) -> "Injection":
         """Read ACTION:WORKER@ITERATION[:POINT].
 
         Raises:
@@ -81,10 +81,12 @@ class Drill:
         if not match:
             form = "ACTION:WORKER@ITERATION[:POINT], e.g. kill:3@10:backward"
             others = "slow:WORKER:SPEED@ITERATION, link:A-B:FACTOR@ITERATION or clear@ITERATION"
-            raise ConfigError(f"--resihp-drill {text!r} is not {form}, nor {others}")
+            raise ConfigError(f"--resihp-inject {text!r} is not {form}, nor {others}")
         action, worker, iteration, point = match.groups()
-        if point is not None and point not in DRILL_POINTS:
-            raise ConfigError(f"--resihp-drill {text!r}: no point {point!r}; choose from {', '.join(DRILL_POINTS)}")
+        if point is not None and point not in INJECTION_POINTS:
+            raise ConfigError(
+                f"--resihp-inject {text!r}: no point {point!r}; choose from {', '.join(INJECTION_POINTS)}"
+            )
         return cls(action, int(worker), int(iteration), point or "forward")
 
 
@@ -130,7 +132,7 @@ class Slowdown:
         try:
             return cls(workers, factor_of(speed or factor or "1"), int(iteration))
         except ConfigError as error:
-            raise ConfigError(f"--resihp-drill {text!r}: {error}") from error
+            raise ConfigError(f"--resihp-inject {text!r}: {error}") from error
 
     def __str__(self) -> str:
         if not self.workers:
@@ -203,9 +205,9 @@ class ResihpConfig:
     """What a user can set; each field is a flag of the same name in Megatron's own --help."""
 
     resihp: bool = _flag(False, "Keep the job running in place when workers die. Start it with `resihp launch`.")
-    resihp_drill: Sequence[str] = _flag(
-        (), "Fire drills: ACTION:WORKER@ITERATION[:POINT] with ACTION kill, stop or rebuild and POINT one of "
-        + ", ".join(DRILL_POINTS) + " (default forward); slow:WORKER:SPEED@ITERATION, "
+    resihp_inject: Sequence[str] = _flag(
+        (), "Fault injection: ACTION:WORKER@ITERATION[:POINT] with ACTION kill, stop or rebuild and POINT one of "
+        + ", ".join(INJECTION_POINTS) + " (default forward); slow:WORKER:SPEED@ITERATION, "
         "link:A-B:FACTOR@ITERATION, clear@ITERATION; or @FILE, a JSON list of such.",
         nargs="+", metavar="DRILL",
     )  # fmt: skip
@@ -265,21 +267,21 @@ class ResihpConfig:
         "iterations on; without it, the one in the run directory if there is one.", metavar="FILE",
     )  # fmt: skip
 
-    def drills(self) -> tuple[Drill, ...]:
+    def injections(self) -> tuple[Injection, ...]:
         """The failures to stage.
 
         Raises:
-            ConfigError: if a drill or a file of drills cannot be read.
+            ConfigError: if a fault injection or a file of faults cannot be read.
         """
-        return tuple(Drill.parse(text) for text in self._drill_texts() if Slowdown.parse(text) is None)
+        return tuple(Injection.parse(text) for text in self._injection_texts() if Slowdown.parse(text) is None)
 
     def slowdowns(self) -> tuple[Slowdown, ...]:
         """The slowdowns to stage.
 
         Raises:
-            ConfigError: if one of them cannot be, or a file of drills cannot be read.
+            ConfigError: if one of them cannot be, or a file of faults cannot be read.
         """
-        return tuple(slow for text in self._drill_texts() if (slow := Slowdown.parse(text)) is not None)
+        return tuple(slow for text in self._injection_texts() if (slow := Slowdown.parse(text)) is not None)
 
     def plans(self) -> tuple[ScheduledPlan, ...]:
         """The plans to ask for, in the order of their iterations.
@@ -295,8 +297,8 @@ class ResihpConfig:
         """Whether the planner is to choose the layout that the job begins with."""
         return AUTO in self.resihp_plan
 
-    def _drill_texts(self) -> list[str]:
-        return [line for text in self.resihp_drill for line in (_read(text[1:]) if text[:1] == "@" else [text])]
+    def _injection_texts(self) -> list[str]:
+        return [line for text in self.resihp_inject for line in (_read(text[1:]) if text[:1] == "@" else [text])]
 
     def check(self) -> None:
         """Raises:
@@ -333,12 +335,12 @@ def _said(default: Any) -> str:
 
 def _read(path: str) -> list[str]:
     try:
-        drills = json.loads(Path(path).read_text())
+        injections = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--resihp-drill @{path} cannot be read: {error}") from error
-    if not isinstance(drills, list) or not all(isinstance(drill, str) for drill in drills):
-        raise ConfigError(f'--resihp-drill @{path} is no JSON list of drills, e.g. ["slow:3:0.6@10", "clear@20"]')
-    return drills
+        raise ConfigError(f"--resihp-inject @{path} cannot be read: {error}") from error
+    if not isinstance(injections, list) or not all(isinstance(injection, str) for injection in injections):
+        raise ConfigError(f'--resihp-inject @{path} is no JSON list of faults, e.g. ["slow:3:0.6@10", "clear@20"]')
+    return injections
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -54,7 +54,7 @@ train reference
 echo "== the run: worker 6 at half its speed from iteration 12 to 23, worker 5 killed at 34, worker 2 at 38"
 ended=0
 train run --resihp-cost-model "$out/reference/cost_model.json" --resihp-act act --resihp-seconds-between-changes 2 \
-    --resihp-drill slow:6:0.54@12 clear@24 kill:5@34 kill:2@38 || ended=$?
+    --resihp-inject slow:6:0.54@12 clear@24 kill:5@34 kill:2@38 || ended=$?
 
 compared=("$out/run" --reference "$out/reference")
 "$resihp" report "${compared[@]}" --json --plot "$out/run.png" >"$out/summary.json"

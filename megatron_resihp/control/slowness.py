@@ -1,4 +1,4 @@
-"""Who is slowed by drills: the state that the coordinator keeps and workers and agents are told. Pure.
+"""Who is slowed on request: the state that the coordinator keeps and workers and agents are told. Pure.
 
 May import `config`, `protocol` and the standard library.
 """

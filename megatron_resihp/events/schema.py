@@ -411,7 +411,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
     ),
     names.DRILL_SET: EventSchema(
         "coordinator",
-        "A drill has slowed a worker or a link, or ended that.",
+        "A fault injection has slowed a worker or a link, or ended that.",
         (
             Field("workers", INTEGERS, "one worker, the two ends of a link, or none: all are at full speed again"),
             Field("factor", NUMBER, "speed or bandwidth relative to its own when healthy, in (0, 1]"),

@@ -101,7 +101,7 @@ def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify:
         from megatron_resihp.integration.patches.flags import fail
         from megatron_resihp.integration.patches.startup import create_runtime, wrap_initialize_megatron
         from megatron_resihp.integration.patches.training import training_patches
-        from megatron_resihp.integration.probes.injection_points import drill_patches
+        from megatron_resihp.integration.probes.injection_points import injection_patches
         from megatron_resihp.integration.probes.patches import probe_patches
 
         try:
@@ -109,7 +109,7 @@ def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify:
         except UnlikeError as error:
             fail(str(error))
         try:
-            apply_all(training_patches(runtime) + probe_patches(runtime) + drill_patches(runtime))
+            apply_all(training_patches(runtime) + probe_patches(runtime) + injection_patches(runtime))
         except PatchError as error:
             fail(_mismatch(error))
         return wrap_initialize_megatron(runtime, original)(*positional, **options)

@@ -19,7 +19,7 @@ from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.slice_sums import Bucket
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
-from megatron_resihp.integration.probes.fault_injection import Drills, ScheduledSlowdowns
+from megatron_resihp.integration.probes.fault_injection import Injections, ScheduledSlowdowns
 from megatron_resihp.integration.probes.padding import Padding
 from megatron_resihp.integration.probes.probe_clock import make_clock
 from megatron_resihp.integration.probes.probe_sheet import Sheet
@@ -146,7 +146,7 @@ class Runtime:
         saves: number of the last order to write a checkpoint that was agreed on.
         preparation: what makes groups for the next plan while this one is run.
         padding: what makes ops and transfers last as long as on an emulated device; None: nothing does.
-        slowing: what slows this worker's device in drills; None: it has none, its agent stops the process.
+        slowing: what slows this worker's device in fault injections; None: it has none, its agent stops the process.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Runtime:
         self.to_change = False
         self.saves = 0
         self.preparation: Preparation | None = None
-        self.drills = Drills(config.drills(), self.worker, self._announce_drill)
+        self.injections = Injections(config.injections(), self.worker, self._announce_injection)
         self.plans = [(plan, read_plan(plan.path)) for plan in config.plans()]
         self.slowdowns = ScheduledSlowdowns(config.slowdowns(), self._ask_for_slowdown)
 
@@ -321,7 +321,7 @@ class Runtime:
         return self.shares_optimizer and self.general is None
 
     def reach(self, point: str) -> None:
-        self.drills.reach(point, self.progress.iteration)
+        self.injections.reach(point, self.progress.iteration)
 
     def ask_for_plans(self, iteration: int) -> None:
         """Ask for the plans that are due when an iteration begins, once; who reports the iteration asks for all.
@@ -333,9 +333,13 @@ class Runtime:
             if self.reports:
                 self.control.tell(PlanRequest(plan, f"--resihp-plan {due.path}", patient=True))
 
-    def _announce_drill(self, drill: Any) -> None:
+    def _announce_injection(self, injection: Any) -> None:
         self.control.event(
-            "drill", action=drill.action, target=drill.worker, iteration=self.progress.iteration, point=drill.point
+            "drill",
+            action=injection.action,
+            target=injection.worker,
+            iteration=self.progress.iteration,
+            point=injection.point,
         )
 
     def _ask_for_slowdown(self, index: int, slowdown: Slowdown) -> None:

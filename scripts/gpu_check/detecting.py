@@ -53,8 +53,8 @@ def _predict(setting: Setting, name: str) -> Row:
 
 
 def _slow(setting: Setting, name: str) -> Row:
-    drills = [f"slow:1:{SPEED}@{SLOW_AT}", f"clear@{CLEARED_AT}"]
-    flags = ["--pipeline-model-parallel-size", "2", "--resihp-drill", *drills]
+    injections = [f"slow:1:{SPEED}@{SLOW_AT}", f"clear@{CLEARED_AT}"]
+    flags = ["--pipeline-model-parallel-size", "2", "--resihp-inject", *injections]
     job = _train(setting, name, 2, flags, **{"global-batch-size": 1, "train-iters": END})
     said = [(each.change, list(each.workers), round(each.speed, 2), each.iteration) for each in job.summary.verdicts]
     named = [workers for change, workers, _, _ in said if change == "onset"]

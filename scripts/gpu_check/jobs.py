@@ -33,14 +33,14 @@ class Case:
     Attributes:
         workers: how many ranks share the GPU.
         flags: Megatron's.
-        drills: what befalls it.
+        injections: what befalls it.
         strategy: who plans; None: the default.
         plans: asked for at iterations 4, 8 and so on.
     """
 
     workers: int
     flags: tuple[str, ...]
-    drills: tuple[str, ...] = ()
+    injections: tuple[str, ...] = ()
     strategy: str | None = None
     plans: tuple[ParallelPlan, ...] = ()
 
@@ -112,7 +112,7 @@ def _compare(
 
 
 def _disturbance(setting: Setting, name: str, case: Case) -> list[str]:
-    flags = ["--resihp-drill", *case.drills] if case.drills else []
+    flags = ["--resihp-inject", *case.injections] if case.injections else []
     if case.strategy is not None:
         flags += ["--resihp-strategy", case.strategy]
     if case.plans:

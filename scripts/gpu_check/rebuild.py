@@ -29,7 +29,7 @@ def _rebuild(setting: Setting, name: str) -> Row:
     else:
         layers = _layers(CASES[name], torch.cuda.mem_get_info()[1])
         model = {"hidden-size": WIDTH, "num-attention-heads": 48}
-    flags = ["--bf16", "--resihp-drill", "rebuild:0@4"]
+    flags = ["--bf16", "--resihp-inject", "rebuild:0@4"]
     job = launch(setting, name, 1, flags, **{"num-layers": layers, "train-iters": 8, **model})
     survived = job.codes == [0] and len(job.summary.recoveries) == 1
     return {"ok": survived, "codes": job.codes, "layers": layers, "share_of_memory": CASES[name], **_took(job)}

@@ -11,12 +11,12 @@ from chaos_plans import LAYERS, random_plan
 from jobs import EXPERTS
 from test_plans import LLAMA, RECTANGLE
 
-from megatron_resihp.config import DRILL_POINTS
+from megatron_resihp.config import INJECTION_POINTS
 from megatron_resihp.plan import ParallelPlan
 
 ITERATIONS = 14
 MIGRATING = "recovery-migrate"
-RECOVERY_POINTS = tuple(point for point in DRILL_POINTS if point.startswith("recovery-") and point != MIGRATING)
+RECOVERY_POINTS = tuple(point for point in INJECTION_POINTS if point.startswith("recovery-") and point != MIGRATING)
 """Which every worker reaches in every recovery; the remaining one is reached by those whose state moves."""
 SPEEDS = (0.2, 0.5, 0.8)
 LONG_PAUSE_S = 9.0
@@ -47,9 +47,9 @@ class Cast:
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Where drills can strike."""
+        """Where fault injections can strike."""
         missing = {"save"} if "eval_interval" in self.model else {"save", "evaluate"}
-        return tuple(point for point in DRILL_POINTS if point not in missing and point != MIGRATING)
+        return tuple(point for point in INJECTION_POINTS if point not in missing and point != MIGRATING)
 
     def arguments(self) -> dict[str, Any]:
         sizes = {"num_layers": LAYERS - 2, "global_batch_size": self.micro_batches, "train_iters": ITERATIONS}
@@ -93,7 +93,7 @@ class Sequence:
 
     Attributes:
         plans: asked for at iterations.
-        drills: as --resihp-drill has them.
+        injections: as --resihp-inject has them.
         strikes: from outside.
         rests: iterations in which all wait until those that died have come back.
     """
@@ -102,7 +102,7 @@ class Sequence:
     distributed_optimizer: bool
     restarts: int
     plans: tuple[tuple[int, ParallelPlan], ...]
-    drills: tuple[str, ...]
+    injections: tuple[str, ...]
     strikes: tuple[Strike, ...]
     rests: tuple[int, ...]
 
@@ -129,7 +129,7 @@ class _Author:
     deaths: int = 0
     slowed: bool = False
     plans: list[tuple[int, ParallelPlan]] = field(default_factory=list)
-    drills: list[str] = field(default_factory=list)
+    injections: list[str] = field(default_factory=list)
     strikes: list[Strike] = field(default_factory=list)
     rests: list[int] = field(default_factory=list)
 
@@ -140,13 +140,13 @@ class _Author:
         for iteration in range(1, ITERATIONS + 1):
             self._rest(iteration)
             for chance, happen in (
-                (0.30, self._ask_for_a_plan), (0.20, self._drill), (0.15, self._slow), (0.18, self._strike)
+                (0.30, self._ask_for_a_plan), (0.20, self._injection), (0.15, self._slow), (0.18, self._strike)
             ):  # fmt: skip
                 if self.random.random() < chance:
                     happen(iteration)
         return Sequence(
             self.cast, self.distributed_optimizer, self.restarts,
-            tuple(self.plans), tuple(self.drills), tuple(self.strikes), tuple(self.rests),
+            tuple(self.plans), tuple(self.injections), tuple(self.strikes), tuple(self.rests),
         )  # fmt: skip
 
     def _rest(self, iteration: int) -> None:
@@ -161,18 +161,18 @@ class _Author:
         plan = random_plan(self.random, self.living, self.cast.micro_batches)
         self.plans.append((iteration, plan))
 
-    def _drill(self, iteration: int) -> None:
+    def _injection(self, iteration: int) -> None:
         action = self.random.choices(("rebuild", "kill", "stop"), (4, 4, 1))[0]
-        self._add_drill(action, iteration, self.random.choice(self.cast.points))
+        self._add_injection(action, iteration, self.random.choice(self.cast.points))
         if self.random.random() < 0.3:  # in the midst of what follows
             action = self.random.choices(("rebuild", "kill"), (1, 2))[0]
             point = self.random.choice(RECOVERY_POINTS)
-            self._add_drill(action, iteration, MIGRATING if self.aside.random() < 0.3 else point)
+            self._add_injection(action, iteration, MIGRATING if self.aside.random() < 0.3 else point)
 
-    def _add_drill(self, action: str, iteration: int, point: str) -> None:
+    def _add_injection(self, action: str, iteration: int, point: str) -> None:
         victim = self._victim(lethal=action != "rebuild")
         if victim is not None:
-            self.drills.append(f"{action}:{victim}@{iteration}:{point}")
+            self.injections.append(f"{action}:{victim}@{iteration}:{point}")
 
     def _victim(self, lethal: bool) -> int | None:
         victim = self.random.choice(self.living)
@@ -186,10 +186,10 @@ class _Author:
 
     def _slow(self, iteration: int) -> None:
         if self.slowed and self.random.random() < 0.5:
-            self.drills.append(f"clear@{iteration}")
+            self.injections.append(f"clear@{iteration}")
         else:
-            self.drills.append(f"slow:{self.random.choice(self.living)}:{self.random.choice(SPEEDS)}@{iteration}")
-        self.slowed = not self.drills[-1].startswith("clear")
+            self.injections.append(f"slow:{self.random.choice(self.living)}:{self.random.choice(SPEEDS)}@{iteration}")
+        self.slowed = not self.injections[-1].startswith("clear")
 
     def _strike(self, iteration: int) -> None:
         action = self.random.choices(("kill", "stop", "pause"), (4, 1, 3))[0]

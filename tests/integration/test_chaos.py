@@ -44,7 +44,7 @@ def play(jobs: Jobs, path: Path, sequence: Sequence) -> Job:
     plans = ask_at(path, *((plan, iteration) for iteration, plan in sequence.plans))
     arguments = cast.arguments() | {
         "use_distributed_optimizer": sequence.distributed_optimizer, "resihp_plan": plans or None,
-        "resihp_drill": list(sequence.drills) or None,
+        "resihp_inject": list(sequence.injections) or None,
     }  # fmt: skip
     everybody = range(cast.workers * (sequence.restarts + 1))
     job = jobs.start(

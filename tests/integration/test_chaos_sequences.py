@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from chaos_sequences import LONG_PAUSE_S, MIGRATING, RECOVERY_POINTS, Sequence, random_sequence
 
-from megatron_resihp.config import Drill, Slowdown
+from megatron_resihp.config import Injection, Slowdown
 
 SEEDS = 200
 OFTEN = 20
@@ -20,16 +20,16 @@ def kinds(sequence: Sequence) -> Iterator[str]:
     for _, plan in sequence.plans:
         yield "a plan with migrations" if plan.migrations else "a plan"
         yield "unlike replicas" if len({replica.stages and replica.shape for replica in plan.replicas}) > 1 else "alike"
-    for text in sequence.drills:
+    for text in sequence.injections:
         slowdown = Slowdown.parse(text)
         if slowdown is not None:
             yield "slow" if slowdown.workers else "clear"
             continue
-        drill = Drill.parse(text)
-        where = "recovery" if drill.point in RECOVERY_POINTS else "iteration"
-        where = "transfer" if drill.point == MIGRATING else where
-        yield f"{drill.action} in a {where}" if drill.action != "stop" else "stop"
-        if drill.worker >= sequence.cast.workers:
+        injection = Injection.parse(text)
+        where = "recovery" if injection.point in RECOVERY_POINTS else "iteration"
+        where = "transfer" if injection.point == MIGRATING else where
+        yield f"{injection.action} in a {where}" if injection.action != "stop" else "stop"
+        if injection.worker >= sequence.cast.workers:
             yield "who came back is struck"
     for strike in sequence.strikes:
         yield f"{strike.action} from outside, after {strike.after}"

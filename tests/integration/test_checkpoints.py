@@ -232,7 +232,7 @@ def test_a_distributed_optimizer_s_checkpoint_is_loaded_and_saved_under_an_unlik
 def test_survivors_of_a_plan_that_lost_state_write_slices(jobs: Jobs, tmp_path: Path) -> None:
     """Worker 2 was the only one with its half of the last layer and of the head."""
     plan = change_to("other layers", tmp_path, 2)
-    job = jobs.run(tiny(**MODEL | RECTANGLE | plan, resihp_drill="kill:2@5:backward"), workers=4)
+    job = jobs.run(tiny(**MODEL | RECTANGLE | plan, resihp_inject="kill:2@5:backward"), workers=4)
     assert job.code == exit_codes.NO_PLAN, job.tails()
     assert {salvage.complete for salvage in job.summary.salvages} == {False}
     contents = [json.loads(path.read_text()) for path in job.run_dir.glob("salvage/iter_0000004/worker_*.json")]

@@ -15,7 +15,7 @@ WARM_UP = 50
 SLOW, SLOW_CLEARED = 60, 75
 LINK, LINK_CLEARED = 85, 100
 HEALTHY, HEALTHY_AT_NIGHT = 60, 200
-"""Iterations that are judged and that no drill touches."""
+"""Iterations that are judged and that no fault injection touches."""
 
 ETHERNET = 1.25e9
 """Bytes per second of a network on which a transfer takes 32 ms of the emulated clock: next to that the moments between
@@ -42,7 +42,7 @@ def test_a_slow_worker_and_a_slow_link_are_named_and_nothing_else_is(
         seq_length=64, max_position_embeddings=64, mock_data=False, data_path=documents, vocab_size=257,
         data_cache_path=documents.with_name("cache"), dataloader_inter_document_masking=True,
         resihp_emulate=tmp_path / "profile.json",
-        resihp_drill=[
+        resihp_inject=[
             f"slow:5:0.8@{SLOW}", f"clear@{SLOW_CLEARED}", f"link:1-5:0.3@{LINK}", f"clear@{LINK_CLEARED}",
         ],
     )  # fmt: skip
@@ -61,7 +61,7 @@ def test_a_slow_worker_and_a_slow_link_are_named_and_nothing_else_is(
 
 
 def verdicts(job: Job, kind: str, workers: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The one onset and the one recovery of what a drill slowed."""
+    """The one onset and the one recovery of what a fault injection slowed."""
     found = [event for event in job.events("verdict") if event["workers"] == workers]
     onsets, recoveries = ([event for event in found if event["change"] == change] for change in ("onset", "recovery"))
     assert {event["kind"] for event in found} == {kind} and len(onsets) == len(recoveries) == 1, found

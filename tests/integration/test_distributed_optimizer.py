@@ -24,11 +24,11 @@ PIPELINE: dict[str, Any] = {**SHARED, "pipeline_model_parallel_size": 2}
 NIGHTLY = pytest.mark.nightly
 
 
-def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], tolerance: Tolerance = FP32, **extra: Any) -> Job:
+def survive(jobs: Jobs, *injections: str, layout: dict[str, Any], tolerance: Tolerance = FP32, **extra: Any) -> Job:
     reference = jobs.reference(tiny(**layout), workers=4)
-    job = jobs.run(tiny(**layout, **extra, resihp_drill=drills or None), workers=4)
+    job = jobs.run(tiny(**layout, **extra, resihp_inject=injections or None), workers=4)
     check_training(job, reference, tolerance)
-    assert len(job.summary.deaths) == len(drills)
+    assert len(job.summary.deaths) == len(injections)
     return job
 
 
@@ -73,7 +73,7 @@ def test_the_state_after_a_death_is_bit_for_bit_the_one_without(jobs: Jobs, tmp_
     saving = {**SHARED, "ckpt_format": "torch", "save_interval": 100}
     whole, mended = jobs.directory / "shared_out", tmp_path / "mended"
     reference = jobs.reference(tiny(**saving, save=whole), workers=4)
-    job = jobs.run(tiny(**saving, save=mended, resihp_drill="kill:1@6:step"), workers=4)
+    job = jobs.run(tiny(**saving, save=mended, resihp_inject="kill:1@6:step"), workers=4)
     check_training(job, reference)
     assert len(job.events("epoch_started")[-1]["plan"]["replicas"]) == 3
     for name in ("model_optim_rng.pt", "distrib_optim.pt"):
@@ -168,18 +168,18 @@ def test_unlike_replicas(
 
 
 @NIGHTLY
-@pytest.mark.parametrize("drills", [["kill:1@4:step"], ["kill:1@4:backward", "kill:2@5:gather"]], ids=len)
-def test_a_death_among_unlike_replicas(jobs: Jobs, tmp_path: Path, drills: list[str]) -> None:
+@pytest.mark.parametrize("injections", [["kill:1@4:step"], ["kill:1@4:backward", "kill:2@5:gather"]], ids=len)
+def test_a_death_among_unlike_replicas(jobs: Jobs, tmp_path: Path, injections: list[str]) -> None:
     """Those that are left are equal replicas again, each with a part."""
-    job = survive(jobs, *drills, layout=SHARED, resihp_plan=ask_for(tmp_path, UNLIKE))
-    assert len(job.events("recovery")) == len(drills)
+    job = survive(jobs, *injections, layout=SHARED, resihp_plan=ask_for(tmp_path, UNLIKE))
+    assert len(job.events("recovery")) == len(injections)
 
 
 @NIGHTLY
 def test_a_worker_that_comes_back_gets_a_part_again(jobs: Jobs) -> None:
     layout = TENSOR | {"train_iters": 12}
     reference = jobs.reference(tiny(**layout), workers=4)
-    arguments = tiny(**layout, resihp_drill="kill:3@3:gather")
+    arguments = tiny(**layout, resihp_inject="kill:3@3:gather")
     job = jobs.start(arguments, workers=4, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
     job.await_event("worker_waiting", waiting=7)
     job.wish("go_on")

@@ -91,7 +91,7 @@ def test_one_signal_saves_and_another_one_saves_and_ends(jobs: Jobs) -> None:
 
 def test_too_few_survivors_save_what_they_hold(jobs: Jobs) -> None:
     """Both holders of the second stage die."""
-    job = jobs.run(tiny(**PIPELINE, resihp_drill=["kill:2@3:backward", "kill:3@3:backward"]), workers=4)
+    job = jobs.run(tiny(**PIPELINE, resihp_inject=["kill:2@3:backward", "kill:3@3:backward"]), workers=4)
     assert job.code == exit_codes.NO_PLAN, job.tails()
     [salvage] = job.summary.salvages
     assert salvage.missing == ((1, 0),) and not salvage.complete
@@ -100,8 +100,8 @@ def test_too_few_survivors_save_what_they_hold(jobs: Jobs) -> None:
 
 
 def test_one_survivor_of_each_shard_is_too_few_once_another_is_lost(jobs: Jobs) -> None:
-    drills = ["kill:1@2:forward", "kill:2@3:forward", "kill:0@5:step"]
-    job = jobs.run(tiny(**PIPELINE, resihp_drill=drills), workers=4)
+    injections = ["kill:1@2:forward", "kill:2@3:forward", "kill:0@5:step"]
+    job = jobs.run(tiny(**PIPELINE, resihp_inject=injections), workers=4)
     assert job.code == exit_codes.NO_PLAN, job.tails()
     assert len(job.summary.recoveries) == 2
     assert {death.cause for death in job.summary.deaths} == {"drill, exit signal 9"}
@@ -112,8 +112,8 @@ def test_one_survivor_of_each_shard_is_too_few_once_another_is_lost(jobs: Jobs) 
 
 def test_recoveries_without_a_step_are_bounded(jobs: Jobs) -> None:
     """A worker whose communication fails again and again, with nobody dead."""
-    drills = [f"rebuild:0@3:{point}" for point in ["backward"] * 12]
-    job = jobs.run(tiny(**PIPELINE, resihp_drill=drills), workers=4)
+    injections = [f"rebuild:0@3:{point}" for point in ["backward"] * 12]
+    job = jobs.run(tiny(**PIPELINE, resihp_inject=injections), workers=4)
     assert job.code == exit_codes.NO_PLAN, job.tails()
     assert "8 recoveries without a step after iteration 2" in job.output()
     assert len(job.events("recovery")) == 8
@@ -123,8 +123,8 @@ def test_recoveries_without_a_step_are_bounded(jobs: Jobs) -> None:
 
 def test_a_salvaged_state_can_be_gone_on_from(jobs: Jobs) -> None:
     reference = jobs.reference(tiny(**PIPELINE), workers=4)
-    drills = [f"rebuild:0@3:{point}" for point in ["backward"] * 12]
-    first = jobs.run(tiny(**PIPELINE, resihp_drill=drills), workers=4)
+    injections = [f"rebuild:0@3:{point}" for point in ["backward"] * 12]
+    first = jobs.run(tiny(**PIPELINE, resihp_inject=injections), workers=4)
     going_on = {"load": first.run_dir / "salvage", "ckpt_format": "torch", "no_load_rng": True}
     second = jobs.run(tiny(**PIPELINE, **going_on), workers=4)
     assert second.code == 0, second.tails()
@@ -149,8 +149,8 @@ def test_a_flag_that_is_refused(jobs: Jobs) -> None:
     refused(job, "--rerun-mode", "not supported with --resihp", "use disabled")
 
 
-def test_a_drill_that_is_none(jobs: Jobs) -> None:
-    refused(jobs.run(tiny(**PIPELINE, resihp_drill="kill:7@3"), workers=2), "--resihp-drill", "worker 7")
+def test_an_injection_that_is_none(jobs: Jobs) -> None:
+    refused(jobs.run(tiny(**PIPELINE, resihp_inject="kill:7@3"), workers=2), "--resihp-inject", "worker 7")
 
 
 def test_a_world_that_does_not_divide(jobs: Jobs) -> None:

@@ -31,19 +31,19 @@ SUMMED: dict[str, Any] = PER_TOKEN | {"initial_loss_scale": 2**14}
 BALANCED: dict[str, Any] = EXPERTS | {"sequence_parallel": True}
 
 
-def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], plans: Sequence[str] = (), workers: int = 4) -> Job:
-    """Run a job through drills or plans and compare it with the undisturbed one."""
+def survive(jobs: Jobs, *injections: str, layout: dict[str, Any], plans: Sequence[str] = (), workers: int = 4) -> Job:
+    """Run a job through fault injections or plans and compare it with the undisturbed one."""
     model = HALF | layout
     reference = jobs.reference(tiny(**model), workers=workers)
-    job = jobs.run(tiny(**model, resihp_drill=drills or None, resihp_plan=plans or None), workers=workers)
+    job = jobs.run(tiny(**model, resihp_inject=injections or None, resihp_plan=plans or None), workers=workers)
     check_training(job, reference, BF16)
-    assert len(job.summary.deaths) == len(drills)
+    assert len(job.summary.deaths) == len(injections)
     skipped = reference.summary.skipped_iterations
     assert 1 in skipped and len(skipped) > 1 and skipped[-1] > 3, "some of the first steps, and a later one"
     assert job.summary.skipped_iterations == skipped
     found, expected = scales(job), scales(reference)
     # Who reports an iteration may die with it.
-    assert found.items() <= expected.items() and len(found) >= len(expected) - len(drills)
+    assert found.items() <= expected.items() and len(found) >= len(expected) - len(injections)
     assert list(found)[-1] == HALF["train_iters"]
     return job
 
@@ -78,7 +78,7 @@ def test_replicas_that_share_work_skip_the_same_steps(jobs: Jobs, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("drills", "layout"),
+    ("injections", "layout"),
     [
         (["kill:3@2:step", "kill:0@6:norm"], TENSOR),
         pytest.param(["kill:1@2:norm", "kill:2@4:step"], TENSOR, marks=NIGHTLY),
@@ -89,9 +89,9 @@ def test_replicas_that_share_work_skip_the_same_steps(jobs: Jobs, tmp_path: Path
         pytest.param(["kill:1@2:norm", "kill:3@5:gather"], SHARED, marks=NIGHTLY),
     ],
 )
-def test_a_death_beside_a_step_that_is_skipped(jobs: Jobs, drills: list[str], layout: dict[str, Any]) -> None:
+def test_a_death_beside_a_step_that_is_skipped(jobs: Jobs, injections: list[str], layout: dict[str, Any]) -> None:
     """It is skipped once by all, standbys too, and those who are fewer afterwards skip no others."""
-    survive(jobs, *drills, layout=layout)
+    survive(jobs, *injections, layout=layout)
 
 
 @NIGHTLY
@@ -99,7 +99,7 @@ def test_a_scale_that_never_moves(jobs: Jobs) -> None:
     """With Megatron's own checks of gradients off an overflow is skipped, again and again."""
     model = HALF | TENSOR | {"loss_scale": 2**14}
     reference = jobs.reference(tiny(**model), workers=4)
-    job = jobs.run(tiny(**model, resihp_drill=["kill:3@3:norm"]), workers=4)
+    job = jobs.run(tiny(**model, resihp_inject=["kill:3@3:norm"]), workers=4)
     check_training(job, reference, BF16)
     stuck = jobs.run(
         tiny(**model | {"loss_scale": 2**24, "no_check_for_nan_in_loss_and_grad": True, "train_iters": 3}), workers=4

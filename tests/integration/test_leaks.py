@@ -17,7 +17,7 @@ FIRST = 2
 """Iteration of the first recovery."""
 POINTS = ("forward", "backward", "p2p", "grad-sync", "norm")
 """Where it strikes, in turn: gloo loses other operations where peers are connected than where they are not yet. All lie
-before the agreement, which nobody passes alone; after it the next drill might strike in the same epoch."""
+before the agreement, which nobody passes alone; after it the next fault injection might strike in the same epoch."""
 SETTLED = 10
 """Recoveries after which caches are warm; later ones may not add anything."""
 MEMORY_TOLERANCE = 1.05
@@ -30,12 +30,12 @@ def final_state(job: Job) -> dict[int, str]:
 
 @pytest.mark.nightly
 def test_fifty_recoveries_leave_nothing_behind(jobs: Jobs) -> None:
-    """Groups are rebuilt without a loss: a drill lets one worker after another report a communication error."""
+    """Groups are rebuilt without a loss: one worker after another is made to report a communication error."""
     iterations = FIRST + RECOVERIES + 1
     arguments = tiny(train_iters=iterations, pipeline_model_parallel_size=2)
-    drills = [f"rebuild:{step % 4}@{FIRST + step}:{POINTS[step % len(POINTS)]}" for step in range(RECOVERIES)]
+    injections = [f"rebuild:{step % 4}@{FIRST + step}:{POINTS[step % len(POINTS)]}" for step in range(RECOVERIES)]
     reference = jobs.reference(arguments, workers=4)
-    job = jobs.start([*arguments, "--resihp-drill", *drills], workers=4).wait(180.0)
+    job = jobs.start([*arguments, "--resihp-inject", *injections], workers=4).wait(180.0)
 
     assert len(job.events("recovery")) == RECOVERIES
     check_training(job, reference)

@@ -44,7 +44,7 @@ def check_lines(job: Job, reference: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plans", "drills"),
+    ("plans", "injections"),
     [
         ([], ["kill:3@5:backward", "rebuild:0@8:between", "rebuild:0@8:between"]),
         ([(UNLIKE, 4)], []),
@@ -55,26 +55,26 @@ def check_lines(job: Job, reference: Job) -> None:
     ids=["death and repetitions", "plan", "death after a step", "plans and a death", "death under a plan"],
 )
 def test_losses_of_an_interval(
-    jobs: Jobs, tmp_path: Path, plans: Sequence[tuple[ParallelPlan, int]], drills: Sequence[str]
+    jobs: Jobs, tmp_path: Path, plans: Sequence[tuple[ParallelPlan, int]], injections: Sequence[str]
 ) -> None:
     words = ask_at(tmp_path, *plans) or None
-    job = jobs.run(tiny(**LONG, resihp_plan=words, resihp_drill=list(drills) or None), workers=4)
+    job = jobs.run(tiny(**LONG, resihp_plan=words, resihp_inject=list(injections) or None), workers=4)
     check_lines(job, jobs.reference(tiny(**LONG), workers=4))
-    assert len(job.events("epoch_started")) == 1 + len(plans) + len(drills)
+    assert len(job.events("epoch_started")) == 1 + len(plans) + len(injections)
 
 
 @NIGHTLY
 def test_losses_that_balance_experts(jobs: Jobs, tmp_path: Path) -> None:
     model = LONG | EXPERTS
-    words, drills = ask_at(tmp_path, (VEE, 1)), ["rebuild:0@5:between", "rebuild:1@8:step"]
-    job = jobs.run(tiny(**model, resihp_plan=words, resihp_drill=drills), workers=4)
+    words, injections = ask_at(tmp_path, (VEE, 1)), ["rebuild:0@5:between", "rebuild:1@8:step"]
+    job = jobs.run(tiny(**model, resihp_plan=words, resihp_inject=injections), workers=4)
     check_lines(job, jobs.reference(tiny(**model), workers=4))
 
 
 def test_time_of_an_interval(jobs: Jobs) -> None:
     """A line tells the mean of all its iterations, and not only of those since the last recovery."""
     model = PIPELINE | {"log_interval": 12, "train_iters": 12}
-    job = jobs.run(tiny(**model, resihp_drill="rebuild:1@12:backward"), workers=4)
+    job = jobs.run(tiny(**model, resihp_inject="rebuild:1@12:backward"), workers=4)
     assert job.code == 0, job.tails()
     [line] = re.findall(r"\] iteration +12/.*elapsed time per iteration \(ms\): ([\d.]+)", job.log(3))
     lasted = [event["duration_s"] for event in job.events("iteration")][1:11]

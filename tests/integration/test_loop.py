@@ -46,7 +46,7 @@ def test_a_slow_worker_gets_less_work_and_its_own_back(
     }  # fmt: skip
     arguments = tiny(
         **model, resihp_emulate=tmp_path / "profile.json", resihp_strategy="joint", resihp_act="act",
-        resihp_seconds_between_changes=1.0, resihp_drill=[f"slow:{VICTIM}:{speed}@{SLOW}", f"clear@{CLEARED}"],
+        resihp_seconds_between_changes=1.0, resihp_inject=[f"slow:{VICTIM}:{speed}@{SLOW}", f"clear@{CLEARED}"],
     )  # fmt: skip
     job = jobs.start(arguments, workers=WORKERS).wait(JOB_S)
     check_training(job, jobs.reference(tiny(**model), workers=WORKERS))

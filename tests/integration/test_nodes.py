@@ -309,7 +309,7 @@ class OpenFiles:
 @pytest.mark.nightly
 def test_launchers_open_no_more_files_than_was_reckoned(jobs: Jobs) -> None:
     """Of 2, 4 and 8 workers, one of which dies and comes back, and of two nodes."""
-    arguments = tiny(global_batch_size=8, train_iters=10, resihp_drill="kill:1@3")
+    arguments = tiny(global_batch_size=8, train_iters=10, resihp_inject="kill:1@3")
     most: dict[int, int] = {}
     for workers in (2, 4, 8):
         job = jobs.start(arguments, workers=workers, max_restarts=1)

@@ -48,7 +48,7 @@ def test_a_middle_stage_loses_a_worker_and_another_one_gets_other_layers(
 ) -> None:
     model = MIDDLE | layout
     words = ask_at(tmp_path, (unlike(model["num_layers"] + 2), 4), (OWN, 7))
-    job = jobs.run(tiny(**model, resihp_plan=words, resihp_drill="kill:2@2:backward"), workers=6)
+    job = jobs.run(tiny(**model, resihp_plan=words, resihp_inject="kill:2@2:backward"), workers=6)
     check_training(job, jobs.reference(tiny(**model), workers=6))
     assert in_general_mode(job) == [False, False, True, False]
 
@@ -58,7 +58,7 @@ def test_a_middle_stage_loses_a_worker_and_another_one_gets_other_layers(
 def test_who_had_the_middle_stage_dies_under_an_unlike_plan(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
     model = MIDDLE | layout
     words = ask_at(tmp_path, (unlike(model["num_layers"] + 2), 1))
-    job = jobs.run(tiny(**model, resihp_plan=words, resihp_drill="kill:3@5:grad-sync"), workers=6)
+    job = jobs.run(tiny(**model, resihp_plan=words, resihp_inject="kill:3@5:grad-sync"), workers=6)
     check_training(job, jobs.reference(tiny(**model), workers=6))
     assert in_general_mode(job) == [False, True, False]
 
@@ -68,7 +68,7 @@ def test_a_worker_of_the_middle_stage_comes_back(jobs: Jobs, tmp_path: Path) -> 
     """It starts in a world of its own as what its place was, and gets another part under an unlike plan later."""
     model = MIDDLE | LAYOUT | {"train_iters": 14}
     later = ParallelPlan((Replica(stages([9], [0]), (0, 1, 2, 3), chunks(3, model["num_layers"] + 2)),), {})
-    arguments = tiny(**model, resihp_plan=ask_at(tmp_path, (later, 10)), resihp_drill="kill:3@2:backward")
+    arguments = tiny(**model, resihp_plan=ask_at(tmp_path, (later, 10)), resihp_inject="kill:3@2:backward")
     job = jobs.start(arguments, workers=6, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
     job.await_event("worker_waiting", waiting=9, place=3)
     job.wish("go_on")

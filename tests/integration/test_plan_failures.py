@@ -59,17 +59,17 @@ HELPED = ParallelPlan(
 
 
 def survive(
-    jobs: Jobs, path: Path, plans: Sequence[tuple[ParallelPlan, int]], drills: Sequence[str], **extra: Any
+    jobs: Jobs, path: Path, plans: Sequence[tuple[ParallelPlan, int]], injections: Sequence[str], **extra: Any
 ) -> Job:
-    """Run a job of four workers through plans and drills and compare it with the undisturbed one."""
+    """Run a job of four workers through plans and fault injections and compare it with the undisturbed one."""
     reference = jobs.reference(tiny(**PIPELINE), workers=4)
     job = jobs.run(
-        tiny(**PIPELINE, **extra, resihp_plan=ask_at(path, *plans), resihp_drill=list(drills) or None), workers=4
+        tiny(**PIPELINE, **extra, resihp_plan=ask_at(path, *plans), resihp_inject=list(injections) or None), workers=4
     )
     check_training(job, reference)
-    struck = {(drill.target, drill.point) for drill in job.summary.drills}
+    struck = {(injection.target, injection.point) for injection in job.summary.drills}
     assert not job.events("detection_failed")
-    wanted = [drill.partition(":")[2] for drill in drills]
+    wanted = [injection.partition(":")[2] for injection in injections]
     assert struck == {(int(text.partition("@")[0]), text.partition(":")[2]) for text in wanted}
     return job
 
@@ -122,8 +122,8 @@ def test_a_death_in_a_change_from_one_unlike_plan_to_another(jobs: Jobs, tmp_pat
 
 
 def test_an_epoch_breaks_without_a_death_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
-    drills = ["rebuild:1@2:backward", "rebuild:2@4:grad-sync", "rebuild:0@5:recovery-ready"]
-    job = survive(jobs, tmp_path, [(UNLIKE, 1), (KEEPING, 3), (UNLIKE, 5)], drills)
+    injections = ["rebuild:1@2:backward", "rebuild:2@4:grad-sync", "rebuild:0@5:recovery-ready"]
+    job = survive(jobs, tmp_path, [(UNLIKE, 1), (KEEPING, 3), (UNLIKE, 5)], injections)
     assert not job.summary.deaths
 
 
@@ -205,8 +205,8 @@ def test_evaluation_of_other_micro_batches_and_with_helpers(jobs: Jobs, tmp_path
 def test_a_death_while_evaluating_in_general_mode(jobs: Jobs, tmp_path: Path, victim: int) -> None:
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
-    plans, drill = ask_at(tmp_path, (UNLIKE, 1)), f"kill:{victim}@4:evaluate"
-    job = jobs.run(tiny(**model, resihp_plan=plans, resihp_drill=drill), workers=4)
+    plans, injection = ask_at(tmp_path, (UNLIKE, 1)), f"kill:{victim}@4:evaluate"
+    job = jobs.run(tiny(**model, resihp_plan=plans, resihp_inject=injection), workers=4)
     check_training(job, reference)
     assert evaluations(job) == evaluations(reference)
 
@@ -215,8 +215,8 @@ def test_a_death_while_evaluating_in_general_mode(jobs: Jobs, tmp_path: Path, vi
 def test_a_death_after_the_last_iteration_in_general_mode(jobs: Jobs, tmp_path: Path, victim: int) -> None:
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
-    plans, drill = ask_at(tmp_path, (UNLIKE, 4)), f"kill:{victim}@7:evaluate"
-    job = jobs.run(tiny(**model, resihp_plan=plans, resihp_drill=drill), workers=4)
+    plans, injection = ask_at(tmp_path, (UNLIKE, 4)), f"kill:{victim}@7:evaluate"
+    job = jobs.run(tiny(**model, resihp_plan=plans, resihp_inject=injection), workers=4)
     check_training(job, reference)
     assert final_losses(job) == final_losses(reference)
 
@@ -236,8 +236,8 @@ def test_survivors_are_too_few_for_a_replica(jobs: Jobs, tmp_path: Path) -> None
     is whole, and who is left makes a pipeline."""
     model = {**PIPELINE, "tensor_model_parallel_size": 2}
     plans = ask_at(tmp_path, (PIPELINES, 1))
-    drills = ["kill:1@3:backward", "kill:2@5:grad-sync"]
-    job = jobs.run(tiny(**model, resihp_plan=plans, resihp_drill=drills), workers=4)
+    injections = ["kill:1@3:backward", "kill:2@5:grad-sync"]
+    job = jobs.run(tiny(**model, resihp_plan=plans, resihp_inject=injections), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4))
     assert in_general_mode(job) == [False, True, True, True]
     assert [event["strategy"] for event in job.events("planned")] == ["fallback", "fallback"]
@@ -246,7 +246,7 @@ def test_survivors_are_too_few_for_a_replica(jobs: Jobs, tmp_path: Path) -> None
 
 def test_the_only_holder_of_a_layer_dies(jobs: Jobs, tmp_path: Path) -> None:
     plans = ask_at(tmp_path, (LONE, 1))
-    job = jobs.run(tiny(**PIPELINE, resihp_plan=plans, resihp_drill="kill:0@3:backward"), workers=4)
+    job = jobs.run(tiny(**PIPELINE, resihp_plan=plans, resihp_inject="kill:0@3:backward"), workers=4)
     assert job.code == exit_codes.NO_PLAN, job.tails()
     assert "no plan fits the survivors" in job.events("run_finished")[0]["reason"]
 

@@ -35,10 +35,10 @@ def plan(*replicas: tuple[tuple[int, ...], ...]) -> ParallelPlan:
 
 
 def survive(
-    jobs: Jobs, path: Path, plans: Sequence[ParallelPlan], *, model: dict[str, Any], workers: int, **drill: Any
+    jobs: Jobs, path: Path, plans: Sequence[ParallelPlan], *, model: dict[str, Any], workers: int, **injection: Any
 ) -> Job:
     reference = jobs.reference(tiny(**model), workers=workers)
-    job = jobs.run(tiny(**model, resihp_plan=ask_for(path, *plans, every=2), **drill), workers=workers)
+    job = jobs.run(tiny(**model, resihp_plan=ask_for(path, *plans, every=2), **injection), workers=workers)
     check_training(job, reference)
     return job
 
@@ -63,7 +63,7 @@ def test_a_death_and_other_degrees(jobs: Jobs, tmp_path: Path) -> None:
     """A replica dies with worker 5; then groups of two and one and again of four go on, each in unlike company."""
     plans = [plan(stages([6, 0], [1]), stages([7, 4, 2, 3])), plan(stages([0, 1, 2, 3]))]
     model = FOUR | {"sequence_parallel": True, "qk_layernorm": True}
-    job = survive(jobs, tmp_path, plans, model=model, workers=8, resihp_drill="kill:5@1:backward")
+    job = survive(jobs, tmp_path, plans, model=model, workers=8, resihp_inject="kill:5@1:backward")
     assert in_general_mode(job) == [False, False, True, False]
 
 
@@ -71,7 +71,7 @@ def test_a_death_and_other_degrees(jobs: Jobs, tmp_path: Path) -> None:
 @pytest.mark.parametrize("point", ["backward", "step"])
 def test_a_death_where_there_is_one_group(jobs: Jobs, tmp_path: Path, point: str) -> None:
     plans = [plan(stages([2], [1, 0])), plan(stages([0, 1]))]
-    job = survive(jobs, tmp_path, plans, model=TWO, workers=4, resihp_drill=f"kill:3@1:{point}")
+    job = survive(jobs, tmp_path, plans, model=TWO, workers=4, resihp_inject=f"kill:3@1:{point}")
     assert in_general_mode(job) == [False, False, True, False]
 
 

@@ -107,7 +107,7 @@ def test_evaluation(jobs: Jobs, tmp_path: Path) -> None:
 def test_a_planner_plans_for_the_survivors_of_a_death(jobs: Jobs, model: dict[str, Any]) -> None:
     """Seven of eight, for whom it wants stages of other degrees than the job's own."""
     model = MODEL | RECTANGLE | model
-    arguments = tiny(**model, resihp_strategy="joint", resihp_drill="kill:5@6:backward", resihp_plan_wait=60)
+    arguments = tiny(**model, resihp_strategy="joint", resihp_inject="kill:5@6:backward", resihp_plan_wait=60)
     job = jobs.start(arguments, workers=8).wait(240.0)
     check_training(job, jobs.reference(tiny(**model), workers=8))
     assert [event["strategy"] for event in job.events("planned")] == ["joint"] and not job.events("plan_failed")
@@ -117,7 +117,7 @@ def test_a_planner_plans_for_the_survivors_of_a_death(jobs: Jobs, model: dict[st
 
 def test_rectangles_after_a_death_in_a_job_that_counts_tokens(jobs: Jobs) -> None:
     model = MODEL | RECTANGLE | PER_TOKEN | {"train_iters": 9}
-    job = jobs.run(tiny(**model, resihp_drill="kill:6@4:grad-sync"), workers=8)
+    job = jobs.run(tiny(**model, resihp_inject="kill:6@4:grad-sync"), workers=8)
     check_training(job, jobs.reference(tiny(**model), workers=8))
 
 
@@ -152,7 +152,7 @@ def test_a_job_goes_on_from_what_survivors_of_node_0_have_saved(
     """With the flags that a job script gets beside its own, and with checkpoints from then on."""
     model = TWO_NODES | optimizer
     reference = jobs.reference(tiny(**model), workers=4)
-    arguments = tiny(**model, resihp_drill="stop:0@6:backward")
+    arguments = tiny(**model, resihp_inject="stop:0@6:backward")
     options = {"workers": 2, "nodes": 2, "coordinator": ["127.0.0.1", free_port()]}
     first = jobs.start(arguments, node=0, **options)
     second = late_node(first, tmp_path / "second", arguments, node=1, **options)

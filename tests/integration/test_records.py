@@ -110,7 +110,7 @@ def check_documents(job: Job, worker: int, records: list[IterationRecord]) -> No
 def test_recording_goes_on_in_the_next_epoch(jobs: Jobs) -> None:
     arguments = tiny(pipeline_model_parallel_size=2, train_iters=ITERATIONS)
     reference = jobs.reference(arguments, workers=4)
-    job = jobs.run([*arguments, "--resihp-drill", "kill:1@3:backward"], workers=4)
+    job = jobs.run([*arguments, "--resihp-inject", "kill:1@3:backward"], workers=4)
     check_training(job, reference)
 
     layouts, records = recorded(job)

@@ -35,7 +35,7 @@ def evaluations(job: Job) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "drills",
+    "injections",
     [
         [f"kill:1@{AFTER_TRAINING}:save"],
         [f"kill:2@{AFTER_TRAINING}:save"],
@@ -45,13 +45,13 @@ def evaluations(job: Job) -> dict[str, float]:
         [f"kill:1@{AFTER_TRAINING}:save", f"kill:2@{AFTER_TRAINING}:evaluate"],
         ["kill:1@3:backward", f"kill:2@{AFTER_TRAINING}:evaluate"],
     ],
-    ids=lambda drills: " then ".join(drills),
+    ids=lambda injections: " then ".join(injections),
 )
-def test_a_death_after_the_last_iteration(jobs: Jobs, drills: list[str], tmp_path: Path) -> None:
+def test_a_death_after_the_last_iteration(jobs: Jobs, injections: list[str], tmp_path: Path) -> None:
     reference = jobs.reference(tiny(**options(jobs.directory / "final")), workers=4)
-    job = jobs.run(tiny(**options(tmp_path), resihp_drill=drills), workers=4)
+    job = jobs.run(tiny(**options(tmp_path), resihp_inject=injections), workers=4)
     check_training(job, reference)
-    assert len(job.summary.deaths) == len(job.summary.recoveries) == len(drills)
+    assert len(job.summary.deaths) == len(job.summary.recoveries) == len(injections)
     assert len(evaluations(reference)) == 3
     assert evaluations(job) == evaluations(reference)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6"

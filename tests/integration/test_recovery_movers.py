@@ -20,13 +20,13 @@ LOSSES = ({}, pytest.param(PER_TOKEN, marks=pytest.mark.nightly))
 
 
 def survive(
-    jobs: Jobs, *drills: str, model: dict[str, Any], workers: int, tolerance: Tolerance = FP32
+    jobs: Jobs, *injections: str, model: dict[str, Any], workers: int, tolerance: Tolerance = FP32
 ) -> tuple[Job, dict[str, Any]]:
     """The job, and its last plan."""
     reference = jobs.reference(tiny(**model), workers=workers)
-    job = jobs.run(tiny(**model, resihp_drill=drills), workers=workers)
+    job = jobs.run(tiny(**model, resihp_inject=injections), workers=workers)
     check_training(job, reference, tolerance)
-    assert len(job.summary.drills) == len(drills)
+    assert len(job.summary.drills) == len(injections)
     return job, job.events("epoch_started")[-1]["plan"]
 
 
@@ -63,8 +63,8 @@ def test_a_standby_moves_at_a_second_death(jobs: Jobs) -> None:
 )
 def test_a_worker_is_killed_where_state_has_moved(jobs: Jobs, point: str, victim: int) -> None:
     """Worker 1 is the one that fetches the second stage."""
-    drills = ("kill:3@3:backward", "kill:4@3:backward", f"kill:{victim}@3:{point}")
-    job, plan = survive(jobs, *drills, model=WIDE, workers=6)
+    injections = ("kill:3@3:backward", "kill:4@3:backward", f"kill:{victim}@3:{point}")
+    job, plan = survive(jobs, *injections, model=WIDE, workers=6)
     assert shares(plan) == [6] or shares(plan) == [3, 3]
     assert 5 in {worker for replica in plan["replicas"] for worker in replica["stages"][1]}
     assert job.summary.deaths
@@ -106,8 +106,8 @@ def test_sixteen_bits(jobs: Jobs) -> None:
 
 
 def test_sixteen_bits_of_a_shard_that_moves(jobs: Jobs) -> None:
-    drills = ("kill:3@3:backward", "kill:4@3:backward")
-    job, _ = survive(jobs, *drills, model=WIDE | {"bf16": True}, workers=6, tolerance=BF16)
+    injections = ("kill:3@3:backward", "kill:4@3:backward")
+    job, _ = survive(jobs, *injections, model=WIDE | {"bf16": True}, workers=6, tolerance=BF16)
     assert moved(job) > 0
 
 

@@ -23,13 +23,13 @@ ITERATION_POINTS = ("forward", "backward", "grad-sync", "norm", "step", "between
 RECOVERY_POINTS = ("recovery-report", "recovery-rebuild", "recovery-ready")
 
 
-def survive(jobs: Jobs, *drills: str, layout: dict[str, Any], extra: dict[str, Any] | None = None) -> Job:
-    """Run a job of four workers through the drills and compare it with the undisturbed one."""
+def survive(jobs: Jobs, *injections: str, layout: dict[str, Any], extra: dict[str, Any] | None = None) -> Job:
+    """Run a job of four workers through the fault injections and compare it with the undisturbed one."""
     reference = jobs.reference(tiny(**layout), workers=4)
-    job = jobs.run(tiny(**layout, **(extra or {}), resihp_drill=drills), workers=4)
+    job = jobs.run(tiny(**layout, **(extra or {}), resihp_inject=injections), workers=4)
     check_training(job, reference)
-    struck = {(drill.target, drill.point) for drill in job.summary.drills}
-    wanted = [drill.partition(":")[2] for drill in drills]
+    struck = {(injection.target, injection.point) for injection in job.summary.drills}
+    wanted = [injection.partition(":")[2] for injection in injections]
     assert struck == {(int(text.partition("@")[0]), text.partition(":")[2]) for text in wanted}
     assert {death.worker for death in job.summary.deaths} == {worker for worker, _ in struck}
     return job
@@ -93,7 +93,7 @@ def test_a_death_in_a_recovery(jobs: Jobs, point: str, second: int) -> None:
 
 
 def test_a_whole_replica_dies_at_once(jobs: Jobs) -> None:
-    """Killed from outside, since a drill of one may keep the other from reaching its own."""
+    """Killed from outside, since a fault injection of one may keep the other from reaching its own."""
     job = jobs.start(tiny(**PIPELINE), workers=4, script=WISHING, wishes=["hold-0-3", "hold-1-3"])
     job.await_event("iteration", iteration=2)
     for worker in (1, 3):
@@ -163,7 +163,7 @@ def test_a_stopped_worker_is_given_up_and_ends_itself(jobs: Jobs, layout: dict[s
     reference = jobs.reference(tiny(**layout), workers=4)
     holds = [f"hold-{worker}-5" for worker in range(4)]
     job = jobs.start(
-        tiny(**layout, resihp_drill=f"stop:1@3:{point}"),
+        tiny(**layout, resihp_inject=f"stop:1@3:{point}"),
         workers=4, script=WISHING, heartbeat_timeout_s=6.0, wishes=holds,
     )  # fmt: skip
     death = job.await_event("worker_dead", dead=1)

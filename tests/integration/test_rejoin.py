@@ -27,7 +27,7 @@ def plans(job: Job) -> list[ParallelPlan]:
 def test_worker_that_died_comes_back_and_the_first_plan_with_it(jobs: Jobs, model: dict[str, Any]) -> None:
     """The job goes on without it meanwhile, and trains what a run trains to which nothing happened."""
     reference = jobs.reference(tiny(**TWO_REPLICAS | model), workers=WORKERS)
-    arguments = tiny(**TWO_REPLICAS | model, resihp_drill="kill:3@3")
+    arguments = tiny(**TWO_REPLICAS | model, resihp_inject="kill:3@3")
     # The others are in iteration 7 at most, however long the joining worker takes to start.
     job = jobs.start(arguments, workers=WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
     job.await_event("worker_waiting", waiting=7, place=3)
@@ -48,7 +48,7 @@ def test_a_strategy_gives_it_work(jobs: Jobs) -> None:
     model = {"num_layers": 4, "global_batch_size": 8, "train_iters": 12, "pipeline_model_parallel_size": 2}
     reference = jobs.reference(tiny(**model), workers=WORKERS)
     strategy = {"resihp_strategy": "joint", "resihp_plan_wait": 60.0}
-    arguments = tiny(**model, **strategy, resihp_emulate="h800", resihp_drill="kill:3@3")
+    arguments = tiny(**model, **strategy, resihp_emulate="h800", resihp_inject="kill:3@3")
     job = jobs.start(arguments, workers=WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
     job.await_event("plan_change", why="worker 7 came back")
     job.wish("go_on")
@@ -60,7 +60,7 @@ def test_a_strategy_gives_it_work(jobs: Jobs) -> None:
 @pytest.mark.nightly
 def test_who_dies_while_it_waits_holds_up_nobody_and_comes_back_again(jobs: Jobs) -> None:
     reference = jobs.reference(tiny(**TWO_REPLICAS), workers=WORKERS)
-    arguments = tiny(**TWO_REPLICAS, resihp_drill="kill:3@3")
+    arguments = tiny(**TWO_REPLICAS, resihp_inject="kill:3@3")
     job = jobs.start(arguments, workers=WORKERS, max_restarts=2, script=WISHING, wishes=["hold-0-7"])
     job.await_event("worker_waiting", waiting=7)
     os.kill(job.worker_pids()[7], signal.SIGKILL)
@@ -74,7 +74,7 @@ def test_who_dies_while_it_waits_holds_up_nobody_and_comes_back_again(jobs: Jobs
 @pytest.mark.parametrize("point", ["recovery-rebuild", "recovery-ready"])
 def test_who_dies_while_it_is_taken_in_and_comes_back_again(jobs: Jobs, point: str) -> None:
     reference = jobs.reference(tiny(**TWO_REPLICAS), workers=WORKERS)
-    arguments = tiny(**TWO_REPLICAS, resihp_drill=["kill:3@3", f"kill:7@1:{point}"])
+    arguments = tiny(**TWO_REPLICAS, resihp_inject=["kill:3@3", f"kill:7@1:{point}"])
     wishes = ["hold-0-6", "hold-0-10"]
     job = jobs.start(arguments, workers=WORKERS, max_restarts=2, script=WISHING, wishes=wishes)
     for iteration, worker in ((6, 7), (10, 11)):
@@ -93,7 +93,7 @@ def test_in_a_resumed_job_it_needs_no_checkpoint(jobs: Jobs, tmp_path: Path) -> 
     schedule = {"use_checkpoint_opt_param_scheduler": True, "lr_decay_iters": 40, "adam_beta2": 0.5}
     arguments = tiny(**TWO_REPLICAS | schedule | {"load": tmp_path / "saved"})
     reference = jobs.reference(arguments, workers=WORKERS)
-    loading = [*arguments, "--resihp-drill", "kill:3@5"]
+    loading = [*arguments, "--resihp-inject", "kill:3@5"]
     job = jobs.start(loading, workers=WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-8"])
     job.await_event("worker_waiting", waiting=7)
     job.wish("go_on")

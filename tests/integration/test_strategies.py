@@ -18,7 +18,7 @@ def test_survivors_of_a_death_in_a_tensor_parallel_group_all_go_on_working(jobs:
     """Complete replicas would need eight workers, or leave three of seven idle."""
     arguments = tiny(
         **MODEL, resihp_emulate="h800", resihp_strategy="joint", resihp_plan_wait=60.0,
-        resihp_drill=["kill:5@6:backward"],
+        resihp_inject=["kill:5@6:backward"],
     )  # fmt: skip
     job = jobs.start(arguments, workers=8).wait(240.0)
     assert job.code == 0, job.tails()

@@ -138,7 +138,7 @@ def test_a_state_that_changes_on_its_way_to_its_only_holder_is_trained_by_nobody
     jobs: Jobs, model: dict[str, Any], what: str
 ) -> None:
     """On Megatron's own groups, and no digest of another holder would tell."""
-    flags = tiny(**SHORT | model, resihp_drill="kill:1@3:backward")
+    flags = tiny(**SHORT | model, resihp_inject="kill:1@3:backward")
     job = jobs.run(flags, workers=2, script=WATCHING, wishes=["flip-new-0"])
     assert job.code != 0, job.tails()
     [end] = job.events("run_finished")

@@ -1,4 +1,4 @@
-"""The --resihp* flags: how drills are written, and that flags, help and dataclass are one."""
+"""The --resihp* flags: how fault injections are written, and that flags, help and dataclass are one."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.config import (
-    DRILL_POINTS,
+    INJECTION_POINTS,
     STRATEGIES,
     ConfigError,
-    Drill,
+    Injection,
     ResihpConfig,
     ScheduledPlan,
     add_arguments,
 )
 from megatron_resihp.integration.probes import fault_injection
-from megatron_resihp.integration.probes.fault_injection import Drills
+from megatron_resihp.integration.probes.fault_injection import Injections
 from megatron_resihp.planner.strategies.registry import STRATEGIES as REGISTRY
 from megatron_resihp.planner.strategies.registry import Change
 
@@ -32,16 +32,16 @@ def parse(*command: str) -> ResihpConfig:
     return ResihpConfig.from_namespace(add_arguments(argparse.ArgumentParser()).parse_args(command))
 
 
-class TestDrill:
+class TestInjection:
     @given(
         action=st.sampled_from(["kill", "stop", "rebuild"]),
         worker=st.integers(0, 4096),
         iteration=st.integers(1, 10**6),
-        point=st.none() | st.sampled_from(DRILL_POINTS),
+        point=st.none() | st.sampled_from(INJECTION_POINTS),
     )
     def test_what_is_written_is_meant(self, action: str, worker: int, iteration: int, point: str | None) -> None:
         text = f"{action}:{worker}@{iteration}" + (f":{point}" if point else "")
-        assert Drill.parse(text) == Drill(action, worker, iteration, point or "forward")
+        assert Injection.parse(text) == Injection(action, worker, iteration, point or "forward")
 
     @pytest.mark.parametrize(
         "text",
@@ -49,12 +49,12 @@ class TestDrill:
     )
     def test_another_form_is_refused_with_an_example(self, text: str) -> None:
         with pytest.raises(ConfigError, match=r"ACTION:WORKER@ITERATION\[:POINT\], e\.g\. kill:3@10:backward") as error:
-            Drill.parse(text)
+            Injection.parse(text)
         assert repr(text) in str(error.value) and "\n" not in str(error.value)
 
     def test_an_unknown_point_is_answered_with_the_known(self) -> None:
         with pytest.raises(ConfigError, match="no point 'lunch'; choose from forward, backward, p2p"):
-            Drill.parse("kill:3@10:lunch")
+            Injection.parse("kill:3@10:lunch")
 
 
 class TestPlans:
@@ -74,18 +74,18 @@ class TestPlans:
 class TestFlags:
     def test_nothing_given(self) -> None:
         assert parse() == ResihpConfig()
-        assert not parse().resihp and parse().drills() == ()
+        assert not parse().resihp and parse().injections() == ()
 
     def test_all_given(self) -> None:
         config = parse(
-            "--resihp", "--resihp-drill", "kill:3@10", "stop:0@2:norm", "--resihp-record-samples",
+            "--resihp", "--resihp-inject", "kill:3@10", "stop:0@2:norm", "--resihp-record-samples",
             "--resihp-record-digests", "--resihp-answer-timeout", "2.5",
         )  # fmt: skip
         assert config == ResihpConfig(
-            resihp=True, resihp_drill=["kill:3@10", "stop:0@2:norm"], resihp_record_samples=True,
+            resihp=True, resihp_inject=["kill:3@10", "stop:0@2:norm"], resihp_record_samples=True,
             resihp_record_digests=True, resihp_answer_timeout=2.5,
         )  # fmt: skip
-        assert config.drills() == (Drill("kill", 3, 10), Drill("stop", 0, 2, "norm"))
+        assert config.injections() == (Injection("kill", 3, 10), Injection("stop", 0, 2, "norm"))
 
     def test_every_field_is_a_flag_with_its_help(self) -> None:
         text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
@@ -93,11 +93,11 @@ class TestFlags:
             assert f"--{field.name.replace('_', '-')}" in text
             assert field.metadata["help"].split(".")[0] in text
         assert "(default rectangular)" in text and "(default 0.01)" in text
-        assert all(point in text for point in DRILL_POINTS)
+        assert all(point in text for point in INJECTION_POINTS)
 
-    def test_a_bad_drill_is_found_when_drills_are_asked_for(self) -> None:
+    def test_a_bad_drill_is_found_when_injections_are_asked_for(self) -> None:
         with pytest.raises(ConfigError):
-            parse("--resihp-drill", "kill").drills()
+            parse("--resihp-inject", "kill").injections()
 
 
 class TestPlanning:
@@ -127,7 +127,7 @@ class TestPlanning:
 
 
 class TestStriking:
-    """Which drill strikes where; nobody is hurt, signals are only noted."""
+    """Which fault injection strikes where; nobody is hurt, signals are only noted."""
 
     @pytest.fixture(autouse=True)
     def signals(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -141,23 +141,23 @@ class TestStriking:
         return sent
 
     def test_at_the_first_visit_from_its_iteration_on_and_once(self, signals: list[str]) -> None:
-        told: list[Drill] = []
-        mine = Drills((Drill("kill", 3, 10, "norm"), Drill("stop", 2, 1, "norm")), 3, told.append)
+        told: list[Injection] = []
+        mine = Injections((Injection("kill", 3, 10, "norm"), Injection("stop", 2, 1, "norm")), 3, told.append)
         mine.reach("norm", 9)
         mine.reach("forward", 10)
         assert not signals and not told
         mine.reach("norm", 12)
         mine.reach("norm", 12)
-        assert signals == ["SIGKILL"] and told == [Drill("kill", 3, 10, "norm")]
+        assert signals == ["SIGKILL"] and told == [Injection("kill", 3, 10, "norm")]
 
     def test_points_that_nobody_waits_for_need_no_hook(self, signals: list[str]) -> None:
-        all_drills = (Drill("stop", 1, 2, "p2p"), Drill("kill", 1, 3), Drill("kill", 0, 1, "norm"))
-        mine = Drills(all_drills, 1, lambda drill: None)
+        all_injections = (Injection("stop", 1, 2, "p2p"), Injection("kill", 1, 3), Injection("kill", 0, 1, "norm"))
+        mine = Injections(all_injections, 1, lambda injection: None)
         assert mine.points() == {"p2p", "forward"}
         mine.reach("p2p", 2)
         assert signals == ["SIGSTOP"] and mine.points() == {"forward"}
 
     def test_a_rebuild_hurts_nobody(self, signals: list[str]) -> None:
         with pytest.raises(fault_injection.StagedError):
-            Drills((Drill("rebuild", 0, 1),), 0, lambda drill: None).reach("forward", 1)
+            Injections((Injection("rebuild", 0, 1),), 0, lambda injection: None).reach("forward", 1)
         assert not signals

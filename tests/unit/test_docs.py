@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import megatron_resihp
-from megatron_resihp.config import DRILL_POINTS, ResihpConfig
+from megatron_resihp.config import INJECTION_POINTS, ResihpConfig
 from megatron_resihp.control.commands import launch_options
 from megatron_resihp.planner.strategies.registry import STRATEGIES
 
@@ -37,8 +37,8 @@ def test_usage_names_every_option_of_launch(usage: str) -> None:
     assert options and not {option for option in options if f"`{option}" not in usage}
 
 
-def test_usage_names_every_point_of_a_drill(usage: str) -> None:
-    assert not {point for point in DRILL_POINTS if f"`{point}`" not in usage}
+def test_usage_names_every_point_of_an_injection(usage: str) -> None:
+    assert not {point for point in INJECTION_POINTS if f"`{point}`" not in usage}
 
 
 def test_planning_names_every_strategy(repository: Path) -> None:

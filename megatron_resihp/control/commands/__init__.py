@@ -1,1 +1,1 @@
-"""`resihp launch`, `apply`, `drill` and `salvage`, and what they need of a run directory."""
+"""`resihp launch`, `apply`, `inject` and `salvage`, and what they need of a run directory."""

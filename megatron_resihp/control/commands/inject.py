@@ -1,4 +1,4 @@
-"""`resihp drill`: slows workers and links of a running job from outside.
+"""`resihp inject`: slows workers and links of a running job from outside.
 
 May import: `config`, the standard library and this package's modules.
 """
@@ -18,7 +18,7 @@ from megatron_resihp.protocol.messages import SlowdownRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `resihp drill`."""
+    """The arguments of `resihp inject`."""
     kinds = parser.add_subparsers(dest="kind", metavar="slow | link | clear", required=True)
     slow = kinds.add_parser("slow", help="slow a worker down")
     slow.add_argument("workers", nargs=1, type=_worker, metavar="WORKER", help="worker id")
@@ -38,7 +38,7 @@ def run(namespace: argparse.Namespace) -> int:
     try:
         slowdown = Slowdown(tuple(namespace.workers), factor_of(namespace.factor))
         store = contact.reach(namespace.run_dir) if namespace.run_dir else _reach_newest(RUNS)
-        answer = contact.ask(store, SlowdownRequest(slowdown.workers, slowdown.factor), "resihp drill")
+        answer = contact.ask(store, SlowdownRequest(slowdown.workers, slowdown.factor), "resihp inject")
     except (ConfigError, StoreError, TimeoutError) as error:
         print(f"resihp: {error}", file=sys.stderr)
         return 2

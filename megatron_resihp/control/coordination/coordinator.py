@@ -52,7 +52,7 @@ DROPPED_SHOWN = 10
 """So many malformed messages are told of, each in an event; whoever sends more must not fill the log."""
 
 FATAL: Final = ("kill", "stop")
-"""Actions of drills that nobody survives."""
+"""Actions of fault injections that nobody survives."""
 
 
 RECENT = 10_000
@@ -207,7 +207,7 @@ class Coordinator:
         return self._membership.handle(message, time.time())
 
     def _slow(self, request: SlowdownRequest) -> list[Action]:
-        """Do what a scheduled drill or `resihp drill` asks for, and answer who waits for it."""
+        """Do what a scheduled fault injection or `resihp inject` asks for, and answer who waits for it."""
         number = request.number
         if number is not None and not self._slowness.is_new(number):
             return []
@@ -216,14 +216,14 @@ class Coordinator:
             slowdown = Slowdown(request.workers, request.factor, request.iteration)
             self._slowness.take(slowdown, self._membership.dead, self._membership.living)
             answer: answers.Answer = answers.Accepted(str(slowdown))
-            actions = [Log(self._drill_set(slowdown)), Notify(self._slowness.notice())]
+            actions = [Log(self._injection_set(slowdown)), Notify(self._slowness.notice())]
         except ConfigError as error:
             answer = answers.Refused(str(error))
             if number is not None:
                 actions = [Log({"event": "drill_refused", "workers": request.workers, "reason": str(error)})]
         return actions if request.answer is None else [*actions, Reply(request.answer, answer)]
 
-    def _drill_set(self, slowdown: Slowdown) -> dict[str, Any]:
+    def _injection_set(self, slowdown: Slowdown) -> dict[str, Any]:
         speeds = {str(worker): speed for worker, speed in self._slowness.holds.speeds.items()}
         links = {f"{one}-{other}": factor for (one, other), factor in self._slowness.holds.links.items()}
         return {
@@ -279,18 +279,23 @@ class Coordinator:
 
     def _write_events(self, message: EventsReported) -> None:
         for event in message.events:
-            self._note_drill(event)
+            self._note_injection(event)
             if event["event"] == "iteration":
                 self._membership.progressed(event["iteration"])
             self._write_event(event)
 
-    def _note_drill(self, event: dict[str, Any]) -> None:
+    def _note_injection(self, event: dict[str, Any]) -> None:
         if event["event"] == "drill" and event["action"] in FATAL:
             self._struck[event["target"]] = event["time"]
 
     def _log(self, event: dict[str, Any]) -> None:
         if event["event"] == "worker_dead" and event["dead"] in self._struck:
-            # The victim of a drill says when it strikes; its agent sees it only after the kernel has taken it down.
+            # The victim of a fault injection says when it strikes; its agent sees it only after the kernel has taken it
+            # down.
             struck_at = self._struck[event["dead"]]
-            event = {**event, "died_at": min(event["died_at"], struck_at), "cause": f"drill, {event['cause']}"}
+            event = {
+                **event,
+                "died_at": min(event["died_at"], struck_at),
+                "cause": f"fault injection, {event['cause']}",
+            }
         self._write_event({"time": time.time(), "epoch": self._membership.epoch, "worker": None, **event})

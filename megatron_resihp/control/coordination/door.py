@@ -62,12 +62,12 @@ class _Validation(_Event):
 
 
 @dataclass(frozen=True)
-class _Drill(_Event):
+class _Injection(_Event):
     target: Natural
     action: str
 
 
-_EVENTS: Final[Mapping[str, type[_Event]]] = {"iteration": _Iteration, "validation": _Validation, "drill": _Drill}
+_EVENTS: Final[Mapping[str, type[_Event]]] = {"iteration": _Iteration, "validation": _Validation, "drill": _Injection}
 _WITH_OTHERS: Final = MINOR + 1
 """Events have fields that nobody here knows of."""
 _OTHERS_EVENTS: Final = frozenset({

@@ -63,7 +63,7 @@ class Agent:
         watcher: of the workers' liveness connections.
         mailbox: where endings and signals come in.
         link: to the coordinator.
-        slicer: slows workers down when a drill wants it.
+        slicer: slows workers down when a fault injection wants it.
         reaper: ends what workers have started should the agent die.
         starter: starts workers anew.
         max_restarts: how often at most, for each place.

@@ -38,7 +38,7 @@ class Link:
         on the connection that then waits for the end; StoreError refuses the link. The liveness connection
             that it returns is held as long as the link.
         on_end: told, in a thread of the link, how the workers are to end.
-        on_slowness: told, in another, what drills have slowed, where agents have to do it.
+        on_slowness: told, in another, what fault injections have slowed, where agents have to do it.
         on_given_up: told, in that one too, which workers the coordinator has given up.
         name: that no other agent of this run has, nor has had: the id of its first worker.
     """

@@ -96,7 +96,7 @@ class WorkerControl:
         door: where others find out whether they can reach this worker; None: nowhere.
 
     Attributes:
-        slowness: what drills have slowed, as far as this worker has heard.
+        slowness: what fault injections have slowed, as far as this worker has heard.
         to_save: number of the last order to write a checkpoint that this worker has heard of; 0: none.
         on_change: called in the notice thread with the notice of a change of plan.
     """

@@ -95,7 +95,7 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
     config = ResihpConfig.from_namespace(args)
     try:
         config.check()
-        _check_drills(config, args.world_size)
+        _check_injections(config, args.world_size)
         for scheduled in config.plans():
             plan_of(read_plan(scheduled.path))
         if config.resihp_emulate is not None:
@@ -123,16 +123,18 @@ def _known_parser() -> argparse.ArgumentParser:
     return _parser
 
 
-def _check_drills(config: ResihpConfig, world_size: int) -> None:
+def _check_injections(config: ResihpConfig, world_size: int) -> None:
     slowdowns = config.slowdowns()
-    named = [drill.worker for drill in config.drills()] + [w for slowdown in slowdowns for w in slowdown.workers]
+    named = [injection.worker for injection in config.injections()] + [
+        w for slowdown in slowdowns for w in slowdown.workers
+    ]
     # Those that join or are started anew have ids of their own.
     most = int(os.environ.get(PLACES, world_size)) * (1 + int(os.environ.get(MAX_RESTARTS, "0")))
     for worker in named:
         if worker >= most:
-            raise ConfigError(f"--resihp-drill names worker {worker}, but there are {most}: 0..{most - 1}")
+            raise ConfigError(f"--resihp-inject names worker {worker}, but there are {most}: 0..{most - 1}")
     if config.resihp_emulate is None and any(len(slowdown.workers) == 2 for slowdown in slowdowns):
-        raise ConfigError("--resihp-drill can only slow links on the emulated clock; give --resihp-emulate too")
+        raise ConfigError("--resihp-inject can only slow links on the emulated clock; give --resihp-emulate too")
 
 
 def _check_emulation(profile: str) -> None:

@@ -1,4 +1,4 @@
-"""Really slows a GPU in drills: each op is followed by a kernel that spins on the op's stream.
+"""Really slows a GPU on request: each op is followed by a kernel that spins on the op's stream.
 
 A worker's process can be stopped, but its device works on through what is queued. Nothing here waits for the device but
 the first op that is slowed, for which the spinning kernel is timed once. Imports torch and `detector.input.records`.

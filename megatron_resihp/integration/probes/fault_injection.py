@@ -7,41 +7,41 @@ import os
 import signal
 from collections.abc import Callable
 
-from megatron_resihp.config import Drill, Slowdown
+from megatron_resihp.config import Injection, Slowdown
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class StagedError(RuntimeError):
-    """What a rebuild drill raises; recovery takes it for a communicator's."""
+    """What a rebuild fault injection raises; recovery takes it for a communicator's."""
 
 
-class Drills:
-    """The drills of one worker.
+class Injections:
+    """The fault injections of one worker.
 
     Args:
-        drills: all drills of the job.
-        worker: this worker's id; drills for others are ignored.
-        announce: called just before a drill strikes.
+        injections: all faults of the job.
+        worker: this worker's id; fault injections for others are ignored.
+        announce: called just before a fault injection strikes.
     """
 
-    def __init__(self, drills: tuple[Drill, ...], worker: int, announce: Callable[[Drill], None]) -> None:
-        self._waiting = [drill for drill in drills if drill.worker == worker]
+    def __init__(self, injections: tuple[Injection, ...], worker: int, announce: Callable[[Injection], None]) -> None:
+        self._waiting = [injection for injection in injections if injection.worker == worker]
         self._announce = announce
 
     def points(self) -> set[str]:
         """Points that anything waits for; the others need no hook."""
-        return {drill.point for drill in self._waiting}
+        return {injection.point for injection in self._waiting}
 
     def reach(self, point: str, iteration: int) -> None:
-        """Called where a failure may strike; a drill strikes once, at the first visit not before its iteration."""
-        for drill in list(self._waiting):
-            if drill.point == point and iteration >= drill.iteration:
-                self._waiting.remove(drill)
-                self._announce(drill)
-                if drill.action == "rebuild":
-                    raise StagedError("a drill broke the epoch")
-                os.kill(os.getpid(), SIGNALS[drill.action])
+        """Called where a failure may strike; each strikes once, at the first visit not before its iteration."""
+        for injection in list(self._waiting):
+            if injection.point == point and iteration >= injection.iteration:
+                self._waiting.remove(injection)
+                self._announce(injection)
+                if injection.action == "rebuild":
+                    raise StagedError("a fault injection broke the epoch")
+                os.kill(os.getpid(), SIGNALS[injection.action])
 
 
 class ScheduledSlowdowns:

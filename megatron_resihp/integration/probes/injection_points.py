@@ -1,4 +1,4 @@
-"""Hooks for the points of a drill inside forward, backward, P2P and gradient sync; installed only for who needs them.
+"""Hooks for fault injection inside forward, backward, P2P and gradient sync, installed only where they are needed.
 
 P2P and gradient sync are Megatron's own or, where a plan is run in general mode, this project's. May import megatron
 and this package.
@@ -26,12 +26,12 @@ TARGETS = {
 }  # fmt: skip
 
 
-def drill_patches(runtime: Runtime) -> list[Patch]:
-    """Patches that report reaching the points that this worker's drills wait for."""
+def injection_patches(runtime: Runtime) -> list[Patch]:
+    """Patches that report reaching the points that this worker's fault injections wait for."""
     return [
-        Patch(target, functools.partial(_reaching, runtime, point), None, f"lets drills strike at {point}")
+        Patch(target, functools.partial(_reaching, runtime, point), None, f"lets fault injections strike at {point}")
         for point, targets in TARGETS.items()
-        if point in runtime.drills.points()
+        if point in runtime.injections.points()
         for target in targets
     ]
 

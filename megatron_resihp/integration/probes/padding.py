@@ -34,7 +34,7 @@ class Padding:
         costs: what this worker holds now.
         tokens_per_token: tokens of the emulated job that one real token stands for.
         bytes_per_token: of a real activation at a stage boundary.
-        slowness: what drills have slowed.
+        slowness: what fault injections have slowed.
         interrupted: whether waiting is of no use any more.
         clock, sleep: in seconds; the clock of the records.
 

@@ -141,9 +141,9 @@ class _Run:
             names.NO_PLAN: lambda e: [f"the planner has no other plan: {e['reason']}"],
             names.POLICY_FAILED: lambda e: [f"the policy gave up, training goes on: {e['error']}"],
             names.FIRST_STEP: self._first_step,
-            names.DRILL: self._drill,
-            names.DRILL_SET: self._drill_set,
-            names.DRILL_REFUSED: self._drill_refused,
+            names.DRILL: self._injection,
+            names.DRILL_SET: self._injection_set,
+            names.DRILL_REFUSED: self._injection_refused,
             names.EVALUATION: self._evaluation,
             names.CHECKPOINT: self._checkpoint,
             names.SALVAGE: self._salvage,
@@ -245,19 +245,19 @@ class _Run:
         self._died_at = None
         return [f"iteration {event['iteration']} done {duration(took)} after the death"]
 
-    def _drill(self, event: Event) -> list[str]:
+    def _injection(self, event: Event) -> list[str]:
         iteration = "" if event.get("iteration") is None else f" at iteration {event['iteration']}"
         point = f" ({event['point']})" if event.get("point") else ""
-        return [f"drill: {event['action']} {event['target']}{iteration}{point}"]
+        return [f"injected: {event['action']} {event['target']}{iteration}{point}"]
 
-    def _drill_set(self, event: Event) -> list[str]:
+    def _injection_set(self, event: Event) -> list[str]:
         if not event["workers"]:
-            return ["drill: all workers and links at full speed"]
+            return ["injected: all workers and links at full speed"]
         name = "worker" if len(event["workers"]) == 1 else "link"
-        return [f"drill: {name} {'-'.join(map(str, event['workers']))} at {number(event['factor']):g} of its speed"]
+        return [f"injected: {name} {'-'.join(map(str, event['workers']))} at {number(event['factor']):g} of its speed"]
 
-    def _drill_refused(self, event: Event) -> list[str]:
-        return [f"drill for {'-'.join(map(str, event['workers']))} not set: {event['reason']}"]
+    def _injection_refused(self, event: Event) -> list[str]:
+        return [f"injection for {'-'.join(map(str, event['workers']))} not set: {event['reason']}"]
 
     def _evaluation(self, event: Event) -> list[str]:
         losses = listing(f"{name} {number(value):.4f}" for name, value in event["loss"].items())

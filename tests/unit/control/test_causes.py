@@ -1,4 +1,4 @@
-"""What killed a worker is told where the kernel, the worker's last words or a drill say it."""
+"""What killed a worker is told where the kernel, the worker's last words or a fault injection say it."""
 
 from __future__ import annotations
 

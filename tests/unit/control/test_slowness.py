@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.config import ConfigError, Drill, ResihpConfig, Slowdown
+from megatron_resihp.config import ConfigError, Injection, ResihpConfig, Slowdown
 from megatron_resihp.control.slowness import Slowness, SlownessDesk
 from megatron_resihp.integration.probes.fault_injection import ScheduledSlowdowns
 from megatron_resihp.protocol.notices import NOTICES, SlownessChanged
@@ -28,33 +28,33 @@ class TestGrammar:
 
     @pytest.mark.parametrize("text", ["slow:1:1.5@3", "slow:1:0@3", "slow:1:nan@3", "slow:1:half@3", "link:2-2:0.5@3"])
     def test_what_cannot_be_is_refused_in_one_line(self, text: str) -> None:
-        with pytest.raises(ConfigError, match=f"--resihp-drill '{text}': ") as error:
+        with pytest.raises(ConfigError, match=f"--resihp-inject '{text}': ") as error:
             Slowdown.parse(text)
         assert "\n" not in str(error.value)
 
     @pytest.mark.parametrize("text", ["slow:1@3", "slow:1:0.5", "link:1:0.5@3", "clear", "slow:1:0.5@0"])
     def test_another_form_is_answered_with_the_forms(self, text: str) -> None:
         with pytest.raises(ConfigError, match="nor slow:WORKER:SPEED@ITERATION, link:"):
-            ResihpConfig(resihp_drill=[text]).drills()
+            ResihpConfig(resihp_inject=[text]).injections()
 
     def test_failures_and_slowdowns_side_by_side_and_from_a_file(self, tmp_path: Path) -> None:
-        path = tmp_path / "drills.json"
+        path = tmp_path / "fault injections.json"
         path.write_text(json.dumps(["slow:3:0.6@10", "kill:1@15", "clear@20"]))
-        config = ResihpConfig(resihp_drill=["stop:0@2:norm", f"@{path}"])
-        assert config.drills() == (Drill("stop", 0, 2, "norm"), Drill("kill", 1, 15))
+        config = ResihpConfig(resihp_inject=["stop:0@2:norm", f"@{path}"])
+        assert config.injections() == (Injection("stop", 0, 2, "norm"), Injection("kill", 1, 15))
         assert config.slowdowns() == (Slowdown((3,), 0.6, 10), Slowdown((), 1.0, 20))
 
     @pytest.mark.parametrize("text", ["{", '{"slow": 3}', "[3]", "\xff"])
     def test_a_file_that_is_none(self, tmp_path: Path, text: str) -> None:
-        path = tmp_path / "drills.json"
+        path = tmp_path / "fault injections.json"
         path.write_text(text, encoding="latin-1")
-        with pytest.raises(ConfigError, match="--resihp-drill @") as error:
-            ResihpConfig(resihp_drill=[f"@{path}"]).slowdowns()
+        with pytest.raises(ConfigError, match="--resihp-inject @") as error:
+            ResihpConfig(resihp_inject=[f"@{path}"]).slowdowns()
         assert "\n" not in str(error.value)
 
     def test_no_file(self) -> None:
         with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
-            ResihpConfig(resihp_drill=["@nowhere.json"]).drills()
+            ResihpConfig(resihp_inject=["@nowhere.json"]).injections()
 
 
 class TestWhatHolds:

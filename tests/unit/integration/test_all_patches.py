@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.config import DRILL_POINTS
+from megatron_resihp.config import INJECTION_POINTS
 from megatron_resihp.integration import enable
 from megatron_resihp.integration.patches.training import training_patches
 from megatron_resihp.integration.probes import patches
-from megatron_resihp.integration.probes.injection_points import TARGETS, drill_patches
+from megatron_resihp.integration.probes.injection_points import TARGETS, injection_patches
 from megatron_resihp.integration.probes.patches import probe_patches
 
-RUNTIME: Any = SimpleNamespace(drills=SimpleNamespace(points=lambda: set(DRILL_POINTS)))
+RUNTIME: Any = SimpleNamespace(injections=SimpleNamespace(points=lambda: set(INJECTION_POINTS)))
 
 
-PATCHES = training_patches(RUNTIME) + probe_patches(RUNTIME) + drill_patches(RUNTIME)
+PATCHES = training_patches(RUNTIME) + probe_patches(RUNTIME) + injection_patches(RUNTIME)
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
@@ -31,10 +31,10 @@ def test_every_target_is_named_once() -> None:
     assert len(set(targets)) == len(targets)
 
 
-def test_drills_hook_in_only_where_they_wait() -> None:
-    runtime: Any = SimpleNamespace(drills=SimpleNamespace(points=lambda: {"p2p", "norm"}))
-    assert [patch.target for patch in drill_patches(runtime)] == list(TARGETS["p2p"])
-    assert set(TARGETS) <= set(DRILL_POINTS)
+def test_injections_hook_in_only_where_they_wait() -> None:
+    runtime: Any = SimpleNamespace(injections=SimpleNamespace(points=lambda: {"p2p", "norm"}))
+    assert [patch.target for patch in injection_patches(runtime)] == list(TARGETS["p2p"])
+    assert set(TARGETS) <= set(INJECTION_POINTS)
 
 
 def test_the_installed_release_is_supported() -> None:

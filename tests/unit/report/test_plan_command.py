@@ -170,7 +170,7 @@ def write_run(run_dir: Path, command: list[str], plans: list[dict[str, Any]], *t
 
 COMMAND = (
     "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --disable-bias-linear "
-    "--max-position-embeddings 128 --micro-batch-size 1 --vocab-size 127 --lr 1e-3 --bf16 --resihp-drill a b"
+    "--max-position-embeddings 128 --micro-batch-size 1 --vocab-size 127 --lr 1e-3 --bf16 --resihp-inject a b"
 ).split()
 
 
@@ -332,4 +332,4 @@ def test_flags_are_read_as_megatron_reads_them() -> None:
     arguments = megatron_arguments(COMMAND)
     assert arguments["num_layers"] == 4 and arguments["lr"] == 1e-3 and arguments["bf16"] is True
     assert arguments["add_bias_linear"] is False and "disable_bias_linear" not in arguments
-    assert arguments["resihp_drill"] == ["a", "b"]
+    assert arguments["resihp_inject"] == ["a", "b"]

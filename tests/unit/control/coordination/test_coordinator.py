@@ -67,7 +67,7 @@ class Played:
         return self.values.setdefault(key, value)
 
 
-def drill(action: str, worker: int, struck_at: float) -> EventsReported:
+def injection(action: str, worker: int, struck_at: float) -> EventsReported:
     event = {"event": "drill", "time": struck_at, "epoch": 0, "worker": worker, "action": action, "target": worker}
     return EventsReported(worker, (event,))
 
@@ -198,7 +198,7 @@ def test_the_cause_of_a_death_is_told_where_it_is_known(
 ) -> None:
     *trained, death = trained_until_a_death()
     assert isinstance(death, ProcessExited)
-    store = Played(*trained, drill(action, 3, struck_at=0.25), replace(death, **exited), END)
+    store = Played(*trained, injection(action, 3, struck_at=0.25), replace(death, **exited), END)
     events: list[dict[str, Any]] = []
     Coordinator(store, events.append, JobSize(4, 1), [], clock=lambda: store.now).run()  # type: ignore[arg-type]
     (dead,) = [event for event in events if event["event"] == "worker_dead"]
@@ -222,7 +222,7 @@ def test_who_is_given_up_is_named_to_its_agent() -> None:
 
 def test_who_looks_for_stalls_is_asked_only_once_all_is_heard() -> None:
     heard: list[str] = []
-    store = Played(STARTED, drill("stop", 1, 0.5), 0.5, END)
+    store = Played(STARTED, injection("stop", 1, 0.5), 0.5, END)
     Coordinator(
         store, lambda event: heard.append(event["event"]), JobSize(4, 1), [], clock=lambda: store.now,  # type: ignore[arg-type]
         on_heard=lambda: heard.append("all"),

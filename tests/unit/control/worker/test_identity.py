@@ -97,7 +97,7 @@ def test_all_differences_are_told_but_for_very_many(started: Started) -> None:
 @pytest.mark.parametrize(
     "given",
     ["--num-workers 0", "--log-throughput", "--load elsewhere", "--data-cache-path /tmp/x", "--log-interval 7",
-     "--lr 0.0010", "--resihp-strategy joint", "--resihp-drill kill:1@3", "--tensorboard-dir x", "--finetune"],
+     "--lr 0.0010", "--resihp-strategy joint", "--resihp-inject kill:1@3", "--tensorboard-dir x", "--finetune"],
 )  # fmt: skip
 def test_what_may_differ(started: Started, given: str) -> None:
     assert refusal(started(), started(*given.split())) == ""

@@ -81,8 +81,8 @@ def test_megatrons_defaults_are_taken(check: Check, parser: argparse.ArgumentPar
 
 
 def test_a_common_command_line_is_taken(check: Check) -> None:
-    args = check(*COMMON, "--resihp-drill", "kill:7@3")
-    assert [config.resihp_drill for config in args.switched_on] == [["kill:7@3"]]
+    args = check(*COMMON, "--resihp-inject", "kill:7@3")
+    assert [config.resihp_inject for config in args.switched_on] == [["kill:7@3"]]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_half_precision_needs_sums_in_single(check: Check, capsys: pytest.Captur
 
 
 def test_without_the_plugin_everything_is_megatrons_business(check: Check) -> None:
-    args = check("--fp16", "--num-experts", "4", "--resihp-drill", "nonsense")
+    args = check("--fp16", "--num-experts", "4", "--resihp-inject", "nonsense")
     assert args.switched_on == []
 
 
@@ -138,8 +138,8 @@ def test_arguments_are_checked_before_megatron_derives_others(check: Check) -> N
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["--resihp-drill", "kill:8@3"], ["--resihp-drill names worker 8", "0..7"]),
-        (["--resihp-drill", "kill:3"], ["'kill:3' is not ACTION:WORKER@ITERATION"]),
+        (["--resihp-inject", "kill:8@3"], ["--resihp-inject names worker 8", "0..7"]),
+        (["--resihp-inject", "kill:3"], ["'kill:3' is not ACTION:WORKER@ITERATION"]),
         (["--global-batch-size", "2"], ["--global-batch-size 2 gives 2 replicas less than one micro-batch", "raise"]),
         (["--eval-global-batch-size", "2"], ["--eval-global-batch-size 2 gives 2 replicas"]),
     ],

@@ -1,4 +1,4 @@
-"""Slowing a device in drills, on what stands for one: what it is given is done later, in order."""
+"""Slowing a device in fault injections, on what stands for one: what it is given is done later, in order."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_whatever_befalls_a_run_is_told(synthetic_run: Callable[..., Any]) -> No
     run.finish(3, "no plan fits")
     lines = follow(run.events, isatty=False).splitlines()
     assert lines[1:-1] == [
-        "drill: kill 3 at iteration 10 (forward)",
+        "injected: kill 3 at iteration 10 (forward)",
         "worker 2 raised: ValueError: no",
         "evaluation after iteration 10: lm loss 3.2500",
         "checkpoint of iteration 10 written in 1.5 s: saved",

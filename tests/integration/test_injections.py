@@ -25,11 +25,11 @@ Said = Callable[..., str]
 
 
 @pytest.fixture
-def drill(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Runs `resihp drill` and returns its one line, from standard output or, if it refused, from standard error."""
+def injection(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Runs `resihp inject` and returns its one line, from standard output or, if it refused, from standard error."""
 
     def run(run_dir: Path, *arguments: str, refused: bool = False) -> str:
-        code = main(["drill", *arguments, "--run-dir", str(run_dir)])
+        code = main(["inject", *arguments, "--run-dir", str(run_dir)])
         output = capsys.readouterr()
         said, silent = (output.err, output.out) if refused else (output.out, output.err)
         assert (code, silent) == (2 if refused else 0, ""), output
@@ -54,13 +54,13 @@ class TestWithoutEmulation:
         yield run
         run.kill()
 
-    def test_a_worker_is_sliced_until_it_is_cleared(self, run: Launched, drill: Said) -> None:
+    def test_a_worker_is_sliced_until_it_is_cleared(self, run: Launched, injection: Said) -> None:
         pid = run.worker_pid(1)
-        assert drill(run.run_dir, "slow", "1", "0.2") == "resihp: worker 1 is at 0.2 of its speed\n"
+        assert injection(run.run_dir, "slow", "1", "0.2") == "resihp: worker 1 is at 0.2 of its speed\n"
         eventually("it is stopped", lambda: state(pid) == "T")
         eventually("it goes on", lambda: state(pid) != "T")
         assert all(state(run.worker_pid(other)) != "T" for other in (0, 2))
-        assert drill(run.run_dir, "clear") == "resihp: all workers and links are at full speed\n"
+        assert injection(run.run_dir, "clear") == "resihp: all workers and links are at full speed\n"
         run.await_event("drill_set", workers=[])
         eventually("it stays on", lambda: [state(pid) for _ in range(10_000)].count("T") == 0)
         run.ask("finish")
@@ -68,45 +68,45 @@ class TestWithoutEmulation:
         assert [event["speeds"] for event in run.events("drill_set")] == [{"1": 0.2}, {}]
         assert not run.events("worker_dead")
 
-    def test_death_while_sliced_is_recovered_from(self, run: Launched, drill: Said) -> None:
+    def test_death_while_sliced_is_recovered_from(self, run: Launched, injection: Said) -> None:
         pid = run.worker_pid(1)
-        drill(run.run_dir, "slow", "1", "0.01")
-        drill(run.run_dir, "slow", "2", "0.5")
+        injection(run.run_dir, "slow", "1", "0.01")
+        injection(run.run_dir, "slow", "2", "0.5")
         eventually("it is stopped", lambda: state(pid) == "T")
         os.kill(pid, signal.SIGKILL)
         run.await_event("epoch_started", epoch=1)
-        assert "worker 1 is dead" in drill(run.run_dir, "slow", "1", "0.5", refused=True)
+        assert "worker 1 is dead" in injection(run.run_dir, "slow", "1", "0.5", refused=True)
         run.ask("finish")
         assert run.end() == 0
         assert [event["dead"] for event in run.events("worker_dead")] == [1]
 
-    def test_the_job_ends_while_a_worker_is_sliced(self, run: Launched, drill: Said) -> None:
-        drill(run.run_dir, "slow", "0", "0.05")
+    def test_the_job_ends_while_a_worker_is_sliced(self, run: Launched, injection: Said) -> None:
+        injection(run.run_dir, "slow", "0", "0.05")
         run.ask("finish")
         assert run.end() == 0
-        assert "no job runs in" in drill(run.run_dir, "clear", refused=True)
+        assert "no job runs in" in injection(run.run_dir, "clear", refused=True)
 
-    def test_what_cannot_be_is_refused_in_one_line(self, run: Launched, drill: Said, tmp_path: Path) -> None:
-        assert "there is no worker 7; the job has 0 to 2" in drill(run.run_dir, "slow", "7", "0.5", refused=True)
-        assert "1.5 is no speed; give one from 0.01 to 1" in drill(run.run_dir, "slow", "1", "1.5", refused=True)
-        assert "'fast' is no number" in drill(run.run_dir, "slow", "1", "fast", refused=True)
-        assert "only be slowed on the emulated clock" in drill(run.run_dir, "link", "0", "1", "0.5", refused=True)
-        assert "not worker 1 with itself" in drill(run.run_dir, "link", "1", "1", "0.5", refused=True)
-        assert "no job runs in" in drill(tmp_path, "clear", refused=True)
+    def test_what_cannot_be_is_refused_in_one_line(self, run: Launched, injection: Said, tmp_path: Path) -> None:
+        assert "there is no worker 7; the job has 0 to 2" in injection(run.run_dir, "slow", "7", "0.5", refused=True)
+        assert "1.5 is no speed; give one from 0.01 to 1" in injection(run.run_dir, "slow", "1", "1.5", refused=True)
+        assert "'fast' is no number" in injection(run.run_dir, "slow", "1", "fast", refused=True)
+        assert "only be slowed on the emulated clock" in injection(run.run_dir, "link", "0", "1", "0.5", refused=True)
+        assert "not worker 1 with itself" in injection(run.run_dir, "link", "1", "1", "0.5", refused=True)
+        assert "no job runs in" in injection(tmp_path, "clear", refused=True)
         assert not run.events("drill_set")
 
     def test_a_job_that_was_killed_is_not_taken_for_running(
-        self, run: Launched, drill: Said, monkeypatch: pytest.MonkeyPatch
+        self, run: Launched, injection: Said, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(contact, "CONNECT_S", 0.5)
         run.kill()
-        assert "no job runs in" in drill(run.run_dir, "clear", refused=True)
+        assert "no job runs in" in injection(run.run_dir, "clear", refused=True)
 
 
 def test_training_goes_on_while_one_worker_is_sliced_and_another_dies(jobs: Jobs) -> None:
     layout: dict[str, Any] = {"pipeline_model_parallel_size": 2}
-    drills = ["slow:1:0.2@2", "slow:2:0.5@2", "kill:2@4:backward"]
-    job = jobs.run(tiny(**layout, resihp_drill=drills), workers=4)
+    injections = ["slow:1:0.2@2", "slow:2:0.5@2", "kill:2@4:backward"]
+    job = jobs.run(tiny(**layout, resihp_inject=injections), workers=4)
     check_training(job, jobs.reference(tiny(**layout), workers=4))
     assert [event["speeds"] for event in job.events("drill_set")] == [{"1": 0.2}, {"1": 0.2, "2": 0.5}]
     assert [event["dead"] for event in job.events("worker_dead")] == [2]
@@ -123,13 +123,13 @@ class TestEmulation:
         path.write_text(json.dumps(data | {"time_scale": 0.15}))
         return str(path)
 
-    def test_a_worker_slowed_from_outside_and_cleared(self, jobs: Jobs, drill: Said, profile: str) -> None:
+    def test_a_worker_slowed_from_outside_and_cleared(self, jobs: Jobs, injection: Said, profile: str) -> None:
         """Two replicas of one worker each: an iteration lasts as long as the slower one's ops."""
         job = jobs.start(tiny(**self.LAYOUT, resihp_emulate=profile), workers=2)
         job.await_event("iteration", iteration=6)
-        drill(job.run_dir, "slow", "1", "0.5")
+        injection(job.run_dir, "slow", "1", "0.5")
         job.await_event("iteration", iteration=12)
-        drill(job.run_dir, "clear")
+        injection(job.run_dir, "clear")
         job.wait()
         check_training(job, jobs.reference(tiny(**self.LAYOUT), workers=2))
         healthy, slow, cleared = iteration_times(job)
@@ -137,10 +137,10 @@ class TestEmulation:
         assert cleared == pytest.approx(healthy, rel=0.15)
         assert {event["ops"] for event in job.events("emulation")} == {2 * 2 * self.LAYOUT["train_iters"]}
 
-    def test_scheduled_drills_strike_once_whatever_else_befalls_the_job(self, jobs: Jobs, profile: str) -> None:
-        drills = ["slow:1:0.7@3", "kill:2@3:backward", "link:0-1:0.5@4", "clear@5"]
+    def test_scheduled_injections_strike_once_whatever_else_befalls_the_job(self, jobs: Jobs, profile: str) -> None:
+        injections = ["slow:1:0.7@3", "kill:2@3:backward", "link:0-1:0.5@4", "clear@5"]
         layout: dict[str, Any] = {"pipeline_model_parallel_size": 2, "train_iters": 6}
-        job = jobs.run(tiny(**layout, resihp_emulate=profile, resihp_drill=drills), workers=4)
+        job = jobs.run(tiny(**layout, resihp_emulate=profile, resihp_inject=injections), workers=4)
         check_training(job, jobs.reference(tiny(**layout), workers=4))
         assert [(event["workers"], event["iteration"]) for event in job.events("drill_set")] == [
             ([1], 3), ([0, 1], 4), ([], 5),
@@ -154,7 +154,7 @@ class TestEmulation:
 
 
 def iteration_times(job: Job) -> list[float]:
-    """Median duration of the iterations that lie between the drills, in order; the first one is the warm-up's."""
+    """Median duration of the iterations between the fault injections, in order; the first one is the warm-up's."""
     bounds = [0.0, *(event["time"] for event in job.events("drill_set")), float("inf")]
     found: list[list[float]] = [[] for _ in bounds[1:]]
     for event in job.events("iteration"):
