@@ -219,9 +219,7 @@ def summarize_kills(kills: Sequence[tuple[Kill, Sequence[Event]]]) -> dict[str, 
         "fail_stop_phases": {name: statistics.median(kill.phases[name] for kill in measured) for name in PHASES},
         "planning_s": [event.get("planning_s") for event in planned],
         "made_ahead": sum(event.get("made_ahead", False) for event in planned),
-        "fail_stop_asymmetric": sum(
-            ParallelPlan.from_dict(event["plan"]).not_rectangular is not None for event in last
-        ),
+        "fail_stop_asymmetric": sum(ParallelPlan.from_dict(event["plan"]).not_uniform is not None for event in last),
         "kills": len(measured),
     }
 

@@ -23,7 +23,7 @@ from statistics import median, quantiles
 from typing import Final
 
 PACKAGE: Final = "megatron_resihp"
-MODE_NAMES: Final = frozenset({"general", "optimizer_is_shared_out", "shares_optimizer", "not_rectangular"})
+MODE_NAMES: Final = frozenset({"heterogeneous", "optimizer_is_shared_out", "shares_optimizer", "not_uniform"})
 """What code tests to learn whether Megatron's own groups can run the plan in force."""
 MODE_MODULES: Final = ("integration/modes/",)
 MESSAGE_NAMES: Final = frozenset({"message", "notice", "answer", "request", "letter", "order", "event", "data"})

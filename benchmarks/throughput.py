@@ -47,11 +47,11 @@ from megatron_resihp.events.log import Event
 from megatron_resihp.plan import ParallelPlan, Replica, even_chunks, shortened, spelled_out
 from megatron_resihp.planner.evaluation import Evaluation, evaluate
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.joint import joint
 from megatron_resihp.planner.strategies.resihp import resihp
 from megatron_resihp.planner.strategies.restart import restart
+from megatron_resihp.planner.uniform import NoPlanError
 
 GOALS: Final = {"share_of_bound": 0.9, "simulator_error_percent": 5.0}
 TIME_SCALE: Final = 0.5

@@ -14,9 +14,9 @@ INJECTION_POINTS = (
     "recovery-report", "recovery-rebuild", "recovery-migrate", "recovery-ready",
 )  # fmt: skip
 
-RECTANGULAR: Final = "rectangular"
+UNIFORM: Final = "uniform"
 STRATEGIES: Final = (
-    RECTANGULAR,
+    UNIFORM,
     "drop-replica",
     "recycle",
     "oobleck",
@@ -34,7 +34,7 @@ ACTS: Final = ("observe", "ask", "act")
 
 MOST_PLAN_WAIT_S: Final = 3600.0
 PLAN_WAIT_S: Final = 2.0
-"""How long a recovery waits for a strategy's plan where complete rectangles exist and nobody says otherwise."""
+"""How long a recovery waits for a strategy's plan where complete uniform replicas exist and nobody says otherwise."""
 
 MEMORY_RESERVE: Final = 8.0
 """Percent of each device's memory that no plan fills, where nobody says otherwise."""
@@ -240,7 +240,7 @@ class ResihpConfig:
     )  # fmt: skip
 
     resihp_strategy: str = _flag(
-        RECTANGULAR, "Who plans when workers die. One of " + ", ".join(STRATEGIES) + "; rectangular makes as many "
+        UNIFORM, "Who plans when workers die. One of " + ", ".join(STRATEGIES) + "; uniform makes as many "
         "complete replicas as there are, and is asked where another has no plan that can be run.", metavar="NAME",
     )  # fmt: skip
 
@@ -310,7 +310,7 @@ class ResihpConfig:
             raise ConfigError(f"--resihp-strategy {self.resihp_strategy} is none of them; {mend}")
         if self.resihp_act not in ACTS:
             raise ConfigError(f"--resihp-act {self.resihp_act} is none of them; choose from {', '.join(ACTS)}")
-        if self.resihp_act != ACTS[0] and self.resihp_strategy == RECTANGULAR:
+        if self.resihp_act != ACTS[0] and self.resihp_strategy == UNIFORM:
             mend = "give --resihp-strategy joint, for example"
             raise ConfigError(f"--resihp-act {self.resihp_act} needs a strategy that reacts to slow workers; {mend}")
         if not self.resihp_answer_timeout > 0:

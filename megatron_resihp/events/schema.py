@@ -235,7 +235,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
     names.PLAN_FAILED: EventSchema(
         "coordinator",
         "An error struck in the first step of a plan that was chosen. It is answered once: after a change by choice by "
-        "the plan before, after a loss by complete rectangles. The plan is not chosen again.",
+        "the plan before, after a loss by complete uniform replicas. The plan is not chosen again.",
         (
             Field("failed", INTEGER, "the worker that raised it"),
             Field("error", TEXT, "the error"),

@@ -24,7 +24,7 @@ from megatron_resihp.integration.probes.padding import Padding
 from megatron_resihp.integration.probes.probe_clock import make_clock
 from megatron_resihp.integration.probes.probe_sheet import Sheet
 from megatron_resihp.integration.probes.probes import PadOp, PadTransfer, Probes
-from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.integration.world.heterogeneous import Heterogeneous
 from megatron_resihp.integration.world.own_layers import OwnLayout
 from megatron_resihp.plan import Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.files import read_plan
@@ -107,19 +107,16 @@ class Runtime:
     notes and must not block.
 
     Attributes:
-        derived: what Megatron derives from the job's arguments for other degrees.
-        plan: the plan of the current epoch.
-        own_layout: what the job's own arguments say of its layout.
-        shares_optimizer: whether the job uses the distributed optimizer where it can.
-        tokens: that the losses of this iteration on this worker were summed over, in general mode.
-        seen_documents: Σ l and Σ l² of the documents that this worker counts in this iteration, in general mode.
-        documents: the same of all workers, agreed on in the last step and not told Megatron yet.
-        held: the shards whose state `trained` is.
-        general: the plan as this worker sees it where Megatron's own groups can't run it; None where they can.
-        routes, exchange: in general mode this worker's steps, and what carries their results.
-        running_chunk: in general mode which of this worker's chunks is being run.
-        buckets: in general mode, whose gradients are summed with whom.
-        ring, kept: with the distributed optimizer where gradients go for the copies of its parts, and what of its state
+        derived: what Megatron derives from the job's arguments for other degrees. plan: the plan of the current epoch.
+        own_layout: what the job's own arguments say of its layout. shares_optimizer: whether the job uses the
+        distributed optimizer where it can. tokens: that the losses of this iteration on this worker were summed over,
+        under a heterogeneous plan. seen_documents: Σ l and Σ l² of the documents that this worker counts in this
+        iteration, under a heterogeneous plan. documents: the same of all workers, agreed on in the last step and not
+        told Megatron yet. held: the shards whose state `trained` is. heterogeneous: the plan as this worker sees it
+        where Megatron's own groups can't run it; None where they can. routes, exchange: under a heterogeneous plan this
+        worker's steps, and what carries their results. running_chunk: under a heterogeneous plan which of this worker's
+        chunks is being run. buckets: under a heterogeneous plan, whose gradients are summed with whom. ring, kept: with
+        the distributed optimizer where gradients go for the copies of its parts, and what of its state
             is current here.
         trained: the live training objects; pretrain's own references stay valid, recovery fills them anew.
         parameter_kinds: of the whole model, once the job's first workers have told each other.
@@ -168,7 +165,7 @@ class Runtime:
         self.held: tuple[Shard, ...] = ()
         self.trained: Trained | None = None
         self.progress = Progress()
-        self.general: General | None = None
+        self.heterogeneous: Heterogeneous | None = None
         self.routes: tuple[Step, ...] = ()
         self.exchange: MeasuredExchange | None = None
         self.running_chunk = 0
@@ -279,7 +276,7 @@ class Runtime:
     @property
     def read_order(self) -> tuple[int, ...]:
         """Indices of the micro-batches that this worker runs forwards, in order of their first op."""
-        if self.general is None:
+        if self.heterogeneous is None:
             return self.micro_batches
         return tuple(dict.fromkeys(step.op.micro_batch for step in self.routes if step.op.kind == "F"))
 
@@ -292,21 +289,21 @@ class Runtime:
     @property
     def is_first_stage(self) -> bool:
         """Whether this worker works on the embedding."""
-        if self.general is not None:
-            return self.works and 0 in self.general.own_chunks
+        if self.heterogeneous is not None:
+            return self.works and 0 in self.heterogeneous.own_chunks
         return self.coordinate is not None and self.coordinate.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        if self.general is not None:
-            return self.general.has_head
+        if self.heterogeneous is not None:
+            return self.heterogeneous.has_head
         return self.coordinate is not None and self.coordinate.stage == self.current_plan.pipeline_parallel - 1
 
     @property
     def reports(self) -> bool:
         """Whether this worker writes the events of each iteration: replica 0, last stage, TP rank 0."""
-        if self.general is not None:
-            return self.worker == self.general.reporter
+        if self.heterogeneous is not None:
+            return self.worker == self.heterogeneous.reporter
         first_of_stage = self.coordinate is not None and self.coordinate.tp_rank == 0
         return self.works and self.replica == 0 and self.is_last_stage and first_of_stage
 
@@ -317,8 +314,8 @@ class Runtime:
 
     @property
     def optimizer_is_shared_out(self) -> bool:
-        """Whether each replica has a part of the optimizer's state only; in general mode all holders have all of it."""
-        return self.shares_optimizer and self.general is None
+        """Whether replicas have parts of the optimizer's state only. Under a heterogeneous plan holders have all."""
+        return self.shares_optimizer and self.heterogeneous is None
 
     def reach(self, point: str) -> None:
         self.injections.reach(point, self.progress.iteration)

@@ -98,7 +98,7 @@ class ParallelPlan:
         return sum(len(replica.micro_batches) for replica in self.replicas)
 
     @property
-    def not_rectangular(self) -> str | None:
+    def not_uniform(self) -> str | None:
         """Why the plan is none of equal replicas of stages with equal tensor-parallel degree, with the job's own layers
         and order of ops, which is all that an executor can run that knows only Megatron's groups; None if it is one.
         """
@@ -114,10 +114,10 @@ class ParallelPlan:
             return "standbys keep shards of another layout"
         return "shards are uneven" if self.uneven_shards else None
 
-    def require_rectangular(self) -> None:
-        """Raises PlanError with the reason if the plan is not rectangular."""
-        if self.not_rectangular:
-            raise PlanError(f"this plan can't be run yet: {self.not_rectangular}")
+    def require_uniform(self) -> None:
+        """Raises PlanError with the reason if the plan is not uniform."""
+        if self.not_uniform:
+            raise PlanError(f"this plan can't be run yet: {self.not_uniform}")
 
     def coordinate_of(self, worker: int) -> Coordinate | None:
         """The shard that `worker` works on or keeps current; None also for a standby with shards of another layout."""

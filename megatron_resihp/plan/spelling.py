@@ -49,7 +49,7 @@ def spelled_out(plan: ParallelPlan, own: tuple[Chunk, ...]) -> ParallelPlan:
 def shortened(plan: ParallelPlan, own: tuple[Chunk, ...]) -> ParallelPlan:
     """The plan without what the job's own arguments say as well; the plan itself where it says more than they do.
 
-    Such are rectangular plans with the job's own layers and order of ops, for which 1F1B counts, whose standbys keep
+    Such are uniform plans with the job's own layers and order of ops, for which 1F1B counts, whose standbys keep
     what a working member holds. For these it is the inverse of `spelled_out`.
     """
     if plan.migrations or plan.uneven_shards or len({degree for each in plan.replicas for degree in each.shape}) != 1:

@@ -10,8 +10,8 @@ from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.cost.room import check_change
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.strategy import Strategy
+from megatron_resihp.planner.uniform import NoPlanError
 
 
 @dataclass(frozen=True)

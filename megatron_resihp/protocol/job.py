@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from megatron_resihp.config import ACTS, FALSE_ALARMS_PER_JOB, MEMORY_RESERVE, PLAN_WAIT_S, RECTANGULAR
+from megatron_resihp.config import ACTS, FALSE_ALARMS_PER_JOB, MEMORY_RESERVE, PLAN_WAIT_S, UNIFORM
 from megatron_resihp.protocol.checks import Between
 from megatron_resihp.protocol.values import (
     MOST_LAYERS,
@@ -72,7 +72,7 @@ class JobDescription:
     transfer_bytes: Natural | None = None
     false_alarms_per_job: float = FALSE_ALARMS_PER_JOB
     distributed_optimizer: bool = False
-    strategy: str = RECTANGULAR
+    strategy: str = UNIFORM
     plan_wait: Seconds = PLAN_WAIT_S
     act: str = ACTS[0]
     begins_with_a_plan: bool = False

@@ -48,7 +48,7 @@ def a100(
 
 @dataclass(frozen=True)
 class Sizes:
-    """A job with a rectangular layout.
+    """A job with a uniform layout.
 
     Attributes:
         model, training, device: what is trained on what.

@@ -113,6 +113,6 @@ def must_end(job: Job) -> bool:
     [told] = job.events("job")
     plan, full = last_plan(job)
     held = survivors_of(job)
-    shared_out = told["distributed_optimizer"] and plan.not_rectangular is None
+    shared_out = told["distributed_optimizer"] and plan.not_uniform is None
     layers = full.replicas[0].chunks[-1].end
     return bool(lacking(held, layers)) or (shared_out and bool(lost_parts(plan, held)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from chaos_plans import LAYERS, random_plan
 from jobs import EXPERTS
-from test_plans import LLAMA, RECTANGLE
+from test_plans import LLAMA, UNIFORM_LAYOUT
 
 from megatron_resihp.config import INJECTION_POINTS
 from megatron_resihp.plan import ParallelPlan
@@ -59,9 +59,9 @@ class Cast:
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 EVALUATING: dict[str, Any] = {"eval_interval": 5, "eval_iters": 1}
 
-DENSE = Cast(8, 8, RECTANGLE, most_deaths=3)
-MIXTURE = Cast(8, 8, RECTANGLE | EXPERTS | {"sequence_parallel": True}, most_deaths=3)
-LLAMAS = Cast(12, 12, RECTANGLE | LLAMA | {"sequence_parallel": True}, most_deaths=5)
+DENSE = Cast(8, 8, UNIFORM_LAYOUT, most_deaths=3)
+MIXTURE = Cast(8, 8, UNIFORM_LAYOUT | EXPERTS | {"sequence_parallel": True}, most_deaths=3)
+LLAMAS = Cast(12, 12, UNIFORM_LAYOUT | LLAMA | {"sequence_parallel": True}, most_deaths=5)
 """Its two query groups may have four tensor-parallel ranks."""
 REPLICAS = Cast(10, 10, PIPELINE | EVALUATING, most_deaths=4)
 CASTS = (DENSE, LLAMAS, REPLICAS, DENSE, MIXTURE, DENSE, REPLICAS, LLAMAS)

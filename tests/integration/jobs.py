@@ -389,7 +389,7 @@ def check_digests(job: Job) -> None:
     reports = [event for event in job.events("digest") if event["iteration"] == last]
     epoch = max(event["epoch"] for event in reports)
     [plan] = [ParallelPlan.from_dict(e["plan"]) for e in job.events("epoch_started") if e["epoch"] == epoch]
-    native = plan.not_rectangular is None
+    native = plan.not_uniform is None
     found: dict[str, dict[int, str]] = {}
     for event in reports:
         for key, digest in event["digests"].items():

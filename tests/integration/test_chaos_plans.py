@@ -10,7 +10,7 @@ from chaos_plans import LAYERS, random_plan
 
 from megatron_resihp.control.replanning.change import ChangeRefused, plan_to_change_to
 from megatron_resihp.control.replanning.inventory import lacking
-from megatron_resihp.control.replanning.next_plan import Survivors, rectangles_or_less
+from megatron_resihp.control.replanning.next_plan import Survivors, uniform_or_less
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard, spelled_out
 from megatron_resihp.plan.slices import all_shards, contributors_of, cuts_of, holders_of, plan_moves, slices_of
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
@@ -67,9 +67,9 @@ def test_survivors_go_on_as_long_as_they_can(seed: int) -> None:
             dead = random.sample(sorted(held), random.choice((0, 1, 1, 2)))
             held = {worker: shards for worker, shards in held.items() if worker not in dead}
             try:
-                plan, _ = rectangles_or_less(Survivors(SHAPE, OWN, held, plan, plan, JOB, WORKERS))
+                plan, _ = uniform_or_less(Survivors(SHAPE, OWN, held, plan, plan, JOB, WORKERS))
             except NoPlanError:
                 assert lacking(held, LAYERS)
                 return
-            assert len(held) < SHAPE.replica_size or plan.not_rectangular is None
+            assert len(held) < SHAPE.replica_size or plan.not_uniform is None
         held = held_under(plan, held)

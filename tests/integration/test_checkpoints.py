@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import BF16, EXPERTS, FP32, MOCK_DATA_SIZE, PRETRAIN, Job, Jobs, Tolerance, environment_of, tiny
-from test_plans import FOUR, LLAMA, MODEL, RECTANGLE
+from test_plans import FOUR, LLAMA, MODEL, UNIFORM_LAYOUT
 from torch.distributed import checkpoint as checkpoints
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -44,7 +44,7 @@ def rest_of(reference: Job) -> dict[int, float]:
 def save(jobs: Jobs, path: Path, **options: Any) -> Job:
     """A job that saves under the plan in force halfway, and ends."""
     saving = {"save": path / "saved", "save_interval": SAVED, "exit_interval": SAVED}
-    job = jobs.run(tiny(**MODEL | RECTANGLE | saving | options), workers=4)
+    job = jobs.run(tiny(**MODEL | UNIFORM_LAYOUT | saving | options), workers=4)
     assert job.code == 0, job.tails()
     assert (path / "saved" / "latest_checkpointed_iteration.txt").read_text() == str(SAVED)
     return job
@@ -69,7 +69,7 @@ def test_a_job_goes_on_in_its_own_layout(
     saved = save(jobs, tmp_path, **model, **older, **change_to(name, tmp_path, 2))
     assert len(saved.events("epoch_started")) == 2, saved.tails()
     assert [event["format"] for event in saved.events("checkpoint")] == ["torch_dist"]
-    layout = MODEL | RECTANGLE | model
+    layout = MODEL | UNIFORM_LAYOUT | model
     job = jobs.run(tiny(**layout, load=tmp_path / "saved"), workers=4)
     assert job.code == 0, job.tails()
     assert job.summary.loss == pytest.approx(rest_of(jobs.reference(tiny(**layout), workers=4)), rel=tolerance.loss)
@@ -79,18 +79,18 @@ def test_a_job_goes_on_in_its_own_layout(
 def test_a_job_changes_its_plan_after_loading(jobs: Jobs, tmp_path: Path) -> None:
     """From a checkpoint of its own layout."""
     save(jobs, tmp_path)
-    going_on = MODEL | RECTANGLE | {"load": tmp_path / "saved"}
+    going_on = MODEL | UNIFORM_LAYOUT | {"load": tmp_path / "saved"}
     job = jobs.run(tiny(**going_on, **change_to("unlike replicas", tmp_path, SAVED + 2)), workers=4)
     assert job.code == 0, job.tails()
     assert len(job.events("epoch_started")) == 2, job.tails()
-    reference = jobs.reference(tiny(**MODEL | RECTANGLE), workers=4)
+    reference = jobs.reference(tiny(**MODEL | UNIFORM_LAYOUT), workers=4)
     assert job.summary.loss == pytest.approx(rest_of(reference), rel=1e-5)
 
 
 @pytest.mark.nightly
 def test_stock_megatron_goes_on_in_another_layout(jobs: Jobs, tmp_path: Path) -> None:
     """With one stage and one tensor-parallel member."""
-    reference = jobs.reference(tiny(**MODEL | RECTANGLE), workers=4)
+    reference = jobs.reference(tiny(**MODEL | UNIFORM_LAYOUT), workers=4)
     save(jobs, tmp_path, **change_to("TP 2 and 1", tmp_path, 2))
     # Padded entries of the vocabulary take part in the loss, and Megatron pads to a multiple of TP times this.
     losses = stock_losses(PRETRAIN, 1, **MODEL, make_vocab_size_divisible_by=256, load=tmp_path / "saved")
@@ -125,7 +125,7 @@ def as_stock_says(losses: dict[int, float]) -> dict[int, float]:
 
 def test_a_distributed_optimizer_goes_on_in_another_layout(jobs: Jobs, tmp_path: Path) -> None:
     """Unlike stages to two replicas of one tensor-parallel member."""
-    reference = jobs.reference(tiny(**MODEL | RECTANGLE), workers=4)
+    reference = jobs.reference(tiny(**MODEL | UNIFORM_LAYOUT), workers=4)
     save(jobs, tmp_path, **SHARED, **change_to("TP 2 and 1", tmp_path, 2))
     other = {"pipeline_model_parallel_size": 2, "make_vocab_size_divisible_by": 256, "exit_interval": SAVED + 3}
     job = jobs.run(tiny(**MODEL | SHARED | other, load=tmp_path / "saved"), workers=4, script=FUSED)
@@ -150,13 +150,13 @@ def test_with_a_distributed_optimizer_and_without_it(
     jobs: Jobs, tmp_path: Path, name: str, model: dict[str, Any], tolerance: Tolerance
 ) -> None:
     """Both load what a job with it saves under an unlike plan: Megatron in another layout, a job in its own."""
-    expected = rest_of(jobs.reference(tiny(**MODEL | RECTANGLE | model), workers=4))
+    expected = rest_of(jobs.reference(tiny(**MODEL | UNIFORM_LAYOUT | model), workers=4))
     save(jobs, tmp_path, **model, **SHARED, **change_to(name, tmp_path, 2))
     model = MODEL | model | {"load": tmp_path / "saved"}
     other = SHARED | {"tensor_model_parallel_size": 1, "sequence_parallel": False, "make_vocab_size_divisible_by": 256}
     losses = stock_losses(FUSED, 2, **model | other)
     assert losses == pytest.approx(as_stock_says(expected), rel=tolerance.loss)
-    job = jobs.run(tiny(**model | RECTANGLE), workers=4)
+    job = jobs.run(tiny(**model | UNIFORM_LAYOUT), workers=4)
     assert job.code == 0, job.tails()
     assert job.summary.loss == pytest.approx(expected, rel=tolerance.loss)
 
@@ -174,12 +174,12 @@ def test_masters_and_moments_are_those_that_megatron_s_distributed_optimizer_sav
 
     Seen are 1.3e-7, and 5e-3 in 16 bits.
     """
-    unlike, rectangle = tmp_path / "unlike", tmp_path / "rectangle"
-    for path in (unlike, rectangle):
+    unlike, uniform = tmp_path / "unlike", tmp_path / "uniform plan"
+    for path in (unlike, uniform):
         path.mkdir()
     save(jobs, unlike, **model, **SHARED, **change_to("unlike replicas", unlike, 2))
-    save(jobs, rectangle, **model, **SHARED, dist_ckpt_optim_fully_reshardable=True)
-    found, expected = (optimizer_tensors(path / "saved" / f"iter_{SAVED:07d}") for path in (unlike, rectangle))
+    save(jobs, uniform, **model, **SHARED, dist_ckpt_optim_fully_reshardable=True)
+    found, expected = (optimizer_tensors(path / "saved" / f"iter_{SAVED:07d}") for path in (unlike, uniform))
     kinds = {"param", "exp_avg", "exp_avg_sq"}
     assert {key.split(".")[2] for key in expected} == kinds
     assert {key for key in found if key.split(".")[2] in kinds} == expected.keys()
@@ -213,7 +213,7 @@ def test_a_distributed_optimizer_s_checkpoint_is_loaded_and_saved_under_an_unlik
     jobs: Jobs, tmp_path: Path, model: dict[str, Any], reshardable: bool, tolerance: Tolerance
 ) -> None:
     """Of each of Megatron's formats, and Megatron loads it again; the first, its default, it loads in 16 bits only."""
-    layout = MODEL | RECTANGLE | model
+    layout = MODEL | UNIFORM_LAYOUT | model
     expected = rest_of(jobs.reference(tiny(**layout), workers=4))
     layout |= SHARED | {"dist_ckpt_optim_fully_reshardable": reshardable}
     save(jobs, tmp_path, **layout)
@@ -232,7 +232,7 @@ def test_a_distributed_optimizer_s_checkpoint_is_loaded_and_saved_under_an_unlik
 def test_survivors_of_a_plan_that_lost_state_write_slices(jobs: Jobs, tmp_path: Path) -> None:
     """Worker 2 was the only one with its half of the last layer and of the head."""
     plan = change_to("other layers", tmp_path, 2)
-    job = jobs.run(tiny(**MODEL | RECTANGLE | plan, resihp_inject="kill:2@5:backward"), workers=4)
+    job = jobs.run(tiny(**MODEL | UNIFORM_LAYOUT | plan, resihp_inject="kill:2@5:backward"), workers=4)
     assert job.code == exit_codes.NO_PLAN, job.tails()
     assert {salvage.complete for salvage in job.summary.salvages} == {False}
     contents = [json.loads(path.read_text()) for path in job.run_dir.glob("salvage/iter_0000004/worker_*.json")]

@@ -15,16 +15,16 @@ PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 TOGETHER = ParallelPlan((Replica(((0, 1),), (0, 1, 2, 3), (Chunk(0, 0, 4),)),))
 
 
-def in_general_mode(job: Any) -> list[bool]:
+def are_heterogeneous(job: Any) -> list[bool]:
     plans = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
-    return [plan.not_rectangular is not None for plan in plans]
+    return [plan.not_uniform is not None for plan in plans]
 
 
 def test_a_plan_that_takes_too_much_memory_is_left_for_the_plan_before(jobs: Jobs, tmp_path: Path) -> None:
     plans = ask_at(tmp_path, (TOGETHER, 2))
     job = jobs.run(tiny(**PIPELINE, resihp_plan=plans), workers=2, script=WISHING, wishes=["oom-degree-2"])
     check_training(job, jobs.reference(tiny(**PIPELINE), workers=2))
-    assert in_general_mode(job) == [False, True, False]
+    assert are_heterogeneous(job) == [False, True, False]
     [failed] = job.events("plan_failed")
     assert failed["error"].startswith("OutOfMemoryError: CUDA out of memory")
     assert "the plan's first step failed, so the plan before will follow; worker" in job.output()
@@ -40,14 +40,14 @@ def test_a_users_own_error_comes_back_under_the_plan_before_and_ends_the_job(
     plans, wish = ask_at(tmp_path, (TOGETHER, 2)), f"lasting-{action}-degree-2"
     job = jobs.run(tiny(**PIPELINE, resihp_plan=plans), workers=2, script=WISHING, wishes=[wish])
     assert job.code == 1, job.tails()
-    assert in_general_mode(job) == [False, True, False]
+    assert are_heterogeneous(job) == [False, True, False]
     [failed], [ended] = job.events("plan_failed"), job.events("run_finished")
     assert failed["error"].split(":")[0] in ended["reason"]
 
 
 @NIGHTLY
 @pytest.mark.usefixtures("compiled_planner")
-def test_a_strategys_plan_that_fails_is_left_for_rectangles(jobs: Jobs) -> None:
+def test_a_strategys_plan_that_fails_is_left_for_uniform_plans(jobs: Jobs) -> None:
     """Seven survivors of eight have stages of one member, or of four; the job's own stages have two."""
     model = {
         "num_layers": 4, "global_batch_size": 8, "train_iters": 12, "tensor_model_parallel_size": 2,
@@ -59,4 +59,4 @@ def test_a_strategys_plan_that_fails_is_left_for_rectangles(jobs: Jobs) -> None:
     ).wait(240.0)  # fmt: skip
     check_training(job, jobs.reference(tiny(**model), workers=8))
     assert [event["strategy"] for event in job.events("planned")] == ["joint"]
-    assert in_general_mode(job) == [False, True, False] and len(job.events("plan_failed")) == 1
+    assert are_heterogeneous(job) == [False, True, False] and len(job.events("plan_failed")) == 1

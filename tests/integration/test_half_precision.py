@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from jobs import BF16, EXPERTS, MOCK_DATA_SIZE, PRETRAIN, Job, Jobs, ask_for, check_training, tiny
 from test_pipeline_order import WITHOUT_PLUGIN
-from test_plans import FOUR, PER_TOKEN, RECTANGLE, migrating, own_plan
+from test_plans import FOUR, PER_TOKEN, UNIFORM_LAYOUT, migrating, own_plan
 
 from megatron_resihp.plan import ParallelPlan
 
@@ -56,11 +56,13 @@ def scales(job: Job) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        (RECTANGLE, ["unlike replicas"]),
-        pytest.param(RECTANGLE, ["V shape, W apart", "a standby keeps its shard", "unlike replicas"], marks=NIGHTLY),
-        pytest.param(RECTANGLE | SUMMED, ["unlike replicas", "zero bubble"], marks=NIGHTLY),
-        pytest.param(RECTANGLE | BALANCED, ["TP 2 and 1"], marks=NIGHTLY),
-        pytest.param(RECTANGLE | SHARED, ["unlike replicas"], marks=NIGHTLY),
+        (UNIFORM_LAYOUT, ["unlike replicas"]),
+        pytest.param(
+            UNIFORM_LAYOUT, ["V shape, W apart", "a standby keeps its shard", "unlike replicas"], marks=NIGHTLY
+        ),
+        pytest.param(UNIFORM_LAYOUT | SUMMED, ["unlike replicas", "zero bubble"], marks=NIGHTLY),
+        pytest.param(UNIFORM_LAYOUT | BALANCED, ["TP 2 and 1"], marks=NIGHTLY),
+        pytest.param(UNIFORM_LAYOUT | SHARED, ["unlike replicas"], marks=NIGHTLY),
     ],
     ids=["unlike replicas", "orders", "per token", "experts", "distributed optimizer"],
 )
@@ -74,7 +76,7 @@ def test_any_plan_skips_the_same_steps(jobs: Jobs, tmp_path: Path, layout: dict[
 def test_replicas_that_share_work_skip_the_same_steps(jobs: Jobs, tmp_path: Path) -> None:
     """The job begins with two replicas, so losses are multiplied by more than in a plan that has one."""
     plans = [migrating(), ParallelPlan(own_plan(4).replicas, dict.fromkeys(range(4, 8))), own_plan(8)]
-    survive(jobs, layout=RECTANGLE, plans=ask_for(tmp_path, *plans), workers=8)
+    survive(jobs, layout=UNIFORM_LAYOUT, plans=ask_for(tmp_path, *plans), workers=8)
 
 
 @pytest.mark.parametrize(

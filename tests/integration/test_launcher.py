@@ -114,7 +114,7 @@ def test_a_plan_that_is_asked_for_is_taken(launch: Launch, tmp_path: Path, capsy
 
 @pytest.mark.parametrize("strategy", ["drop-replica", "no such"])
 def test_survivors_are_planned_for_by_a_strategy(launch: Launch, tmp_path: Path, strategy: str) -> None:
-    """In a process of its own; where that has no plan, by rectangles."""
+    """In a process of its own; where that has no plan, by uniform plans."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "job").write_text(json.dumps({"strategy": strategy, "plan_wait": WAIT_S}))
     run = launch()
@@ -122,7 +122,7 @@ def test_survivors_are_planned_for_by_a_strategy(launch: Launch, tmp_path: Path,
     kill(pids[1])
     planned = run.await_event("planned")
     if strategy == "no such":
-        assert (planned["strategy"], planned["instead_of"]) == ("rectangular", strategy)
+        assert (planned["strategy"], planned["instead_of"]) == ("uniform", strategy)
         assert "no strategy no such" in planned["reason"]
     else:
         assert planned["strategy"] == strategy and planned["iteration_s"] > 0

@@ -57,7 +57,7 @@ def test_a_slow_worker_gets_less_work_and_its_own_back(
     assert SLOW < there["resumed_iteration"] <= SLOW + WITHIN
     assert CLEARED < back["resumed_iteration"] <= CLEARED + seen_within + WITHIN
     own, other, back_again = (ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started"))
-    assert other.not_rectangular is not None and back_again.not_rectangular is None
+    assert other.not_uniform is not None and back_again.not_uniform is None
     assert (VICTIM in other.standbys) == (seen_within > 0)
     assert planned_s(job, other, speed) < 0.8 * planned_s(job, own, speed)
     assert planned_s(job, back_again, 1.0) == pytest.approx(planned_s(job, own, 1.0))

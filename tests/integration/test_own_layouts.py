@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from jobs import WISHING, Jobs, ask_at, check_training, tiny
-from test_plan_failures import in_general_mode
+from test_plan_failures import are_heterogeneous
 from test_plans import PER_TOKEN, UNTIED, chunks, stages
 
 from megatron_resihp.plan import ParallelPlan, Replica
@@ -50,7 +50,7 @@ def test_a_middle_stage_loses_a_worker_and_another_one_gets_other_layers(
     words = ask_at(tmp_path, (unlike(model["num_layers"] + 2), 4), (OWN, 7))
     job = jobs.run(tiny(**model, resihp_plan=words, resihp_inject="kill:2@2:backward"), workers=6)
     check_training(job, jobs.reference(tiny(**model), workers=6))
-    assert in_general_mode(job) == [False, False, True, False]
+    assert are_heterogeneous(job) == [False, False, True, False]
 
 
 @NIGHTLY
@@ -60,7 +60,7 @@ def test_who_had_the_middle_stage_dies_under_an_unlike_plan(jobs: Jobs, tmp_path
     words = ask_at(tmp_path, (unlike(model["num_layers"] + 2), 1))
     job = jobs.run(tiny(**model, resihp_plan=words, resihp_inject="kill:3@5:grad-sync"), workers=6)
     check_training(job, jobs.reference(tiny(**model), workers=6))
-    assert in_general_mode(job) == [False, True, False]
+    assert are_heterogeneous(job) == [False, True, False]
 
 
 @NIGHTLY
@@ -73,4 +73,4 @@ def test_a_worker_of_the_middle_stage_comes_back(jobs: Jobs, tmp_path: Path) -> 
     job.await_event("worker_waiting", waiting=9, place=3)
     job.wish("go_on")
     check_training(job.wait(), jobs.reference(tiny(**model), workers=6))
-    assert in_general_mode(job) == [False, False, False, True]
+    assert are_heterogeneous(job) == [False, False, False, True]

@@ -74,10 +74,10 @@ def survive(
     return job
 
 
-def in_general_mode(job: Job) -> list[bool]:
-    """Of each epoch, whether it was run in general mode."""
+def are_heterogeneous(job: Job) -> list[bool]:
+    """Of each epoch, whether it was run under a heterogeneous plan."""
     plans = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
-    return [plan.not_rectangular is not None for plan in plans]
+    return [plan.not_uniform is not None for plan in plans]
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def in_general_mode(job: Job) -> list[bool]:
 )
 def test_a_death_under_an_unlike_plan(jobs: Jobs, tmp_path: Path, point: str, victim: int) -> None:
     job = survive(jobs, tmp_path, [(UNLIKE, 1)], [f"kill:{victim}@3:{point}"])
-    assert in_general_mode(job) == [False, True, False]
+    assert are_heterogeneous(job) == [False, True, False]
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=NIGHTLY), 3])
 def test_a_standby_that_keeps_a_shard_dies(jobs: Jobs, tmp_path: Path, victim: int) -> None:
     job = survive(jobs, tmp_path, [(KEEPING, 1)], [f"kill:{victim}@3:grad-sync"])
-    assert in_general_mode(job) == [False, True, False]
+    assert are_heterogeneous(job) == [False, True, False]
 
 
 def test_two_deaths_under_an_unlike_plan(jobs: Jobs, tmp_path: Path) -> None:
@@ -118,10 +118,10 @@ def test_a_death_in_a_change(jobs: Jobs, tmp_path: Path, point: str, victim: int
 @pytest.mark.parametrize("point", (*RECOVERY_POINTS, "recovery-migrate"))
 def test_a_death_in_a_change_from_one_unlike_plan_to_another(jobs: Jobs, tmp_path: Path, point: str) -> None:
     job = survive(jobs, tmp_path, [(UNLIKE, 1), (KEEPING, 3)], [f"kill:2@3:{point}"])
-    assert in_general_mode(job) == [False, True, False]
+    assert are_heterogeneous(job) == [False, True, False]
 
 
-def test_an_epoch_breaks_without_a_death_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
+def test_an_epoch_breaks_without_a_death_in_heterogeneous_plans(jobs: Jobs, tmp_path: Path) -> None:
     injections = ["rebuild:1@2:backward", "rebuild:2@4:grad-sync", "rebuild:0@5:recovery-ready"]
     job = survive(jobs, tmp_path, [(UNLIKE, 1), (KEEPING, 3), (UNLIKE, 5)], injections)
     assert not job.summary.deaths
@@ -129,12 +129,12 @@ def test_an_epoch_breaks_without_a_death_in_general_mode(jobs: Jobs, tmp_path: P
 
 def test_a_plan_that_falls_due_in_a_change_is_taken_after_it(jobs: Jobs, tmp_path: Path) -> None:
     job = survive(jobs, tmp_path, [(UNLIKE, 2), (KEEPING, 2)], [])
-    assert in_general_mode(job) == [False, True, True] and not job.events("change_refused")
+    assert are_heterogeneous(job) == [False, True, True] and not job.events("change_refused")
 
 
 def test_a_standby_that_reports_later_asks_for_no_plan_again(jobs: Jobs, tmp_path: Path) -> None:
     job = survive(jobs, tmp_path, [(KEEPING, 1), (VEE, 3), (KEEPING, 5)], [])
-    assert in_general_mode(job) == [False, True, True, True] and not job.events("change_refused")
+    assert are_heterogeneous(job) == [False, True, True, True] and not job.events("change_refused")
 
 
 def test_a_head_whose_work_is_all_done_by_another_replica(jobs: Jobs, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_gradient_that_is_no_number_is_not_stepped_with(jobs: Jobs, tmp_path: 
     save = {"save": str(jobs.directory / "spoiled"), "save_interval": 100}
     plans = ask_at(tmp_path, (KEEPING, 1))
     job = jobs.run(tiny(**PIPELINE, **save, resihp_plan=plans), workers=4, script=WISHING, wishes=["spoil-2-4"])
-    assert job.code != 0 and in_general_mode(job) == [False, True], job.tails()
+    assert job.code != 0 and are_heterogeneous(job) == [False, True], job.tails()
     assert job.summary.iterations == 3, "a step with a gradient that is no number was taken"
     assert "found NaN in local grad norm for bucket #0" in job.log(2)
     assert not job.events("recovery") and not job.events("worker_dead")
@@ -172,20 +172,20 @@ def test_a_gradient_that_is_no_number_is_not_stepped_with(jobs: Jobs, tmp_path: 
 def test_a_change_shortly_before_the_end(jobs: Jobs, tmp_path: Path, iteration: int) -> None:
     """Standbys can't know that no further iteration comes: they wait for the others, who finish the job."""
     job = survive(jobs, tmp_path, [(KEEPING, 1), (UNLIKE, iteration)], [])
-    assert in_general_mode(job)[:2] == [False, True]
+    assert are_heterogeneous(job)[:2] == [False, True]
 
 
-def test_a_death_in_the_last_iteration_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_death_in_the_last_iteration_in_heterogeneous_plans(jobs: Jobs, tmp_path: Path) -> None:
     survive(jobs, tmp_path, [(UNLIKE, 4)], ["kill:2@6:step"])
 
 
-def test_evaluation_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
+def test_evaluation_in_heterogeneous_plans(jobs: Jobs, tmp_path: Path) -> None:
     """Within training and after it, of one replica for all."""
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
     job = jobs.run(tiny(**model, resihp_plan=ask_at(tmp_path, (UNLIKE, 1), (VEE, 3), (LONE, 5))), workers=4)
     check_training(job, reference)
-    assert in_general_mode(job) == [False, True, True, True]
+    assert are_heterogeneous(job) == [False, True, True, True]
     assert evaluations(job) == evaluations(reference)
     assert final_losses(job) == final_losses(reference)
 
@@ -196,13 +196,13 @@ def test_evaluation_of_other_micro_batches_and_with_helpers(jobs: Jobs, tmp_path
     reference = jobs.reference(tiny(**model), workers=4)
     job = jobs.run(tiny(**model, resihp_plan=ask_at(tmp_path, (HELPED, 1), (VEE, 3))), workers=4)
     check_training(job, reference)
-    assert in_general_mode(job) == [False, True, True]
+    assert are_heterogeneous(job) == [False, True, True]
     assert evaluations(job) == evaluations(reference)
     assert final_losses(job) == final_losses(reference)
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=NIGHTLY), 1, pytest.param(3, marks=NIGHTLY)])
-def test_a_death_while_evaluating_in_general_mode(jobs: Jobs, tmp_path: Path, victim: int) -> None:
+def test_a_death_while_evaluating_in_heterogeneous_plans(jobs: Jobs, tmp_path: Path, victim: int) -> None:
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
     plans, injection = ask_at(tmp_path, (UNLIKE, 1)), f"kill:{victim}@4:evaluate"
@@ -212,7 +212,7 @@ def test_a_death_while_evaluating_in_general_mode(jobs: Jobs, tmp_path: Path, vi
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(3, marks=NIGHTLY)])
-def test_a_death_after_the_last_iteration_in_general_mode(jobs: Jobs, tmp_path: Path, victim: int) -> None:
+def test_a_death_after_the_last_iteration_in_heterogeneous_plans(jobs: Jobs, tmp_path: Path, victim: int) -> None:
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
     plans, injection = ask_at(tmp_path, (UNLIKE, 4)), f"kill:{victim}@7:evaluate"
@@ -239,7 +239,7 @@ def test_survivors_are_too_few_for_a_replica(jobs: Jobs, tmp_path: Path) -> None
     injections = ["kill:1@3:backward", "kill:2@5:grad-sync"]
     job = jobs.run(tiny(**model, resihp_plan=plans, resihp_inject=injections), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4))
-    assert in_general_mode(job) == [False, True, True, True]
+    assert are_heterogeneous(job) == [False, True, True, True]
     assert [event["strategy"] for event in job.events("planned")] == ["fallback", "fallback"]
     assert [replica["stages"] for replica in job.events("epoch_started")[-1]["plan"]["replicas"]] == [[[0], [3]]]
 
@@ -252,7 +252,7 @@ def test_the_only_holder_of_a_layer_dies(jobs: Jobs, tmp_path: Path) -> None:
 
 
 @NIGHTLY
-def test_suspects_are_tested_in_general_mode(jobs: Jobs, tmp_path: Path) -> None:
+def test_suspects_are_tested_in_heterogeneous_plans(jobs: Jobs, tmp_path: Path) -> None:
     """Matrix products on the suspects and P2P on their links, while training goes on as if nothing were."""
     # A first test is ordered before the plan is in force, and the next one is long after it.
     model = PIPELINE | {"train_iters": PAUSE + 6}

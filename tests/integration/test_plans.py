@@ -15,7 +15,7 @@ from megatron_resihp.plan.schedule import EXPLICIT
 
 MODEL: dict[str, Any] = {"num_layers": 4, "global_batch_size": 8, "train_iters": 18}
 """Layers 0 to 5: the embedding, four decoder layers, the head."""
-RECTANGLE: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+UNIFORM_LAYOUT: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 """Four workers in one replica, eight in two."""
 UNTIED: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
 GROUPED: dict[str, Any] = {
@@ -180,7 +180,7 @@ def own_plan(workers: int) -> ParallelPlan:
 def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, names: Sequence[str]) -> None:
     """Gradients are divided by tokens, which whoever has the head counts; Adam would hide a wrong divisor."""
     plans = [*(FOUR[name] for name in names), own_plan(4)]
-    survive(jobs, tmp_path, plans, workers=4, **RECTANGLE | PER_TOKEN)
+    survive(jobs, tmp_path, plans, workers=4, **UNIFORM_LAYOUT | PER_TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, names: Sequence[
 )
 def test_kinds_of_model(jobs: Jobs, tmp_path: Path, model: dict[str, Any], tolerance: Tolerance) -> None:
     plans = [FOUR["TP 2 and 1"], FOUR["unlike replicas"], own_plan(4)]
-    survive(jobs, tmp_path, plans, workers=4, tolerance=tolerance, train_iters=12, **RECTANGLE | model)
+    survive(jobs, tmp_path, plans, workers=4, tolerance=tolerance, train_iters=12, **UNIFORM_LAYOUT | model)
 
 
 @NIGHTLY
@@ -205,7 +205,7 @@ def test_mixtures_of_experts_tell_of_their_balance(jobs: Jobs, tmp_path: Path, w
     """In Megatron's log, as means over the global batch, and over the iterations since the line before: some of them
     under another plan."""
     names = ("TP 2 and 1", "unlike replicas", "V shape, W apart", "TP 2 and 1 help each other")
-    model = RECTANGLE | EXPERTS | weighing | {
+    model = UNIFORM_LAYOUT | EXPERTS | weighing | {
         "sequence_parallel": True, "moe_layer_freq": "[0,1,1,1]", "moe_token_dispatcher_type": "alltoall",
         "moe_shared_expert_intermediate_size": 32, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
         "moe_aux_loss_coeff": [0.5, 0.5], "micro_batch_size": 2, "global_batch_size": 16, "log_interval": 2,
@@ -248,16 +248,16 @@ def balances(job: Job) -> dict[int, dict[str, float]]:
 def test_orders_of_ops(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
     names = ("zero bubble", "V shape, W apart", "unlike replicas", "a standby keeps its shard")
     plans = [*(FOUR[name] for name in names), own_plan(4)]
-    survive(jobs, tmp_path, plans, workers=4, **RECTANGLE | model)
+    survive(jobs, tmp_path, plans, workers=4, **UNIFORM_LAYOUT | model)
 
 
 def test_sixteen_bits(jobs: Jobs, tmp_path: Path) -> None:
-    survive(jobs, tmp_path, [FOUR["TP 2 and 1"]], workers=4, tolerance=BF16, train_iters=6, bf16=True, **RECTANGLE)
+    survive(jobs, tmp_path, [FOUR["TP 2 and 1"]], workers=4, tolerance=BF16, train_iters=6, bf16=True, **UNIFORM_LAYOUT)
 
 
 def test_groups_for_host_tensors_beside_those_of_devices(jobs: Jobs, tmp_path: Path) -> None:
     """As with NCCL, whose own groups carry none: workers with and without tensor-parallel peers meet in others."""
-    model = RECTANGLE | {"distributed_backend": "nccl", "train_iters": 6}
+    model = UNIFORM_LAYOUT | {"distributed_backend": "nccl", "train_iters": 6}
     survive(jobs, tmp_path, [FOUR["TP 2 and 1"]], workers=4, **model)
 
 
@@ -273,7 +273,7 @@ def test_packed_samples_of_a_micro_batch_cross_as_one(jobs: Jobs, documents: Pat
 
 
 def test_a_stage_works_for_another_replica(jobs: Jobs, tmp_path: Path) -> None:
-    survive(jobs, tmp_path, [migrating(), own_plan(8)], workers=8, train_iters=9, **RECTANGLE)
+    survive(jobs, tmp_path, [migrating(), own_plan(8)], workers=8, train_iters=9, **UNIFORM_LAYOUT)
 
 
 @NIGHTLY
@@ -281,4 +281,4 @@ def test_a_stage_works_for_another_replica(jobs: Jobs, tmp_path: Path) -> None:
 def test_stages_of_unlike_degree_work_for_each_other(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
     """What crosses is split over the tokens by other members than a replica's own."""
     plans = [FOUR["TP 2 and 1 help each other"], FOUR["TP 1 helped by 2"], own_plan(4)]
-    survive(jobs, tmp_path, plans, workers=4, train_iters=12, sequence_parallel=True, **RECTANGLE | model)
+    survive(jobs, tmp_path, plans, workers=4, train_iters=12, sequence_parallel=True, **UNIFORM_LAYOUT | model)

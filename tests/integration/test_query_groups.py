@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from jobs import Job, Jobs, ask_for, check_training, tiny
-from test_plan_failures import in_general_mode
+from test_plan_failures import are_heterogeneous
 from test_plans import PER_TOKEN, chunks, stages
 from test_there_and_back import GROUPED
 
@@ -55,7 +55,7 @@ def survive(
 def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
     plans = [plan(stages([1, 0], [2])), plan(stages([3]), stages([0, 2])), plan(stages([0, 1, 2, 3]))]
     job = survive(jobs, tmp_path, plans, model=FOUR | model, workers=4)
-    assert in_general_mode(job) == [False, True, True, False]
+    assert are_heterogeneous(job) == [False, True, True, False]
 
 
 @NIGHTLY
@@ -64,7 +64,7 @@ def test_a_death_and_other_degrees(jobs: Jobs, tmp_path: Path) -> None:
     plans = [plan(stages([6, 0], [1]), stages([7, 4, 2, 3])), plan(stages([0, 1, 2, 3]))]
     model = FOUR | {"sequence_parallel": True, "qk_layernorm": True}
     job = survive(jobs, tmp_path, plans, model=model, workers=8, resihp_inject="kill:5@1:backward")
-    assert in_general_mode(job) == [False, False, True, False]
+    assert are_heterogeneous(job) == [False, False, True, False]
 
 
 @NIGHTLY
@@ -72,7 +72,7 @@ def test_a_death_and_other_degrees(jobs: Jobs, tmp_path: Path) -> None:
 def test_a_death_where_there_is_one_group(jobs: Jobs, tmp_path: Path, point: str) -> None:
     plans = [plan(stages([2], [1, 0])), plan(stages([0, 1]))]
     job = survive(jobs, tmp_path, plans, model=TWO, workers=4, resihp_inject=f"kill:3@1:{point}")
-    assert in_general_mode(job) == [False, False, True, False]
+    assert are_heterogeneous(job) == [False, False, True, False]
 
 
 @NIGHTLY

@@ -18,7 +18,7 @@ from jobs import BF16, FP32, Job, Jobs, Nursery, Tolerance, ask_for, check_train
 from launched import is_alive
 from test_checkpoints import as_stock_says, rest_of, save, stock_losses
 from test_nodes import TWO_NODES, free_port, late_node
-from test_plans import FOUR, GROUPED, LLAMA, MODEL, PER_TOKEN, RECTANGLE, own_plan, survive
+from test_plans import FOUR, GROUPED, LLAMA, MODEL, PER_TOKEN, UNIFORM_LAYOUT, own_plan, survive
 from test_recovery_points import EVALUATION, evaluations
 
 from megatron_resihp.cli import main
@@ -83,17 +83,17 @@ def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, names: Sequence[
     """Degrees above and below the job's own, and workers with the first and the last chunk."""
     plans = [*(FOUR[name] for name in names), own_plan(4)]
     tolerance = Tolerance(2e-4, 1e-2) if "bf16" in model else FP32
-    survive(jobs, tmp_path, plans, workers=4, tolerance=tolerance, train_iters=15, **RECTANGLE | model)
+    survive(jobs, tmp_path, plans, workers=4, tolerance=tolerance, train_iters=15, **UNIFORM_LAYOUT | model)
 
 
 def test_with_dropout(jobs: Jobs, tmp_path: Path) -> None:
     """Masks are others in each epoch, so losses are only about the same; holders of a slice agree all the same."""
     plans = [FOUR["TP 4"], FOUR["V shape"], own_plan(4)]
-    survive(jobs, tmp_path, plans, workers=4, tolerance=MASKED, train_iters=12, **RECTANGLE | DROPOUT)
+    survive(jobs, tmp_path, plans, workers=4, tolerance=MASKED, train_iters=12, **UNIFORM_LAYOUT | DROPOUT)
 
 
 def test_evaluation(jobs: Jobs, tmp_path: Path) -> None:
-    model = MODEL | RECTANGLE | EVALUATION | {"eval_iters": 2, "train_iters": 9}
+    model = MODEL | UNIFORM_LAYOUT | EVALUATION | {"eval_iters": 2, "train_iters": 9}
     files = ask_for(tmp_path, FOUR["TP 4"], FOUR["V shape"], own_plan(4))
     reference = jobs.reference(tiny(**model), workers=4)
     job = jobs.run(tiny(**model, resihp_plan=files), workers=4)
@@ -106,17 +106,17 @@ def test_evaluation(jobs: Jobs, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", [{}, PER_TOKEN, LLAMA], ids=["per micro-batch", "per token", "two query groups"])
 def test_a_planner_plans_for_the_survivors_of_a_death(jobs: Jobs, model: dict[str, Any]) -> None:
     """Seven of eight, for whom it wants stages of other degrees than the job's own."""
-    model = MODEL | RECTANGLE | model
+    model = MODEL | UNIFORM_LAYOUT | model
     arguments = tiny(**model, resihp_strategy="joint", resihp_inject="kill:5@6:backward", resihp_plan_wait=60)
     job = jobs.start(arguments, workers=8).wait(240.0)
     check_training(job, jobs.reference(tiny(**model), workers=8))
     assert [event["strategy"] for event in job.events("planned")] == ["joint"] and not job.events("plan_failed")
     plan = ParallelPlan.from_dict(job.events("epoch_started")[-1]["plan"])
-    assert plan.not_rectangular is not None and 5 not in plan.members
+    assert plan.not_uniform is not None and 5 not in plan.members
 
 
-def test_rectangles_after_a_death_in_a_job_that_counts_tokens(jobs: Jobs) -> None:
-    model = MODEL | RECTANGLE | PER_TOKEN | {"train_iters": 9}
+def test_uniform_plans_after_a_death_in_a_job_that_counts_tokens(jobs: Jobs) -> None:
+    model = MODEL | UNIFORM_LAYOUT | PER_TOKEN | {"train_iters": 9}
     job = jobs.run(tiny(**model, resihp_inject="kill:6@4:grad-sync"), workers=8)
     check_training(job, jobs.reference(tiny(**model), workers=8))
 
@@ -127,7 +127,7 @@ def unlike(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     path = tmp_path_factory.mktemp("unlike")
     saved = save(jobs, path, resihp_plan=ask_for(path, FOUR["unlike replicas"]), **LLAMA)
     assert len(saved.events("epoch_started")) == 2
-    return path / "saved", jobs.reference(tiny(**MODEL | RECTANGLE | LLAMA), workers=4)
+    return path / "saved", jobs.reference(tiny(**MODEL | UNIFORM_LAYOUT | LLAMA), workers=4)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_survivors_of_a_death_in_a_tensor_parallel_group_all_go_on_working(jobs:
     [planned] = job.events("planned")
     assert planned["strategy"] == "joint" and planned["bound_s"] <= planned["iteration_s"]
     plan = ParallelPlan.from_dict(job.events("epoch_started")[-1]["plan"])
-    assert set(plan.working) == {0, 1, 2, 3, 4, 6, 7} and plan.not_rectangular is not None
+    assert set(plan.working) == {0, 1, 2, 3, 4, 6, 7} and plan.not_uniform is not None
     check_training(job, jobs.reference(tiny(**MODEL), workers=8))
 
 
@@ -40,5 +40,5 @@ def test_a_model_of_unlike_layers_begins_with_the_planners_own_layout(jobs: Jobs
     job = jobs.run(tiny(**model, resihp_emulate="h800", resihp_plan="auto"), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4))
     first, chosen = (ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started"))
-    assert first.not_rectangular is None and chosen.not_rectangular is not None
+    assert first.not_uniform is None and chosen.not_uniform is not None
     assert "iterations" in job.events("reconfiguration")[-1]["why"]

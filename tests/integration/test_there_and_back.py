@@ -10,8 +10,8 @@ import pytest
 import test_plan_failures
 import torch
 from jobs import EXPERTS, Job, Jobs, ask_for, check_training, tiny
-from test_plan_failures import PIPELINE, in_general_mode
-from test_plans import EVERYTHING, FOUR, GROUPED, LLAMA, MODEL, RECTANGLE, chunks, stages
+from test_plan_failures import PIPELINE, are_heterogeneous
+from test_plans import EVERYTHING, FOUR, GROUPED, LLAMA, MODEL, UNIFORM_LAYOUT, chunks, stages
 
 from megatron_resihp.plan import ParallelPlan, Replica
 
@@ -21,7 +21,7 @@ SHORT = MODEL | {"train_iters": 6, "num_layers": 4}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True}
 UNLIKE = ParallelPlan((Replica(stages([2], [1], [0]), EVERYTHING, chunks(2, 3, 6)),), {3: None})
 ELSEWHERE = ParallelPlan((Replica(stages([3, 2], [1, 0]), EVERYTHING),), {})
-"""RECTANGLE with everybody at another place than in the beginning."""
+"""UNIFORM_LAYOUT with everybody at another place than in the beginning."""
 CROSSED = ParallelPlan((Replica(stages([3, 2]), EVERYTHING[::2]), Replica(stages([1, 0]), EVERYTHING[1::2])), {})
 """The same for TENSOR."""
 
@@ -34,10 +34,10 @@ def start(jobs: Jobs, path: Path, model: dict[str, Any], plans: Sequence[Paralle
 @pytest.mark.parametrize(
     "model",
     [
-        RECTANGLE | GROUPED | {"bf16": True},
-        pytest.param(RECTANGLE, marks=NIGHTLY),
-        pytest.param(RECTANGLE | LLAMA | {"sequence_parallel": True}, marks=NIGHTLY),
-        pytest.param(RECTANGLE | EXPERTS | {"sequence_parallel": True}, marks=NIGHTLY),
+        UNIFORM_LAYOUT | GROUPED | {"bf16": True},
+        pytest.param(UNIFORM_LAYOUT, marks=NIGHTLY),
+        pytest.param(UNIFORM_LAYOUT | LLAMA | {"sequence_parallel": True}, marks=NIGHTLY),
+        pytest.param(UNIFORM_LAYOUT | EXPERTS | {"sequence_parallel": True}, marks=NIGHTLY),
         pytest.param({"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}, marks=NIGHTLY),
         pytest.param({"tensor_model_parallel_size": 4} | GROUPED, marks=NIGHTLY),
     ],
@@ -48,7 +48,7 @@ def test_there_and_back_is_bitwise_what_left(jobs: Jobs, tmp_path: Path, model: 
     x PP 2 there is one replica, of which each shard has one holder: no digests of others would tell."""
     job = start(jobs, tmp_path, SHORT | model, [UNLIKE], "break").wait()
     assert job.code == 0, job.tails()
-    assert in_general_mode(job) == [False, True, False]
+    assert are_heterogeneous(job) == [False, True, False]
     check_state(job)
 
 
@@ -58,7 +58,7 @@ def test_there_and_back_is_bitwise_what_left(jobs: Jobs, tmp_path: Path, model: 
 )
 def test_there_and_back_by_choice(jobs: Jobs, tmp_path: Path, name: str) -> None:
     """All ops of the unlike plan are run and all gradients summed, but the step is skipped, as after an overflow."""
-    model = SHORT | RECTANGLE | GROUPED | {"bf16": True}
+    model = SHORT | UNIFORM_LAYOUT | GROUPED | {"bf16": True}
     check_choice(start(jobs, tmp_path, model, [FOUR[name], ELSEWHERE], "skip").wait())
 
 
@@ -75,7 +75,7 @@ def test_parts_there_and_back_by_choice(jobs: Jobs, tmp_path: Path, model: dict[
 
 def check_choice(job: Job) -> None:
     assert job.code == 0, job.tails()
-    assert in_general_mode(job) == [False, True, False] and not job.events("epoch_broken")
+    assert are_heterogeneous(job) == [False, True, False] and not job.events("epoch_broken")
     there = {event["iteration"] for event in job.events("iteration") if event["epoch"] == 1}
     assert there and there == set(job.summary.skipped_iterations)
     check_state(job)
@@ -109,7 +109,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def test_a_slice_that_changes_while_it_is_copied_is_trained_by_nobody(jobs: Jobs, tmp_path: Path) -> None:
-    job = start(jobs, tmp_path, SHORT | RECTANGLE, [FOUR["one stage"]], "flip-own-1").wait()
+    job = start(jobs, tmp_path, SHORT | UNIFORM_LAYOUT, [FOUR["one stage"]], "flip-own-1").wait()
     assert job.code == 1, job.tails()
     [end] = job.events("run_finished")
     assert end["reason"].startswith("worker 1 failed: ContractBroken: the state of the word embeddings")
@@ -122,7 +122,7 @@ def test_a_slice_that_changes_on_its_way_is_trained_by_nobody(jobs: Jobs, tmp_pa
     job = start(jobs, tmp_path, PIPELINE, [test_plan_failures.UNLIKE], "flip-sent-3").wait()
     [broken] = job.events("epoch_broken")
     assert "state differs between holders of layer" in broken["cause"]
-    assert in_general_mode(job) == [False, False]
+    assert are_heterogeneous(job) == [False, False]
     check_training(job, jobs.reference(tiny(**PIPELINE), workers=4))
 
 

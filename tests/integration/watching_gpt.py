@@ -2,9 +2,9 @@
 
 What each worker holds, whatever digests say of it: parameters, masters, moments, module buffers, a distributed
 optimizer's part, and the optimizer's counts of steps for each group. With files in RUN_DIR/wishes it breaks the first
-epoch in general mode before its first forward (`break`), skips all steps in general mode (`skip`), or a worker flips a
-bit of the first slice that it copies from its old objects or is sent (`flip-own-WORKER`, `flip-sent-WORKER`), or of
-what it fills new objects of Megatron's own groups with (`flip-new-WORKER`), once.
+epoch under a heterogeneous plan before its first forward (`break`), skips all steps under a heterogeneous plan
+(`skip`), or a worker flips a bit of the first slice that it copies from its old objects or is sent (`flip-own-WORKER`,
+`flip-sent-WORKER`), or of what it fills new objects of Megatron's own groups with (`flip-new-WORKER`), once.
 """
 
 import os
@@ -57,7 +57,7 @@ def note(when: str, epoch: int, runtime: Any, trained: Any) -> None:
 def adopt(runtime: Any, *rest: Any) -> None:
     global breaking
     plain_adopt(runtime, *rest)
-    breaking = (WISHES / "break").exists() and runtime.general is not None and WORKER == "0"
+    breaking = (WISHES / "break").exists() and runtime.heterogeneous is not None and WORKER == "0"
 
 
 def forward_step(*positional: Any) -> Any:
@@ -68,7 +68,7 @@ def forward_step(*positional: Any) -> Any:
 
 def agree(runtime: Any, norm_squared: float) -> Outcome:
     outcome = plain_agree(runtime, norm_squared)
-    if (WISHES / "skip").exists() and runtime.general is not None:
+    if (WISHES / "skip").exists() and runtime.heterogeneous is not None:
         outcome = replace(outcome, grad_norm=None, skipped=True)
     return outcome
 

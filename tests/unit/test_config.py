@@ -92,7 +92,7 @@ class TestFlags:
         for field in fields(ResihpConfig):
             assert f"--{field.name.replace('_', '-')}" in text
             assert field.metadata["help"].split(".")[0] in text
-        assert "(default rectangular)" in text and "(default 0.01)" in text
+        assert "(default uniform)" in text and "(default 0.01)" in text
         assert all(point in text for point in INJECTION_POINTS)
 
     def test_a_bad_drill_is_found_when_injections_are_asked_for(self) -> None:
@@ -103,7 +103,7 @@ class TestFlags:
 class TestPlanning:
     def test_the_strategies_are_those_that_plan_in_place(self) -> None:
         in_place = {name for name, entry in REGISTRY.items() if entry.change is Change.IN_PLACE}
-        assert set(STRATEGIES) == {"rectangular", *in_place}
+        assert set(STRATEGIES) == {"uniform", *in_place}
 
     @pytest.mark.parametrize(
         ("flags", "said"),

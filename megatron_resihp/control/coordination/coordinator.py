@@ -27,7 +27,7 @@ from megatron_resihp.control.coordination.actions import (
 from megatron_resihp.control.coordination.door import read_message
 from megatron_resihp.control.coordination.membership import Membership
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.next_plan import NextPlan, rectangles_or_less
+from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
 from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.control.transport.absence import Absence
 from megatron_resihp.control.transport.store import Store, StoreError
@@ -90,7 +90,7 @@ class Coordinator:
         command: list[str],
         limits: Limits | None = None,
         to_notify: queue.SimpleQueue[Order] | None = None,
-        next_plan: NextPlan = rectangles_or_less,
+        next_plan: NextPlan = uniform_or_less,
         reopen: Callable[[int, Sequence[int]], None] = lambda node, workers: None,
         clock: Callable[[], float] = time.monotonic,
         on_heard: Callable[[], None] = lambda: None,

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_resihp.config import RECTANGULAR
+from megatron_resihp.config import UNIFORM
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination.actions import (
     Action,
@@ -42,8 +42,8 @@ from megatron_resihp.control.replanning.next_plan import (
     NextPlan,
     Survivors,
     first_again,
-    rectangles,
-    rectangles_or_less,
+    uniform_or_less,
+    uniform_plan,
 )
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, spelled_out
 from megatron_resihp.plan.replica import shards_at
@@ -81,7 +81,7 @@ class Epochs:
 
     size: JobSize
     limits: Limits = field(default_factory=Limits)
-    next_plan: NextPlan = rectangles_or_less
+    next_plan: NextPlan = uniform_or_less
 
     phase: Phase = Phase.STARTING
     epoch: int = 0
@@ -141,7 +141,7 @@ class Epochs:
     def _optimizer_is_shared_out(self) -> bool:
         """Whether each replica has a part of the optimizer's state only, under the plan that was run last."""
         ran = self._running
-        return bool(self.job.get("distributed_optimizer")) and (ran is None or ran.not_rectangular is None)
+        return bool(self.job.get("distributed_optimizer")) and (ran is None or ran.not_uniform is None)
 
     def _go(self, plan: ParallelPlan, now: float) -> list[Action]:
         ports = tuple(sorted({port for ready in self._ready.values() for port in ready.ports}))
@@ -215,11 +215,11 @@ class Epochs:
             raise ChangeRefused(f"the job is not training now, it is {self.phase.value}")
 
     def _grow(self) -> list[Action]:
-        """Give work to those that wait, where complete rectangles are planned and there can be more of them.
+        """Give work to those that wait, where complete uniform replicas are planned and there can be more of them.
 
         Where a strategy plans, the replanner asks for a change: its search takes too long for this thread.
         """
-        if not self.joining.waiting or self.job.get("strategy", RECTANGULAR) != RECTANGULAR:
+        if not self.joining.waiting or self.job.get("strategy", UNIFORM) != UNIFORM:
             return []
         assert self.plan is not None
         full = spelled_out(self.plan, self.own)
@@ -228,7 +228,7 @@ class Epochs:
             self._check_that_changes_can_be()
             survivors = self._survivors(held)
             assert self._first is not None
-            plan = first_again(self._first, survivors) or rectangles(survivors)[0]
+            plan = first_again(self._first, survivors) or uniform_plan(survivors)[0]
         except (ChangeRefused, NoPlanError):
             return []
         if plan.work_digest in self._first_steps.failed:
@@ -341,7 +341,7 @@ class Epochs:
         try:
             if self._running is not None and self._optimizer_is_shared_out:
                 require_all_parts(self._running, held)
-            return len(rectangles_or_less(self._survivors(held))[0].working)
+            return len(uniform_or_less(self._survivors(held))[0].working)
         except NoPlanError:
             return None
 

@@ -1,7 +1,7 @@
 """Plans that were chosen and under which no step has been taken yet: what follows where the first one fails.
 
 A planner may choose what Megatron, the device's memory or this package can't run on every worker. Such an error is
-answered once, by a plan that is known to run: after a change by choice the plan before, after a loss rectangles. An
+answered once, by a plan that is known to run: after a change by choice the plan before, after a loss uniform plans. An
 error that strikes there again is none of the plan's. Pure; may import `plan` and this package's other modules.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_resihp.control.replanning.change import Change, with_standbys
 from megatron_resihp.control.replanning.inventory import lacking
-from megatron_resihp.control.replanning.next_plan import Event, Survivors, rectangles_or_less, was_chosen
+from megatron_resihp.control.replanning.next_plan import Event, Survivors, uniform_or_less, was_chosen
 from megatron_resihp.plan import ParallelPlan, spelled_out
 from megatron_resihp.plan.spelling import trimmed
 
@@ -82,6 +82,6 @@ class FirstSteps:
             return None
         before, held, own = trial.before, survivors.held, survivors.own
         if before is None or not held.keys() >= set(before.working) or lacking(held, own[-1].end):
-            return rectangles_or_less(survivors)
+            return uniform_or_less(survivors)
         working = trimmed(spelled_out(replace(before, standbys={}), own))
         return with_standbys(working, held, own, survivors.shape.tensor_parallel), []

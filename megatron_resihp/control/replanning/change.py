@@ -109,7 +109,7 @@ def check_ops(plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]
     """Called before a plan is published: what its workers send and receive must match, so that nobody waits forever.
 
     Where members of a stage share the tokens between layers, Megatron wants as many for each of them. Its own schedules
-    run rectangular plans; there is nothing to check.
+    run uniform plans; there is nothing to check.
 
     Args:
         own: the job's own split into layers.
@@ -118,7 +118,7 @@ def check_ops(plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]
     Raises:
         PlanError: it doesn't.
     """
-    if plan.not_rectangular is None:
+    if plan.not_uniform is None:
         return
     tokens = job["seq_length"]
     for degree in _degrees(plan) if job["sequence_parallel"] else ():
@@ -199,7 +199,7 @@ def with_standbys(
     """
     idle = sorted(held.keys() - set(working.working))
     short = shortened(working, own)
-    if short.not_rectangular is None and short.tensor_parallel == degree:
+    if short.not_uniform is None and short.tensor_parallel == degree:
         fitting: dict[int, Kept] = {worker: coordinate_at(own, held[worker], degree) for worker in idle}
         return replace(short, standbys=fitting)
     return replace(working, standbys={worker: held[worker] or None for worker in idle})
@@ -208,9 +208,10 @@ def with_standbys(
 def without_parts_kept(plan: ParallelPlan) -> ParallelPlan:
     """A plan that is run after one in which a distributed optimizer was shared out.
 
-    In general mode who has no work goes on with the objects that it has; these have a part of the state only.
+    Under a heterogeneous plan who has no work goes on with the objects that it has; these have a part of the state
+    only.
     """
-    if plan.not_rectangular is None:
+    if plan.not_uniform is None:
         return plan
     return replace(plan, standbys=dict.fromkeys(plan.standbys))
 

@@ -1,4 +1,4 @@
-"""What survivors hold, and what a planner of rectangles makes of it. Pure; imports `plan` and `planner`.
+"""What survivors hold, and what a planner of uniform plans makes of it. Pure; imports `plan` and `planner`.
 
 Workers say what they hold as shards, in whatever layout it came to be. Layers are thought of as cut in so many equal
 shares that each shard is made of whole ones.
@@ -13,7 +13,7 @@ from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.copies import lost_parts
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.plan.spelling import coordinate_at
-from megatron_resihp.planner import JobShape, NoPlanError, plan_rectangular
+from megatron_resihp.planner import JobShape, NoPlanError, plan_uniform
 
 Held = Mapping[int, tuple[Shard, ...]]
 """For each living worker what it holds complete and current; empty: nothing."""
@@ -70,7 +70,7 @@ def plan_for_survivors(shape: JobShape, own: Sequence[Chunk], held: Held, previo
     exact = {worker: coordinate_at(own, shards, shape.tensor_parallel) for worker, shards in held.items()}
     taken = _stand_ins(shape, own, held, exact)
     try:
-        plan = plan_rectangular(shape, {**exact, **taken}, previous)
+        plan = plan_uniform(shape, {**exact, **taken}, previous)
     except NoPlanError as error:
         if error.missing and not lacking(held, own[-1].end):
             raise NoPlanError(f"{len(held)} survivors are fewer than TP x PP = {shape.replica_size}") from None

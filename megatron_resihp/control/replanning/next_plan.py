@@ -1,5 +1,6 @@
-"""Who plans for survivors: complete rectangles, or a strategy whose plan is taken if it can be run; what is left of
-the plan that was run where there is neither.
+"""Who plans for survivors: complete uniform replicas, or a strategy whose plan is taken if it can be run.
+
+Where there is neither, what is left of the plan that was run goes on.
 
 May import `plan`, `planner` and this package's modules.
 """
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from megatron_resihp.config import PLAN_WAIT_S, RECTANGULAR
+from megatron_resihp.config import PLAN_WAIT_S, UNIFORM
 from megatron_resihp.control.replanning.change import check_ops, with_standbys
 from megatron_resihp.control.replanning.fallback import plan_for_few
 from megatron_resihp.control.replanning.inventory import Held, lacking, plan_for_survivors
@@ -22,7 +23,7 @@ from megatron_resihp.planner import JobShape, NoPlanError
 
 Event = dict[str, Any]
 
-WITHOUT_RECTANGLES_S: Final = 30.0
+WITHOUT_UNIFORM_S: Final = 30.0
 """How long a recovery waits for a strategy's plan where there is no other."""
 FALLBACK: Final = "fallback"
 """In the event log: a plan that is smaller than a replica of the job's own layout."""
@@ -56,7 +57,7 @@ NextPlan = Callable[[Survivors], tuple[ParallelPlan, list[Event]]]
 """Makes the next plan, and says what to write to the log. Raises NoPlanError."""
 
 
-def rectangles(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
+def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     """As many complete replicas of the job's own shape as there are; needs no more than sizes."""
     names = names_of_places(survivors.held, survivors.places)
     held = {place: survivors.held[worker] for place, worker in names.items()}
@@ -66,10 +67,10 @@ def rectangles(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     return renamed(plan, names.__getitem__), []
 
 
-def rectangles_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
-    """`rectangles`, or of survivors who are too few for one, but have lost nothing, a smaller plan."""
+def uniform_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
+    """`uniform_plan`, or of survivors who are too few for one, but have lost nothing, a smaller plan."""
     try:
-        return rectangles(survivors)
+        return uniform_plan(survivors)
     except NoPlanError as error:
         if error.missing:
             raise
@@ -79,7 +80,7 @@ def rectangles_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]
         plan = plan_for_few(survivors.own, survivors.held, survivors.running, survivors.job, survivors.places, per_node)
     except NoPlanError as error:
         raise NoPlanError(f"{too_few}; {error}") from None
-    return plan, [{"event": "planned", "strategy": FALLBACK, "instead_of": RECTANGULAR, "reason": too_few}]
+    return plan, [{"event": "planned", "strategy": FALLBACK, "instead_of": UNIFORM, "reason": too_few}]
 
 
 def first_again(first: ParallelPlan, survivors: Survivors) -> ParallelPlan | None:
@@ -94,7 +95,7 @@ def first_again(first: ParallelPlan, survivors: Survivors) -> ParallelPlan | Non
 
 
 class StrategicPlan:
-    """The plan of the strategy that the job was started with, or rectangles where it has none that can be run.
+    """The plan of the strategy that the job was started with, or uniform plans where it has none that can be run.
 
     Args:
         ask: a strategy by name, survivors, the plan that they come from and how many seconds to wait → what
@@ -105,14 +106,14 @@ class StrategicPlan:
         self._ask = ask
 
     def __call__(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
-        strategy = survivors.job.get("strategy", RECTANGULAR)
-        if strategy == RECTANGULAR:
-            return rectangles_or_less(survivors)
+        strategy = survivors.job.get("strategy", UNIFORM)
+        if strategy == UNIFORM:
+            return uniform_or_less(survivors)
         try:
             plan, answer = self._strategic(strategy, survivors)
         except (_Unusable, PlanError) as error:
-            plan, told = rectangles_or_less(survivors)
-            refused = {"event": "planned", "strategy": RECTANGULAR, "instead_of": strategy, "reason": str(error)}
+            plan, told = uniform_or_less(survivors)
+            refused = {"event": "planned", "strategy": UNIFORM, "instead_of": strategy, "reason": str(error)}
             overtaken = {"overtaken": True} if isinstance(error, _TooLate) else {}
             return plan, [{**refused, **overtaken}, *told]
         wanted = ("planning_s", "waited_s", "made_ahead", "iteration_s", "bound_s", "moving_s")
@@ -153,9 +154,9 @@ def _patience_s(survivors: Survivors) -> float:
     """How long training stands still for a strategy's plan: not for long where it can go on without."""
     wait_s = float(survivors.job.get("plan_wait", PLAN_WAIT_S))
     try:
-        rectangles(survivors)
+        uniform_plan(survivors)
     except NoPlanError:
-        return max(wait_s, WITHOUT_RECTANGLES_S)
+        return max(wait_s, WITHOUT_UNIFORM_S)
     return wait_s
 
 

@@ -157,7 +157,7 @@ class Policy:
             case "recovery":
                 self._before = None
                 self._stand_still_s = event["resumed_at"] - event["broken_at"]
-                # Rectangles are not the best that survivors can do. Who only looks on need not know how much better.
+                # Uniform plans are not the best that survivors can do. Who only looks on need not know how much better.
                 wanted = self._overtaken or self._settings.act != OBSERVE or self._somebody_is_slow()
                 return self._ask() if wanted else []
             case "reconfiguration":

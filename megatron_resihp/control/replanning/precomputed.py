@@ -12,7 +12,7 @@ from hashlib import sha256
 from itertools import islice
 from typing import Any, Final
 
-from megatron_resihp.config import RECTANGULAR
+from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
 from megatron_resihp.plan.places import node_of
@@ -72,7 +72,7 @@ class PrecomputedPlans:
             learned: changes when the costs do that plans are compared by.
         """
         match event["event"]:
-            case "job" if event.get("strategy", RECTANGULAR) != RECTANGULAR:
+            case "job" if event.get("strategy", UNIFORM) != UNIFORM:
                 self._own = tuple(Chunk(*chunk) for chunk in event["chunks"])
             case "epoch_started":
                 self._stop()

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_resihp.config import RECTANGULAR
+from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.change import arrival
 from megatron_resihp.control.replanning.health import Speeds
@@ -199,7 +199,7 @@ class Replanner:
                 between = event.get("seconds_between_changes", defaults.seconds_between_changes)
                 begins = event.get("begins_with_a_plan", defaults.begins_with_a_plan)
                 self._policy = Policy(Settings(event.get("act", defaults.act), between, begins))
-                if self._job.get("strategy", RECTANGULAR) != RECTANGULAR:
+                if self._job.get("strategy", UNIFORM) != UNIFORM:
                     self._in_recoveries.start()
             case "model":
                 self._job["arguments"] = event["arguments"]
@@ -224,8 +224,8 @@ class Replanner:
         """The first plan takes longer: machine code is loaded or, once per installation, made for most of a minute. No
         recovery shall wait for that, and no change that pays; plans that are made ahead may. So this job's own plans,
         for somebody slow and for a death, are practised while the workers build the model."""
-        job, strategy = self._job, self._job.get("strategy", RECTANGULAR)
-        if strategy == RECTANGULAR:
+        job, strategy = self._job, self._job.get("strategy", UNIFORM)
+        if strategy == UNIFORM:
             return
         shape = JobShape(job["tensor_parallel"], job["pipeline_parallel"], job["micro_batches"], self._sizes[1])
         try:
@@ -250,8 +250,8 @@ class Replanner:
 
     def _have_planned(self, asked: AskPlanner) -> None:
         self._to_plan = None
-        strategy = self._job.get("strategy", RECTANGULAR)
-        strategy = FOR_LOOKING_ON if strategy == RECTANGULAR else strategy
+        strategy = self._job.get("strategy", UNIFORM)
+        strategy = FOR_LOOKING_ON if strategy == UNIFORM else strategy
         answer = self._plan_by_choice(strategy, asked.plan, asked.speeds, asked.links)
         if "no_plan" in answer:
             self._tell({"event": "no_plan", "reason": answer["no_plan"]})
@@ -271,10 +271,10 @@ class Replanner:
         return True
 
     def _take_in(self) -> None:
-        """Ask for a plan that gives work to those that came; rectangles the coordinator makes of them itself."""
+        """Ask for a plan that gives work to those that came; uniform plans the coordinator makes of them itself."""
         self._to_take_in = False
-        strategy = self._job.get("strategy", RECTANGULAR)
-        if not self._joining or self._plan is None or strategy == RECTANGULAR:
+        strategy = self._job.get("strategy", UNIFORM)
+        if not self._joining or self._plan is None or strategy == UNIFORM:
             return
         if self._dead.intersection(self._plan.members):
             return  # the others recover, and what they will do next is not known

@@ -25,7 +25,7 @@ def layout_of(plan: ParallelPlan, epoch: int, node_of: Mapping[int, int], interl
         node_of: index of the machine of each worker id.
         interleaved: whether workers hold several model chunks, so that the last stage sends to the first.
     """
-    native = plan.not_rectangular is None
+    native = plan.not_uniform is None
     numbers = _numbers(plan)
     places = [
         (worker, number, coordinate.stage if native else numbers[_work(replica, coordinate.stage)],

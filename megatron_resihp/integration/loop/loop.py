@@ -156,7 +156,7 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
             report_iteration(runtime)
             if runtime.to_validate is not None:
                 validate(runtime)
-            if runtime.general is not None:
+            if runtime.heterogeneous is not None:
                 # Megatron has averaged over one replica only.
                 return (_agreed_losses(runtime, runtime.progress.outcomes[iteration + 1]), *result[1:])
         return result

@@ -270,14 +270,14 @@ def _migrate(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int,
     if not runtime.shares_optimizer:
         return *_migrate_shards(runtime, order, trained), None
     parts = are_there_parts(runtime)
-    if parts and runtime.general is None:
+    if parts and runtime.heterogeneous is None:
         moved, kept = move_parts(runtime, trained)
         return moved, part_digests(runtime, trained, kept), kept
     if parts:
         gathered, whole = put_together(runtime)
         moved, digests = _migrate_slices(runtime, order, trained, whole)
         return gathered + moved, digests, None
-    if runtime.general is not None:
+    if runtime.heterogeneous is not None:
         return *_migrate_slices(runtime, order, trained), None
     filler = HostFiller()
     moved, digests = _migrate_slices(runtime, order, trained, filler=filler)
@@ -288,7 +288,7 @@ def _migrate(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int,
 def _migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int, dict[str, str]]:
     assert runtime.trained is not None and runtime.everybody is not None
     held = {worker: runtime.own.coordinate_of(shards) for worker, shards in order.held.items()}
-    if runtime.general is not None or any(shards and not held[worker] for worker, shards in order.held.items()):
+    if runtime.heterogeneous is not None or any(shards and not held[worker] for worker, shards in order.held.items()):
         return _migrate_slices(runtime, order, trained)
     # New objects take over tensors of the old ones, so this comes first.
     digests = shard_digest(runtime.trained, held[runtime.worker])

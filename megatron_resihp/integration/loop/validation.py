@@ -61,7 +61,7 @@ def _time_transfer(runtime: Runtime, transfer: Transfer) -> dict[str, Any]:
     sends = transfer.sender == runtime.worker
     peer = transfer.receiver if sends else transfer.sender
     rank = rank_order(runtime).index(peer)
-    group = mpu.get_pipeline_model_parallel_group() if runtime.general is None else dist.group.WORLD
+    group = mpu.get_pipeline_model_parallel_group() if runtime.heterogeneous is None else dist.group.WORLD
     there = torch.zeros(max(transfer.size // 4, 1), dtype=torch.float32, device="cuda")
     back = torch.zeros(1, dtype=torch.float32, device="cuda")
 

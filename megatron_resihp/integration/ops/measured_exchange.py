@@ -1,4 +1,4 @@
-"""Messages between workers in general mode, timed for the records and, on the emulated clock, padded.
+"""Messages between workers under a heterogeneous plan, timed for the records and, on the emulated clock, padded.
 
 A message may come while its receiver computes, and gloo does not say when. So its time is known only where it was
 waited for; on the emulated clock each message is followed by the moment at which it was sent, and comes when it would

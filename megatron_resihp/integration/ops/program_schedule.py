@@ -23,7 +23,7 @@ from megatron_resihp.integration.ops.micro_batches import MicroBatches
 from megatron_resihp.integration.ops.split_backward import WeightGradient, leaving_weights, remembering_bias
 from megatron_resihp.integration.patches import documents
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.integration.world.heterogeneous import Heterogeneous
 from megatron_resihp.integration.world.heterogeneous_groups import as_stage
 from megatron_resihp.pipeline.orders import orders_of
 from megatron_resihp.plan import ParallelPlan, PlannedOp, Replica, Schedule
@@ -31,7 +31,7 @@ from megatron_resihp.plan.schedule import EXPLICIT
 
 
 def run_training(
-    runtime: Runtime, general: General, forward_step_func: Any, data_iterator: Any, model: Any, total: int
+    runtime: Runtime, heterogeneous: Heterogeneous, forward_step_func: Any, data_iterator: Any, model: Any, total: int
 ) -> list[dict[str, Any]]:
     """One iteration's ops on this worker; gradients are left in Megatron's buffers, unsummed.
 
@@ -42,7 +42,7 @@ def run_training(
         what the loss function reported of each micro-batch that this worker ran through the head.
     """
     assert runtime.routes is not None and runtime.exchange is not None
-    work = MegatronWork(runtime, general, runtime.routes, forward_step_func, data_iterator, model, total)
+    work = MegatronWork(runtime, heterogeneous, runtime.routes, forward_step_func, data_iterator, model, total)
     with ExitStack() as stack:
         for chunk in model:
             stack.enter_context(chunk.no_sync())
@@ -68,19 +68,19 @@ def check_gradients(model: Sequence[Any]) -> None:
 
 
 def run_evaluation(
-    runtime: Runtime, general: General, forward_step_func: Any, data_iterator: Any, model: Any, total: int
+    runtime: Runtime, heterogeneous: Heterogeneous, forward_step_func: Any, data_iterator: Any, model: Any, total: int
 ) -> list[dict[str, Any]]:
     """Run `total` micro-batches forwards through the replica whose results are printed; others have none."""
     args = runtime.args
     assert runtime.exchange is not None
-    if not general.evaluates:
+    if not heterogeneous.evaluates:
         return []
-    evaluating = _evaluating(general.evaluating, total)
+    evaluating = _evaluating(heterogeneous.evaluating, total)
     alone = ParallelPlan((evaluating,), {})
     orders = [[[op for op in order if op.kind == "F"] for order in orders_of(evaluating)]]
     rows, row = boundary_of(args, args.eval_micro_batch_size)
-    steps = routes_for(alone, orders, general.worker, runtime.own.sequence_parallel, rows)
-    work = MegatronWork(runtime, general, steps, forward_step_func, data_iterator, model, total)
+    steps = routes_for(alone, orders, heterogeneous.worker, runtime.own.sequence_parallel, rows)
+    work = MegatronWork(runtime, heterogeneous, steps, forward_step_func, data_iterator, model, total)
     runtime.exchange.connect(steps)
     with runtime.exchange.carrying(row):
         run(steps, work, runtime.exchange)
@@ -102,13 +102,13 @@ class MegatronWork:
     """What the interpreter asks for, done by Megatron."""
 
     def __init__(
-        self, runtime: Runtime, general: General, steps: Sequence[Step], forward_step_func: Any, data_iterator: Any,
-        model: Any, total: int,
+        self, runtime: Runtime, heterogeneous: Heterogeneous, steps: Sequence[Step], forward_step_func: Any,
+        data_iterator: Any, model: Any, total: int,
     ) -> None:  # fmt: skip
         self._runtime = runtime
-        self._own = general.own_chunks
-        self._count = len(general.chunks)
-        self._models = dict(zip(general.own_chunks, model, strict=True))
+        self._own = heterogeneous.own_chunks
+        self._count = len(heterogeneous.chunks)
+        self._models = dict(zip(heterogeneous.own_chunks, model, strict=True))
         self._config = get_model_config(model[0])
         self._forward_step_func = forward_step_func
         self._total = total
@@ -171,32 +171,32 @@ def boundary_of(args: Any, micro_batch_size: int) -> tuple[int, tuple[int, int]]
     return args.seq_length, (micro_batch_size, args.hidden_size)
 
 
-def training_routes(runtime: Runtime, general: General) -> tuple[Step, ...]:
+def training_routes(runtime: Runtime, heterogeneous: Heterogeneous) -> tuple[Step, ...]:
     """This worker's steps of every iteration under the plan."""
-    orders = [orders_of(replica) for replica in general.plan.replicas]
+    orders = [orders_of(replica) for replica in heterogeneous.plan.replicas]
     rows, _ = boundary_of(runtime.args, runtime.args.micro_batch_size)
-    return routes_for(general.plan, orders, general.worker, runtime.own.sequence_parallel, rows)
+    return routes_for(heterogeneous.plan, orders, heterogeneous.worker, runtime.own.sequence_parallel, rows)
 
 
-def make_exchange(runtime: Runtime, general: General) -> MeasuredExchange:
+def make_exchange(runtime: Runtime, heterogeneous: Heterogeneous) -> MeasuredExchange:
     """What carries results between workers in this epoch. All of them call it in the world of the plan."""
     args, communicators = runtime.args, runtime.communicators
     _, row = boundary_of(args, args.micro_batch_size)
-    rank_of = {worker: rank for rank, worker in enumerate(general.rank_order)}
+    rank_of = {worker: rank for rank, worker in enumerate(heterogeneous.rank_order)}
     everybody, peers = dist.group.WORLD, mpu.get_tensor_model_parallel_group()
     if communicators.waiter is not None:
         everybody = communicators.host_group(range(len(rank_of)))
-        peers = communicators.host_group([rank_of[peer] for peer in general.peers])
+        peers = communicators.host_group([rank_of[peer] for peer in heterogeneous.peers])
     exchange = MeasuredExchange(
-        general.worker,
+        heterogeneous.worker,
         everybody,
         rank_of,
-        peers if len(general.peers) > 1 else None,
+        peers if len(heterogeneous.peers) > 1 else None,
         row,
         args.params_dtype,
         torch.device("cuda", torch.cuda.current_device()),
         communicators.waiter,
     )
-    exchange.begin(runtime, general.own_chunks)
+    exchange.begin(runtime, heterogeneous.own_chunks)
     exchange.connect(runtime.routes)
     return exchange

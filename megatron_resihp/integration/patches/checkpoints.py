@@ -1,7 +1,7 @@
-"""Patch: checkpoints in general mode, in Megatron's distributed format, which a job of any layout can load.
+"""Patch: checkpoints under a heterogeneous plan, in Megatron's distributed format, which a job of any layout can load.
 
 Replaces checkpointing.generate_state_dict, which save_checkpoint() asks for what a worker writes. Megatron expects one
-shape of shard per tensor, replicas that are alike, and a rectangle of ranks for random streams. Here every tensor is
+shape of shard per tensor, replicas that are alike, and a grid of ranks for random streams. Here every tensor is
 cut wherever some worker's shard ends, and of each part one holder writes its copy (DESIGN section 5). May import
 megatron and this package.
 """
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.reshardable import TYPE, add_reshardable
-from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.integration.world.heterogeneous import Heterogeneous
 from megatron_resihp.integration.world.heterogeneous_groups import as_stage
 
 FORMAT = "torch_dist"
@@ -43,10 +43,10 @@ class Named(NamedTuple):
 def format_that_fits(runtime: Runtime) -> Iterator[str]:
     """Save in the job's own format, or in one that takes the plan in force; yields its name.
 
-    Megatron's older format has one file for each stage and TP rank, and only a rectangle consists of such.
+    Megatron's older format has one file for each stage and TP rank, and only a uniform plan consists of such.
     """
     args = runtime.args
-    if runtime.general is None or args.use_dist_ckpt:
+    if runtime.heterogeneous is None or args.use_dist_ckpt:
         yield args.ckpt_format
         return
     if runtime.reports:
@@ -61,19 +61,19 @@ def format_that_fits(runtime: Runtime) -> Iterator[str]:
 
 
 def wrap_generate_state_dict(runtime: Runtime, original: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-    """In general mode what this worker writes, already cut and dealt out; all working workers call it together."""
+    """What this worker writes under a heterogeneous plan, cut and dealt out; all working workers call it together."""
 
     @functools.wraps(original)
     def generate_state_dict(
         args: Any, model: Sequence[Any], optimizer: Any, scheduler: Any, rng_state: Any, iteration: int | None = None,
         optim_sd_kwargs: Any = None, model_sd_kwargs: Any = None, rerun_state: Any = None,
     ) -> dict[str, Any]:  # fmt: skip
-        general = runtime.general
-        if general is None:
+        heterogeneous = runtime.heterogeneous
+        if heterogeneous is None:
             return original(
                 args, model, optimizer, scheduler, rng_state, iteration, optim_sd_kwargs, model_sd_kwargs, rerun_state
             )
-        chunks = _model_state(general, model, model_sd_kwargs)
+        chunks = _model_state(heterogeneous, model, model_sd_kwargs)
         state: dict[str, Any] = {"args": _own_args(runtime, args), "checkpoint_version": 3.0, "iteration": iteration}
         state |= chunks
         if not args.no_save_optim:
@@ -89,10 +89,10 @@ def wrap_generate_state_dict(runtime: Runtime, original: Callable[..., dict[str,
     return generate_state_dict
 
 
-def _model_state(general: General, model: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def _model_state(heterogeneous: Heterogeneous, model: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
-    for number, chunk in zip(general.own_chunks, model, strict=True):
-        with as_stage(number, len(general.chunks)):
+    for number, chunk in zip(heterogeneous.own_chunks, model, strict=True):
+        with as_stage(number, len(heterogeneous.chunks)):
             found[f"model{number}"] = chunk.sharded_state_dict(**options)
     return found
 

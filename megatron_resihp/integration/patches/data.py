@@ -89,10 +89,10 @@ class Feed:
         consumed = getattr(self._runtime.args, self._consumed_name) if self._consumed_name else 0
         if self._runtime.replay is not None and not self._is_eval:
             consumed += self._runtime.args.global_batch_size  # the step to come is applied already and reads nothing
-        general = self._runtime.general
+        heterogeneous = self._runtime.heterogeneous
         share: Sequence[int]
-        if general is not None:
-            everything = range(self.sampler.micro_batches if general.evaluates else 0)
+        if heterogeneous is not None:
+            everything = range(self.sampler.micro_batches if heterogeneous.evaluates else 0)
             share = everything if self._is_eval else self._runtime.read_order
         elif self._is_eval:
             replicas = len(self._runtime.current_plan.replicas)

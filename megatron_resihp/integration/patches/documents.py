@@ -1,9 +1,9 @@
 """Patch: Megatron's count of packed documents, from which it tells floating-point operations.
 
 Replaces training.consume_seqlen_stats_in_iteration. It sums over the world if the worker has seen a document, and takes
-it that all have, each micro-batch as often as a model-parallel group has members. In general mode a stage may have no
-work, and a worker several chunks that see the same documents; so there the first chunk's are counted, and summed by the
-step's agreement. May import megatron and this package.
+it that all have, each micro-batch as often as a model-parallel group has members. Under a heterogeneous plan a stage
+may have no work, and a worker several chunks that see the same documents; so there the first chunk's are counted, and
+summed by the step's agreement. May import megatron and this package.
 """
 
 import functools
@@ -43,11 +43,11 @@ def forget() -> None:
 
 
 def wrap_consume(runtime: Runtime, original: Callable[[], Counts]) -> Callable[[], Counts]:
-    """The replacement: in general mode what was agreed on, without asking others again."""
+    """The replacement: under a heterogeneous plan what was agreed on, without asking others again."""
 
     @functools.wraps(original)
     def consume_seqlen_stats_in_iteration() -> Counts:
-        if runtime.general is None:
+        if runtime.heterogeneous is None:
             return original()
         forget()
         found, runtime.documents = runtime.documents, NONE

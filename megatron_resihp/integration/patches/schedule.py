@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 from megatron_resihp.integration.ops.program_schedule import run_evaluation, run_training
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.step.loss_scale import factor_of_losses
-from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.integration.world.heterogeneous import Heterogeneous
 from megatron_resihp.plan import even_share
 
 Schedule = Callable[..., list[dict[str, Any]]]
@@ -32,8 +32,8 @@ def wrap_get_forward_backward_func(runtime: Runtime, original: Callable[..., Sch
 
 
 def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, Any]]:
-    if runtime.general is not None:
-        return _run_general(runtime, runtime.general, kwargs)
+    if runtime.heterogeneous is not None:
+        return _run_heterogeneous(runtime, runtime.heterogeneous, kwargs)
     if kwargs.get("forward_only"):
         return _evaluate(runtime, schedule, kwargs)
     runtime.probes.begin_schedule()
@@ -52,14 +52,14 @@ def _evaluate(runtime: Runtime, schedule: Schedule, kwargs: dict[str, Any]) -> l
     return losses if share else [{name: torch.zeros_like(value) for name, value in each.items()} for each in losses]
 
 
-def _run_general(runtime: Runtime, general: General, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+def _run_heterogeneous(runtime: Runtime, heterogeneous: Heterogeneous, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
     call = (kwargs["forward_step_func"], kwargs["data_iterator"], kwargs["model"], kwargs["num_microbatches"])
     if kwargs.get("forward_only"):
         runtime.reach("evaluate")
-        return run_evaluation(runtime, general, *call)
+        return run_evaluation(runtime, heterogeneous, *call)
     runtime.probes.begin_schedule()
     with _scaled_losses(runtime, kwargs["model"], kwargs["num_microbatches"]):
-        runtime.losses = run_training(runtime, general, *call)
+        runtime.losses = run_training(runtime, heterogeneous, *call)
     return runtime.losses
 
 

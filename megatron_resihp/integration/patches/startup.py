@@ -211,7 +211,7 @@ def wrap_initialize_model_parallel(runtime: Runtime, original: Callable[..., Non
 def chosen_once(choose: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
     """A script's choice among the ranks of a pipeline, for the embedding say, made once for each length of pipelines.
 
-    It may depend on arguments, and these say something else while a plan in general mode is run.
+    It may depend on arguments, and these say something else while a heterogeneous plan is run.
     """
     positions: dict[int, list[int]] = {}
 
@@ -259,22 +259,22 @@ def sizes_of(args: Any, derived: DerivedArguments, container: Any) -> Sizes:
 
 
 def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
-    """In general mode each chunk of a worker is built as if it were a pipeline stage of its own."""
+    """Under a heterogeneous plan each chunk of a worker is built as if it were a pipeline stage of its own."""
 
     @functools.wraps(original)
     def build_model(*positional: Any, **options: Any) -> Any:
-        general = runtime.general
-        if general is None:
+        heterogeneous = runtime.heterogeneous
+        if heterogeneous is None:
             return original(*positional, **options)
         model = []
-        for number in general.own_chunks:
-            with as_stage(number, len(general.chunks)):
+        for number in heterogeneous.own_chunks:
+            with as_stage(number, len(heterogeneous.chunks)):
                 options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
                 model += original(*positional, **options)
         # Who has the head reports losses; Megatron asks the first chunk's wrapper for that. What it wraps keeps its own
         # place: a last stage's output is made 32 bits wide.
         groups = copy.copy(get_attr_wrapped_model(model[0], "pg_collection"))
-        groups.pp = StageGroup(general.own_chunks[-1 if general.has_head else 0], len(general.chunks))
+        groups.pp = StageGroup(heterogeneous.own_chunks[-1 if heterogeneous.has_head else 0], len(heterogeneous.chunks))
         model[0].pg_collection = groups
         return model
 

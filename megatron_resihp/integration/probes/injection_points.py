@@ -1,7 +1,7 @@
 """Hooks for fault injection inside forward, backward, P2P and gradient sync, installed only where they are needed.
 
-P2P and gradient sync are Megatron's own or, where a plan is run in general mode, this project's. May import megatron
-and this package.
+P2P and gradient sync are Megatron's own or, where a plan is run under a heterogeneous plan, this project's. May import
+megatron and this package.
 """
 
 import functools
@@ -21,7 +21,7 @@ TARGETS = {
     ),
     "grad-sync": (
         "megatron.training.training:finalize_model_grads",
-        "megatron_resihp.integration.step.buddies:sum_general_gradients",
+        "megatron_resihp.integration.step.buddies:sum_slice_gradients",
     ),
 }  # fmt: skip
 

@@ -79,9 +79,9 @@ def probe_patches(runtime: Runtime) -> list[Patch]:
 def begin_iteration(runtime: Runtime) -> None:
     """Called where an iteration that will be computed begins."""
     runtime.probes.tp_group = mpu.get_tensor_model_parallel_group()
-    # In general mode ops name their micro-batch by its index in the global batch.
+    # Under a heterogeneous plan ops name their micro-batch by its index in the global batch.
     everything = tuple(range(runtime.current_plan.micro_batch_count))
-    micro_batches = runtime.micro_batches if runtime.general is None else everything
+    micro_batches = runtime.micro_batches if runtime.heterogeneous is None else everything
     runtime.running_chunk = 0  # Megatron's own schedule says its chunk where it has several
     runtime.probes.begin(runtime.epoch, runtime.progress.iteration, micro_batches, rank_order(runtime))
 

@@ -13,9 +13,9 @@ from megatron_resihp.plan import Coordinate
 
 def state_digests(runtime: Runtime, trained: Trained) -> dict[str, str]:
     """Of what the plan gives this worker or lets it keep."""
-    if runtime.general is not None:
-        general = runtime.general
-        return slice_digests(trained, general.shards[runtime.worker], general.cuts, general.tied_head)
+    if runtime.heterogeneous is not None:
+        heterogeneous = runtime.heterogeneous
+        return slice_digests(trained, heterogeneous.shards[runtime.worker], heterogeneous.cuts, heterogeneous.tied_head)
     if runtime.optimizer_is_shared_out:
         return part_digests(runtime, trained, runtime.kept)
     return shard_digest(trained, runtime.current_plan.coordinate_of(runtime.worker))

@@ -1,6 +1,6 @@
-"""Checkpoints that a job with Megatron's distributed optimizer saves in general mode: in that optimizer's own format.
+"""Checkpoints under a heterogeneous plan in the format of Megatron's distributed optimizer, for jobs that have it.
 
-In general mode every holder of a slice has all of its state, in an optimizer that is not distributed
+Under a heterogeneous plan every holder of a slice has all of its state, in an optimizer that is not distributed
 (`optimizer_whole.py`). Of Megatron's formats of the distributed one's state `fully_reshardable` has whole tensors too,
 and can be loaded in any layout. It differs from that of other optimizers in masters' keys, which 32-bit parameters have
 too, and in where the count of steps is. What differs is added, so that jobs with the flag and without it can load. May
@@ -25,12 +25,12 @@ MASTER_KEY = "optimizer.state.param."
 
 
 def wrap_metadata(runtime: Runtime, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """In general mode say that a distributed optimizer can load what is saved, if the job has one."""
+    """Under a heterogeneous plan say that a distributed optimizer can load what is saved, if the job has one."""
 
     @functools.wraps(original)
     def build_sharded_state_dict_metadata(*positional: Any, **options: Any) -> dict[str, Any]:
         metadata = original(*positional, **options)
-        if runtime.general is not None and runtime.shares_optimizer:
+        if runtime.heterogeneous is not None and runtime.shares_optimizer:
             metadata[TYPE] = RESHARDABLE
         return metadata
 

@@ -1,6 +1,6 @@
 """A worker's gradients and state by slices: summed with other holders, moved between unlike shards, digested.
 
-May import megatron and this package. Used in general mode, and on the way into it and out of it.
+May import megatron and this package. Used under a heterogeneous plan, and on the way into it and out of it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from megatron_resihp.executor.transfer import receive_tensors, send_tensors
 from megatron_resihp.integration.runtime import Runtime, Trained, parts_of
 from megatron_resihp.integration.state.parameter_slices import Piece, pieces_of
 from megatron_resihp.integration.state.shard import group_steps, states_of
-from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.integration.world.heterogeneous import Heterogeneous
 from megatron_resihp.plan import Shard
 from megatron_resihp.plan.slices import Move, Slice, plan_moves, slices_of
 
@@ -31,25 +31,25 @@ States = Mapping[int, Mapping[str, torch.Tensor]]
 # ---- gradients
 
 
-def sum_general_gradients(runtime: Runtime, general: General) -> None:
+def sum_slice_gradients(runtime: Runtime, heterogeneous: Heterogeneous) -> None:
     """Sum each gradient over the replicas, holders without work included; all members call it once per iteration."""
     assert runtime.trained is not None
     model = runtime.trained.model
     if runtime.works:
         peers = mpu.get_tensor_model_parallel_group()
         _allreduce_non_tensor_model_parallel_grads(model, get_model_config(model[0]), peers)
-    views = gradient_views(model, general)
-    sum_gradients(runtime.buckets, views, general.contributed)
+    views = gradient_views(model, heterogeneous)
+    sum_gradients(runtime.buckets, views, heterogeneous.contributed)
     if runtime.args.calculate_per_token_loss:
         _divide_by_tokens(runtime, model)
 
 
-def gradient_views(model: Sequence[Any], general: General) -> dict[Slice, list[tuple[str, torch.Tensor]]]:
+def gradient_views(model: Sequence[Any], heterogeneous: Heterogeneous) -> dict[Slice, list[tuple[str, torch.Tensor]]]:
     """Each slice's gradients on this worker, as views into Megatron's buffers."""
     # A slice may have no parameter, as that of an embedding without positions.
-    views: dict[Slice, list[tuple[str, torch.Tensor]]] = {piece: [] for piece in general.slices}
-    shards = general.shards[general.worker]
-    for piece in pieces_of(model, shards, general.cuts, general.tied_head) if shards else ():
+    views: dict[Slice, list[tuple[str, torch.Tensor]]] = {piece: [] for piece in heterogeneous.slices}
+    shards = heterogeneous.shards[heterogeneous.worker]
+    for piece in pieces_of(model, shards, heterogeneous.cuts, heterogeneous.tied_head) if shards else ():
         views[piece.slice].append((piece.name, piece.of(piece.parameter.main_grad)))
     return views
 
@@ -63,11 +63,11 @@ def _divide_by_tokens(runtime: Runtime, model: Iterable[Any]) -> None:
         chunk.scale_gradients(1.0 / max(float(tokens), 1.0))
 
 
-def counted_norm_squared(model: Sequence[Any], general: General) -> float:
+def counted_norm_squared(model: Sequence[Any], heterogeneous: Heterogeneous) -> float:
     """Sum of squares of the gradients of the slices that this worker counts."""
-    views = gradient_views(model, general)
+    views = gradient_views(model, heterogeneous)
     # A slice may be here twice, as word embeddings and as head: its copies are equal by now.
-    counted = [view for piece in sorted(general.counted) for view in dict(views[piece]).values()]
+    counted = [view for piece in sorted(heterogeneous.counted) for view in dict(views[piece]).values()]
     if not counted:
         return 0.0
     norms = torch.stack([torch.linalg.vector_norm(view.float()) for view in counted]).double()

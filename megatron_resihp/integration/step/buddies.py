@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.state.slice_state import sum_general_gradients
+from megatron_resihp.integration.state.slice_state import sum_slice_gradients
 from megatron_resihp.integration.step.optimizer_buddies import share_part_gradients
 from megatron_resihp.plan import Coordinate, ParallelPlan
 
@@ -32,8 +32,8 @@ def join_buddies(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group
 
 def share_gradients(runtime: Runtime) -> None:
     """Give this worker's final gradients to those who keep them current; all of them call it once per step."""
-    if runtime.general is not None:
-        sum_general_gradients(runtime, runtime.general)
+    if runtime.heterogeneous is not None:
+        sum_slice_gradients(runtime, runtime.heterogeneous)
         return
     if runtime.optimizer_is_shared_out:
         share_part_gradients(runtime)

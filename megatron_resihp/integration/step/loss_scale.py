@@ -1,6 +1,6 @@
 """The loss scale of training in half precision: losses are multiplied by it, and the gradients divided by it again.
 
-Megatron divides and looks for overflows on each worker, reduces what it has found over a group of the rectangle, and
+Megatron divides and looks for overflows on each worker, reduces what it has found over a group of the uniform grid, and
 moves the scale, all before the step. Here the agreement tells whether a gradient has overflowed, and whoever steps
 divides once, after it; whoever doesn't step moves the scale too, so that all have the same (DESIGN contract 3).
 
@@ -76,7 +76,7 @@ def inverse_scale(runtime: Runtime) -> torch.Tensor | None:
 
 def _averaged_over(runtime: Runtime) -> int:
     """Megatron's own gradient sums are divided by the replicas, those by slices are not."""
-    return len(runtime.current_plan.replicas) if runtime.general is None else 1
+    return len(runtime.current_plan.replicas) if runtime.heterogeneous is None else 1
 
 
 def ready_gradients(optimizer: Any) -> None:

@@ -1,7 +1,7 @@
 """Where parts of a distributed optimizer and their copies are: gradients on their way to copies, parts to new owners.
 
-The holders of a shard form a ring (`plan.copies`). On Megatron's own groups only: in general mode there is none. May
-import megatron, `plan`, `executor` and this package.
+The holders of a shard form a ring (`plan.copies`). On Megatron's own groups only: under a heterogeneous plan there is
+none. May import megatron, `plan`, `executor` and this package.
 """
 
 import time

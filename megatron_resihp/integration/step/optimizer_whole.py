@@ -1,7 +1,7 @@
-"""A shard's optimizer state put together from its parts, and shared out again: the way into general mode and back.
+"""A shard's optimizer state put together from its parts, and shared out again: into heterogeneous plans and back.
 
-In general mode every holder of a slice has all of its state, so that it can move by slices. On the way there the
-holders of a shard put it together in host memory, on the way back each cuts what it needs out of it. May import
+Under a heterogeneous plan every holder of a slice has all of its state, so that it can move by slices. On the way there
+the holders of a shard put it together in host memory, on the way back each cuts what it needs out of it. May import
 megatron and this package.
 """
 

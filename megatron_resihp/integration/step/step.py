@@ -104,8 +104,8 @@ def local_norm_squared(runtime: Runtime) -> float:
     ready_gradients(optimizer)
     inverse = inverse_scale(runtime)
     share = 1.0 if inverse is None else float(inverse)
-    if runtime.general is not None:
-        return counted_norm_squared(runtime.trained.model, runtime.general) * share * share
+    if runtime.heterogeneous is not None:
+        return counted_norm_squared(runtime.trained.model, runtime.heterogeneous) * share * share
     if not runtime.counts_norm:
         return 0.0
     total = 0.0

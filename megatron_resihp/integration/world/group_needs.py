@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from megatron_resihp.executor.gloo.groups_ahead import GroupNeeds, WorldGroup
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.integration.world.heterogeneous import Heterogeneous
 from megatron_resihp.integration.world.heterogeneous_groups import ranks_of_stage
 from megatron_resihp.integration.world.world import order_of, side_groups_of, timeout_of, view_of
 from megatron_resihp.plan import ParallelPlan
@@ -27,30 +27,30 @@ REHEARSAL = "megatron.core.parallel_state_rehearsal"
 
 def needs_of(runtime: Runtime, plan: ParallelPlan) -> GroupNeeds:
     """The groups of gloo's that this worker will make for a plan. Called from any thread."""
-    general = view_of(runtime, plan)
+    heterogeneous = view_of(runtime, plan)
     side_groups: list[tuple[str, tuple[int, ...]]] = []
 
     def note(name: str, workers: Sequence[int]) -> Any:
         side_groups.append((name, tuple(workers)))
 
-    side_groups_of(runtime, plan, general, note)
+    side_groups_of(runtime, plan, heterogeneous, note)
     if plan.replica_of(runtime.worker) is None:
         return GroupNeeds(tuple(side_groups))
-    order = order_of(runtime, plan, general)
+    order = order_of(runtime, plan, heterogeneous)
     rank = order.index(runtime.worker)
-    wanted = _of_stage(runtime, general) if general is not None else _of_rectangle(runtime, rank, len(order))
+    wanted = _of_stage(runtime, heterogeneous) if heterogeneous is not None else _of_uniform(runtime, rank, len(order))
     return GroupNeeds(tuple(side_groups), rank, tuple(wanted))
 
 
-def _of_stage(runtime: Runtime, general: General) -> list[WorldGroup]:
-    own, peers = ranks_of_stage(general)
-    world, stage = tuple(range(len(general.rank_order))), WorldGroup(tuple(sorted(peers)), default_pg_timeout)
+def _of_stage(runtime: Runtime, heterogeneous: Heterogeneous) -> list[WorldGroup]:
+    own, peers = ranks_of_stage(heterogeneous)
+    world, stage = tuple(range(len(heterogeneous.rank_order))), WorldGroup(tuple(sorted(peers)), default_pg_timeout)
     if runtime.args.distributed_backend == GLOO:
         return [WorldGroup(world, timeout_of(runtime.args)), WorldGroup((own,), default_pg_timeout), stage]
     return [WorldGroup(world, default_pg_timeout), stage]  # groups beside NCCL's, for host tensors
 
 
-def _of_rectangle(runtime: Runtime, rank: int, size: int) -> list[WorldGroup]:
+def _of_uniform(runtime: Runtime, rank: int, size: int) -> list[WorldGroup]:
     assert runtime.build_groups is not None
     positional, options = runtime.build_groups.args, runtime.build_groups.keywords
     own = runtime.args.distributed_backend

@@ -19,8 +19,8 @@ from megatron_resihp.plan.slices import (
 
 
 @dataclass(frozen=True)
-class General:
-    """A plan in general mode, seen by one worker.
+class Heterogeneous:
+    """A heterogeneous plan, seen by one worker.
 
     Attributes:
         plan: says which layers each stage runs.

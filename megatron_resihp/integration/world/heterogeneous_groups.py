@@ -1,4 +1,4 @@
-"""Megatron's groups for a plan in general mode: its own tensor-parallel group, and singletons for all the rest.
+"""Megatron's groups for a heterogeneous plan: its own tensor-parallel group, and singletons for all the rest.
 
 Replicas and stages that differ have no common grid of ranks. So Megatron is told of one stage only: a world of one
 tensor-parallel group, in which each model chunk is built and run as if it were a pipeline stage of its own
@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
-from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.integration.world.heterogeneous import Heterogeneous
 from megatron_resihp.plan import Chunk
 
 PIPELINE_GROUP = "_PIPELINE_MODEL_PARALLEL_GROUP"
@@ -44,9 +44,9 @@ class MegatronGroups:
         self._groups = [name for name, value in state.items() if re.fullmatch(r"_[A-Z_]*GROUP[A-Z_]*", name) and value]
         self._ranks = [name for name, value in state.items() if re.fullmatch(r"_[A-Z_]*RANKS[A-Z_]*", name) and value]
 
-    def replace(self, general: General) -> None:
-        """Fill the table for a plan in general mode; the world of its working workers has been joined."""
-        own, peers = ranks_of_stage(general)
+    def replace(self, heterogeneous: Heterogeneous) -> None:
+        """Fill the table for a heterogeneous plan; the world of its working workers has been joined."""
+        own, peers = ranks_of_stage(heterogeneous)
         # Two, also where nobody else is in the stage: torch names a group by how many its member has made before, and
         # all members of those that follow must have made as many.
         alone = dist.new_group([own], use_local_synchronization=True)
@@ -60,10 +60,10 @@ class MegatronGroups:
         parallel_state._set_global_memory_buffer()
 
 
-def ranks_of_stage(general: General) -> tuple[int, list[int]]:
+def ranks_of_stage(heterogeneous: Heterogeneous) -> tuple[int, list[int]]:
     """This worker's rank in the plan's world, and those of its stage."""
-    order = general.rank_order
-    return order.index(general.worker), [order.index(worker) for worker in general.peers]
+    order = heterogeneous.rank_order
+    return order.index(heterogeneous.worker), [order.index(worker) for worker in heterogeneous.peers]
 
 
 @contextmanager
@@ -123,13 +123,13 @@ class Sizes:
             for name, value in values.items():
                 setattr(holder, name, value)
 
-    def replace(self, general: General) -> None:
+    def replace(self, heterogeneous: Heterogeneous) -> None:
         """Those of a worker's place in a plan.
 
         Raises:
             RuntimeError: Megatron refuses the degree of its stage.
         """
-        degree, chunks = len(general.peers), general.chunks
+        degree, chunks = len(heterogeneous.peers), heterogeneous.chunks
         derived = self._derived.of_degree(degree)
         self.restore()
         for holder, values in self._own:

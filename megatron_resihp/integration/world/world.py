@@ -19,7 +19,7 @@ from megatron_resihp.integration.patches import documents, expert_metrics
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.step.buddies import join_buddies
 from megatron_resihp.integration.step.optimizer_buddies import Ring, join_ring
-from megatron_resihp.integration.world.heterogeneous import General
+from megatron_resihp.integration.world.heterogeneous import Heterogeneous
 from megatron_resihp.integration.world.heterogeneous_groups import as_stage
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.spelling import spelled_out
@@ -43,31 +43,31 @@ def build_world(runtime: Runtime, ahead: GroupsAhead | None = None) -> None:
         ahead: groups that all members of the plan have made for it.
     """
     args, plan = runtime.args, runtime.current_plan
-    runtime.general = view_of(runtime, plan)
+    runtime.heterogeneous = view_of(runtime, plan)
     runtime.communicators.begin(runtime.epoch, plan.digest, ahead)
     runtime.everybody, runtime.buckets, runtime.ring, runtime.buddies = side_groups_of(
-        runtime, plan, runtime.general, runtime.communicators.side_group
+        runtime, plan, runtime.heterogeneous, runtime.communicators.side_group
     )
     if not runtime.works:
         return
     order = rank_order(runtime)
     args.rank, args.world_size = order.index(runtime.worker), len(order)
     runtime.communicators.join_world(args.distributed_backend, order, timeout_of(args))
-    if runtime.general is not None:
-        runtime.routes = training_routes(runtime, runtime.general)
+    if runtime.heterogeneous is not None:
+        runtime.routes = training_routes(runtime, runtime.heterogeneous)
 
 
 def side_groups_of(
-    runtime: Runtime, plan: ParallelPlan, general: General | None, make_group: MakeSideGroup
+    runtime: Runtime, plan: ParallelPlan, heterogeneous: Heterogeneous | None, make_group: MakeSideGroup
 ) -> SideGroups:
     """Those of this worker under a plan, which need not be the one in force.
 
     Args:
-        general: `view_of` the plan.
+        heterogeneous: `view_of` the plan.
     """
     everybody = make_group("everybody", plan.members)
-    if general is not None:
-        return SideGroups(everybody, make_buckets(general.holders, runtime.worker, make_group), None, None)
+    if heterogeneous is not None:
+        return SideGroups(everybody, make_buckets(heterogeneous.holders, runtime.worker, make_group), None, None)
     coordinate, ring, buddies = plan.coordinate_of(runtime.worker), None, None
     if coordinate is not None and runtime.shares_optimizer:
         ring = join_ring(plan, coordinate, runtime.worker, make_group)
@@ -81,38 +81,38 @@ def timeout_of(args: Any) -> timedelta:
     return timedelta(minutes=args.distributed_timeout_minutes)
 
 
-def view_of(runtime: Runtime, plan: ParallelPlan) -> General | None:
+def view_of(runtime: Runtime, plan: ParallelPlan) -> Heterogeneous | None:
     """How this worker sees a plan that Megatron's own groups can't run; None for one that they can."""
-    if plan.not_rectangular is None:
+    if plan.not_uniform is None:
         return None
-    return General(spelled_out(plan, runtime.own.chunks), runtime.worker, runtime.own.tied_head)
+    return Heterogeneous(spelled_out(plan, runtime.own.chunks), runtime.worker, runtime.own.tied_head)
 
 
 def rank_order(runtime: Runtime) -> tuple[int, ...]:
     """The worker id of each torch rank."""
-    return order_of(runtime, runtime.current_plan, runtime.general)
+    return order_of(runtime, runtime.current_plan, runtime.heterogeneous)
 
 
-def order_of(runtime: Runtime, plan: ParallelPlan, general: General | None) -> tuple[int, ...]:
-    """The worker id of each torch rank under a plan; `general`: `view_of` it."""
-    if general is not None:
-        return general.rank_order
+def order_of(runtime: Runtime, plan: ParallelPlan, heterogeneous: Heterogeneous | None) -> tuple[int, ...]:
+    """The worker id of each torch rank under a plan; `heterogeneous`: `view_of` it."""
+    if heterogeneous is not None:
+        return heterogeneous.rank_order
     return plan.rank_order(pipeline_last=not runtime.args.use_tp_pp_dp_mapping)
 
 
 def build_model_parallel(runtime: Runtime) -> None:
     """Megatron's groups in the new world, and its random streams."""
     assert runtime.build_groups is not None and runtime.megatron_groups is not None and runtime.sizes is not None
-    general = runtime.general
-    if general is None:
+    heterogeneous = runtime.heterogeneous
+    if heterogeneous is None:
         runtime.sizes.restore()
         runtime.build_groups()
         _start_streams(runtime)
         return
-    runtime.sizes.replace(general)
-    runtime.megatron_groups.replace(general)
-    runtime.exchange = make_exchange(runtime, general)
-    with as_stage(general.own_chunks[0], len(general.chunks)):
+    runtime.sizes.replace(heterogeneous)
+    runtime.megatron_groups.replace(heterogeneous)
+    runtime.exchange = make_exchange(runtime, heterogeneous)
+    with as_stage(heterogeneous.own_chunks[0], len(heterogeneous.chunks)):
         _start_streams(runtime)
 
 

@@ -12,7 +12,7 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan, with_layers
 from megatron_resihp.plan import Kept, Migration, ParallelPlan, PlanError, Replica, deal, even_counts
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.rectangular import NoPlanError
+from megatron_resihp.planner.uniform import NoPlanError
 
 Group = tuple[int, ...]
 """The members of a tensor-parallel group."""

@@ -9,7 +9,6 @@ from itertools import batched
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.strategies.common import (
     evenly_shared,
     groups_in_nodes,
@@ -18,6 +17,7 @@ from megatron_resihp.planner.strategies.common import (
     position_of,
     spelt_out,
 )
+from megatron_resihp.planner.uniform import NoPlanError
 
 
 def drop_replica(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:

@@ -20,9 +20,9 @@ from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.minimax import least_maximum
 from megatron_resihp.planner.moves import bytes_to_move
-from megatron_resihp.planner.rectangular import NoPlanError
 from megatron_resihp.planner.shares import fastest_shares
 from megatron_resihp.planner.strategies.common import Group, next_plan, speed_of, spelt_out
+from megatron_resihp.planner.uniform import NoPlanError
 
 TRIED: Final = 3
 """Candidates, most promising first, whose layers and data are solved for."""

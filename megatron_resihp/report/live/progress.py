@@ -210,7 +210,7 @@ class _Run:
         return []
 
     def _plan_failed(self, event: Event) -> list[str]:
-        follows = "complete rectangles" if event.get("number") is None else "the plan before"
+        follows = "complete uniform replicas" if event.get("number") is None else "the plan before"
         who = self._who(event["failed"])
         return [f"the plan's first step failed, so {follows} will follow; {who} raised: {event['error']}"]
 

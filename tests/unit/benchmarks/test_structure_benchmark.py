@@ -30,13 +30,13 @@ from megatron_resihp.record import Record
 
 
 class Work:
-    def __init__(self, general, message: dict) -> None:
+    def __init__(self, heterogeneous, message: dict) -> None:
         self.record, self.other = Record(1, 2, 3), message["kind"]
-        if general is None:
+        if heterogeneous is None:
             self.third = message.get("count")
 
     def run(self) -> None:
-        self.third = [one for one in () if self.general is not None]
+        self.third = [one for one in () if self.heterogeneous is not None]
 '''
 
 

@@ -32,7 +32,7 @@ EMBEDDING = 1024 * 512
 TOKENS = 2 * 256
 
 
-def rectangle(tp: int, pp: int, replicas: int, micro_batches: int, **more: Any) -> ParallelPlan:
+def uniform(tp: int, pp: int, replicas: int, micro_batches: int, **more: Any) -> ParallelPlan:
     hands = deal([micro_batches] * replicas)
     numbers = iter(range(tp * pp * replicas))
     stages = [tuple(tuple(next(numbers) for _ in range(tp)) for _ in range(pp)) for _ in range(replicas)]
@@ -51,7 +51,7 @@ def megatrons(tp: int, pp: int, dp: int, distributed: bool, vpp: int | None = No
 
 class TestState:
     def test_of_a_worker_by_hand(self) -> None:
-        use = memory_of(rectangle(2, 2, 2, 4), MODEL, TRAINING)[0]
+        use = memory_of(uniform(2, 2, 2, 4), MODEL, TRAINING)[0]
         # Four of eight layers and the embedding, each halved but for the two norms of a layer.
         parameters = 4 * ((LAYER - 1024) // 2 + 1024) + EMBEDDING // 2
         assert (use.weights, use.gradients, use.optimizer) == (2 * parameters, 4 * parameters, 12 * parameters)
@@ -61,7 +61,7 @@ class TestState:
     def test_as_megatron_reports_it_for_the_first_stage(self, tp: int, pp: int, dp: int, distributed: bool) -> None:
         report = pytest.importorskip("megatron.training.theoretical_memory_usage")
         training = replace(TRAINING, distributed_optimizer=distributed)
-        use = memory_of(rectangle(tp, pp, dp, pp), MODEL, training)[0]
+        use = memory_of(uniform(tp, pp, dp, pp), MODEL, training)[0]
         reported = report.compute_weight_and_optimizer_memory(megatrons(tp, pp, dp, distributed))
         # Megatron shares the final norm out over the stages; here it is the head's.
         final_norm = 0 if pp == 1 else 512 * (6 + 12 / dp if distributed else 18) / pp
@@ -69,20 +69,20 @@ class TestState:
 
     def test_of_tied_embeddings_is_held_at_both_ends(self) -> None:
         model = model_from_arguments({**GPT, "untie_embeddings_and_output_weights": False})
-        ends = memory_of(rectangle(1, 2, 1, 2), model, TRAINING)
+        ends = memory_of(uniform(1, 2, 1, 2), model, TRAINING)
         assert ends[1].weights - ends[0].weights == 2 * 512
-        whole = memory_of(rectangle(1, 1, 1, 1), model, TRAINING)[0]
+        whole = memory_of(uniform(1, 1, 1, 1), model, TRAINING)[0]
         assert whole.weights == 2 * model.parameters == 2 * (8 * LAYER + EMBEDDING + 512)
 
     def test_of_standbys_is_that_of_the_shard_they_keep(self) -> None:
-        plan = replace(rectangle(2, 2, 1, 2), standbys={8: Coordinate(1, 0), 9: None})
+        plan = replace(uniform(2, 2, 1, 2), standbys={8: Coordinate(1, 0), 9: None})
         used = memory_of(plan, MODEL, TRAINING)
         assert used[8] == replace(used[2], activations=0, working=0)
         assert used[9].total == 0
 
     def test_in_fp32(self) -> None:
         training = training_from_arguments({**GPT, "bf16": False})
-        use = memory_of(rectangle(1, 1, 1, 1), MODEL, training)[0]
+        use = memory_of(uniform(1, 1, 1, 1), MODEL, training)[0]
         assert use.weights == use.gradients == use.optimizer // 2 == 4 * MODEL.parameters
 
     def test_of_experts_that_workers_share_out(self) -> None:
@@ -90,7 +90,7 @@ class TestState:
         experts = 26 * 64 * 3 * 2048 * 1408
         settings = {**PRESETS[name], "seq_length": 4096, "expert_model_parallel_size": 8}
         training = training_from_arguments({**settings, "use_distributed_optimizer": True})
-        use = memory_of(rectangle(1, 1, 16, 1), model, training)[0]
+        use = memory_of(uniform(1, 1, 16, 1), model, training)[0]
         other = model.parameters - experts
         assert use.weights == 2 * (other + experts // 8)
         # 16 workers share the optimizer state of the one kind, two hold the same experts of the other.
@@ -101,14 +101,14 @@ class TestActivations:
     @pytest.mark.parametrize(("tp", "pp", "micro_batches"), [(1, 1, 4), (2, 1, 1), (2, 4, 8), (4, 2, 8), (1, 8, 3)])
     def test_as_megatron_reports_them_for_the_first_stage(self, tp: int, pp: int, micro_batches: int) -> None:
         report = pytest.importorskip("megatron.training.theoretical_memory_usage")
-        use = memory_of(rectangle(tp, pp, 1, micro_batches), MODEL, TRAINING)[0]
+        use = memory_of(uniform(tp, pp, 1, micro_batches), MODEL, TRAINING)[0]
         reported = report.compute_activation_memory(megatrons(tp, pp, 1, False), num_microbatches=micro_batches)
         assert use.activations == pytest.approx(reported, rel=1e-12, abs=1)
 
     def test_of_interleaving_are_as_megatron_reports_them(self) -> None:
         report = pytest.importorskip("megatron.training.theoretical_memory_usage")
         chunks = (Chunk(0, 0, 3), Chunk(1, 3, 5), Chunk(0, 5, 7), Chunk(1, 7, 10))
-        plan = rectangle(2, 2, 1, 4, chunks=chunks, schedule=Schedule("interleaved"))
+        plan = uniform(2, 2, 1, 4, chunks=chunks, schedule=Schedule("interleaved"))
         use = memory_of(plan, MODEL, TRAINING)[0]
         reported = report.compute_activation_memory(megatrons(2, 2, 1, False, vpp=2), num_microbatches=4)
         # In flight are five chunks of two layers, four of them with the embedding (after F of micro-batch 3 through
@@ -118,7 +118,7 @@ class TestActivations:
 
     def test_by_hand_with_each_recomputation(self) -> None:
         arguments = {**GPT, "attention_backend": "unfused"}
-        plan = rectangle(2, 2, 1, 4)
+        plan = uniform(2, 2, 1, 4)
         uses = {}
         for granularity in (None, "selective", "full"):
             settings = {**arguments, "recompute_granularity": granularity}
@@ -132,7 +132,7 @@ class TestActivations:
         assert [uses[each].working for each in (None, "selective", "full")] == [0, scores // 2, again]
 
     def test_follow_the_order_of_ops(self) -> None:
-        plan = rectangle(1, 1, 1, 2)
+        plan = uniform(1, 1, 1, 2)
         peaks = []
         for order in ("F0.0 B0.0 F1.0 B1.0", "F0.0 F1.0 B0.0 B1.0", "F0.0 B0.0 F1.0 B1.0 W0.0 W1.0"):
             schedule = Schedule.from_dict({"name": "explicit", "orders": [order]})
@@ -142,7 +142,7 @@ class TestActivations:
 
     def test_zero_bubble_keeps_the_head_alive_as_often_as_the_embedding(self) -> None:
         one, zero = (
-            memory_of(rectangle(1, 4, 1, 8, schedule=Schedule(name)), MODEL, TRAINING)
+            memory_of(uniform(1, 4, 1, 8, schedule=Schedule(name)), MODEL, TRAINING)
             for name in ("1f1b", "zero-bubble-h1")
         )
         assert zero[0].activations == one[0].activations
@@ -191,7 +191,7 @@ class TestChecks:
         check_plan(plan, model, TRAINING, capacity)
 
     def test_a_plan_that_fits(self) -> None:
-        plan = rectangle(2, 2, 2, 4)
+        plan = uniform(2, 2, 2, 4)
         most = max(use.total for use in memory_of(plan, MODEL, TRAINING).values())
         self.check(plan, capacity=most)
         worst = next(w for w, use in memory_of(plan, MODEL, TRAINING).items() if use.total == most)
@@ -201,7 +201,7 @@ class TestChecks:
             self.check(plan, capacity=most - 1536)
 
     def test_each_worker_has_its_own_capacity(self) -> None:
-        plan = rectangle(1, 1, 2, 1)
+        plan = uniform(1, 1, 2, 1)
         need = memory_of(plan, MODEL, TRAINING)[0].total
         with pytest.raises(PlanError, match="on worker 1 by 1 bytes"):
             check_plan(plan, MODEL, TRAINING, {0: need, 1: need - 1})
@@ -227,11 +227,11 @@ class TestChecks:
         with pytest.raises(PlanError, match="the plan has 10 layers, the model 34"):
             self.check(TestUnevenPlans.plan, preset("llama2-7b"))
         with pytest.raises(PlanError, match="8 layers can't be split evenly over 3 stages"):
-            self.check(rectangle(1, 3, 1, 1))
+            self.check(uniform(1, 3, 1, 1))
 
     def test_too_many_members_for_a_layer(self) -> None:
         with pytest.raises(PlanError, match="16 TP members can't share 8 query groups"):
-            self.check(rectangle(16, 1, 1, 1))
+            self.check(uniform(16, 1, 1, 1))
 
     def test_use_adds_up(self) -> None:
         assert MemoryUse(1, 2, 3, 4, 5).total == 15
@@ -273,7 +273,7 @@ class TestRoom:
         assert a100(memory_gib=80.0, reserve=0.0).memory == 80 << 30
 
     def test_old_and_new_state_are_there_together(self) -> None:
-        before, after = rectangle(1, 2, 1, 4), rectangle(2, 1, 1, 4)
+        before, after = uniform(1, 2, 1, 4), uniform(2, 1, 1, 4)
         held, wanted = (memory_of(plan, MODEL, TRAINING) for plan in (before, after))
         peak = peak_of_change(before, after, MODEL, TRAINING)
         assert peak == {worker: held[worker].state + wanted[worker].state for worker in range(2)}
@@ -282,12 +282,12 @@ class TestRoom:
             check_change(before, after, MODEL, TRAINING, max(peak.values()) - 1)
 
     def test_who_gets_no_work_builds_nothing(self) -> None:
-        before = rectangle(1, 1, 2, 4)
+        before = uniform(1, 1, 2, 4)
         alone = ParallelPlan((Replica(((0,),), (0, 1, 2, 3)),), {1: Coordinate(0, 0)})
         state = memory_of(before, MODEL, TRAINING)[0].state
         assert peak_of_change(before, alone, MODEL, TRAINING) == {0: 2 * state, 1: state}
 
     def test_who_comes_holds_nothing_yet(self) -> None:
-        before, after = rectangle(1, 1, 1, 4), rectangle(1, 1, 2, 4)
+        before, after = uniform(1, 1, 1, 4), uniform(1, 1, 2, 4)
         state = memory_of(before, MODEL, TRAINING)[0].state
         assert peak_of_change(before, after, MODEL, TRAINING) == {0: 2 * state, 1: state}

@@ -20,7 +20,7 @@ COUNTS = st.lists(st.integers(min_value=0, max_value=9), min_size=1, max_size=6)
 DEGREE = st.integers(min_value=1, max_value=4)
 
 
-def rectangle(tensor_parallel: int, pipeline_parallel: int, replicas: int, micro_batches: int) -> ParallelPlan:
+def uniform(tensor_parallel: int, pipeline_parallel: int, replicas: int, micro_batches: int) -> ParallelPlan:
     """Worker ids that tell where they are: 100 * replica + 10 * stage + TP rank."""
     shares = deal(even_counts(micro_batches, replicas))
     return ParallelPlan(
@@ -136,7 +136,7 @@ class TestValidation:
             make()
 
     def test_a_valid_plan(self) -> None:
-        rectangle(2, 2, 2, 4)
+        uniform(2, 2, 2, 4)
 
 
 class TestQuestions:
@@ -169,7 +169,7 @@ class TestQuestions:
 class TestRankOrder:
     @given(tp=DEGREE, pp=DEGREE, dp=DEGREE, pipeline_last=st.booleans())
     def test_ranks_have_megatrons_coordinates(self, tp: int, pp: int, dp: int, pipeline_last: bool) -> None:
-        plan = rectangle(tp, pp, dp, micro_batches=dp)
+        plan = uniform(tp, pp, dp, micro_batches=dp)
         order = plan.rank_order(pipeline_last=pipeline_last)
         assert sorted(order) == sorted(plan.working)
         for replica in range(dp):
@@ -180,7 +180,7 @@ class TestRankOrder:
                     assert order[tp_rank + tp * slot] == 100 * replica + 10 * stage + tp_rank
 
     def test_the_default_is_megatrons(self) -> None:
-        plan = rectangle(1, 2, 2, 2)
+        plan = uniform(1, 2, 2, 2)
         assert plan.rank_order() == (0, 100, 10, 110)
         assert plan.rank_order(pipeline_last=False) == (0, 10, 100, 110)
 

@@ -40,7 +40,7 @@ def splits(draw: st.DrawFn, stages: int) -> tuple[Chunk, ...]:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[ParallelPlan, tuple[Chunk, ...]]:
-    """A rectangular plan, with standbys, and the job's own split."""
+    """A uniform plan, with standbys, and the job's own split."""
     tp, pp, dp = draw(SIZES), draw(SIZES), draw(SIZES)
     workers = draw(st.permutations(range(tp * pp * dp + 2)))
     rows = [tuple(workers[tp * number : tp * (number + 1)]) for number in range(pp * dp)]
@@ -54,7 +54,7 @@ def jobs(draw: st.DrawFn) -> tuple[ParallelPlan, tuple[Chunk, ...]]:
 def test_a_short_plan_comes_back(job: tuple[ParallelPlan, tuple[Chunk, ...]]) -> None:
     plan, own = job
     full = spelled_out(plan, own)
-    assert full.not_rectangular is not None
+    assert full.not_uniform is not None
     assert shortened(full, own) == plan
     assert shortened(plan, own) == plan
     assert spelled_out(full, own) == full

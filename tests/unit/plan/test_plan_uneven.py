@@ -1,4 +1,4 @@
-"""Plans beyond rectangles: replicas that differ, orders of ops, migrations; what is refused, and how plans differ."""
+"""Heterogeneous plans: replicas that differ, orders of ops, migrations; what is refused, and how plans differ."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class TestUnlikeReplicas:
             ParallelPlan((Replica(((0,),), (0,)),)).shards_of(0)
 
 
-class TestRectangular:
+class TestUniform:
     plain = ParallelPlan((Replica(((0, 1),), (0,)), Replica(((2, 3),), (1,))), {4: Coordinate(0, 1), 5: None})
 
     def test_a_plain_plan_can_be_run_by_megatrons_groups(self) -> None:
-        assert self.plain.not_rectangular is None
-        self.plain.require_rectangular()
+        assert self.plain.not_uniform is None
+        self.plain.require_uniform()
 
     @pytest.mark.parametrize(
         ("plan", "reason"),
@@ -115,7 +115,7 @@ class TestRectangular:
     )  # fmt: skip
     def test_any_other_is_refused_with_the_reason(self, plan: ParallelPlan, reason: str) -> None:
         with pytest.raises(PlanError, match=f"can't be run yet: .*{reason}"):
-            plan.require_rectangular()
+            plan.require_uniform()
 
 
 def two(chunks: Sequence[tuple[int, int, int]], **more: Any) -> ParallelPlan:

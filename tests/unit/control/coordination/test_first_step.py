@@ -8,7 +8,7 @@ import pytest
 from test_membership import LIMITS, OTHER_LAYERS, UNLIKE, Job, events, notices, only, plan_of
 
 from megatron_resihp.control.coordination.actions import Action, Phase
-from megatron_resihp.control.replanning.next_plan import Survivors, rectangles_or_less
+from megatron_resihp.control.replanning.next_plan import Survivors, uniform_or_less
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.protocol.messages import CommunicationFailed, FirstStepFailed, PlanRequest, ScriptFailed
 from megatron_resihp.protocol.notices import EpochIsBroken
@@ -92,13 +92,13 @@ def test_standbys_of_the_plan_before_keep_what_they_hold_now() -> None:
     assert job.membership.phase is Phase.RUNNING
 
 
-def test_if_somebody_dies_meanwhile_rectangles_follow() -> None:
+def test_if_somebody_dies_meanwhile_uniform_plans_follow() -> None:
     job = changed()
     failing(job)
     job.kill(3)
     job.at = {}
     published = only(EpochPlan, job.report(0, 1, 2))
-    assert published.plan.not_rectangular is None and set(published.plan.members) == {0, 1, 2}
+    assert published.plan.not_uniform is None and set(published.plan.members) == {0, 1, 2}
     assert not published.on_trial
 
 
@@ -122,28 +122,28 @@ def after_a_death(job: Job) -> list[Action]:
     return actions
 
 
-def test_after_a_loss_rectangles_follow() -> None:
+def test_after_a_loss_uniform_plans_follow() -> None:
     job = Job().start()
     after_a_death(job)
     only(Go, job.ready(1, 2, 3))
     assert events(failing(job), "plan_failed")[0]["number"] is None
     published = only(EpochPlan, job.report(1, 2, 3))
-    assert published.plan.not_rectangular is None and not published.on_trial
+    assert published.plan.not_uniform is None and not published.on_trial
     assert published.commit.iteration == 4, "the iteration is computed again"
     only(Go, job.ready(*job.members))
     assert job.membership.phase is Phase.RUNNING
 
 
-def test_rectangles_after_a_loss_are_not_on_trial() -> None:
+def test_uniform_plans_after_a_loss_are_not_on_trial() -> None:
     job = Job().start()
-    job.membership.next_plan = rectangles_or_less
+    job.membership.next_plan = uniform_or_less
     job.kill(0)
     assert not only(EpochPlan, job.report(1, 2, 3)).on_trial
     job.ready(*job.members)
     assert failing(job) == []
 
 
-def test_where_there_are_no_rectangles_state_is_saved() -> None:
+def test_where_there_are_no_uniform_plans_state_is_saved() -> None:
     """One worker too few for the job's own layout, and a model of which too little is known for a smaller plan."""
     job = Job(workers=2).start()
     job.apply(plan_of((((0,),), (Chunk(0, 0, 6),)), counts=(4,)))

@@ -134,7 +134,7 @@ class Job:
         plan = self.membership.plan
         if plan is None:
             return {}
-        if plan.not_rectangular is None:
+        if plan.not_uniform is None:
             coordinate = plan.coordinate_of(worker)
             return {"{}/{}".format(*coordinate): state} if coordinate else {}
         cuts = math.lcm(*(shard.tp_degree for member in plan.members for shard in plan.shards_of(member)))
@@ -1037,7 +1037,7 @@ class TestChangeByChoice:
         job.apply(UNLIKE)
         assert notices(job.kill(0)) == [EpochIsBroken]
         published = only(EpochPlan, job.report(1, 2, 3))
-        assert published.plan.not_rectangular is None and published.plan.members == (1, 2, 3)
+        assert published.plan.not_uniform is None and published.plan.members == (1, 2, 3)
         assert events(job.ready(1, 2, 3), "recovery")
 
     @pytest.mark.parametrize("dies_first", [True, False])
@@ -1050,7 +1050,7 @@ class TestChangeByChoice:
         assert notices(actions) == [EpochIsBroken] and events(actions, "epoch_broken")
         job.kill(0)
         published = only(EpochPlan, job.leave(2, 3))
-        assert published.plan.not_rectangular is None and published.plan.members == (1, 2, 3)
+        assert published.plan.not_uniform is None and published.plan.members == (1, 2, 3)
         [recovery] = events(job.ready(1, 2, 3), "recovery")
         assert recovery["broken_at"] == job.now
 
@@ -1077,7 +1077,7 @@ class TestChangeByChoice:
         job.now = 30.0
         assert notices(job.kill(3)) == [EpochIsBroken]
         published = only(EpochPlan, job.report(0, 1, 2))
-        assert published.plan.not_rectangular is None and published.epoch == 2
+        assert published.plan.not_uniform is None and published.epoch == 2
         assert published.held == {0: (Shard(0, 3, 0, 1),), 1: (Shard(0, 3, 0, 1),), 2: (Shard(3, 6, 0, 1),)}
         [recovery] = events(job.ready(0, 1, 2), "recovery")
         assert recovery["broken_at"] == 30.0
@@ -1092,7 +1092,7 @@ class TestChangeByChoice:
         assert notices(actions) == [EpochIsBroken]
         assert "layer 2" in events(actions, "epoch_broken")[0]["cause"]
         published = only(EpochPlan, job.report(0, 1, 2, 3))
-        assert published.plan.not_rectangular is None
+        assert published.plan.not_uniform is None
         only(Go, job.ready(0, 1, 2, 3))
 
     def test_a_failure_under_a_plan_of_unlike_stages(self) -> None:
@@ -1101,7 +1101,7 @@ class TestChangeByChoice:
         self.change(job, UNLIKE)
         job.kill(3)
         plan = only(EpochPlan, job.report(0, 1, 2)).plan
-        assert plan.not_rectangular is None and len(plan.working) == 2
+        assert plan.not_uniform is None and len(plan.working) == 2
         assert events(job.ready(*job.members), "recovery")
 
     def test_changes_are_no_recoveries(self) -> None:

@@ -1,4 +1,4 @@
-"""What survivors hold in any layout: what is lost, who writes what, and rectangles made of them."""
+"""What survivors hold in any layout: what is lost, who writes what, and uniform plans made of them."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ MERGED = previous(
 )  # fmt: skip
 
 
-class TestRectangles:
+class TestUniformPlans:
     def test_who_holds_a_shard_of_the_job_as_it_is_works_on_it(self) -> None:
         held = {0: FIRST, 1: SECOND, 2: THIRD, 3: FOURTH, 4: (Shard(0, 6, 0, 3),), 5: (Shard(0, 6, 1, 3),)}
         plan = plan_for_survivors(SHAPE, OWN, held, MERGED)
-        assert plan.not_rectangular is None
+        assert plan.not_uniform is None
         assert plan.replicas[0].stages == ((0, 1), (2, 3))
         assert plan.standbys == {4: None, 5: None}, "a standby keeps no shard of another layout"
 
@@ -99,7 +99,7 @@ class TestRectangles:
         except NoPlanError:
             assert not enough
             return
-        assert enough and plan.not_rectangular is None and set(plan.members) == set(held)
+        assert enough and plan.not_uniform is None and set(plan.members) == set(held)
         for worker, kept in plan.standbys.items():
             assert kept is None or shards_at(OWN, kept, 2) == held[worker]
 

@@ -1,4 +1,4 @@
-"""Who plans for survivors: a strategy where its plan can be run, complete rectangles otherwise, and why."""
+"""Who plans for survivors: a strategy where its plan can be run, complete uniform replicas otherwise, and why."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_who_gets_no_work_keeps_its_state_where_there_is_room() -> None:
 def test_a_plan_of_the_jobs_own_layers_is_said_in_short() -> None:
     own = ParallelPlan((Replica(((1,), (3,)), (0, 1, 2, 3), OWN),))
     plan, _ = strategic({"plan": own.to_dict()})(survivors(1, 2, 3))
-    assert plan.not_rectangular is None and plan.standbys == {2: (1, 0)}
+    assert plan.not_uniform is None and plan.standbys == {2: (1, 0)}
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_a_plan_of_the_jobs_own_layers_is_said_in_short() -> None:
         ({"plan": UNLIKE.to_dict()}, {"running": None}, "what the last plan gave them"),
     ],
 )
-def test_rectangles_where_there_is_no_such_plan(found: dict[str, Any], changed: dict[str, Any], reason: str) -> None:
+def test_uniform_plans_where_there_is_no_such_plan(found: dict[str, Any], changed: dict[str, Any], reason: str) -> None:
     plan, told = strategic(found)(survivors(1, 2, 3, **changed))
-    assert plan.not_rectangular is None and plan.members == (1, 2, 3)
+    assert plan.not_uniform is None and plan.members == (1, 2, 3)
     [planned] = told
-    assert (planned["strategy"], planned["instead_of"]) == ("rectangular", "joint")
+    assert (planned["strategy"], planned["instead_of"]) == ("uniform", "joint")
     assert reason in planned["reason"]
 
 
@@ -96,12 +96,14 @@ class TestWaiting:
         return timeout_s, told
 
     @pytest.mark.parametrize(("job", "timeout_s"), [({}, 2.0), ({"plan_wait": 7.0}, 7.0), ({"plan_wait": 0.0}, 0.0)])
-    def test_rectangles_overtake_a_plan_that_is_not_there_in_time(self, job: dict[str, Any], timeout_s: float) -> None:
+    def test_uniform_plans_overtake_a_plan_that_is_not_there_in_time(
+        self, job: dict[str, Any], timeout_s: float
+    ) -> None:
         waited_s, [planned] = self.late(1, 2, 3, **job)
-        assert waited_s == timeout_s and planned["overtaken"] and planned["strategy"] == "rectangular"
+        assert waited_s == timeout_s and planned["overtaken"] and planned["strategy"] == "uniform"
         assert planned["reason"] == f"no plan within {timeout_s:g} s"
 
-    def test_where_no_rectangle_exists_the_plan_is_worth_waiting_for(self) -> None:
+    def test_where_no_uniform_plan_exists_the_plan_is_worth_waiting_for(self) -> None:
         """The one worker that is left has everything, and the job's own layout has two stages."""
         whole = ParallelPlan((Replica(((0,),), (0, 1), (Chunk(0, 0, 6),)), Replica(((1,),), (2, 3), (Chunk(0, 0, 6),))))
         asked: list[float] = []
@@ -120,14 +122,14 @@ class TestWaiting:
         assert "overtaken" not in planned
 
 
-def test_rectangles_where_its_ops_would_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uniform_plans_where_its_ops_would_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if a plan's own rules were wrong about them."""
     asked = UNLIKE.to_dict()
     orders = ["F0.0 B0.0 F1.0 B1.0 F2.0 F3.0 B2.0 B3.0", "F1.1 B1.1 F0.1 B0.1 F2.1 F3.1 B2.1 B3.1"]
     asked["replicas"][0]["schedule"] = {"name": "explicit", "orders": orders}
     monkeypatch.setattr(rules, "stuck_op", lambda *_: None)
     plan, [planned] = strategic({"plan": asked})(survivors(1, 2, 3))
-    assert plan.not_rectangular is None
+    assert plan.not_uniform is None
     assert "op B0.0 waits for an op that waits for it" in planned["reason"]
 
 
@@ -135,8 +137,8 @@ def test_no_strategy_is_asked_unless_wanted() -> None:
     def never(*_: Any) -> Mapping[str, Any]:
         raise AssertionError
 
-    plan, told = StrategicPlan(never)(survivors(1, 2, 3, strategy="rectangular"))
-    assert plan.not_rectangular is None and not told
+    plan, told = StrategicPlan(never)(survivors(1, 2, 3, strategy="uniform"))
+    assert plan.not_uniform is None and not told
 
 
 class TestAnswer:
@@ -170,5 +172,5 @@ def test_a_plan_whose_first_step_has_failed_is_not_taken_again() -> None:
     """Whatever others keep under it."""
     failed = {replace(UNLIKE, standbys={5: None}).work_digest: "RuntimeError: no such kernel"}
     plan, told = strategic({"plan": UNLIKE.to_dict()})(replace(survivors(1, 2, 3), failed=failed))
-    assert plan.not_rectangular is None
+    assert plan.not_uniform is None
     assert told[0]["reason"] == "its plan has failed in the first step: RuntimeError: no such kernel"

@@ -205,7 +205,7 @@ def test_a_refusal_is_not_asked_again_at_once() -> None:
 
 
 def test_growing_back_after_a_recovery() -> None:
-    """Also with everybody well: complete rectangles leave survivors idle."""
+    """Also with everybody well: complete uniform replicas leave survivors idle."""
     run = Run()
     run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
     [asked] = run.tell("recovery", broken_at=1.0, resumed_at=3.0)
@@ -253,12 +253,12 @@ class TestBeginning:
 
 
 class TestAPlanThatTheRecoveryDidNotWaitFor:
-    """Rectangles train meanwhile."""
+    """Uniform plans train meanwhile."""
 
     def recover(self, **planned: Any) -> tuple[Run, list[Action]]:
         """A job that only observes, after a recovery that stood still for five seconds."""
         run = Run(act="observe")
-        run.tell("planned", strategy="rectangular", instead_of="joint", reason="no plan within 2 s", **planned)
+        run.tell("planned", strategy="uniform", instead_of="joint", reason="no plan within 2 s", **planned)
         run.tell("epoch_started", plan=OTHER.to_dict(), epoch=1)
         return run, run.tell("recovery", resumed_at=1005.0, broken_at=1000.0)
 

@@ -73,8 +73,8 @@ class TestWhen:
         found.note(ITERATION, None)
         assert not asked(found), "all is said"
 
-    @pytest.mark.parametrize("changed", [{"strategy": "rectangular"}, {"strategy": None}])
-    def test_not_for_rectangles(self, changed: dict[str, Any]) -> None:
+    @pytest.mark.parametrize("changed", [{"strategy": "uniform"}, {"strategy": None}])
+    def test_not_for_uniform_plans(self, changed: dict[str, Any]) -> None:
         job = {name: value for name, value in {**JOB, **changed}.items() if value is not None}
         assert not asked(told(job, STARTED, ITERATION, VERDICT))
 

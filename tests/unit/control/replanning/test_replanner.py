@@ -209,8 +209,8 @@ def test_the_planner_of_recoveries_has_practised_this_jobs_plans_before_the_firs
         assert request["strategy"] == "joint" and request["job"]["arguments"] == {"num_layers": 4}
 
 
-def test_no_planner_is_started_for_rectangles(desk: Desk) -> None:
-    desk.note("job", **SIZES | {"strategy": "rectangular"})
+def test_no_planner_is_started_for_uniform_plans(desk: Desk) -> None:
+    desk.note("job", **SIZES | {"strategy": "uniform"})
     desk.note("model", arguments={"num_layers": 4})
     desk.replanner.close(WAIT_S)
     assert desk.rehearsed.empty()
@@ -323,8 +323,8 @@ def test_a_planner_that_has_ended_is_left_alone(desk: Desk) -> None:
     assert desk.asked_ahead.empty()
 
 
-def test_nothing_is_made_ahead_for_rectangles(desk: Desk) -> None:
-    desk.train(replicas(0, 1, 2, 3), strategy="rectangular")
+def test_nothing_is_made_ahead_for_uniform_plans(desk: Desk) -> None:
+    desk.train(replicas(0, 1, 2, 3), strategy="uniform")
     desk.replanner.note(verdict(3))
     assert desk.speeds_ahead(1) == [without() | {"3": 0.5}], "what a strategy would make of it"
     desk.replanner.close(WAIT_S)

@@ -1,4 +1,4 @@
-"""Transfers in general mode as the probes note them, and when they come on the emulated clock."""
+"""Transfers under a heterogeneous plan as the probes note them, and when they come on the emulated clock."""
 
 from __future__ import annotations
 

@@ -91,9 +91,8 @@ class TestFeed:
             args=SimpleNamespace(
                 num_workers=0, micro_batch_size=2, global_batch_size=8, eval_micro_batch_size=1,
                 eval_global_batch_size=3, consumed_train_samples=8, consumed_valid_samples=3,
-            ),
-            current_plan=plan, replica=1, micro_batches=(1, 3), read_order=(1, 3), general=None, replay=None, fed=[],
-            probes=SimpleNamespace(batch_came=lambda: None),
+            ), current_plan=plan, replica=1, micro_batches=(1, 3), read_order=(1, 3), heterogeneous=None, replay=None,
+            fed=[], probes=SimpleNamespace(batch_came=lambda: None),
         )  # fmt: skip
 
     @pytest.fixture

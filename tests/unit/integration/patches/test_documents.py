@@ -39,10 +39,10 @@ def work(monkeypatch: pytest.MonkeyPatch, own_chunks: tuple[int, ...]) -> Megatr
 
     monkeypatch.setattr(program_schedule.schedules, "forward_step", forward_step)
     monkeypatch.setattr(program_schedule, "get_model_config", lambda model: None)
-    general: Any = SimpleNamespace(own_chunks=own_chunks, chunks=range(4))
+    heterogeneous: Any = SimpleNamespace(own_chunks=own_chunks, chunks=range(4))
     steps: Any = [SimpleNamespace(op=PlannedOp("F", chunk, m)) for m in range(3) for chunk in own_chunks]
     runtime: Any = SimpleNamespace(running_chunk=0)
-    return MegatronWork(runtime, general, steps, None, None, [None] * len(own_chunks), 3)
+    return MegatronWork(runtime, heterogeneous, steps, None, None, [None] * len(own_chunks), 3)
 
 
 @pytest.mark.parametrize(("chunks", "expected"), [((0, 3), [24.0, 9 + 25 + 64 + 38]), ((1, 2), None)])
@@ -58,14 +58,14 @@ def test_each_document_counts_once(
     assert (None if found.documents is None else found.documents.tolist()) == expected
 
 
-def consumer(general: bool, agreed: tuple[float, float]) -> Any:
+def consumer(heterogeneous: bool, agreed: tuple[float, float]) -> Any:
     """What train() calls on a worker that has seen a document."""
     training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 7]))
-    runtime: Any = SimpleNamespace(general=object() if general else None, documents=agreed)
+    runtime: Any = SimpleNamespace(heterogeneous=object() if heterogeneous else None, documents=agreed)
     return documents.wrap_consume(runtime, lambda: (1.0, 2.0))
 
 
-def test_in_general_mode_what_was_agreed_on_is_told_once() -> None:
+def test_in_heterogeneous_plans_what_was_agreed_on_is_told_once() -> None:
     """Without a collective: a worker without work has seen no document and would not join it."""
     consume = consumer(True, (24.0, 136.0))
     assert consume() == (24.0, 136.0)

@@ -36,7 +36,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def runtime(*working: int, **fields: Any) -> Any:
-    fresh = {"trained": None, "joining worker": False, "parameter_kinds": None}
+    fresh = {"trained": None, "joining": False, "parameter_kinds": None}
     return SimpleNamespace(current_plan=SimpleNamespace(working=working), **fresh | fields)
 
 

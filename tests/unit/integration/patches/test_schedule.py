@@ -23,7 +23,7 @@ def test_each_micro_batch_counts_once(micro_batches: int, counted: list[int]) ->
     """Of three replicas. Who has none runs one as well, or the others would wait for it where sums are taken."""
     plan = ParallelPlan(tuple(Replica(((each,),), (each,)) for each in range(3)))
     for replica, expected in enumerate(counted):
-        runtime: Any = SimpleNamespace(general=None, current_plan=plan, replica=replica, reach=lambda point: None)
+        runtime: Any = SimpleNamespace(heterogeneous=None, current_plan=plan, replica=replica, reach=lambda point: None)
         losses = wrap_get_forward_backward_func(runtime, lambda: schedule)()(
             forward_only=True, num_microbatches=micro_batches
         )

@@ -99,26 +99,29 @@ def test_no_step_is_taken_with_a_gradient_that_is_not_finite() -> None:
         divide_gradients(part, part.grad_scaler.inv_scale)
 
 
-def runtime(scaler: Any, replicas: int, *, general: bool = False, per_token: bool = False) -> Any:
+def runtime(scaler: Any, replicas: int, *, heterogeneous: bool = False, per_token: bool = False) -> Any:
     """A job of eight micro-batches that began with two replicas."""
     return SimpleNamespace(
-        trained=SimpleNamespace(optimizer=chained(Part(scaler))), general=object() if general else None,
+        trained=SimpleNamespace(optimizer=chained(Part(scaler))), heterogeneous=object() if heterogeneous else None,
         args=SimpleNamespace(calculate_per_token_loss=per_token, global_batch_size=16, micro_batch_size=2),
         own=SimpleNamespace(data_parallel=2), current_plan=SimpleNamespace(replicas=range(replicas)),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("replicas", "counts", "general"), [(2, [4, 4], False), (2, [5, 3], False), (1, [8], False), (3, [8], True)]
+    ("replicas", "counts", "heterogeneous"), [(2, [4, 4], False), (2, [5, 3], False), (1, [8], False), (3, [8], True)]
 )
 def test_micro_batches_are_scaled_alike_and_gradients_whole_under_any_plan(
-    replicas: int, counts: list[int], general: bool
+    replicas: int, counts: list[int], heterogeneous: bool
 ) -> None:
-    """Megatron divides losses by `count` of a replica, and in general mode by all; and it averages over replicas."""
-    scaled, plain = runtime(dynamic(), replicas, general=general), runtime(None, replicas, general=general)
+    """Megatron divides losses by `count` of a replica, we by that of all; and it averages over replicas."""
+    scaled, plain = (
+        runtime(dynamic(), replicas, heterogeneous=heterogeneous),
+        runtime(None, replicas, heterogeneous=heterogeneous),
+    )
     inverse = inverse_scale(scaled)
     assert inverse is not None and inverse_scale(plain) is None
-    average = 1 if general else replicas
+    average = 1 if heterogeneous else replicas
     for count in counts:
         multiplied = 1024.0 * factor_of_losses(scaled, count) / count
         assert multiplied == 1024.0 * 2 / 8, "as in the job's own layout"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_resihp.integration.state.slice_state import sum_general_gradients
+from megatron_resihp.integration.state.slice_state import sum_slice_gradients
 from megatron_resihp.integration.world import world
 
 
@@ -27,6 +27,6 @@ def test_a_standby_divides_by_the_tokens_of_others_only(monkeypatch: pytest.Monk
         values += 8.0
 
     runtime.everybody = SimpleNamespace(sum=add_those_of_others)
-    general: Any = SimpleNamespace(worker=0, shards={0: ()}, slices=(), contributed=frozenset())
-    sum_general_gradients(runtime, general)
+    heterogeneous: Any = SimpleNamespace(worker=0, shards={0: ()}, slices=(), contributed=frozenset())
+    sum_slice_gradients(runtime, heterogeneous)
     assert factors == [1 / 8]

@@ -87,7 +87,7 @@ def test_whatever_befalls_a_run_is_told(synthetic_run: Callable[..., Any]) -> No
     run.write("checkpoint", iteration=10, path="saved", seconds=1.5)
     run.write("planned", strategy="joint", planning_s=1.5)
     run.write("planned", strategy="joint", planning_s=2.5, made_ahead=True)
-    run.write("planned", strategy="rectangular", instead_of="joint", reason="no plan within 30 s")
+    run.write("planned", strategy="uniform", instead_of="joint", reason="no plan within 30 s")
     run.write("would_change", why="worker 3 at 0.50: iterations 20 % shorter", gain=0.2)
     run.write("proposal", why="worker 3 at 0.50: iterations 20 % shorter", gain=0.2, path="run/proposals/1.json")
     run.write("change_refused", why="asked for by hand: plan.json", reason="this plan is in force already")
@@ -110,7 +110,7 @@ def test_whatever_befalls_a_run_is_told(synthetic_run: Callable[..., Any]) -> No
         "checkpoint of iteration 10 written in 1.5 s: saved",
         "planned by joint in 1.5 s",
         "planned ahead by joint in 2.5 s",
-        "planned by rectangular instead of joint: no plan within 30 s",
+        "planned by uniform instead of joint: no plan within 30 s",
         "another plan would pay: worker 3 at 0.50: iterations 20 % shorter; --resihp-act act would take it",
         "another plan would pay: worker 3 at 0.50: iterations 20 % shorter; see `resihp apply`: run/proposals/1.json",
         "no change of the plan, asked for by hand: plan.json: this plan is in force already",

@@ -1,4 +1,4 @@
-"""Plans whose replicas are all complete TP x PP rectangles, formed out of any survivors. Imports only `plan`.
+"""Plans whose replicas are all complete TP x PP grids, formed out of any survivors. Imports only `plan`.
 
 A shard is worked on by one worker per replica. Workers stay on the shard that they hold wherever that shard is wanted;
 only when a shard has fewer living holders than replicas does a surplus worker move to it, and fetches its state.
@@ -62,7 +62,7 @@ def initial_plan(shape: JobShape, workers: int, pipeline_last: bool = True) -> P
     return _plan(grid, shape, standbys={})
 
 
-def plan_rectangular(shape: JobShape, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> ParallelPlan:
+def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> ParallelPlan:
     """As many complete replicas as the survivors can form, moving as little state as possible.
 
     Args:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.plan import Coordinate, ParallelPlan
-from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_rectangular
+from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_uniform
 
 Held = dict[int, Coordinate | None]
 
@@ -75,11 +75,11 @@ class TestAnySurvivors:
         missing = tuple(c for c, count in holders(shape, held).items() if not count)
         if missing:
             with pytest.raises(NoPlanError) as caught:
-                plan_rectangular(shape, held, before)
+                plan_uniform(shape, held, before)
             assert caught.value.missing == missing
             assert all(f"stage {c.stage} TP rank {c.tp_rank}" in str(caught.value) for c in missing)
             return
-        plan = plan_rectangular(shape, held, before)
+        plan = plan_uniform(shape, held, before)
         assert len(plan.replicas) == min(len(held) // shape.replica_size, shape.micro_batches)
         assert (plan.tensor_parallel, plan.pipeline_parallel) == (shape.tensor_parallel, shape.pipeline_parallel)
         assert plan.micro_batch_count == shape.micro_batches
@@ -95,7 +95,7 @@ class TestAnySurvivors:
         there = holders(shape, held)
         if not all(there.values()):
             return
-        plan = plan_rectangular(shape, held, before)
+        plan = plan_uniform(shape, held, before)
         replicas = len(plan.replicas)
         moved = movers(plan, held)
         assert len(moved) == sum(max(0, replicas - count) for count in there.values())
@@ -113,7 +113,7 @@ class TestAnySurvivors:
         shape, before, held = disaster
         if not all(holders(shape, held).values()):
             return
-        plan = plan_rectangular(shape, held, before)
+        plan = plan_uniform(shape, held, before)
         assert dict(plan.standbys) == {worker: held[worker] for worker in held if worker not in plan.working}
 
     @given(disaster=disasters())
@@ -122,7 +122,7 @@ class TestAnySurvivors:
         if not all(holders(shape, held).values()):
             return
         shuffled = dict(reversed(list(held.items())))
-        assert plan_rectangular(shape, held, before).digest == plan_rectangular(shape, shuffled, before).digest
+        assert plan_uniform(shape, held, before).digest == plan_uniform(shape, shuffled, before).digest
 
 
 class TestAfterDeaths:
@@ -131,7 +131,7 @@ class TestAfterDeaths:
         shape, before, held = disaster
         if not all(holders(shape, held).values()):
             return
-        plan = plan_rectangular(shape, held, before)
+        plan = plan_uniform(shape, held, before)
         for worker in set(plan.working) - set(movers(plan, held)):
             replica = before.replica_of(worker)
             if replica is not None and replica < len(plan.replicas):
@@ -143,21 +143,21 @@ class TestAfterDeaths:
         shape, before, held = disaster
         if not all(holders(shape, held).values()):
             return
-        plan = plan_rectangular(shape, held, before)
+        plan = plan_uniform(shape, held, before)
         current: Held = {worker: plan.coordinate_of(worker) for worker in plan.members}
-        assert plan_rectangular(shape, current, plan) == plan
+        assert plan_uniform(shape, current, plan) == plan
 
     @given(job=shapes())
     def test_without_a_death_nothing_changes(self, job: tuple[JobShape, ParallelPlan]) -> None:
         shape, plan = job
-        assert plan_rectangular(shape, {w: plan.coordinate_of(w) for w in plan.members}, plan) == plan
+        assert plan_uniform(shape, {w: plan.coordinate_of(w) for w in plan.members}, plan) == plan
 
     def test_one_of_two_replicas_loses_a_worker(self) -> None:
         """TP 2 x PP 2 x DP 2: the whole replica goes on with all micro-batches, three workers keep their shard."""
         shape = JobShape(2, 2, micro_batches=8, workers_per_node=4)
         before = initial_plan(shape, 8)
         held = {worker: before.coordinate_of(worker) for worker in range(8) if worker != 3}
-        plan = plan_rectangular(shape, held, before)
+        plan = plan_uniform(shape, held, before)
         assert len(plan.replicas) == 1 and plan.replicas[0].micro_batches == tuple(range(8))
         assert plan.replicas[0].stages == ((0, 1), (4, 5))
         assert plan.standbys == {2: Coordinate(0, 0), 6: Coordinate(1, 0), 7: Coordinate(1, 1)}
@@ -166,14 +166,14 @@ class TestAfterDeaths:
         """The survivor of a torn TP group stands by, though its replica comes first: its peers are on one node."""
         shape = JobShape(2, 1, micro_batches=4, workers_per_node=2)
         before = initial_plan(shape, 4)
-        plan = plan_rectangular(shape, {w: before.coordinate_of(w) for w in (1, 2, 3)}, before)
+        plan = plan_uniform(shape, {w: before.coordinate_of(w) for w in (1, 2, 3)}, before)
         assert plan.replicas[0].stages == ((2, 3),)
         assert plan.standbys == {1: Coordinate(0, 1)}
 
     def test_survivors_of_unlike_replicas_form_one(self) -> None:
         shape = JobShape(1, 2, micro_batches=4)
         before = initial_plan(shape, 4)
-        plan = plan_rectangular(shape, {1: Coordinate(0, 0), 2: Coordinate(1, 0)}, before)
+        plan = plan_uniform(shape, {1: Coordinate(0, 0), 2: Coordinate(1, 0)}, before)
         assert plan.replicas[0].stages == ((1,), (2,)) and not plan.standbys
 
     def test_a_surplus_worker_moves_where_holders_lack(self) -> None:
@@ -181,7 +181,7 @@ class TestAfterDeaths:
         shape = JobShape(1, 2, micro_batches=6)
         before = initial_plan(shape, 6)
         held = {worker: before.coordinate_of(worker) for worker in (0, 1, 2, 3)}
-        plan = plan_rectangular(shape, held, before)
+        plan = plan_uniform(shape, held, before)
         assert len(plan.replicas) == 2 and not plan.standbys
         assert plan.replicas[0].stages == ((0,), (3,))
         assert movers(plan, held) == [2] and plan.coordinate_of(2) == Coordinate(1, 0)
@@ -190,12 +190,12 @@ class TestAfterDeaths:
         shape = JobShape(2, 1, micro_batches=4, workers_per_node=2)
         before = initial_plan(shape, 8)
         held = {0: None, 4: Coordinate(0, 0), 5: None, 6: Coordinate(0, 0), 7: Coordinate(0, 1)}
-        plan = plan_rectangular(shape, held, before)
+        plan = plan_uniform(shape, held, before)
         assert {replica.stages for replica in plan.replicas} == {((4, 5),), ((6, 7),)}
         assert plan.standbys == {0: None}
 
     def test_more_survivors_than_micro_batches(self) -> None:
         shape = JobShape(1, 1, micro_batches=2)
         before = initial_plan(shape, 2)
-        plan = plan_rectangular(shape, {worker: Coordinate(0, 0) for worker in range(4)}, before)
+        plan = plan_uniform(shape, {worker: Coordinate(0, 0) for worker in range(4)}, before)
         assert len(plan.replicas) == 2 and set(plan.standbys) == {2, 3}
