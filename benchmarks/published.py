@@ -56,7 +56,7 @@ from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.registry import STRATEGIES
 from megatron_resihp.simulator.cluster import run
 
-BASELINE, RIVAL = "resihp", "oobleck+greyhound"
+BASELINE, RIVAL = "resihp-paper", "oobleck+greyhound"
 
 
 # ---- running

@@ -24,7 +24,7 @@ STRATEGIES: Final = (
     "adaptra",
     "recycle+greyhound",
     "oobleck+greyhound",
-    "resihp",
+    "resihp-paper",
     "malleus",
     "adaptis",
     "joint",

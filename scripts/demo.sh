@@ -39,7 +39,7 @@ training=(
     --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
     --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
     # Processes that share two cores show nothing of a slow device: each op is made to last as long as one would take.
-    --resihp --resihp-record-samples --resihp-emulate scripts/demo_device.json --resihp-strategy resihp
+    --resihp --resihp-record-samples --resihp-emulate scripts/demo_device.json --resihp-strategy resihp-paper
     --resihp-plan-wait 30 # nor shall it be a race whose plan is run after a death
 )
 

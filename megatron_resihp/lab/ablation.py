@@ -15,14 +15,14 @@ from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.common import evenly_shared, next_plan, spelt_out
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Change, Entry, ReactsTo
 
-_RESIHP: Final = STRATEGIES["resihp"].strategy
+_RESIHP: Final = STRATEGIES["resihp-paper"].strategy
 
 
 def without_tp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     """PP and DP alone: a group that lost a member is lost as a whole, and one with a slow member is slow as a whole.
 
     Raises:
-        NoPlanError: as `resihp` does.
+        NoPlanError: as `resihp-paper` does.
     """
     groups = [members for replica in plan.replicas for members in replica.stages]
     whole = [members for members in groups if members and health.speed.keys() >= set(members)]
@@ -38,7 +38,7 @@ def without_dp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPla
     """TP and PP alone: micro-batches are dealt evenly, and replicas with a stage that nobody is left of are dropped.
 
     Raises:
-        NoPlanError: no replica is complete; else as `resihp` does.
+        NoPlanError: no replica is complete; else as `resihp-paper` does.
     """
     found = _RESIHP(plan, health, cost)
     complete = [replace(replica, schedule=None, micro_batches=()) for replica in found.replicas if all(replica.stages)]
@@ -61,7 +61,7 @@ def only_tp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
 
 
 ABLATION: Final[Mapping[str, Entry]] = {
-    "resihp": STRATEGIES["resihp"],
+    "resihp-paper": STRATEGIES["resihp-paper"],
     "without TP": Entry(without_tp, "", Change.IN_PLACE, ReactsTo.BOTH),
     "without DP": Entry(without_dp, "", Change.IN_PLACE, ReactsTo.BOTH),
     "TP alone": Entry(only_tp, "", Change.IN_PLACE, ReactsTo.BOTH),

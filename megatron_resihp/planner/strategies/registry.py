@@ -91,7 +91,7 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
     "oobleck+greyhound": Entry(
         oobleck_greyhound, "oobleck for who is dead, then greyhound for who is slow", Change.IN_PLACE, ReactsTo.BOTH
     ),
-    "resihp": Entry(
+    "resihp-paper": Entry(
         resihp,
         "makes tensor-parallel groups smaller, gives slow stages fewer layers, and moves work between replicas",
         Change.IN_PLACE,

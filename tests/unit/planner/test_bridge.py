@@ -53,7 +53,7 @@ class TestRoomOnTheWay:
         health = healthy(plan, slow={1: 0.3})
         assert joint(plan, health, cost) == plan
         with pytest.raises(NoPlanError, match="old and new state together take"):
-            propose("resihp", plan, plan.replicas[0].chunks, health, cost)
+            propose("resihp-paper", plan, plan.replicas[0].chunks, health, cost)
         roomy = replace(cost, device=replace(cost.device, memory=10 * cost.device.memory))
         assert joint(plan, health, roomy) != plan
 

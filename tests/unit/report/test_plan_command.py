@@ -75,7 +75,7 @@ def test_no_plan_is_told_with_its_reason(capsys: pytest.CaptureFixture[str]) -> 
 def test_plans_with_migrations_are_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--model", "llama2-13b", "--gpus", 32, "--tp", 4, "--pp", 4, "--micro-batches", 16)
     picture = tmp_path / "plan.png"
-    assert plan(*sizes, "--dead", "4-7", "--slow", "9=0.5", "--strategy", "resihp", "--plot", picture) == 0
+    assert plan(*sizes, "--dead", "4-7", "--slow", "9=0.5", "--strategy", "resihp-paper", "--plot", picture) == 0
     assert "run in another replica: " in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -147,7 +147,7 @@ class TestAnswer:
     def ask(self, strategy: str, speeds: dict[int, float], **job: Any) -> dict[str, Any]:
         return answer(request_of(strategy, {**JOB, **job}, 4, 4, START, speeds, {}, None))
 
-    @pytest.mark.parametrize("strategy", ["drop-replica", "resihp", "malleus", "joint"])
+    @pytest.mark.parametrize("strategy", ["drop-replica", "resihp-paper", "malleus", "joint"])
     def test_a_death(self, strategy: str) -> None:
         found = self.ask(strategy, {1: 1.0, 2: 1.0, 3: 1.0})
         plan = ParallelPlan.from_dict(found["plan"])

@@ -19,7 +19,7 @@ from megatron_resihp.planner.strategies.registry import STRATEGIES
 
 SEARCHES = {"joint"}
 """Strategies that try moves in an order that depends on names, and may stop at another of many good plans."""
-CHOOSE_BY_NAME = {"adaptis", "greyhound", "oobleck+greyhound", "recycle+greyhound", "resihp", "restart"}
+CHOOSE_BY_NAME = {"adaptis", "greyhound", "oobleck+greyhound", "recycle+greyhound", "resihp-paper", "restart"}
 """Strategies that take the worker or the link of the lower name where several serve as well: without slow links their
 plans are as fast."""
 
