@@ -30,7 +30,7 @@ from megatron_resihp.plan import Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.files import read_plan
 from megatron_resihp.protocol.messages import PlanRequest, SlowdownRequest
 from megatron_resihp.protocol.notices import PlanChange, ValidationOrder
-from megatron_resihp.protocol.records import Outcome, Record, Stage
+from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
 
 if TYPE_CHECKING:
     from megatron_resihp.integration.loop.preparing import Preparation
@@ -48,12 +48,12 @@ class Progress:
     """This worker's record (DESIGN contract 3) with what is needed to repeat an iteration; keeps two iterations."""
 
     iteration: int = 0
-    stage: Stage = Stage.COMPUTE
+    stage: IterationPhase = IterationPhase.COMPUTE
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     counters: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def begin(self, iteration: int, counters: dict[str, Any] | None) -> None:
-        self.iteration, self.stage = iteration, Stage.COMPUTE
+        self.iteration, self.stage = iteration, IterationPhase.COMPUTE
         if counters is not None:
             self.counters[iteration] = counters
         for table in (self.outcomes, self.counters):
@@ -62,7 +62,7 @@ class Progress:
 
     def agreed(self, outcome: Outcome) -> None:
         self.outcomes[self.iteration] = outcome
-        self.stage = Stage.AGREED
+        self.stage = IterationPhase.AGREED
 
     def record(self, in_loop: bool, position: int, loss_names: tuple[str, ...]) -> Record:
         """What the coordinator gets; loss totals become numbers, which waits for the device once."""

@@ -21,7 +21,7 @@ Counters = Annotated[dict[str, Any], Holds(_have_totals, "counters: their 'total
 """Megatron's, by name; those who follow the losses have their `totals`."""
 
 
-class Stage(IntEnum):
+class IterationPhase(IntEnum):
     """How far an iteration got on one worker.
 
     COMPUTE: forward, backward and gradient collectives are under way.
@@ -82,7 +82,7 @@ class Record:
     """
 
     iteration: Natural
-    stage: Stage
+    stage: IterationPhase
     works: bool = True
     outcomes: dict[Natural, Outcome] = field(default_factory=dict)
     counters: dict[Natural, Counters] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Record:
     @property
     def applied(self) -> int:
         """The last iteration that this worker knows to be agreed by all."""
-        return self.iteration if self.stage >= Stage.AGREED else self.iteration - 1
+        return self.iteration if self.stage >= IterationPhase.AGREED else self.iteration - 1
 
 
 @dataclass(frozen=True)

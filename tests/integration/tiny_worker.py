@@ -36,7 +36,7 @@ from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import EmergencyCheckpointWritten, JobStarted, ModelBuilt, TrainingFinished
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan
-from megatron_resihp.protocol.records import Record, Stage
+from megatron_resihp.protocol.records import IterationPhase, Record
 
 WORKER = int(os.environ["RESIHP_WORKER"])
 NEWCOMER = int(os.environ["RANK"]) != WORKER
@@ -68,7 +68,7 @@ def begin(control: WorkerControl, plan: ParallelPlan) -> None:
 def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
     while asked(f"mute_{WORKER}"):
         time.sleep(TICK_S)
-    record = Record(iteration=1, stage=Stage.COMPUTE, counters={0: {}, 1: {}})
+    record = Record(iteration=1, stage=IterationPhase.COMPUTE, counters={0: {}, 1: {}})
     held = plan.coordinate_of(WORKER)
     while True:
         order = control.report(record, shards_at([Chunk(0, 0, 4)], held, 1) if held else ())

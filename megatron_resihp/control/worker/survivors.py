@@ -14,7 +14,7 @@ from itertools import product
 from megatron_resihp.control.coordination.record import NoCommitError, resolve
 from megatron_resihp.control.replanning.inventory import written_once
 from megatron_resihp.plan import Coordinate, Shard
-from megatron_resihp.protocol.records import Commit, Record, Stage
+from megatron_resihp.protocol.records import Commit, IterationPhase, Record
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def decide(told: Mapping[int, Standing], directory: str) -> Decision:
 def can_be_at(record: Record, commit: Commit) -> bool:
     """Whether the state of who has this record is, or by the recorded step becomes, that of the committed iteration."""
     if record.iteration == commit.iteration:
-        return record.stage is not Stage.COMPUTE
+        return record.stage is not IterationPhase.COMPUTE
     return record.iteration == commit.iteration + 1 and record.applied == commit.iteration
 
 

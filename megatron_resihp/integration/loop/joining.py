@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world.world import rank_order
 from megatron_resihp.plan.places import renamed
-from megatron_resihp.protocol.records import Commit, Stage
+from megatron_resihp.protocol.records import Commit, IterationPhase
 
 TALKS_TO_NOBODY = "fake"
 
@@ -55,5 +55,5 @@ def lonely_groups() -> Iterator[None]:
 
 def stand_at(runtime: Runtime, commit: Commit) -> None:
     """The record of somebody who has nothing to do with iterations up to the commit, and none of their duties."""
-    runtime.progress.iteration, runtime.progress.stage = commit.iteration, Stage.STEPPED
+    runtime.progress.iteration, runtime.progress.stage = commit.iteration, IterationPhase.STEPPED
     runtime.plans = [(each, plan) for each, plan in runtime.plans if each.iteration > commit.iteration]

@@ -28,7 +28,7 @@ from megatron_resihp.integration.state.digests import record_digests, state_dige
 from megatron_resihp.integration.step.optimizer_buddies import move_parts, tell_cost
 from megatron_resihp.integration.step.step import tell_of_experts
 from megatron_resihp.protocol.messages import TrainingFinished
-from megatron_resihp.protocol.records import Outcome, Stage
+from megatron_resihp.protocol.records import IterationPhase, Outcome
 
 StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None, Any]
 
@@ -82,7 +82,7 @@ def _finish(runtime: Runtime) -> None:
     tell_cost(runtime)
     record_digests(runtime)
     progress = runtime.progress
-    if progress.stage is Stage.STEPPED:
+    if progress.stage is IterationPhase.STEPPED:
         # From here on, who recovers finds the counters as they are after the last step.
         runtime.args.curr_iteration = progress.iteration
         progress.begin(progress.iteration + 1, snapshot_counters(runtime))
@@ -151,7 +151,7 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
         runtime.to_validate = None
         begin_iteration(runtime)
         result = original(*positional, iteration=iteration, **options)
-        if runtime.progress.stage is Stage.STEPPED:  # Megatron may end the job before the step
+        if runtime.progress.stage is IterationPhase.STEPPED:  # Megatron may end the job before the step
             runtime.probes.finish()
             report_iteration(runtime)
             if runtime.to_validate is not None:
@@ -167,7 +167,7 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
 def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
     """What train_step returned, or would have, for a step that this shard has already taken."""
     runtime.progress.agreed(outcome)
-    runtime.progress.stage = Stage.STEPPED
+    runtime.progress.stage = IterationPhase.STEPPED
     count_again(runtime, outcome)
     tell_of_experts(runtime, outcome)
     return _agreed_losses(runtime, outcome), int(outcome.skipped), False, False, 0, outcome.grad_norm, None, 0

@@ -42,7 +42,7 @@ from megatron_resihp.integration.world.world import build_model_parallel, build_
 from megatron_resihp.plan.slices import all_shards, cuts_of
 from megatron_resihp.plan.spelling import spelled_out
 from megatron_resihp.protocol.published import Decision, EmergencyCheckpointOrder, EpochPlan
-from megatron_resihp.protocol.records import Commit, Stage
+from megatron_resihp.protocol.records import Commit, IterationPhase
 
 
 class ContractBroken(RuntimeError):
@@ -234,9 +234,9 @@ def apply_commit(runtime: Runtime, commit: Commit) -> int:
         raise ContractBroken(f"worker {runtime.worker} is in iteration {progress.iteration}, before {commit.iteration}")
     if progress.iteration > commit.iteration:
         return 1
-    if progress.stage is Stage.COMPUTE:
+    if progress.stage is IterationPhase.COMPUTE:
         raise ContractBroken(f"iteration {commit.iteration} was agreed on while worker {runtime.worker} computed it")
-    if progress.stage is not Stage.STEPPED:
+    if progress.stage is not IterationPhase.STEPPED:
         assert commit.outcome is not None
         progress.agreed(commit.outcome)
         take_step(runtime, commit.outcome)
@@ -378,7 +378,7 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
 
 def _stand_by(runtime: Runtime, commit: Commit) -> None:
     """A standby goes on right after the committed step."""
-    runtime.progress.iteration, runtime.progress.stage = commit.iteration, Stage.STEPPED
+    runtime.progress.iteration, runtime.progress.stage = commit.iteration, IterationPhase.STEPPED
     if commit.replay:
         assert commit.outcome is not None
         count_again(runtime, commit.outcome)

@@ -11,7 +11,7 @@ from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import record_digests
 from megatron_resihp.integration.step.buddies import share_gradients
 from megatron_resihp.integration.step.step import agree, take_step
-from megatron_resihp.protocol.records import Stage
+from megatron_resihp.protocol.records import IterationPhase
 
 
 def keep_current(runtime: Runtime) -> None:
@@ -23,7 +23,7 @@ def keep_current(runtime: Runtime) -> None:
         runtime.ask_for_plans(runtime.progress.iteration)
         share_gradients(runtime)
         runtime.control.check()
-        runtime.progress.stage = Stage.REDUCED
+        runtime.progress.stage = IterationPhase.REDUCED
         outcome = agree(runtime, 0.0)
         runtime.progress.agreed(outcome)
         runtime.on_trial = False

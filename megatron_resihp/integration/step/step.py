@@ -25,7 +25,7 @@ from megatron_resihp.integration.step.loss_scale import (
 )
 from megatron_resihp.integration.step.optimizer_shards import gather_parameters, step_part
 from megatron_resihp.protocol.notices import PlanChange, ValidationOrder
-from megatron_resihp.protocol.records import Outcome, Stage
+from megatron_resihp.protocol.records import IterationPhase, Outcome
 
 SHARED_COUNTERS = (
     "iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "scheduler_steps",
@@ -56,7 +56,7 @@ def agreed_step(runtime: Runtime) -> StepResult:
     runtime.probes.synchronized()
     # Only now has the host seen every gradient collective complete; an aborted one returns garbage.
     runtime.control.check()
-    runtime.progress.stage = Stage.REDUCED
+    runtime.progress.stage = IterationPhase.REDUCED
     _record_samples(runtime)
     runtime.reach("norm")
     norm_squared = local_norm_squared(runtime)
@@ -247,7 +247,7 @@ def take_step(runtime: Runtime, outcome: Outcome) -> None:
         if bool(runtime.held) if kept is None else kept.owns:
             _step_own(runtime, optimizer, outcome, inverse)
     move_scale(optimizer, outcome.skipped)
-    runtime.progress.stage = Stage.STEPPED
+    runtime.progress.stage = IterationPhase.STEPPED
 
 
 def _step_own(runtime: Runtime, optimizer: Any, outcome: Outcome, inverse: torch.Tensor | None) -> None:

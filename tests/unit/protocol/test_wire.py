@@ -26,7 +26,7 @@ from megatron_resihp.protocol.messages import (
 )
 from megatron_resihp.protocol.notices import NOTICES, PlanChange, StopTraining
 from megatron_resihp.protocol.published import DECISIONS, EpochPlan
-from megatron_resihp.protocol.records import Outcome, Record, Stage
+from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
 from megatron_resihp.protocol.wire import LARGEST, Kinds, MalformedError
 
 EVERY_KIND = [(kinds, kind) for kinds in ALL for kind in kinds.classes]
@@ -70,7 +70,9 @@ def test_each_field_is_there_and_of_its_type_and_no_other(data: st.DataObject) -
         assert refused({**whole, "body": surplus}, kinds) == f"{who}: 'weather' is unknown"
 
 
-RECORD = Record(5, Stage.COMPUTE, True, {4: Outcome(0, 1.5, ((8.0, 4.0),), ("lm loss",))}, {5: {"iteration": 4}})
+RECORD = Record(
+    5, IterationPhase.COMPUTE, True, {4: Outcome(0, 1.5, ((8.0, 4.0),), ("lm loss",))}, {5: {"iteration": 4}}
+)
 REPORT = SurvivorReport(3, 0, RECORD, (Shard(0, 3, 0, 1),))
 
 

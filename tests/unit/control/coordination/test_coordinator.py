@@ -30,7 +30,7 @@ from megatron_resihp.protocol.messages import (
 )
 from megatron_resihp.protocol.notices import NOTICES, WorkersGivenUp
 from megatron_resihp.protocol.published import DECISIONS, EmergencyCheckpointOrder, EpochPlan
-from megatron_resihp.protocol.records import Record, Stage
+from megatron_resihp.protocol.records import IterationPhase, Record
 from megatron_resihp.protocol.wire import Letter
 
 REPORT_S = 60.0
@@ -77,7 +77,7 @@ def ready(worker: int, epoch: int) -> Ready:
 
 
 def report(worker: int) -> SurvivorReport:
-    record = Record(5, Stage.COMPUTE, counters={n: {"iteration": n - 1} for n in (4, 5)})
+    record = Record(5, IterationPhase.COMPUTE, counters={n: {"iteration": n - 1} for n in (4, 5)})
     return SurvivorReport(worker, 0, record, (Shard(0, 3, 0, 1),))
 
 
@@ -188,7 +188,7 @@ def test_before_the_first_iteration_there_is_nothing_to_save() -> None:
 @pytest.mark.parametrize(
     ("action", "exited", "cause", "died_at"),
     [
-        ("kill", {}, "drill, exit signal 9", 0.25),
+        ("kill", {}, "fault injection, exit signal 9", 0.25),
         ("rebuild", {}, "exit signal 9", 1.0),
         ("rebuild", {"cause": "out-of-memory killer"}, "out-of-memory killer, exit signal 9", 1.0),
     ],

@@ -70,7 +70,7 @@ from megatron_resihp.protocol.notices import (
     WorkersTakenIn,
 )
 from megatron_resihp.protocol.published import END, JobEnd
-from megatron_resihp.protocol.records import Outcome, Record, Stage
+from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
 from megatron_resihp.protocol.version import VERSION
 from megatron_resihp.protocol.wire import MalformedError
 
@@ -78,7 +78,7 @@ SIZE = JobSize(2, 2)
 HEARD_S = 30.0
 COUNTERS = {"iteration": 4, "consumed_train_samples": 16, "totals": {"lm loss": 1.0}}
 OUTCOMES = {n: Outcome(0, 1.5, ((8.0, 4.0),), ("lm loss",)) for n in (4, 5)}
-RECORD = Record(5, Stage.COMPUTE, True, OUTCOMES, {4: COUNTERS, 5: COUNTERS}, 0, ("lm loss",))
+RECORD = Record(5, IterationPhase.COMPUTE, True, OUTCOMES, {4: COUNTERS, 5: COUNTERS}, 0, ("lm loss",))
 PLAN = {
     "version": 2, "replicas": [{"stages": [[0], [2]], "micro_batches": [0, 1]},
                                {"stages": [[1], [3]], "micro_batches": [2, 3]}], "standbys": {},

@@ -63,7 +63,7 @@ from megatron_resihp.protocol.notices import (
     WorkersTakenIn,
 )
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
-from megatron_resihp.protocol.records import Outcome, Record, Stage
+from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
 
 LIMITS = Limits(report_s=10.0, build_s=100.0, salvage_s=50.0, recoveries_per_iteration=3)
 
@@ -85,7 +85,7 @@ class Job:
         self.description = JobDescription(tensor, pipeline, micro_batches, self.own, 8, False, True)
         self.now = 0.0
         self.iteration = 5
-        self.at: dict[int, tuple[int, Stage]] = {}
+        self.at: dict[int, tuple[int, IterationPhase]] = {}
         self.held: dict[int, tuple[Shard, ...]] = {}
         self.actions: list[Action] = []
 
@@ -146,8 +146,8 @@ class Job:
         }
 
     def record(self, worker: int) -> Record:
-        iteration, stage = self.at.get(worker, (self.iteration, Stage.COMPUTE))
-        known = [n for n in (iteration - 1, iteration) if n < iteration or stage >= Stage.AGREED]
+        iteration, stage = self.at.get(worker, (self.iteration, IterationPhase.COMPUTE))
+        known = [n for n in (iteration - 1, iteration) if n < iteration or stage >= IterationPhase.AGREED]
         plan = self.membership.plan
         return Record(
             iteration, stage, plan is None or plan.replica_of(worker) is not None,
@@ -161,7 +161,7 @@ class Job:
 
     def leave(self, *workers: int) -> list[Action]:
         """Workers report after the step that all have agreed on."""
-        self.at = {worker: (self.iteration, Stage.STEPPED) for worker in self.membership.living}
+        self.at = {worker: (self.iteration, IterationPhase.STEPPED) for worker in self.membership.living}
         return self.report(*workers)
 
     def kill(self, worker: int, number: int = signal.SIGKILL) -> list[Action]:
@@ -319,7 +319,7 @@ class TestRecovery:
 
     def test_a_step_that_somebody_agreed_on_is_everybodys(self) -> None:
         job = Job().start()
-        job.at = {1: (5, Stage.AGREED), 2: (5, Stage.REDUCED), 3: (5, Stage.REDUCED)}
+        job.at = {1: (5, IterationPhase.AGREED), 2: (5, IterationPhase.REDUCED), 3: (5, IterationPhase.REDUCED)}
         job.kill(0)
         actions = job.report(1, 2, 3)
         published = only(EpochPlan, actions)
@@ -750,7 +750,7 @@ class TestNoPlan:
     def test_the_step_that_is_saved_is_told_once(self) -> None:
         """Nobody goes on and would tell its loss."""
         job = Job().start()
-        job.at[1] = (5, Stage.AGREED)
+        job.at[1] = (5, IterationPhase.AGREED)
         job.kill(2)
         job.kill(3)
         actions = job.report(0, 1)
@@ -816,7 +816,7 @@ class TestNoPlan:
     def test_nobody_knows_where_to_go_on(self) -> None:
         job = Job().start()
         job.kill(0)
-        empty = Record(5, Stage.COMPUTE)
+        empty = Record(5, IterationPhase.COMPUTE)
         end = only(End, job.report(1, 2, 3, record=empty))
         assert end.code == exit_codes.RETRY and "no survivor knows" in end.reason
 
@@ -1475,9 +1475,9 @@ class TestWhateverHappens:
             case "apply":
                 job.apply(self._any_plan(job, data))
             case "report":
-                agreed = data.draw(st.sampled_from([Stage.REDUCED, Stage.AGREED]))
+                agreed = data.draw(st.sampled_from([IterationPhase.REDUCED, IterationPhase.AGREED]))
                 if job.membership.phase is Phase.RUNNING:
-                    job.at = {each: (job.iteration, Stage.REDUCED) for each in job.members}
+                    job.at = {each: (job.iteration, IterationPhase.REDUCED) for each in job.members}
                     job.at[worker] = (job.iteration, agreed)
                 if worker in job.held:
                     job.report(worker, epoch=epoch)

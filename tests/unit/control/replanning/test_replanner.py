@@ -21,7 +21,7 @@ from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, spelled_ou
 from megatron_resihp.planner import JobShape
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import JobStarted, ModelBuilt, PlanRequest, ProcessExited, Ready, SurvivorReport
-from megatron_resihp.protocol.records import Outcome, Record, Stage
+from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
 
 PLAN = ParallelPlan((Replica(((0,),), (0, 1)), Replica(((1,),), (2, 3))))
 NEXT = ParallelPlan((Replica(((0,), (1,)), (0, 1, 2, 3), (Chunk(0, 0, 1), Chunk(1, 1, 4))),))
@@ -190,7 +190,7 @@ def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
     tell(ProcessExited(1, -9, 0.0))
     outcomes, counters = {0: Outcome(0, 1.5, ((8.0, 4.0),), ("lm loss",))}, {0: {"iteration": 0}, 1: {"iteration": 1}}
     for worker in (3, 2, 0):
-        record = Record(1, Stage.COMPUTE, True, outcomes, counters)
+        record = Record(1, IterationPhase.COMPUTE, True, outcomes, counters)
         tell(SurvivorReport(worker, 0, record, (Shard(0, 4, 0, 1),)))
     [planned] = [event for event in told if event["event"] == "planned"]
     assert planned["made_ahead"] and planned["planning_s"] == 0.1

@@ -22,7 +22,7 @@ from megatron_resihp.protocol.messages import (
 )
 from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken, Notice, PlanChange
 from megatron_resihp.protocol.published import GO, Go
-from megatron_resihp.protocol.records import Record, Stage
+from megatron_resihp.protocol.records import IterationPhase, Record
 
 HEARD_S = 30.0
 
@@ -136,7 +136,7 @@ class Gone(Published):
     [
         lambda control: control.tell(TrainingFinished(1, 3)),
         lambda control: control.suspect(RuntimeError("gloo: Connection closed by peer"), HEARD_S),
-        lambda control: control.report(Record(3, Stage.COMPUTE), ()),
+        lambda control: control.report(Record(3, IterationPhase.COMPUTE), ()),
         lambda control: control.count("salvaged"),
     ],
     ids=["a message", "a suspicion", "a report", "a count"],

@@ -13,21 +13,21 @@ from megatron_resihp.control.worker.noticeboard import Noticeboard
 from megatron_resihp.control.worker.survivors import Decision, Standing, awaited, decide, missing, part_of
 from megatron_resihp.plan import Coordinate, Shard
 from megatron_resihp.protocol.coding import decode, encode
-from megatron_resihp.protocol.records import Outcome, Record, Stage
+from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
 
 FIRST, SECOND = (Shard(0, 2, 0, 1),), (Shard(2, 4, 0, 1),)
 OUTCOME = Outcome(0, 1.5)
 
 
-def told(iteration: int, stage: Stage, held: tuple[Shard, ...], **more: Any) -> Standing:
+def told(iteration: int, stage: IterationPhase, held: tuple[Shard, ...], **more: Any) -> Standing:
     """By a worker that keeps counters of this iteration and the one before, and what was agreed on."""
-    agreed = {iteration - 1: OUTCOME, **({iteration: OUTCOME} if stage >= Stage.AGREED else {})}
+    agreed = {iteration - 1: OUTCOME, **({iteration: OUTCOME} if stage >= IterationPhase.AGREED else {})}
     counters: dict[int, dict[str, Any]] = {iteration - 1: {"at": iteration - 1}, iteration: {"at": iteration}}
     return Standing(Record(iteration, stage, outcomes=agreed, counters=counters), held, **more)
 
 
 def test_survivors_in_the_same_iteration_save_the_one_before() -> None:
-    everybody = {2: told(7, Stage.COMPUTE, FIRST), 3: told(7, Stage.REDUCED, SECOND)}
+    everybody = {2: told(7, IterationPhase.COMPUTE, FIRST), 3: told(7, IterationPhase.REDUCED, SECOND)}
     decision = decide(everybody, "salvage")
     assert decision.commit.iteration == 6 and not decision.commit.replay
     assert decision.writers == {2: FIRST, 3: SECOND}
@@ -36,7 +36,11 @@ def test_survivors_in_the_same_iteration_save_the_one_before() -> None:
 
 def test_who_has_heard_of_the_agreement_takes_the_others_with_it() -> None:
     """Who has reduced the gradients takes the step now; who is an iteration on drops its work."""
-    everybody = {2: told(7, Stage.REDUCED, FIRST), 3: told(7, Stage.AGREED, SECOND), 4: told(8, Stage.COMPUTE, FIRST)}
+    everybody = {
+        2: told(7, IterationPhase.REDUCED, FIRST),
+        3: told(7, IterationPhase.AGREED, SECOND),
+        4: told(8, IterationPhase.COMPUTE, FIRST),
+    }
     decision = decide(everybody, "salvage")
     assert decision.commit.iteration == 7 and decision.commit.outcome == OUTCOME
     assert decision.writers == {2: FIRST, 3: SECOND}
@@ -45,29 +49,29 @@ def test_who_has_heard_of_the_agreement_takes_the_others_with_it() -> None:
 
 def test_iterations_are_never_mixed() -> None:
     """A worker that nobody heard in time is an iteration on, and can't go back."""
-    decision = decide({2: told(7, Stage.REDUCED, FIRST)}, "salvage")
+    decision = decide({2: told(7, IterationPhase.REDUCED, FIRST)}, "salvage")
     assert decision.commit.iteration == 6
-    assert part_of(3, told(7, Stage.STEPPED, SECOND), decision) is None
-    assert part_of(3, told(9, Stage.COMPUTE, SECOND), decision) is None
-    assert part_of(3, told(7, Stage.COMPUTE, SECOND), decision) == SECOND, "it came late, and fits"
+    assert part_of(3, told(7, IterationPhase.STEPPED, SECOND), decision) is None
+    assert part_of(3, told(9, IterationPhase.COMPUTE, SECOND), decision) is None
+    assert part_of(3, told(7, IterationPhase.COMPUTE, SECOND), decision) == SECOND, "it came late, and fits"
 
 
 def test_a_record_that_contradicts_the_others_writes_nothing_of_theirs() -> None:
-    everybody = {2: told(7, Stage.COMPUTE, FIRST), 3: told(7, Stage.STEPPED, FIRST)}
+    everybody = {2: told(7, IterationPhase.COMPUTE, FIRST), 3: told(7, IterationPhase.STEPPED, FIRST)}
     decision = decide(everybody, "salvage")
     assert decision.writers == {3: FIRST} and part_of(2, everybody[2], decision) is None
 
 
 def test_each_writes_its_own_parts_of_a_distributed_optimizer() -> None:
-    decision = decide({w: told(7, Stage.COMPUTE, FIRST, in_parts=True) for w in (2, 3)}, "salvage")
+    decision = decide({w: told(7, IterationPhase.COMPUTE, FIRST, in_parts=True) for w in (2, 3)}, "salvage")
     assert decision.writers == {2: FIRST, 3: FIRST}
 
 
 def test_standbys_alone_do_not_know_where_the_run_was() -> None:
-    standby = Standing(Record(7, Stage.STEPPED, works=False, outcomes={7: OUTCOME}), FIRST)
+    standby = Standing(Record(7, IterationPhase.STEPPED, works=False, outcomes={7: OUTCOME}), FIRST)
     with pytest.raises(NoCommitError):
         decide({2: standby}, "salvage")
-    joining = Standing(Record(7, Stage.STEPPED, counters={7: {}}), FIRST)
+    joining = Standing(Record(7, IterationPhase.STEPPED, counters={7: {}}), FIRST)
     with pytest.raises(NoCommitError, match="agreed on for iteration 7"):
         decide({2: joining}, "salvage")
 
@@ -85,7 +89,7 @@ def test_what_is_missing_is_named() -> None:
 
 def test_the_first_decision_binds_all(tmp_path: Path) -> None:
     boards = [Noticeboard(tmp_path / "board", worker) for worker in (2, 3)]
-    standings = {2: told(7, Stage.COMPUTE, FIRST), 3: told(7, Stage.AGREED, SECOND)}
+    standings = {2: told(7, IterationPhase.COMPUTE, FIRST), 3: told(7, IterationPhase.AGREED, SECOND)}
     boards[0].pin("record", encode(standings[2]))
     alone = boards[0].gather("record", {2, 3}, timeout_s=0.0)
     assert alone.keys() == {2}
