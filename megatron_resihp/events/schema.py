@@ -221,7 +221,7 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
                 TEXT,
                 '"exit signal 9", "no heartbeat for 5.0 s", "connection lost", "fenced itself" (it was cut off and '
                 'ended), "did not report within 60 s", "node lost: …"; of one not taken in yet also why it ended. '
-                'Where that is known, first why: "drill, …", "out-of-memory killer, …", or its last words',
+                'Where that is known, first why: "fault injection, …", "out-of-memory killer, …", or its last words',
             ),
             Field("died_at", NUMBER, "best known time of death, in Unix seconds", required=False),
             Field("noticed_at", NUMBER, "when the coordinator knew", required=False),

@@ -104,7 +104,7 @@ def test_one_survivor_of_each_shard_is_too_few_once_another_is_lost(jobs: Jobs) 
     job = jobs.run(tiny(**PIPELINE, resihp_inject=injections), workers=4)
     assert job.code == exit_codes.NO_PLAN, job.tails()
     assert len(job.summary.recoveries) == 2
-    assert {death.cause for death in job.summary.deaths} == {"drill, exit signal 9"}
+    assert {death.cause for death in job.summary.deaths} == {"fault injection, exit signal 9"}
     assert job.summary.places == dict.fromkeys(range(4), socket.gethostname().partition(".")[0])
     assert "the state of stage 0 TP rank 0 is held by no survivor" in job.output()
     assert job.summary.salvages[0].iteration == 5

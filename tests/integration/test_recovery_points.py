@@ -167,7 +167,7 @@ def test_a_stopped_worker_is_given_up_and_ends_itself(jobs: Jobs, layout: dict[s
         workers=4, script=WISHING, heartbeat_timeout_s=6.0, wishes=holds,
     )  # fmt: skip
     death = job.await_event("worker_dead", dead=1)
-    assert death["cause"].startswith("drill, no heartbeat for 6.")
+    assert death["cause"].startswith("fault injection, no heartbeat for 6.")
     job.await_event("recovery", to_epoch=1)
     stopped = job.worker_pids()[1]
     assert is_alive(stopped)
