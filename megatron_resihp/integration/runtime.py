@@ -107,16 +107,20 @@ class Runtime:
     notes and must not block.
 
     Attributes:
-        derived: what Megatron derives from the job's arguments for other degrees. plan: the plan of the current epoch.
-        own_layout: what the job's own arguments say of its layout. shares_optimizer: whether the job uses the
-        distributed optimizer where it can. tokens: that the losses of this iteration on this worker were summed over,
-        under a heterogeneous plan. seen_documents: Σ l and Σ l² of the documents that this worker counts in this
-        iteration, under a heterogeneous plan. documents: the same of all workers, agreed on in the last step and not
-        told Megatron yet. held: the shards whose state `trained` is. heterogeneous: the plan as this worker sees it
-        where Megatron's own groups can't run it; None where they can. routes, exchange: under a heterogeneous plan this
-        worker's steps, and what carries their results. running_chunk: under a heterogeneous plan which of this worker's
-        chunks is being run. buckets: under a heterogeneous plan, whose gradients are summed with whom. ring, kept: with
-        the distributed optimizer where gradients go for the copies of its parts, and what of its state
+        derived: what Megatron derives from the job's arguments for other degrees.
+        plan: the plan of the current epoch.
+        own_layout: what the job's own arguments say of its layout.
+        shares_optimizer: whether the job uses the distributed optimizer where it can.
+        tokens: that the losses of this iteration on this worker were summed over, under a heterogeneous plan.
+        seen_documents: Σ l and Σ l² of the documents that this worker counts in this iteration, under a heterogeneous
+            plan.
+        documents: the same of all workers, agreed on in the last step and not told Megatron yet.
+        held: the shards whose state `trained` is.
+        heterogeneous: the plan as this worker sees it where Megatron's own groups can't run it; None where they can.
+        routes, exchange: under a heterogeneous plan this worker's steps, and what carries their results.
+        running_chunk: under a heterogeneous plan which of this worker's chunks is being run.
+        buckets: under a heterogeneous plan, whose gradients are summed with whom.
+        ring, kept: with the distributed optimizer where gradients go for the copies of its parts, and what of its state
             is current here.
         trained: the live training objects; pretrain's own references stay valid, recovery fills them anew.
         parameter_kinds: of the whole model, once the job's first workers have told each other.

@@ -34,9 +34,9 @@ class Link:
     """Posts to the coordinator and hears when the job is over.
 
     Args:
-        connect: opens a connection to the store, waiting for it; StoreError if it does not come. introduce: run first
-        on the connection that then waits for the end; StoreError refuses the link. The liveness connection
-            that it returns is held as long as the link.
+        connect: opens a connection to the store, waiting for it; StoreError if it does not come.
+        introduce: run first on the connection that then waits for the end; StoreError refuses the link. The liveness
+            connection that it returns is held as long as the link.
         on_end: told, in a thread of the link, how the workers are to end.
         on_slowness: told, in another, what fault injections have slowed, where agents have to do it.
         on_given_up: told, in that one too, which workers the coordinator has given up.
