@@ -54,9 +54,9 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.source is None:
         namespace.parser.print_help()
         return 2
+    from megatron_resihp.report.console import console_for
     from megatron_resihp.report.detect.detection import BadInput, detect, write
     from megatron_resihp.report.detect.terminal import render
-    from megatron_resihp.report.run.terminal import console_for
 
     try:
         found = detect(namespace.source, namespace.false_alarms_per_job, namespace.warm_up)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
+from megatron_resihp.report.detect.detection import Detection
 from megatron_resihp.report.words import count, listing
-
-if TYPE_CHECKING:
-    from megatron_resihp.report.detect.detection import Detection
 
 MOST_LEFT_OUT = 5
 

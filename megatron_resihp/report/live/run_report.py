@@ -50,7 +50,8 @@ class RunReport:
 
     def finish(self) -> None:
         """Close the log and print what it says of the whole run, and what it lacks."""
-        from megatron_resihp.report.run.terminal import console_for, render
+        from megatron_resihp.report.console import console_for
+        from megatron_resihp.report.run.terminal import render
 
         self._log.close()
         self._progress.close()

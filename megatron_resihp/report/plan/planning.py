@@ -23,13 +23,13 @@ from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.joint import UNEVEN, joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Change, Entry
 from megatron_resihp.planner.strategy import Strategy
+from megatron_resihp.report.console import console_for, progress_bar
 from megatron_resihp.report.drawing import drawing
 from megatron_resihp.report.plan.answer import Answer, Situation, ask, to_json
 from megatron_resihp.report.plan.health_flags import HealthFlagError, health_of
 from megatron_resihp.report.plan.source import Source, SourceError, source_of
 from megatron_resihp.report.plan.terminal import render
 from megatron_resihp.report.planning_clock import planning_clock
-from megatron_resihp.report.run.terminal import console_for, progress_bar
 
 DEFAULT: Final = "joint" if "joint" in STRATEGIES else next(iter(STRATEGIES))
 

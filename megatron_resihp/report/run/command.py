@@ -101,6 +101,7 @@ def _draw(summary: RunSummary, reference: RunSummary | None, path: Path) -> None
 
 
 def _render(summary: RunSummary) -> None:
-    from megatron_resihp.report.run.terminal import console_for, render
+    from megatron_resihp.report.console import console_for
+    from megatron_resihp.report.run.terminal import render
 
     render(summary, console_for(sys.stdout))

@@ -5,15 +5,12 @@ May import: the standard library, rich and this package's modules.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from typing import TextIO
 
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -35,21 +32,9 @@ from megatron_resihp.report.words import (
     worker_at,
 )
 
-WIDTH = 100
 DEATHS = "Deaths (iteration: the last one applied; ms: until noticed)"
 MAX_ROWS = 20
 """Rows of a table; a run that failed more often shows its last ones."""
-
-
-def console_for(stream: TextIO) -> Console:
-    """A console of the page's width; rich leaves out colour where `stream` is no terminal."""
-    natural = Console(file=stream)
-    return Console(file=stream, width=min(WIDTH, natural.width) if natural.is_terminal else WIDTH, highlight=False)
-
-
-def progress_bar() -> Progress:
-    """On stderr, and gone once all is done; nothing is drawn where that is no terminal."""
-    return Progress(console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())
 
 
 def render(summary: RunSummary, console: Console) -> None:

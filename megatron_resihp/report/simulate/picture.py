@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megatron_resihp.report.simulate.result import Simulation
 from megatron_resihp.simulator.cluster import healths
 from megatron_resihp.simulator.traces import HOUR
-
-if TYPE_CHECKING:
-    from megatron_resihp.report.simulate.simulation import Simulation
 
 GRID, CAPACITY = "#e8e8e8", "#999999"
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -19,10 +18,11 @@ from typing import Any, Final, Protocol
 from megatron_resihp.config import suggestion
 from megatron_resihp.planner.strategies.joint import DEFAULT, joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
+from megatron_resihp.report.console import console_for, progress_bar
 from megatron_resihp.report.planning_clock import planning_clock
-from megatron_resihp.report.run.terminal import console_for, progress_bar
+from megatron_resihp.report.simulate.result import Simulation
 from megatron_resihp.report.simulate.terminal import render
-from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, capacity, capacity_asked, run
+from megatron_resihp.simulator.cluster import UNMITIGATED, Judge, Outcome, run
 from megatron_resihp.simulator.scenario import Scenario, ScenarioError
 from megatron_resihp.simulator.scenario_file import scenario_of
 from megatron_resihp.simulator.sizes import SizesError
@@ -51,38 +51,6 @@ class Published(Protocol):
     def scenario(self, name: str, orders: int, micro_batches: int) -> Scenario:
         """The experiment, with so many random orders of failures; ScenarioError if there is none of that name."""
         ...
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """What came out.
-
-    Attributes:
-        scenario: what was simulated.
-        outcomes: of each strategy, one for each trace.
-        healthy_samples_per_s: of the layout at the start, with all workers well.
-        second_step: whether `joint` took its second step.
-    """
-
-    scenario: Scenario
-    outcomes: Mapping[str, Sequence[Outcome]]
-    healthy_samples_per_s: float
-    second_step: bool
-
-    @property
-    def capacity(self) -> float:
-        """Σ p over live workers ÷ all workers, the mean over sessions."""
-        traces = self.scenario.traces
-        return statistics.fmean(capacity(trace, self.scenario.sizes.workers) for trace in traces)
-
-    def share(self, name: str) -> float:
-        """A strategy's throughput ÷ (capacity × throughput with all workers well), the capacity of the whole time."""
-        traces = self.scenario.traces
-        asked = statistics.fmean(capacity_asked(trace, self.scenario.sizes.workers) for trace in traces)
-        return self.samples_per_s(name) / (asked * self.healthy_samples_per_s)
-
-    def samples_per_s(self, name: str) -> float:
-        return statistics.fmean(outcome.samples_per_s for outcome in self.outcomes[name])
 
 
 def simulate(namespace: argparse.Namespace, published: Published) -> None:

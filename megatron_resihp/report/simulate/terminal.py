@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_resihp.report.simulate.result import Simulation
 from megatron_resihp.report.words import count, duration, rate
-
-if TYPE_CHECKING:
-    from megatron_resihp.report.simulate.simulation import Simulation
 
 
 def render(found: Simulation, console: Console) -> None:

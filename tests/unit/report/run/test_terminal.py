@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from megatron_resihp.report.console import WIDTH, console_for
 from megatron_resihp.report.run.run_summary import RunSummary
 from megatron_resihp.report.run.shape import describe, layers, micro_batches
 from megatron_resihp.report.run.standing import Launcher, with_standing
 from megatron_resihp.report.run.summary import summarize, with_reference
-from megatron_resihp.report.run.terminal import DEATHS, WIDTH, console_for, render
+from megatron_resihp.report.run.terminal import DEATHS, render
 from megatron_resihp.report.words import duration, size
 
 
