@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the package that pyproject.toml describes, and puts the scripts that a user of the wheel needs into it.
 
 All metadata is in pyproject.toml. Imports setuptools only.

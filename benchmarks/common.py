@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the benchmarks share: the small job that they run, its processes seen from outside, and how results are printed.
 
 May import the standard library and `megatron_resihp.report`; no torch, no megatron, so that measuring costs the job

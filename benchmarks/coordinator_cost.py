@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What judging costs the coordinator: all that it does with the records of a job of 10,000 synthetic workers.
 
 For `overhead.py`, which runs it in a process of its own that is held on one core. `DetectionService.take` is called for

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """How reliably a slow worker or link is named: this project's detector, Greyhound's and ResiHP's on identical jobs.
 
     python benchmarks/detection.py [--jobs N] [--quick] [--results DIR] [--plot FILE]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What --resihp costs a job that nothing happens to.
 
     python benchmarks/healthy.py [--rounds N]

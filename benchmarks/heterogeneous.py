@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A model of unlike layers that nobody fails: the planner's pipeline against Megatron's, real processes.
 
     python benchmarks/heterogeneous.py [--time-scale S] [--iterations N]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker of a running job killed from outside, and what the event log says of how the job went on.
 
 Clock: Unix time.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What measuring costs: the probes' share of the training thread's time, and how many workers' messages a second the
 coordinator judges on one core.
 

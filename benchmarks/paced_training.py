@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/pretrain_gpt.py, made to stop after so many iterations until it is told to go on. Run by healthy.py.
 
     PACE=SOCKET DEVICE_S=SECONDS … paced_training.py MEGATRON'S FLAGS

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much faster tuned pipelines are than Megatron's schedules, on healthy devices and models whose layers differ.
 
 For each of a fixed list of models and sizes: the makespan of one pipeline's micro-batches with Megatron's 1F1B, with

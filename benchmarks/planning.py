@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """How long the joint strategy plans, and how good its plans are.
 
     python benchmarks/planning.py [--sizes 64 256 …] [--instances N] [--malleus-sizes 64 …] [--small N]

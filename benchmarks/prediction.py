@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How well times of micro-batches and iterations are predicted, in percent, on documents that the fit has not seen.
 
 Trains a small GPT on packed real documents (the standard library's docstrings) under the emulated clock, 8 workers at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the probes cost the training thread: Megatron's seams wrapped and unwrapped around the same work, in turns.
 
 For `overhead.py`. One worker in the middle of a pipeline: for each micro-batch it receives, runs forward, sends,

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The published experiments of ResiHP (arXiv 2605.06374, section 8), simulated: published and simulated side by side.
 
     python benchmarks/published.py [--quick] [--models NAME ...] [--micro-batches N ...] [--orders N] [--results DIR]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cells of the published experiments, measured in several processes and kept in a directory.
 
 A cell is an experiment with one model and one number of micro-batches, for all random orders. Imports

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published and simulated numbers side by side, as text. Imports `megatron_resihp.lab.published`."""
 
 import statistics

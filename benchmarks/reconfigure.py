@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """How long training stands still when a running job changes its plan, by choice or because a worker has died.
 
     python benchmarks/reconfigure.py [--rounds N] [--kills N]

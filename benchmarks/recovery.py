@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """How long a killed worker stops training: in place, and with torchrun restarting from checkpoints.
 
     python benchmarks/recovery.py [--kills N] [--quick] [--plot FILE]

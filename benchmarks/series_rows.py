@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of `detection.py` on series of iteration times without workers; Greyhound's beside some of them.
 
 What is right is said in `lab/detection/series_scoring.py`, the kinds of series in `series.py` beside it.

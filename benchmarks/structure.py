@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """How the code is built: sizes, classes, imports, and the words of the docs. Prints one JSON object.
 
     python benchmarks/structure.py [--root DIR] [--details]

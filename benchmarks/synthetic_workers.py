@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records of the workers of a large healthy job, made up: what thousands of probes would send to the coordinator.
 
 For `overhead.py`. 1F1B's ops and transfers with documents that differ, ops that scatter by 3 %, devices by 1 % and

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Samples per second with failed and slow devices: real processes on the emulated clock, plan by plan.
 
     python benchmarks/throughput.py [--cases NAME …] [--time-scale S]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The detector on recorded jobs of others: who is named, and whether anybody is who should not be.
 
 Takes the recordings' directory as `--traces DIR` or from RESIHP_TRACES; without it prints that they were left out. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps a Megatron-LM training job running when GPUs die, slow down or come back.
 
 `resihp launch` does all that is needed. Who starts workers in another way writes, before anything of Megatron is used:

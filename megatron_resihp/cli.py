@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `resihp` command: its sub-commands, and how they are wired together.
 
 May import: every package; the packages of a sub-command only when it is asked for.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The --resihp* flags: one dataclass is the source for argparse, the documentation and JSON. Imports nothing."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the small install leaves out, and the line that says so. May import: the standard library."""
 
 from __future__ import annotations

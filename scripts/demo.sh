@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Shows what this project is for, in minutes and without a GPU: 8 workers (TP 2 x PP 2 x DP 2) train a GPT
 # twice, once undisturbed and once with all that can befall them. Worker 6 becomes slow, and is well again; then workers 5 and 2
 # are killed, one in each replica, and come back. Each time the job takes another plan in place: layers and micro-batches go

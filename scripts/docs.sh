@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds the documentation's site from docs/ into build/site, without the network. A link that leads nowhere, or a page that is in no
 # menu, is an error. Needs mkdocs: .venv/bin/python -m pip install --editable '.[docs]'
 set -euo pipefail

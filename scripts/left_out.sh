@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # For scripts that run pytest, to be sourced: afterwards `tell_what_was_left_out` names the tests that pytest has skipped,
 # and why (tests/conftest.py notes them).
 RESIHP_LEFT_OUT=$(mktemp)

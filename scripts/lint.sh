@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The formatter and the linters, as scripts/test.sh and the pre-commit hook run them: ruff, mypy, the import contracts. All their
 # settings are in pyproject.toml. All run even if one fails.
 #

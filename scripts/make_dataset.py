@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Turn text files, JSONL or Python sources into Megatron's indexed data set: PREFIX.bin and PREFIX.idx.
 
     scripts/make_dataset.py PREFIX 'books/*.txt'             one document per file

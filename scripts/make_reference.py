@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Print docs/reference.md: commands, flags of the job, strategies and public names, as the code has them.
 
     scripts/make_reference.py > docs/reference.md

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Runs the tests that are too many for every day: those marked `nightly`.
 #   scripts/nightly.sh                all of them
 #   scripts/nightly.sh --part 2/6     the second of six parts of about equal length

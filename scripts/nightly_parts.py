@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pytest plugin for scripts/nightly.sh: runs one of N parts of the tests that were collected, of about equal length.
 
 The collected order is cut, so that tests of a file, which share reference runs, stay together but for those at a cut.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Pretrain a GPT with Megatron, for users without a Megatron-LM checkout and for this project's tests.
 
 Takes Megatron's own flags and the --resihp* flags; data are --data-path, one data set per split, or --mock-data, with

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Makes .venv with this project and its test tools in it. Finds a Python >= 3.12 by itself. Does nothing, quickly, when
 # .venv is up to date. Prints one line and exits non-zero when it cannot.
 set -euo pipefail

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Checks everything: set-up, formatter and linters (scripts/lint.sh), then the unit and the integration tests.
 # Arguments go to pytest: scripts/test.sh -k store, scripts/test.sh tests/unit. With --coverage in front the unit tests are counted, which
 # takes longer, and the share of lines and branches that they run is printed. All steps run even if one fails, so that one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all tests share. Imports nothing heavy: the planner's tests should start at once."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control plane: what starts the workers, notices that one is gone, and agrees on who goes on.
 
 Importing this package imports nothing. From top to bottom: `commands`; `head`, for node 0; `node` and `worker`, for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What killed a worker, as far as its agent can see. Imports the standard library.
 
 `known_cause` is pure; `MemoryKills` reads counters of the kernel.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exit codes of `resihp launch`, which tell job scripts what to do next (docs/usage.md), and of workers.
 
 Imports nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many nodes and workers a job begins with, and how many it may have. Pure; imports nothing.
 
 A place is where a worker can be: those of the nodes that begin the job come first, then those of nodes that may join.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Under which keys of the store what `protocol` describes is found. Imports nothing.
 
 Messages go to one queue, `INBOX`. Notices are numbered keys that every worker reads in order. Plans have a key per

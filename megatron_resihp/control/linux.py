@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the control plane asks of Linux beyond what Python's own modules offer.
 
 May import: the standard library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is slowed on request: the state that the coordinator keeps and workers and agents are told. Pure.
 
 May import `config`, `protocol` and the standard library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of Megatron's arguments say what work costs: what workers tell a planner. Imports the standard library."""
 
 from typing import Final

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of each kind of block that Megatron builds: attention, MLP, experts, Mamba, embedding, head.
 
 Imports `parts`. Activations are those that Megatron keeps from F to B with fused kernels; they follow Korthikanti et

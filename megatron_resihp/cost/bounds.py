@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast an iteration can be at best with the devices that are left, whatever the plan.
 
 Imports `pipeline` and this package.

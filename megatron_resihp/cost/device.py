@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds of a plan's ops on a device that is known by its peak, before anything was measured.
 
 Imports numpy, `plan` and this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the parts of a plan cost in one job, layer by layer: the planner's view of time and memory.
 
 Imports numpy, `pipeline` and this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model as its list of layers, from Megatron's arguments. Imports `parts` and `blocks`.
 
 Embedding and head are layers of their own: layer 0 and the last one. Layer numbers here are those of a plan's chunks.

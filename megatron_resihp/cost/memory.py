@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that a plan takes on each worker: weights, gradients, optimizer, and the activations of its order of ops.
 
 Imports numpy, `pipeline`, `plan` and this package.

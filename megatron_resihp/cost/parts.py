@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer is made of: parameters, work and activations, and how tensor-parallel members share them out.
 
 Imports only the standard library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Known models as Megatron's arguments, so that sizes can be given by name. Imports `config` and `layers`.
 
 Sources: the models' own papers and published configurations. "llama2-30b", which was never released, is LLaMA's 30B (as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a device that is only emulated takes for its work: layer times, links and noise, from a JSON file.
 
 The files of this package are in `profiles/`. Imports the standard library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of a device's memory that plans may fill, and whether a change of plan fits into it.
 
 Imports `config`, `plan` and this package.

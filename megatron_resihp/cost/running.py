@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What work costs in a job that runs: from what its workers have told, the emulated device, or what was fitted.
 
 Imports numpy, `config`, `plan` and this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a model is trained, as far as memory and work depend on it. Imports the standard library."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stand-in that lets unmodified Megatron train on CPUs with gloo.
 
 Call `install()` before Megatron starts. It replaces the parts of `torch` and Megatron that need a GPU, one small

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m megatron_resihp.cpu SCRIPT ARGS...` runs an unmodified training script on CPUs.
 
 May import nothing but the standard library and `megatron_resihp.cpu`.

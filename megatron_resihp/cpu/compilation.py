@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`torch.compile` gives back the function as it is: compiling takes minutes on a CPU. May import torch."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's compiled dataset helper, which its wheel has and a fresh checkout hasn't: there the wheel's is borrowed.
 
 The wheel has no Makefile to compile with, and a checkout's needs pybind11. May import megatron.

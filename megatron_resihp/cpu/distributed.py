@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`torch.distributed` over gloo for a program that asks for NCCL. May import torch."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that are asked for on, or moved to, a CUDA device stay on the CPU. May import torch."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The few places in Megatron that refuse to run without a GPU's kernels. May import torch and megatron."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Torch's norms in Megatron without its refusals of sequence parallelism. May import torch."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal attention over documents packed in one sequence, one document at a time. May import torch.
 
 One attention per document costs the sum of the squared document lengths, as the packed kernels on a GPU do. A masked

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random numbers of the one device: `torch.cuda`'s generator is the CPU's default one. May import torch."""
 
 import functools

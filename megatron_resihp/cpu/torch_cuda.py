@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`torch.cuda` with one device, which is the CPU: streams run in order, events read the clock. May import torch."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validations under way: what suspects are asked to measure, and what their answers mean.
 
 Pure. One at a time, since all workers have to have heard of one before it can be run. Imports this package and

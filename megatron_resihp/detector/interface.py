@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every detector of this project offers, the published ones written here as baselines included.
 
 A detector is constructed for one epoch's layout and then sees each iteration once. All detectors of a comparison get

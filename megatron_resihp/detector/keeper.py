@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps what a run learns in its cost model file.
 
 Imports numpy, `cost` and this package; numba once there is something to fit.

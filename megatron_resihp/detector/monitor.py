@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The online detector: one iteration's observations in, verdicts out. Imports numpy and this package.
 
 It waits out what is not representative, warms up, and then judges every iteration (`judge`). Bad input is counted and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What takes time and is not a device's doing: named as information, never as a verdict. Imports numpy."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The detector of a running job: records and the run's events in; verdicts, as events, out.
 
 On node 0 in a thread of its own (`control.head.detection`). Everything that comes is kept in the run directory, so that

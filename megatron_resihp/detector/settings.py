@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the user may set of the detector. Imports only the standard library."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What evidence alone cannot decide: which micro-benchmarks on whom, and what their results mean.
 
 Pure; the benchmarks themselves run in `integration`, on the suspects only, at the next iteration boundary. ResiHP

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the detector says: which worker or link is slow, since when, how sure, and why.
 
 Imports only the standard library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run's event log: the names of its events, one writer, one reader.
 
 One JSON object a line in RUN_DIR/events.jsonl; `schema` says what each holds.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers that JSON cannot spell: NaN and the infinities travel as the strings "nan", "inf" and "-inf".
 
 An overflow step really has an infinite gradient norm, and a log that only Python can parse is no log.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every event holds: one table that checks events and writes docs/events.md.
 
 `python -m megatron_resihp.events.schema > docs/events.md` writes the page anew.

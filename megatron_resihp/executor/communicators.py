@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All communicators of one epoch: torch's default world, what is built in it, and side groups that reach standbys.
 
 May import torch and `plan`. Worker ids become torch ranks here and nowhere else.

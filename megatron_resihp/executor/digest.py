@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A digest of a shard's state that its holders compare. May import torch."""
 
 import hashlib

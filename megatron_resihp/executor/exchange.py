@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sends and receives the pieces of messages over gloo, while the worker computes. May import torch, `plan`, messages.
 
 NCCL would take another class with the same methods: it knows no tags, so each directed pair of workers needs a group of

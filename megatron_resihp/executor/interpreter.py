@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a worker's steps: `Work` is what is computed, `Exchange` how results cross. May import torch, `plan`, routes."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What crosses between two pipeline stages, and in which pieces. Imports `plan` only."""
 
 from collections.abc import Callable

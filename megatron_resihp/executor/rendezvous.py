@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A c10d store whose waits end when the epoch is broken. May import torch.
 
 Groups meet by waiting for keys of their peers. A peer that died while a group is built never writes its key, and c10d's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether workers' steps fit together: what is sent is received, in the same order, and all get through.
 
 Imports `plan`, `pipeline`'s orders, messages and routes; no torch, since whoever publishes plans holds them to this.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the results of ops go: every worker's steps, with what each step receives and sends. Imports `plan` only.
 
 All members of a stage run the same ops in the same order, so that their collectives match. Stages may differ in

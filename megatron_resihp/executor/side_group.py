@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gloo group that standbys can be in. May import torch and this package."""
 
 from collections.abc import Callable, Sequence

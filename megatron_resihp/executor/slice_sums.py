@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums gradients over workers whose shards are cut unlike each other. May import torch, `plan` and this package.
 
 Slices with the same holders make one bucket, summed over one group of them. Who holds a slice but has no gradient of it

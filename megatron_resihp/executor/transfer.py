@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves shards between workers over a side group. May import torch, `plan` and this package.
 
 At this stage a shard moves as a whole: whoever needs one lacks all of it.

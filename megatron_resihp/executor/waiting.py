@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bounded waiting for gloo's operations. May import torch.
 
 Ending gloo's connections makes its operations fail (`gloo_sockets`), except one for which gloo finds a dead peer's

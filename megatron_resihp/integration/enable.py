@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `megatron_resihp.enable()` does: the flags at once, everything else when --resihp turns out to be given.
 
 May import everything; megatron only inside functions, after the CPU stand-in is in place.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A patch as one object: what it replaces, why, which signature it was written for, and how to undo it.
 
 Imports the standard library only.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one worker knows about its job, shared by the patches. One per process. May import everything but `cpu`.
 
 The patches write here how far the iteration got; recovery reads it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ResiHP without some of its steps, each as far as it can go without them. Imports `plan`, `cost` and `planner`.
 
 ResiHP's steps (arXiv 2605.06374): TP makes groups smaller, PP gives slow stages fewer layers, DP moves work between

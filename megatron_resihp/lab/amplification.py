@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far one slow worker makes others idle (ResiHP, arXiv 2605.06374, section 8, failure amplification).
 
 Imports `plan`, `planner` and `cost`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost profiles that reproduce a published fault-free throughput, by one efficiency. Imports this package's modules.
 
 Only the fault-free column of the published table is used, so that whatever a strategy does under failures follows from

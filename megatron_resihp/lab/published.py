@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published experiments of ResiHP (arXiv 2605.06374, section 8) as jobs and traces, and what the text leaves open.
 
 The facts are in `data/resihp.json`. Imports numpy, `cost`, `planner` and this package's modules.

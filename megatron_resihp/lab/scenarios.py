@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published experiments by name, for `resihp simulate`. Imports `simulator` and this package's modules."""
 
 from megatron_resihp.lab import published

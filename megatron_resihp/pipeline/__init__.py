@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Op programs of pipeline schedules, and the simulator that times them. Imports numpy and numba, no torch.
 
 `op` and `program` say what is run where and in which order, `schedules` makes the programs of known schedules,

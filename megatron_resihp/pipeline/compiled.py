@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compilation of the loops over ops. Imports numba."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program as flat arrays: ops in an order in which they can be run, and what each waits for. Imports numpy and numba.
 
 Besides the op before it on its device, an op waits for at most one other: F for the F of the stage before, B for the B

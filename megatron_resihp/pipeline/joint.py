@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several pipelines that work for each other: a device may run the ops of a stage for another pipeline's micro-batches.
 
 Imports numpy, numba and this package. A stage is then not at home on one device as in a `Program`: each micro-batch

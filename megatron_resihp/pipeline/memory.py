@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many activations a program keeps alive. Imports numpy.
 
 A device runs its ops one after another, so what is alive depends on their order and not on their durations.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The smallest piece of work that a pipeline schedule orders. Imports only the standard library."""
 
 from enum import IntEnum

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In which order each device runs the ops of known schedules, and each stage those of a plan.
 
 Imports `plan` and this package's words only, no compiler: training processes and the coordinator need it.

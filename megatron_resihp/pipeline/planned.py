@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan's schedules ↔ programs. Imports `plan` and this package."""
 
 from collections.abc import Sequence

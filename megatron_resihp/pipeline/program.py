@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pipeline program: which device runs which op, and in which order. Imports numpy and numba."""
 
 from collections.abc import Sequence

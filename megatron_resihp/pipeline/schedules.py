@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The programs of known schedules: 1F1B and interleaved 1F1B as Megatron runs them, and zero-bubble ZB-H1.
 
 Imports nothing beyond `pipeline`. The orders of the first two are those of megatron-core 0.19,

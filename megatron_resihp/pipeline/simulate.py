@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When each op of a program starts and ends. Imports numpy and numba.
 
 t_start(v) = max over what v waits for, u, of t_end(u) + T_edge(u, v), with T_edge the P2P time where a result comes

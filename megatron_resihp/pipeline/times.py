@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Durations of ops and transfers as callers give them, checked and brought to full shape. Imports numpy."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who does what in an epoch. Immutable, validated, JSON in and out. Imports only the standard library."""
 
 from megatron_resihp.plan.difference import differences

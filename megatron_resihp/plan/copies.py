@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who keeps a copy of whose part of a distributed optimizer. Pure; imports this package only.
 
 Each part lives once, on the replica that owns it. So the holders of a shard of the model form a ring, working ones

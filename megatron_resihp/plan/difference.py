@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What changes from one plan to the next, in lines for people. Imports the other files of `plan`."""
 
 from collections.abc import Iterator

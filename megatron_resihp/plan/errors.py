@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is raised for a plan that can't be. Imports nothing."""
 
 

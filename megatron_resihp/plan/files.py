@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans in files. Imports only the standard library and this package.
 
 What they hold is not looked at; `ParallelPlan.from_dict` does that.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers each stage runs, as model chunks and in the words of Megatron's pipeline layout.
 
 Layers are numbered from 0, the embedding, to the last one, the head. Imports only the standard library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which micro-batches of a global batch each replica runs. Imports only the standard library.
 
 Micro-batch m of an iteration is always samples [m * mbs, (m + 1) * mbs) of its global batch; replicas differ only in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parallel plan of one epoch: replicas, stages, members, layers, micro-batches, order of ops, standbys.
 
 Imports only the standard library, so that planning answers on a laptop in a second.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places: a worker that is started anew has an id of its own and the place of the one that died. Imports `plan` only.
 
 A job of n places starts with workers 0, 1, … in the first of them, in all unless nodes may join later. The first worker

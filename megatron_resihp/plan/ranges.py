@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State that is cut by elements: who holds which part of a parameter, and who sends what. Standard library only.
 
 Megatron's distributed optimizer lays all parameters of a shard out in flat buffers and cuts these into equal parts, one

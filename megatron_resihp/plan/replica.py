@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan is made of: coordinates, shards, migrations and replicas. Imports only the standard library."""
 
 from collections.abc import Iterator, Sequence

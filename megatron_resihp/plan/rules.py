@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What makes a plan possible: one function for each rule. Imports the other files of `plan` beside `parallel_plan`.
 
 Whether a plan fits a model and its devices' memory takes more than the plan to say: `cost.memory.check_plan`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In which order a replica's stages run their ops: a schedule known by name, or every op. Only the standard library."""
 
 from collections.abc import Iterable, Mapping, Sequence

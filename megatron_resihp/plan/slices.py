@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The smallest pieces of a model's state that no plan in force cuts further. Imports only the standard library.
 
 Gradients are summed, state moves and digests are compared slice by slice, so that workers whose shards are cut unlike

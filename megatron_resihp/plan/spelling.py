@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan with all that it leaves to the job said in full, and back. Imports the other files of `plan`.
 
 A plan that leaves layers and order of ops to the job can be run with Megatron's own groups, schedules and gradient

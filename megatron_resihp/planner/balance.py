@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers each stage of a pipeline runs: contiguous, the slowest stage as fast as can be, within memory.
 
 Imports numpy, `cost`, `plan` and this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A strategy's plan for a job that runs: asked for by name, and checked to be one that can be run.
 
 Imports numpy, `plan`, `cost` and this package; the strategies only once one is asked, since that takes a while.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast a plan is with a given health, by simulation, and how near that is to the bound.
 
 Imports numpy, `plan`, `pipeline`, `cost` and this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How well the devices and links are: what a planner is told. Imports only the standard library."""
 
 from collections.abc import Mapping

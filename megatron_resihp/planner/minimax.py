@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole units of work dealt so that the last one to finish finishes first, as an integer program. Imports scipy."""
 
 from collections import Counter

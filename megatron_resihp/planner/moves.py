@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What has to be moved to get from one plan to another, and how long that takes. Imports numpy, `pipeline`, `plan`
 and `cost`.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas ↔ pipelines to be tuned. Imports numpy, `plan`, `pipeline`, `cost` and this package."""
 
 from collections.abc import Sequence

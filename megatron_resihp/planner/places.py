@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who takes which place of a next plan, so that few bytes move. Imports numpy, scipy, `plan`, `cost` and this package.
 
 A place is a replica, stage and tensor-parallel rank. Workers are interchangeable where that makes no stage slower and

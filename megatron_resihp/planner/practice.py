@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of small jobs for whoever is slow or dead: every loop of the planners runs, and so is compiled.
 
 `python -m megatron_resihp.planner.practice` does so for an installation; after that its processes only load the machine

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many micro-batches each replica runs. Imports numpy, `cost`, `plan` and this package."""
 
 import heapq

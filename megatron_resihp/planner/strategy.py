@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every strategy is: current plan, health and cost → the next plan. Imports `plan`, `cost` and this package."""
 
 from typing import Protocol

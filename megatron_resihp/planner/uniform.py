@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans whose replicas are all complete TP x PP grids, formed out of any survivors. Imports only `plan`.
 
 A shard is worked on by one worker per replica. Workers stay on the shard that they hold wherever that shard is wanted;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What processes of a job tell each other: one frozen dataclass for each message, notice, answer and published record.
 
 `messages` go to the coordinator, `notices` come from it; `published` has what it decides once for all, `answers` what

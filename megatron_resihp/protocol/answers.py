@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the coordinator answers commands that wait for it. May import this package's other modules."""
 
 from __future__ import annotations

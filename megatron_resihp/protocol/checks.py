@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules about values that a type alone does not hold, written beside the type: `Annotated[int, Between(0)]`.
 
 Imports the standard library only.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dataclasses to plain JSON values and back, as their annotations say. All of a type's code is made once.
 
 JSON has a row for a tuple or a NamedTuple, an object for a dataclass or a mapping, and a name for an enum's member.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the coordinator must know of a job: what a worker reads from Megatron's arguments and ours when it starts.
 
 May import `config` and this package's types of fields.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the coordinator is told, by workers, agents and commands.
 
 `control.coordination.membership` says what follows from each. May import this package's other modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the coordinator tells every worker and agent, in order.
 
 `control.worker.client` and `control.node.link` hear them. May import this package's other modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the coordinator decides once, under keys that nobody writes again: plans, their start, and the job's end.
 
 May import this package's other modules.

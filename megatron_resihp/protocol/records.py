@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far an iteration got on each worker, and where survivors go on from.
 
 Iteration n is the n-th optimizer step of the job (1-based). A worker goes COMPUTE -> REDUCED -> AGREED -> STEPPED

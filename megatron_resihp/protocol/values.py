@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The types that fields of messages are made of: types with their rules.
 
 May import `plan` and this package's `checks`.

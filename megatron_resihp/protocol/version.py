@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The version of the protocol, which each text says. Imports the standard library only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How anything travels: as JSON text that says its protocol's version, its kind, who sent it, and its fields.
 
 All is written and read here. Whoever reads refuses what is malformed, by an error that names sender and field. Fields

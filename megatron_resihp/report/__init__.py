@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events of a run -> what a person or a program wants to know about it.
 
 The room reads and writes one file, RUN_DIR/events.jsonl (docs/events.md), and turns it into a summary, a page

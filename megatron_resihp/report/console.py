@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The consoles that pages and progress bars go to. May import: the standard library and rich."""
 
 from __future__ import annotations

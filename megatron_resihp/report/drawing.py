@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong when a picture is written, in one line. May import: the standard library."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long planners think, for commands that ask them. May import: the standard library, rich and `pipeline`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts, durations and sizes in the words of this package's pages.
 
 May import: the standard library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training session on a cluster: a strategy runs through a trace, and its samples are counted.
 
 Between two changes the job runs at the speed that `planner.evaluation` gives its plan with the health of that time.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What micro-batches of packed documents hold when the mix of documents changes every now and then.
 
 Documents come in regimes. In each, a part of the tokens is from short documents – functions and classes of Python's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON objects whose keys are checked as they are taken. Imports `config`."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A scenario: a job, what happens to its workers, and what changes cost.
 
 Imports numpy, `cost` and this package's modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenarios from JSON files; `docs/planning.md` has the schema. Imports numpy, `cost` and this package's modules."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sizes of a job as a command line or a scenario gives them → what work costs in it, and the layout it starts with.
 
 Imports `plan`, `cost` and `planner`.

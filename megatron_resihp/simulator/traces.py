@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens to the workers of a cluster, and when: traces of deaths, slow-downs, recoveries and rejoins.
 
 A trace is drawn from a random generator that is passed in, so that a seed gives the same trace everywhere. Imports

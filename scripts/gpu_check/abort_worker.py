@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process of `aborts.py`. Its argument is a JSON object: a case, and its rank. It writes what it found to a file.
 
 Imports the plugin's executor, torch and the standard library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of the survivors' communicators, device and memory when a peer dies or stops.
 
 Three processes, on one GPU, have the world and three more groups. Rank 2 ends; ranks 0 and 1 have collectives under way

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packs a folder for a GPU machine without a network: this repository, Megatron's wheel and an NCCL that fits.
 
 There: `. BUNDLE/setup.sh`, then `scripts/gpu_check/run`. Imports the standard library only; pip fetches the wheels.

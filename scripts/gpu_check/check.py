@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the parts of the check and prints one JSON object for each case, and one for all as the last line.
 
 The parts are dealt out to three calls, for machines that end long commands. Exit code 1: a case has failed.

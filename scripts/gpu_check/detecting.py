@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether times are predicted and a slow device is named, in jobs on packed documents. Imports the plugin's reports.
 
 A worker alone is predicted. Of two, one is slowed by kernels that spin: they share the GPU, so they are two stages and

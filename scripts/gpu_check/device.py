@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device and its libraries: what all other figures were measured on. Imports the standard library and torch."""
 
 from __future__ import annotations

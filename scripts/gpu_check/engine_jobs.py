@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job with Transformer Engine that loses a worker, where the package is there. Imports the standard library."""
 
 from __future__ import annotations

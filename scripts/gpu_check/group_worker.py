@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process of `groups.py`. Its argument is a JSON object; it writes what it found to a file, for two epochs.
 
 Imports the plugin, Megatron, torch and the standard library.

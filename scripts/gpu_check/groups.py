@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the communicators of an epoch take to be made, how many there are, and what they take of the device.
 
 Processes on one GPU make Megatron's groups through the plugin's own `Communicators`. Imports the standard library;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real jobs with a fault each, against undisturbed ones of the same flags. Imports the plugin's plans and reports."""
 
 from __future__ import annotations

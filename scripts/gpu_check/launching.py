@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches a job of the plugin on one GPU: a launcher with one worker for each worker, all on device 0.
 
 Imports the standard library and the plugin's reports.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/pretrain_gpt.py with an attention for packed documents that needs no Transformer Engine, on any device."""
 
 import runpy

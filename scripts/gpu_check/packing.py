@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast gradients of slices are packed into one tensor and unpacked, against a plain copy.
 
 Imports the plugin and torch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast state and gradients cross: copies, the digest, a transfer between workers. Imports the plugin and torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the probes cost an iteration on the device. Imports the standard library; measured in a process of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blanks all device code but one architecture's in libnccl, so that it compresses to a fifth. Only for the check.
 
 A fat binary holds an entry for each architecture, and the driver reads only the one that fits: the others may hold

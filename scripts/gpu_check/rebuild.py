@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recovery of a job that fills much of the device: whether old and new state are there together. Imports torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all parts of the check share: where they run, how long, what they print. Imports the standard library only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What test_chaos.py demands of a job, whatever has happened to it: the contract of DESIGN section 4."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strikes a running job from outside, and lets it rest until those that died are back, for test_chaos.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random plans for the jobs of test_chaos.py. Starts no processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random sequences of what may befall a job, by seed, for test_chaos.py. Starts no processes."""
 
 from __future__ import annotations

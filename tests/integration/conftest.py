@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests on real Megatron share: one nursery, one data set and the reference runs of a session."""
 
 from __future__ import annotations

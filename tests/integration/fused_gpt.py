@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/pretrain_gpt.py with an Adam that counts steps as fused ones do, for each parameter group, on any device.
 
 Megatron loads checkpoints of its distributed optimizer with such ones only.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real Megatron jobs for the tests: launched for real, but forked from one process that has imported everything once.
 
 The test runner starts that process, the nursery, by executing this file, and asks it for jobs line by line; so the

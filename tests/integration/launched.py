@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts launchers in forked processes and watches them from outside, for test_launcher.py."""
 
 from __future__ import annotations

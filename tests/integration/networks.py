@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machines that are network namespaces of this one, for jobs whose network fails."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random sequences of deaths, stops, slowdowns, broken epochs, changes of plan and returns, by seed: training stays the
 same, or the job says why it must end.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is decided of random plans and deaths, without processes: survivors that hold everything can always go on."""
 
 from __future__ import annotations

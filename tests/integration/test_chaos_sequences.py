@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """That the sequences of test_chaos.py have in them all that may befall a job. Starts no processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints written under any plan: a job of another layout goes on from them, with this package or without it."""
 
 from __future__ import annotations

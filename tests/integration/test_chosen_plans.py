@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan that was chosen and can't be run: the error of its first step is answered once; a user's own comes back."""
 
 from __future__ import annotations

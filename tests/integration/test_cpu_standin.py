@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron itself trains a tiny model on packed documents in two CPU processes.
 
 This file is the training script as well: the tests start it under torchrun, and its last rank prints what they check.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo as a user runs it, and that it shows what the README says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eight real workers on the emulated clock, with packed documents: what is slow is named, and nothing else is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's distributed optimizer: its parts outlive their owners, in copies that other workers keep."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How jobs end when they can't or mustn't go on: at once, on all workers, with a reason, leaving nothing running."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines whose stages differ in tensor-parallel degree, in real processes: as one process would compute it."""
 
 from __future__ import annotations

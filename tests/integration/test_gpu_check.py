@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check that is for GPUs, rehearsed on CPUs: so that the first minutes on a GPU are not spent on typing errors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training in half precision: on an overflow all skip the step alike, and whatever happens the scale of losses is what
 it would have been."""
 

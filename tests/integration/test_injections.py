@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow workers and links asked for from outside while a job runs, and the emulated clock, on real processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp launch` with real processes, real signals and the real coordinator, but without Megatron."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fifty reconfigurations in one job leave nothing behind: groups, threads, descriptors and memory stay as they were."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's own lines of several iterations each are those of an undisturbed job, whatever happens in between."""
 
 from __future__ import annotations

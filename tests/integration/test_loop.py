@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a verdict to another plan and back: a real worker becomes slow on the emulated clock, and well again."""
 
 from __future__ import annotations

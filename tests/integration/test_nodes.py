@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole nodes: one is lost, its agent and all its workers with it, comes back, or joins for the first time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs whose own layout has a stage with neither embedding nor head, or stages of unlike length."""
 
 from __future__ import annotations

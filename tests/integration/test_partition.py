@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Networks that fail without a word: nodes that lose each other, or node 0's store, in network namespaces."""
 
 from __future__ import annotations

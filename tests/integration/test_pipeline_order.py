@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real training jobs run their ops in the order of our programs.
 
 This file is a training script as well: scripts/pretrain_gpt.py, without the plugin, that writes down its ops.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers die while a plan that Megatron's own groups can't run is in force, and while plans change."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any plan in real Megatron: a running job changes to it, trains on with the same losses, and changes back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """More tensor-parallel members than query groups.
 
 Megatron cuts the weights of queries, keys and values evenly all the same, so that a member may have those of keys and

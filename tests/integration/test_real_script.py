@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's own pretrain_gpt.py, unmodified, with Megatron from the same checkout.
 
 The environment variable MEGATRON_LM_DIR names the checkout, at tag core_v0.19.0; it is not written to.

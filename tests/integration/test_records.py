@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What real training jobs record: everything, once, in the order in which it was run, through recoveries too."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers die after the last iteration, in what pretrain() does then: the job still ends as if nothing had happened."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State that moves, and shares that become uneven: models and losses of all kinds train on undisturbed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers die at every point of an iteration and of a recovery; the job trains what it would have trained."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers that died are started anew and join while the others train; then the job is what it was before."""
 
 from __future__ import annotations

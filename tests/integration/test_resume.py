@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A resumed job starts its detector from the cost model that an earlier run has saved."""
 
 from __future__ import annotations

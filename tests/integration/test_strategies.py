@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A strategy plans for the survivors of a real job on the emulated clock, and training goes on with the same losses."""
 
 from __future__ import annotations

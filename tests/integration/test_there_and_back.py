@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State that goes to an unlike plan and back is bitwise what left; state that changed on the way trains nobody."""
 
 from __future__ import annotations

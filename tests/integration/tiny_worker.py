@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker without Megatron: it talks to the coordinator as a training process does, and computes nothing.
 
 Run by test_launcher.py, which steers it with files in RUN_DIR: `finish` lets all workers reach the end, `fail_3` makes

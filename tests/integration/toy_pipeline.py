@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small pipelines without Megatron in processes of their own, run by test_exchange.py: python toy_pipeline.py OUT.
 
 A layer is x + down(gelu(up(x))), cut over tensor-parallel members by rows and columns, as in Megatron. All workers go

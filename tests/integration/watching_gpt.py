@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/pretrain_gpt.py that writes down all state before and after it moves: RUN_DIR/state/WHEN-EPOCH-WORKER.pt.
 
 What each worker holds, whatever digests say of it: parameters, masters, moments, module buffers, a distributed

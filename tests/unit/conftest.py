@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of the unit tests: a run that never happened, written event by event."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The --resihp* flags: how fault injections are written, and that flags, help and dataclass are one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation names what the program has, and links to what exists."""
 
 import argparse
@@ -86,6 +87,16 @@ def test_the_reference_is_what_the_code_says(load_script: Callable[[str], Module
 def test_the_changelog_begins_with_this_version() -> None:
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == megatron_resihp.__version__
+
+
+def test_every_source_names_its_license() -> None:
+    sources = [
+        *(ROOT / "megatron_resihp").rglob("*.py"),
+        *(ROOT / "scripts").glob("*.sh"),
+        *ROOT.glob("benchmarks/*.py"),
+    ]
+    unnamed = [path for path in sources if "SPDX-License-Identifier: Apache-2.0" not in path.read_text()[:100]]
+    assert not unnamed
 
 
 def test_the_design_names_patches_that_exist(repository: Path) -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small install: commands that need neither torch nor Megatron, and what the others say without them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp apply`: asks a running job to take a given plan.
 
 May import `plan` and this package's modules.

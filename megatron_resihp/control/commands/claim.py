@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run directory is one job's at a time: node 0's launcher claims it with a file that says who it is.
 
 There is no lock between hosts, and a job that was killed leaves its file behind. So a file is believed as long as the

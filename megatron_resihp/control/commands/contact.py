@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How commands reach a running job: a file in its run directory says where its store is.
 
 May import: the standard library and this package's modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp inject`: slows workers and links of a running job from outside.
 
 May import: `config`, the standard library and this package's modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `resihp launch` is told: its arguments, and what is wrong with them.
 
 May import: the standard library and this package's modules.

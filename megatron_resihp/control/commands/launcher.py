@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp launch`: checks what was asked for, puts one node's part of a job together, and takes it apart at the end.
 
 May import: the standard library, this package's modules and, when the first record comes, `detector.service`. Where

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many files a launcher has open, connections among them, and how many it may have. Imports the standard library.
 
 Node 0's serves the store, to which each worker and each agent of the job keeps connections of its own. Counted on jobs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp salvage`: says how to go on from what survivors have saved, to people and to job scripts.
 
 May import: the standard library and `saved_state`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchrun's flags: those that `resihp launch` has too, in torchrun's other spelling, and what to give for the rest.
 
 May import: the standard library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the coordinator decides: the actions that `membership` returns and `coordinator` carries out, as plain values.
 
 What is published for all (`protocol.published`) is an action as it is. May import `plan` and `protocol`.

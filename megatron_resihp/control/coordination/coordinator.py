@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator: feeds messages to the pure state machine in `membership` and carries out what it decides.
 
 Runs in a thread of node 0's agent, never in a worker. May import `plan`, this package's other modules and the event

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes that were told to leave a job that goes on without them. Pure; imports this package's other pure modules."""
 
 from collections.abc import Collection, Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of the state that workers hold, compared under equal keys. Pure; imports `plan`.
 
 For shards of the job's own layout a key is "stage/TP rank", and of a distributed optimizer's parts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The door of the control plane: which messages reach the coordinator. What is malformed goes no further. Pure.
 
 All processes of a job write to one store, and a broken or foreign one may write anything. `protocol.wire` checks what

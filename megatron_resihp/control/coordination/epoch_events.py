@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the coordinator writes to the event log when one epoch follows another.
 
 Pure; imports `plan` and this package.

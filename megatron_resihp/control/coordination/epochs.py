@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which epoch holds, how it ends, and what comes after it: the coordinator's state, and the decisions that change it.
 
 Pure: no sockets, no clock, no processes. May import `plan`, `planner` and this package's other pure modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans that were chosen and under which no step has been taken yet: what follows where the first one fails.
 
 A planner may choose what Megatron, the device's memory or this package can't run on every worker. Such an error is

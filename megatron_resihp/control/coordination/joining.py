@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers that were not there at the start, as the coordinator knows them: who waits for a plan, which ids are used up.
 
 Pure; imports `plan` and this package's other pure modules. A joining worker holds nothing, and nothing depends on it

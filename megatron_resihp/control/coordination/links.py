@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links that fail while both ends live: which have, and which side to do without. Pure; imports the standard library.
 
 Two nodes may reach node 0 and not each other. Nobody is dead then, and the same plan would fail again and again.

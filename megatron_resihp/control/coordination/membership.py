@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is alive, and what follows from each message: what workers and agents say, and waits that run out.
 
 A pure state machine: data in (messages, the time), actions out. May import `plan`, `planner` and this package's other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the survivors of an epoch make of their records (`protocol.records`). Pure."""
 
 from collections.abc import Iterable

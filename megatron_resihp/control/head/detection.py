@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread that judges records on node 0, beside the coordinator and never in its way.
 
 What it is told of the run's events only ends up in a queue; a failure of the judging is contained, told once, and

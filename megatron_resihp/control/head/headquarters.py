@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What node 0 runs beside its own workers: the store, and the coordinator in a thread.
 
 May import: the standard library and this package's modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a node that was lost comes back, or one that was not there at the start joins: a file in the run directory, which
 all nodes share, offers its workers' ids.
 

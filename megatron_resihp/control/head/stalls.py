@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether training stands still: no iteration was finished for three times as long as one usually takes.
 
 Pure: events and the time in, events out. May import this package's other pure modules.

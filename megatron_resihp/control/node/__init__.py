@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs on every node: the agent, the workers' first code, and what watches, slows and ends them."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a worker's process did not run, because somebody had stopped it: its agent, which is its parent, is told by the
 kernel, and notes it on a page of memory that both have.
 

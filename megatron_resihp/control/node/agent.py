@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent: starts a node's workers, notices within milliseconds when one dies, and ends them when the job is over.
 
 It reports and does not decide: what a death means is the coordinator's business, and survivors are left alone until the

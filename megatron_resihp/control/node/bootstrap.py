@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first code of every worker: ties its life to the agent's, enables the plugin, runs the script, says how it ended.
 
 `python -m megatron_resihp.control.node.bootstrap SCRIPT ARGS...`, started by the agent. May import: the standard

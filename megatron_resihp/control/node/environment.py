@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names and values of the environment variables that a worker is started with. Imports its own package and `plan`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent's link to the coordinator. Its loop never waits on the network: threads do, each on its own connection.
 
 May import: the standard library and this package's modules.

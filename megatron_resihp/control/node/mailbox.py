@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What threads and signal handlers have to tell the agent's loop, which selects on it.
 
 May import: the standard library, `control.exit_codes` and `control.linux`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The orphan reaper: a process that outlives its agent for as long as it takes to kill what the workers have started.
 
 The kernel ends workers with their agent, and what their main threads fork with them (`bootstrap`). What they start

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the workers' output goes: a file each, or this process's standard output with each line marked, or both.
 
 May import: the standard library.

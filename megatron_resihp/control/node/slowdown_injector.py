@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Really slows worker processes: stops and continues each in short slices, so that it runs a given share of the time.
 
 May import: the standard library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting a worker's process: by executing Python anew, or by forking this process where that has been warmed up.
 
 May import: the standard library, `control.node.bootstrap` (inside the forked child).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts the workers of one node: all of them before any thread is started, and later those that come back.
 
 May import: the standard library and this package's modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's standard output and error, which go to a file: that its disk is full is no reason to end a job.
 
 May import: the standard library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A change of plan by choice: what is taken of a plan that was asked for, and why it may be refused.
 
 The plan says who works where. Who is alive and has no work is a standby and keeps what it holds, whatever the plan says

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast workers and links are, as far as the detector has said. Pure; imports the standard library."""
 
 from collections.abc import Collection, Mapping

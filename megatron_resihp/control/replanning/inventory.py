@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What survivors hold, and what a planner of uniform plans makes of it. Pure; imports `plan` and `planner`.
 
 Workers say what they hold as shards, in whatever layout it came to be. Layers are thought of as cut in so many equal

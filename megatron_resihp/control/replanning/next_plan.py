@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who plans for survivors: complete uniform replicas, or a strategy whose plan is taken if it can be run.
 
 Where there is neither, what is left of the plan that was run goes on.

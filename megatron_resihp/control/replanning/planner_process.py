@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The near end of a process that plans: asks it, and waits no longer than is good.
 
 May import the standard library and this package's modules.

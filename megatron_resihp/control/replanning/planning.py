@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planning in a process of its own: a search holds the interpreter for seconds, in which nobody would notice a death.
 
 Run as `python -m megatron_resihp.control.replanning.planning [--low-priority]`: a request a line on standard input, an

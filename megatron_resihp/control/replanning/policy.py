@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When to change a plan by choice: the run's events and planners' answers in, actions out. A pure state machine.
 
 Slowness may pass, and a change costs a stand-still, so waiting and changing are weighed as in ski rental: a change is

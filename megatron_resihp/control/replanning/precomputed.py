@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which losses are likely, and what the planner has answered about them before they happen.
 
 Pure: whoever asks the planner hands in the question and the answer. May import the standard library, `config`, `plan`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Beside the coordinator on node 0: has plans made, when workers died and when others would be faster.
 
 A thread follows the run's events for the policy and may take its time; when it has nothing else to do, it has plans

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a change of plan by choice has paid: iterations before and after it. Pure; imports the standard library."""
 
 from collections import deque

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a loop that looks again and again was held up: stopped, with its machine perhaps, or busy otherwise.
 
 What it had not heard by then it could not have heard: nobody is late for that. Pure: the time is handed in.

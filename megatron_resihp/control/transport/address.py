@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A host and a port, as people and environment variables write them.
 
 May import: the standard library.

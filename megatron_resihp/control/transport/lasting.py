@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A connection to the store that is opened anew where it was lost.
 
 A network may drop a connection without a word; the kernel finds out (`store.keep_alive`), and what was asked for is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Liveness connections: a stream socket whose bytes are heartbeats and whose end is death.
 
 One runs from each worker to its agent, another from each agent to the one that runs the coordinator.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Liveness connections between nodes: node 0 notices that another node is gone, the others that node 0 is.
 
 May import: the standard library and this package's modules.

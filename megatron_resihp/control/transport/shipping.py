@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How records travel: worker → its node's agent → the coordinator, each over a stream of length-prefixed messages.
 
 Nobody on the way is ever waited for by training: a worker queues a bounded number of messages and drops what does not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The key-value store that all processes of a job share: what it promises, and TCPStore's way of keeping it.
 
 May import: the standard library, `control.transport.address` and `control.linux`; torch only inside functions, because

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's side of the control plane: what it tells the coordinator, and the thread that hears notices.
 
 May import `plan` and this package's other modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a worker was started as the job was: what would make it compute something else, compared with the job's.
 
 The first worker of the job leaves a digest of what it was started with in the store, and the whole of it beside; every

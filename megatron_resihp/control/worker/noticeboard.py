@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where workers that have lost the coordinator tell each other something: a directory that all nodes share.
 
 May import: the standard library.

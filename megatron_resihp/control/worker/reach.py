@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whom a worker can reach: each listens at a door of its own, and others knock there when communication has failed.
 
 A broken link makes no error that names it: what waits for a peer's message runs out of time on all workers alike. That

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What survivors have saved in a run directory, as a later start can find it, and the flags that go on from it.
 
 Megatron's tracker file names an iteration once all of its files are there. After the loss of node 0 there is nobody

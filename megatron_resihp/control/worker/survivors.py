@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What workers that have lost the coordinator agree on, to save one state between them. Pure.
 
 Each tells in a file of the run directory how far it got and what it holds. The first one that decides binds all: it

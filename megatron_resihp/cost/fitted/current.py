@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeping a fitted CostModel current: old measurements fade, suspects teach nothing. Imports numpy and this package.
 
 Recursive least squares with exponential forgetting in the information form (Ljung, System Identification, section

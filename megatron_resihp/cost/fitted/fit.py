@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Robust fits of T = αN + βΣl² + γ with α, β, γ ≥ 0, for many groups of measurements at once. Imports numpy and scipy.
 
 Times are fitted in relative error, because the noise of a device is a share of the op's duration, by iteratively

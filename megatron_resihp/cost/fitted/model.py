@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CostModel: what an iteration's parts cost on healthy devices, fitted from warm-up. Imports numpy and this package.
 
 Axes are those of the detector's observations: stages or workers, kinds (F, B, W), chunks, micro-batches.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Least squares where the measurements of one iteration have part of their noise in common. Imports numpy.
 
 A node that runs 2 % slower for a moment makes all ops of an iteration longer, so that many measurements say little more

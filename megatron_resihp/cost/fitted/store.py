@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CostModel ↔ a versioned JSON file, so that a resumed job needs no warm-up. Imports the standard library and numpy."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of all workers → observations of iterations, in order. Pure: the time is passed in. Imports numpy.
 
 Which iteration is complete, and when: a worker sends its records in order, so that an iteration is complete once every

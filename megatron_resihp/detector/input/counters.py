@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What went wrong on the way from the probes to the detector: counted, reported, never fatal. Standard library only."""
 
 from dataclasses import asdict, dataclass

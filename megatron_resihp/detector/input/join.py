@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The records of one iteration → its arrays: a pure function. Imports numpy and this package.
 
 **Ops** keep their own durations. The micro-batch axis is the position in the worker's own list of micro-batches, in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan → the Layout of its workers and links. Imports numpy and `plan`.
 
 Where Megatron's own groups can't run a plan, stages of one number may be unlike: there `Layout.stage` numbers what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One iteration as the detector sees it: the records of all workers as arrays, indexed by worker and by link.
 
 Imports numpy.

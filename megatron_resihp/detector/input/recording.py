@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The records of a run on disk, to be judged again later. Imports numpy and this package.
 
 One file of frames: kind, length, payload. A run begins with a frame of its own and so do its epochs' layouts, so that a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one worker measured in one iteration: its ops, transfers, workload and whatever else took its time.
 
 Imports numpy. The probes that fill these records are in `integration`.

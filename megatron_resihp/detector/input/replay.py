@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The detector run again over what was recorded: verdicts, and observed against predicted time. Imports numpy.
 
 The same `Monitor` sees the same observations in the same order as in the job; only the waits for late

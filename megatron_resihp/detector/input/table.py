@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Iteration times in a CSV or JSON-lines file, for users without the plugin → observations. Imports numpy.
 
 Columns: `seconds`, and optionally `iteration`, `worker`, and the workload as `tokens` (N) and `squares` (Σ l²). Without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """IterationRecord ↔ one compact message. Imports numpy and the standard library.
 
 A message is a header, then the record's four arrays as they lie in memory (little endian). The record of a worker in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What many workers share at one moment, so that it can be taken out of each one's residual. Imports numpy.
 
 Neither of the two estimates hides a fault. The job's level stays 0 unless more than three quarters of the workers moved

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ops and transfers should take on healthy devices: the cost model in the hands of the detector.
 
 Imports numpy and the package `cost`.

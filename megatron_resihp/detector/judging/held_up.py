@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which notices are worth a word: told once they have cost something, and again when that has grown.
 
 Imports this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Judges the iterations of one epoch after another: residuals, trackers, and the verdicts that follow from them.
 
 A worker's own compute is what counts, so that who waits for a slow peer is not slow itself. Where the waits inside a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a resumed job can start from: what work costs, and how noisy devices and links are. Imports numpy and `cost`.
 
 Not the devices' own levels: a resumed job may run on other devices. One file, that of the cost model, with the noise as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Levels of units' residuals: who is healthy, and who was slow all the time. Imports numpy."""
 
 from typing import Final

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How healthy residuals vary: variance, drift and tail, learned from the residuals themselves. Imports numpy.
 
 A healthy residual is modelled as e + d: e independent from iteration to iteration, d a slow drift. The variogram

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long an iteration should take on healthy devices: the cost model through the pipeline's program.
 
 Imports numpy, `plan`, `cost` and `pipeline`. Fitted for one epoch's plan from its first iterations; the makespan of

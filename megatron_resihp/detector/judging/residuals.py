@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log ratio of measured to predicted time: one number per worker, and one per link, for an iteration.
 
 A residual of 0 is the usual speed, 0.2 means 22 % more time. Logarithms, because a slow device multiplies the time of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sequential test: has the level of a series of residuals risen? Imports numpy and scipy.
 
 Two window-limited tests, as generalised likelihood ratio tests for a change of the mean are (Lai, 1995; Basseville and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows the levels of many units (workers, or links) and finds which have become slow, changed, or recovered.
 
 Each unit is judged in two families of residuals: NODE, against the median of its node's other units, where noise that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is judged as one: a worker, or a tensor-parallel group whose members cannot be told apart. Imports numpy."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Units that are alone in their stage: nobody does the same work, so each is judged as a series of its own.
 
 Their first rows may be slow, and they may become faster, as those of a job without workers. Imports numpy, this

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows the level of one series, row by row: when it becomes slow, changes, and recovers.
 
 Imports numpy, scipy and `detector`.

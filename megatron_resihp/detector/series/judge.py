@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job's iteration times without workers → verdicts that some worker is slow. Imports numpy and `detector`."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far apart healthy rows and those before them may be, by drift and noise together. Imports numpy, this package.
 
 Many rows before those under test tell the level best if it does not drift, and few next to them if it does.

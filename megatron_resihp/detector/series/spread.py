@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much the mean of some healthy rows of a series differs from the mean of others before it. Imports numpy, scipy.
 
 Rows are logarithms of times. What is tested is D(n): the mean of the last n rows (outliers clipped) minus the level of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is slow for a few rows and ends by itself, and comes again: stalls, saves, evaluations. Imports this package."""
 
 from typing import Final

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a row of a series should take by its workload, learned online. Imports numpy.
 
 Seconds are taken to be linear in the workload: α N + β Σ l² + γ. The coefficients come from least squares of relative

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gloo groups of a plan that is to come, made while training goes on under the plan in force. May import torch.
 
 To make one takes threads, sockets and a word in the store, and waits for nobody: its members connect when they first

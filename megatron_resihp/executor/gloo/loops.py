@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets gloo's event loops end where a message that nobody takes keeps them awake. Imports the standard library only.
 
 Each group of torch 2.15's gloo has a thread that asks epoll what to read. When the group is freed, this thread ends as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wakes collectives of gloo that wait for a peer which will never answer. Imports the standard library only.
 
 torch 2.15's gloo has no abort: a collective that waits for a stopped or hung peer waits until its timeout. A peer that

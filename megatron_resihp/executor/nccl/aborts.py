@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Aborts NCCL's communicators, all at once. May import torch.
 
 `ncclCommAbort` raises its communicator's flag, which ends the kernels of that communicator, and then waits for the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets the making of NCCL's communicators be left behind. May import torch and this package.
 
 torch makes a communicator in the first operation of a group, or of a pair for P2P, and NCCL then waits for all members.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that pretrain() makes of all workers together: train(), then the final save and the evaluations.
 
 pretrain() itself cannot be entered again. So when an epoch breaks after train(), who is further than others makes the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device that does not let go of a broken epoch, or fails in it, is given up: its worker dies, and the others go on.
 
 An error would end the job instead. May import `control` and `executor`.

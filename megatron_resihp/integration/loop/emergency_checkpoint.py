@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When no plan fits: each chosen holder writes its shard, in Megatron's per-rank checkpoint format.
 
 That format has one file per (TP rank, stage), which is just what a survivor holds, and needs no collective. When all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker that is started while the others train, anew or for the first time: how it starts without them, and what it
 joins them with.
 

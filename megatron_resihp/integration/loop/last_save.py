@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator is lost: survivors agree by files of the run directory and save what they hold (DESIGN contract 6).
 
 What they write is what survivors of a job without a plan write (`integration.loop.emergency_checkpoint`); nobody waits

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch: Megatron's training loop, entered again after each recovery, and its single step.
 
 Replaces training.train, training.train_step, training.checkpoint_and_decide_exit and training.save_checkpoint_and_time.

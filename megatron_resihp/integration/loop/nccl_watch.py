@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks torch whether NCCL is in error, and the coordinator for a recovery where it is.
 
 Where a peer dies its agent tells. But a link may fail between two that live, and a collective may never end; the thread

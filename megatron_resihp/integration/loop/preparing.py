@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A change of plan that this worker has heard of: its groups are made by a thread while training goes on.
 
 Other workers must not be left waiting in groups that this one does not have. So each tells the coordinator once its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looks for the others where a wait for them lasts long, and tells the coordinator whom it can't reach.
 
 Two nodes may lose each other while both reach node 0. Their connections are silent then, and collectives that need them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a broken epoch to the next one, in place: report, commit, rebuild, migrate, go.
 
 May import megatron and everything of this package. Nothing of the old shard is given up before every member is ready,

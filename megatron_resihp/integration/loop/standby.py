@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop of a standby, in place of Megatron's train(): receive each final gradient, take part in the agreement, step.
 
 May import this package's other modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker writes to the event log about its iterations and recoveries. May import torch and `runtime`."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Micro-benchmarks on suspects between two iterations: matrix products of the training's shape, P2P on their links.
 
 They begin after a step at whose agreement every worker had heard of them, so that both ends of a link take part in the

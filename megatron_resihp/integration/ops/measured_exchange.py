@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between workers under a heterogeneous plan, timed for the records and, on the emulated clock, padded.
 
 A message may come while its receiver computes, and gloo does not say when. So its time is known only where it was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Micro-batches by their index in the global batch, read from a loader that gives them one after the other.
 
 A worker's chunks may need the same micro-batch at different times, or in another order than that of the loader, and

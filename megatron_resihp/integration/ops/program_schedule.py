@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a plan's own order of ops with Megatron's forward and backward steps, in place of Megatron's schedule.
 
 Losses are divided by the global batch's micro-batches and gradients are summed, so that each sample weighs the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """B without W: a backward pass that leaves the weight gradients of Megatron's linear layers for later.
 
 Megatron's own layers can leave out a weight gradient where a kernel adds it to the gradient buffer; we are that kernel,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch: checkpoints under a heterogeneous plan, in Megatron's distributed format, which a job of any layout can load.
 
 Replaces checkpointing.generate_state_dict, which save_checkpoint() asks for what a worker writes. Megatron expects one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch: Megatron's counters. They see one replica that runs all micro-batches, whatever the plan.
 
 The LR schedule, consumed samples and logs multiply the local micro-batch count by the data-parallel size. With unlike

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch: data loaders. Every worker opens the data sets at the start; a new plan only moves the samplers.
 
 Replaces training.build_pretraining_data_loader and the choice of ranks that build data sets. Micro-batch m of an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Megatron's own validation derives from a job's arguments for another degree of tensor parallelism.
 
 Megatron derives sizes from the degree once, at the start, and looks them up for as long as the job lasts. Which ones it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch: Megatron's count of packed documents, from which it tells floating-point operations.
 
 Replaces training.consume_seqlen_stats_in_iteration. It sums over the world if the worker has seen a document, and takes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch: what mixtures of experts report of their balance, summed by the step's agreement instead of Megatron's groups.
 
 Replaces MoEMetricsTracker's own reductions, which need the same layers at the same rank of each replica. Only what is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch: Megatron's argument parser. Adds the --resihp* flags and validates them together with Megatron's.
 
 Replaces add_megatron_arguments and validate_args in megatron.training.arguments.

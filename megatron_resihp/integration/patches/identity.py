@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker is started with, as far as it decides what the worker computes: versions, flags, data.
 
 Paths may differ between nodes, so what is there is compared in their place: sizes, and a digest of some blocks.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch: which kinds of parameters the whole model has, asked of all workers once instead of in every epoch.
 
 Replaces core.optimizer._get_param_groups. An optimizer has a group for each kind that any rank has (another learning

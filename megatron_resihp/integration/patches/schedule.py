@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch: the schedule. Gives each replica its own share of the micro-batches and weighs every sample the same.
 
 Replaces megatron.training.training.get_forward_backward_func. Megatron divides each loss by the replica's own count and

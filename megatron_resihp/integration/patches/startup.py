@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patches of start-up: the world comes from the control plane's store; builders are kept for later epochs.
 
 Replaces training.initialize_megatron, parallel_state.initialize_model_parallel and training.setup_model_and_optimizer.

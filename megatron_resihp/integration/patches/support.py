@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of Megatron is known to work with --resihp: an allow-list, held by tests. Imports nothing.
 
 A flag that differs from Megatron's default and is not listed is refused at start-up by name: it may change state,

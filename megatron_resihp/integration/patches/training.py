@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The list of everything that --resihp replaces in Megatron's training loop, in one place.
 
 May import megatron and this package.

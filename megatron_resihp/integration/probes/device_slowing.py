@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Really slows a GPU on request: each op is followed by a kernel that spins on the op's stream.
 
 A worker's process can be stopped, but its device works on through what is queued. Nothing here waits for the device but

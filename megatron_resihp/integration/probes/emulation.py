@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulated clock: what each op and transfer of a CPU worker would cost on a device, given the model that it holds.
 
 May import megatron and this package. Real work is done on tiny tensors; `padding` sleeps for the rest, on no core.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Staged failures: this process kills or stops itself when it reaches a named point. And scheduled slowdowns.
 
 Imports `config` only.

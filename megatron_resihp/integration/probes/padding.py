@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes ops and transfers last as long as on an emulated device: sleeps for what is left of the time.
 
 Knows nothing of Megatron. May import `control.slowness`, `cost` and `detector`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patches: where the probes look. Forward and backward steps, collectives inside them, P2P, and what else takes time.
 
 Replaces forward_step and backward_step of megatron.core.pipeline_parallel.schedules, which all of Megatron's schedules

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clocks that probes read: the host's on CPUs, events on the current stream on GPUs. May import torch.
 
 A mark is what a clock returns when something happens, as a float; `resolve` turns marks into seconds of the host's

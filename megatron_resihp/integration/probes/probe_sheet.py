@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notes of one iteration as they are taken, in plain lists, and the record that is made of them later.
 
 Times are marks of the clock. Making the record costs more than taking the notes: where marks are seconds already it is

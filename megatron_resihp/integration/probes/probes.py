@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one worker measures in an iteration: its ops, transfers, workload and whatever else takes its time.
 
 Knows nothing of Megatron; `patches` calls it on the training thread. What is done for each op is kept to a few

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is trained, as named tensors and slices: moved between workers, compared, and freed."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of the state that this worker holds, under keys on which its other holders must agree.
 
 Keys are those of `control.coordination.digests`. May import torch and this package.

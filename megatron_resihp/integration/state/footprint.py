@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What training objects take of the device, and what of that a rebuild can do without.
 
 May import torch and this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's parameters, and whatever is shaped like them, as slices: views, so that reading and writing copy nothing.
 
 May import torch and `plan`. Names are Megatron's, below the layer; so they agree between holders of a slice however

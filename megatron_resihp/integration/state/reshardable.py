@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints under a heterogeneous plan in the format of Megatron's distributed optimizer, for jobs that have it.
 
 Under a heterogeneous plan every holder of a slice has all of its state, in an optimizer that is not distributed

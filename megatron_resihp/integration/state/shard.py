@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's shard as named tensors, and a freshly built model and optimizer filled with one.
 
 May import torch and this package. Names are Megatron's parameter names, so they agree between holders of a shard.

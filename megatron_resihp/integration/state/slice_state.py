@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's gradients and state by slices: summed with other holders, moved between unlike shards, digested.
 
 May import megatron and this package. Used under a heterogeneous plan, and on the way into it and out of it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss scale of training in half precision: losses are multiplied by it, and the gradients divided by it again.
 
 Megatron divides and looks for overflows on each worker, reduces what it has found over a group of the uniform grid, and

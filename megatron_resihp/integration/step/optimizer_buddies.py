@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where parts of a distributed optimizer and their copies are: gradients on their way to copies, parts to new owners.
 
 The holders of a shard form a ring (`plan.copies`). On Megatron's own groups only: under a heterogeneous plan there is

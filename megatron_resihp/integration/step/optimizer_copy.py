@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A copy of another worker's part of the distributed optimizer, in host memory, that takes every step with its owner.
 
 The owner sends the part's summed gradient before anybody agrees on the step, and both step with it, the copy in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker has of Megatron's distributed optimizer: its part of the state as ranges of flattened parameters.
 
 May import megatron, `plan` and this package. A part has, of each parameter's range that it owns, the fp32 master and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A shard's optimizer state put together from its parts, and shared out again: into heterogeneous plans and back.
 
 Under a heterogeneous plan every holder of a slice has all of its state, so that it can move by slices. On the way there

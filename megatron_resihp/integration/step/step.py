@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch: the optimizer step. One reduction over all workers decides it; from then on nothing communicates.
 
 Replaces `step` of the optimizer object by `agreed_step`. DESIGN contract 3.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which process groups a worker is in under a plan that is to come, found out beside the training that goes on.
 
 Of Megatron's groups Megatron is asked: its initialisation is rehearsed in a copy of its module, whose torch makes no

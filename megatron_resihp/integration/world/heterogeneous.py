@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker knows of a plan that Megatron's own groups can't run: its chunks, its slices and how they are shared.
 
 May import `plan`, `pipeline`'s schedules and `executor`; no torch of its own. Chunks are counted through the replica,

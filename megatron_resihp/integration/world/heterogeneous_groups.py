@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's groups for a heterogeneous plan: its own tensor-parallel group, and singletons for all the rest.
 
 Replicas and stages that differ have no common grid of ranks. So Megatron is told of one stage only: a world of one

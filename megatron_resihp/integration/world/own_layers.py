@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The job's own split of the model into stages, as Megatron makes it from its arguments. Imports `plan` only."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a worker runs: its machine, and which of the machine's GPUs it has. May import torch, `control` and `cpu`."""
 
 import os

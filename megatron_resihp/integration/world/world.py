@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds and tears down Megatron's world for a plan: groups, seeds, and the singletons that remember the old epoch.
 
 May import megatron and everything of this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bayesian online change-point detection (Adams and MacKay, arXiv 0710.3742). Imports numpy and scipy.
 
 The values between two change points are Gaussian with unknown mean and variance, under a Normal-inverse-gamma prior.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Change points of a job's iteration time, which both published detectors begin with. Imports numpy."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Greyhound's detector (USENIX ATC 2025): change points of the iteration time, small ones discarded, then validation.
 
 Only rises lead to validation; a rise that a change of workload brings is a false alarm. The released code may validate

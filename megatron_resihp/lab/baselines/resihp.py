@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ResiHP's published detector (arXiv 2605.06374): Greyhound's change points, kept only where the job takes longer
 than its workload explains, then validation.
 

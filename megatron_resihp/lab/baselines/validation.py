@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What both published detectors do after an alarm: stop the job and measure every worker and link. Imports numpy.
 
 Measuring is modelled as perfect: it names whoever is slow at that time and their true speed. What it costs is counted.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs of the benchmark by seed: those that detectors are tuned on, and others that they are scored on. Imports numpy.
 
 The two can't share a job: what a job is drawn for is part of its seed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Persistent slow-downs with known truth, drawn as in the published protocol. Imports numpy and `detector.verdict`."""
 
 from dataclasses import dataclass

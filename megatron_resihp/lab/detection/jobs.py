@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A synthetic training job as a detector sees it, with the truth about its faults.
 
 Inside a TP group the fast members wait for the slow one in the collectives of F and B, so that an op lasts equally long

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the times of healthy devices and links vary. Imports numpy.
 
 All noise is a factor on a duration. What an op draws for itself averages away over an iteration; what decides how well

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a detector was right about a job whose truth is known. Imports `detector.interface` and `detector.verdict`.
 
 A culprit is found if a verdict names it between its onset and 30 iterations later. A false alarm is a verdict that a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synthetic series of a job's iteration times, without workers, with what real ones have. Imports numpy and `detector`.
 
 Real series begin slow, become faster, restart their numbering, have spikes, stalls and evaluations, and are noisy.

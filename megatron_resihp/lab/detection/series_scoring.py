@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a detector was right about series whose truth is known. Imports numpy, `detector` and this package.
 
 A slow-down is found if a verdict says so within 30 rows from its first one on, and recovered if one says so within 30

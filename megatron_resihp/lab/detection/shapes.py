@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ops of published models cost on a healthy cluster: T = αN + βΣl² + γ for each kind of op and stage.
 
 Models and their TP, DP and PP degrees are those of ResiHP (arXiv 2605.06374, section 8); 8 GPUs on a node, 200 Gb/s

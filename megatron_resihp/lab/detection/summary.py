@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of a detector over many scored jobs, with 95 % bounds. Imports numpy and scipy.
 
 Bounds are exact where the distribution is known: Clopper and Pearson's for shares, Garwood's for Poisson rates, order

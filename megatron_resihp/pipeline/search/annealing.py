@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulated annealing of a program: ops change places on their device, layers change stages. Imports numpy and numba.
 
 A move takes an op on a critical path past its neighbour (Van Laarhoven, Aarts and Lenstra, Job shop scheduling by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast any program can be, whatever its order of ops. Imports numpy and numba."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One pipeline's work before it is decided who runs which layers in which order. Imports numpy."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs made for given durations: list scheduling of F, B and W under a memory limit. Imports numpy and numba.
 
 The schedule part of AdaPtis (arXiv 2509.23722): ops are placed one by one where they can start first, W fills what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers form a stage and which device holds it, before any order of ops. Imports numpy and numba.
 
 The partition and placement parts of AdaPtis (arXiv 2509.23722): contiguous stages of least variance, then devices of

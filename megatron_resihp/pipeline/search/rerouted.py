@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Op orders for pipelines that help each other out: list scheduling of F, B and W.
 
 Imports numpy, numba and this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fastest pipeline that can be found for a job: layers, devices and order of ops together. Imports numpy.
 
 AdaPtis (arXiv 2509.23722): partition, placement and schedule are changed in turn, judged by simulation; what the time

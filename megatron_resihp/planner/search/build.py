@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layout of the search as a plan. Imports `plan`, `cost` and this package."""
 
 from megatron_resihp.cost.job import JobCost

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """First layouts: groups dealt to so many replicas. Imports numpy and numba."""
 
 from heapq import heappop, heappush

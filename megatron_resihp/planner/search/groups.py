@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel groups inside nodes. Imports numpy, numba and `planner`.
 
 Members of a group wait for its slowest one, so groups are cut out of a node's workers sorted by speed: any other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local search over groups, their replicas and their order. Imports numpy and numba."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas as the search holds them, and how long each takes. Imports numpy and numba."""
 
 from typing import Final, NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long 1F1B and ZB-H1 take over stages of unlike speed, without building the program. Imports numpy and numba."""
 
 from megatron_resihp.pipeline.compiled import compiled

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makespans of plans as `evaluation` gives them, without building programs where the order is known.
 
 Imports numpy, `plan`, `cost` and this package.

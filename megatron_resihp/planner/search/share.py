@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Micro-batches for each replica: the smallest longest makespan. Imports numpy and numba."""
 
 from typing import Final

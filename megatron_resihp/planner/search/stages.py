@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers each stage of a pipeline runs: the smallest possible maximum of stage times, under memory.
 
 Imports numpy and numba.

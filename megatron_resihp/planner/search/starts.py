@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the local search starts: groupings, numbers of replicas, ways to deal, orders of ops.
 
 Imports numpy and this package.

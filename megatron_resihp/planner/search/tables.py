@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What work costs, as the arrays that the compiled search runs over. Imports numpy and `cost`."""
 
 from functools import lru_cache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The second step of the search: each replica's pipeline tuned for itself.
 
 Imports `plan`, `pipeline`, `cost` and `planner`.

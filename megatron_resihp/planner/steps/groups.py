@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which workers make up the tensor-parallel group of each stage: ResiHP's TP step. Imports `plan` and this package."""
 
 from collections.abc import Iterable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who does a stage's work for which micro-batch when replicas help each other out: ResiHP's Algorithm 1, simulated.
 
 Imports numpy, numba (by way of `pipeline`) and `plan`. Pure arrays; a "device" is one stage of one replica.

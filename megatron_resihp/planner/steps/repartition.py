@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many layers each stage runs, the same in all replicas: ResiHP's PP step.
 
 Imports numpy, `cost` and this package.

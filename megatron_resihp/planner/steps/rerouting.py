@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work of stages that have no worker, done by their data-parallel peers. Imports numpy, `plan`, `pipeline`, `cost`."""
 
 from collections.abc import Mapping, Sequence

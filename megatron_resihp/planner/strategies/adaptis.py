@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdaPtis / OctoPipe (arXiv 2509.23722): partition, placement and schedule of each pipeline tuned together.
 
 Imports the standard library, `plan`, `pipeline`, `cost` and this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adaptra (Wu et al., arXiv 2504.19232): pipeline schedules that absorb slow links between stages.
 
 Imports numpy, `plan`, `pipeline`, `cost` and this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategies for dead workers followed by Greyhound for slow ones, as ResiHP's evaluation puts them together.
 
 Imports `plan`, `cost` and this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several published strategies share: spelt-out layers, groups inside nodes, standbys, the last check.
 
 Imports the standard library, `plan`, `cost` and this package.

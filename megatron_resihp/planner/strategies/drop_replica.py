@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simplest way to go on without a restart: a replica that lost a worker is left out.
 
 Imports the standard library, `plan`, `cost` and this package.

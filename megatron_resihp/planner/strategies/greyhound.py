@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Greyhound (Wu et al., USENIX ATC 2025; arXiv 2410.12588 as Falcon): four levels of mitigating slow devices and links.
 
 Imports the standard library, `plan`, `cost` and this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This project's own strategy and its default: one search over groups, replicas, stages, layers and micro-batches.
 
 Imports `plan`, `cost` and `planner`. The parts are in `planner/search`: groups are cut out of each node's workers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Malleus (arXiv 2410.13333): groups by speed, pipelines of unlike groups, layers and data by integer programs.
 
 Imports numpy, scipy (by way of `planner.minimax`), `plan`, `cost` and `planner`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Oobleck (Jang et al., SOSP 2023, arXiv 2309.08125): pipelines made from templates for so many nodes.
 
 Imports numpy, `plan`, `cost` and this package.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ReCycle (Gandhi et al., SOSP 2024, arXiv 2405.14009): peers do a dead stage's work in their pipelines' bubbles.
 
 Imports the standard library, `plan`, `cost` and this package.

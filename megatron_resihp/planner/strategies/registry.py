@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All ways to plan by name. Imports the other files of this package."""
 
 from collections.abc import Mapping

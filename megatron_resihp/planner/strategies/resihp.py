@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ResiHP (arXiv 2605.06374): smaller tensor-parallel groups, other layers per stage, then work moved between replicas.
 
 Imports numpy, `plan`, `cost` and `planner`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The usual answer to a failure: start the job again from its last checkpoint on what is left.
 
 Imports the standard library, `plan`, `cost` and this package.

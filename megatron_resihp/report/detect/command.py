@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp detect`: run the detector over a recorded run, or over a table of iteration times.
 
 May import: the standard library, `config` and this package's modules; all that imports numpy only once it is run, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recorded run, or a table of iteration times, through the detector: what `resihp detect` found, and its files.
 
 May import: the standard library, `config`, `cost`, `detector` and this package's modules; matplotlib only to draw.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Observed against predicted iteration time with the alarms marked. Imports matplotlib, `detector` and this package."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `resihp detect` found, for a terminal. May import: rich, `detector` and this package's modules."""
 
 from __future__ import annotations

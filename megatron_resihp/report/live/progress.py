@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events, as they come -> a progress line that shows a run is alive, and one line for each thing that befell it.
 
 May import: the standard library and this package's modules.

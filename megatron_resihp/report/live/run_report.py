@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a running job's events go: its log and the terminal. Neither ends the job, or the other, where it fails.
 
 May import: the standard library and this package's modules; rich only at the end.

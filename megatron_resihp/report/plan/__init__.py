@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp plan`: the next plan of a job whose workers are dead or slow."""

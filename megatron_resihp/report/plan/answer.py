@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What strategies answer to a health: plan, throughput, planning time. Imports `plan`, `cost` and `planner`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp plan`: the next plan for a job whose workers are dead or slow.
 
 May import: the standard library and this package's modules; all that imports numpy only once it is run, so that the

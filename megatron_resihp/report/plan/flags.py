@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags of `resihp plan` that give a job's sizes and its workers' health.
 
 May import: the standard library, `config` and `cost.presets`, which needs no numpy, so that the `resihp` command

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--dead`, `--slow` and `--link` → a health. May import: the standard library, `planner.health` and this package."""
 
 from __future__ import annotations

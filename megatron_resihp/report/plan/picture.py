@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The timelines of an iteration before and after a plan. Imports matplotlib, `pipeline`, `planner` and this package."""
 
 from __future__ import annotations

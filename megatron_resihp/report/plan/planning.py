@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp plan` once its arguments are known: ask strategies, print, draw.
 
 May import: the standard library, rich, `config`, `plan`, `cost`, `planner`, `simulator` and this package's modules;

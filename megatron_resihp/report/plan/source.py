@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job to plan for, from flags or from a run directory: the plan in force, the workers, and what work costs.
 
 May import: the standard library, `plan`, `cost`, `simulator` and this package's modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan before and after, and what strategies make of a health, for a terminal.
 
 May import: rich, `plan`, `planner` and this package's modules.

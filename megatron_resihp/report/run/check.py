@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RunSummary -> what speaks against the run: the contract's promises that an event log can prove or disprove.
 
 May import: the standard library and this package's modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp report RUN_DIR`: read a run's events and print, dump or draw what they say.
 
 May import: the standard library, rich, `control.commands.contact` and this package's modules; matplotlib only for

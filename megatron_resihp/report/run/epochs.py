@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plans that were in force one after the other: what each was like, and why it was taken.
 
 May import: the standard library and this package's modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first sentence of a report: how far the run came, what it survived, and whether any sample was lost.
 
 May import: the standard library and this package's modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a picture of a run is marked, what stands at each mark, and how the labels keep clear of each other.
 
 May import: the standard library and this package's modules.

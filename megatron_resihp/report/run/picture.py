@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RunSummary -> a picture: loss and throughput over the iterations; deaths, verdicts and changes of plan are marked.
 
 May import: the standard library, matplotlib and this package's modules. Import it only where a picture is wanted.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who died, how that was noticed, and how training went on.
 
 May import: the standard library and this package's modules.

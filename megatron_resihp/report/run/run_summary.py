@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a report knows of a run, as data that goes to JSON and back.
 
 May import: the standard library and this package's modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Was every sample applied exactly once, and in the iteration that it belongs to?
 
 Iteration i must consume samples [(i - 1) * B, i * B) of the data stream, B being the global batch size.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan as it stands in an epoch_started event -> who works, who stands by, and its shape in words.
 
 May import: the standard library.

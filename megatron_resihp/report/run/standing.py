@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a run stands whose log has no end: does it go on, stand still, or has it ended without a word?
 
 May import: the standard library, `control.commands.contact`, `control.commands.claim`, `control.worker.saved_state`

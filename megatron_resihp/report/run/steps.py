@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which iterations were applied, in which epoch, and how fast.
 
 May import: the standard library and this package's event names.

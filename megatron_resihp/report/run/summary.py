@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events of a run -> RunSummary.
 
 May import: the standard library and this package's modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RunSummary -> one page on a terminal, for somebody who has ten seconds.
 
 May import: the standard library, rich and this package's modules.

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp simulate`: strategies in a scenario of failures."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp simulate`: what strategies make of a scenario of failures on a simulated cluster.
 
 May import: the standard library and this package's modules; all that imports numpy only once it is run, so that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Throughput over a simulated session, strategy by strategy. Imports matplotlib, `simulator` and this package."""
 
 from __future__ import annotations

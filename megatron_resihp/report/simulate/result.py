@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a simulation found. May import: the standard library and `simulator`."""
 
 from __future__ import annotations

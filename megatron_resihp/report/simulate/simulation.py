@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp simulate` once its arguments are known: run the strategies, print, write.
 
 May import: the standard library, rich, `config`, `planner`, `simulator` and this package's modules; matplotlib only to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a simulation found, for a terminal. May import: rich and this package's modules."""
 
 from __future__ import annotations

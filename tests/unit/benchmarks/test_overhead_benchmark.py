@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The overhead benchmark stands in for Megatron and for a coordinator: it has to keep up with what they ask for."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `benchmarks/structure.py` counts, on a package of a few lines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of benchmarks/throughput.py, from what a job has measured."""
 
 from __future__ import annotations

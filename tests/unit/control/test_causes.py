@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What killed a worker is told where the kernel, the worker's last words or a fault injection say it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What --nnodes says, and what follows from it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For how long a thread had no core, as the kernel counts it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slowed workers and links: how they are written, what is refused, and what the coordinator makes of requests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds of ops on a device of known peak, and the iteration time that no plan can beat."""
 
 from __future__ import annotations

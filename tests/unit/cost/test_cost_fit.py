@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fits of T = αN + βΣl² + γ: exact where they can be, robust, never negative, silent about what they cannot know."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of a model: parameters, FLOPs and activations, beside hand-made arithmetic and Megatron's own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a plan's workers, beside arithmetic by hand and Megatron's own report."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost model of a job: fitted from warm-up, kept current without learning a fault, saved and loaded."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What work costs in a running job: from arguments alone, on the emulated clock, and from what was fitted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device profiles: the arithmetic, the files of the package, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Least squares where an iteration's measurements have noise in common: the textbook's solution is met."""
 
 import numpy as np

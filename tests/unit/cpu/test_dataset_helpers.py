@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On CPUs a checkout of Megatron that has compiled nothing borrows the wheel's compiled dataset helper."""
 
 import sys

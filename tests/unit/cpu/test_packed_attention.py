@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention per document equals attention over the whole sequence under a block-diagonal causal mask."""
 
 import pytest

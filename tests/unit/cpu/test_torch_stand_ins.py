@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stand-ins for torch's device functions, called directly: nothing is installed in the test process."""
 
 from types import SimpleNamespace

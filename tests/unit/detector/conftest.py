@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small training job as the detector sees it: 8 workers (TP 2, DP 2, PP 2) on two nodes, with noise and faults."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs whose mix of documents changes while all workers of a node share their noise."""
 
 import numpy as np

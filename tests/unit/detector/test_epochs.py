@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the detector knows across epochs: workers and links that leave, come back, or are new."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validations under way: whom to ask, when, and what follows from the answers."""
 
 from __future__ import annotations

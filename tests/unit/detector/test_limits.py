@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far healthy rows of a series may be apart: few rows next to those under test tell it best in quiet series."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The online detector on small jobs: who is named, when, how slow, and what is not an alarm."""
 
 from dataclasses import replace

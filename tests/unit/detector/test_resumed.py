@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A resumed job: judged after a few iterations, by what an earlier run has learned and a file has kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Series of iteration times without workers: slow-downs and recoveries are found, and nothing else is."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The detector of a running job: events and messages in, verdicts out, everything kept."""
 
 from __future__ import annotations

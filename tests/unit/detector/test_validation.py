@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which micro-benchmarks decide a suspicion, and what they say."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The event log: what is written can be read, whatever happened to the file in between."""
 
 from __future__ import annotations

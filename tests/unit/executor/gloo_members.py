@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Members of groups that are all in one process, where what one keeps open of a connection is the others' too."""
 
 import threading

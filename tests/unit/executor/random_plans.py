@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans that no planner would make, with an order of ops for each stage."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Aborting gloo, on real groups whose members are all in this process, and NCCL, on what stands for its groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests: equal state gives equal ones on all holders, and any other state another."""
 
 from __future__ import annotations

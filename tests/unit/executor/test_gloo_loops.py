@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which connections a loop hears of less often, on real epolls of this process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cutting gloo's connections and no others, on real sockets of this process."""
 
 from __future__ import annotations

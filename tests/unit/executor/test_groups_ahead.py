@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups that are made while another epoch's are in use, on real gloo with all members in this process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is computed when, what crosses, what is kept and for how long."""
 
 from __future__ import annotations

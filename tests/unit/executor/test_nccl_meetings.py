@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first operations of NCCL's groups, on what stands for its groups: they hang, refuse and run out of memory."""
 
 from __future__ import annotations

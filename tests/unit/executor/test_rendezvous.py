@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store through which groups meet: waits end with the epoch, and who was looked for is known."""
 
 from __future__ import annotations

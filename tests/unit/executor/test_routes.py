@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where results go: every order of ops that a plan may hold gets through, and each token crosses exactly once."""
 
 from __future__ import annotations

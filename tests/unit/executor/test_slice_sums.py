@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients summed slice by slice; groups are stood in for."""
 
 from collections.abc import Sequence

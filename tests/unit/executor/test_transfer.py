@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named tensors on their way from one worker to another."""
 
 from __future__ import annotations

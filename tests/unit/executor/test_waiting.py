@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that may block in gloo: given up when the epoch breaks, counted until they come back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every patch fits the Megatron that is installed: a release that moves a target fails here, not in a job."""
 
 from __future__ import annotations

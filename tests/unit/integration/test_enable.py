@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """patches/: they apply to the files that they were made for, and put their line before anything of Megatron."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patches: all of them or none, an error that says what was expected, and the way back."""
 
 from __future__ import annotations

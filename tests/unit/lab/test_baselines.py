@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published detectors, on iteration times whose truth is known."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synthetic jobs: the truth that they are made from shows in what a detector would see, and nothing else does."""
 
 import numpy as np

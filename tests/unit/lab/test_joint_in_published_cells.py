@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In the published experiments no other strategy does better than `joint`: throughput of whole sessions.
 
 `benchmarks/published.py` measures all cells, with several orders of failures each, and prints the smallest lead; these

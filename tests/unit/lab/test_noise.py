@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Noise: its sizes, and what has it in common."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published experiments: calibrated as said, the traces as the text describes them, amplification by place."""
 
 import importlib

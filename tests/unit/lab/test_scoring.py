@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a detector was right about a job."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synthetic series: the same for the same seed, slow where they say so, and scored as the docstring says."""
 
 import numpy as np

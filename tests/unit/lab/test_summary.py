@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures over many jobs, and their bounds."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that no schedule would make."""
 
 from __future__ import annotations

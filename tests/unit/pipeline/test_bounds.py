@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No program beats the lower bound, and where the best program is known the bound is its makespan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled functions work where machine code cannot be kept."""
 
 from __future__ import annotations

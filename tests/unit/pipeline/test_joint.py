@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines that work for each other, against a slow and obvious reference."""
 
 import numpy as np

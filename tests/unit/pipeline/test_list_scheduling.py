@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs made to measure: valid for any durations, within any limit that lets one micro-batch pass, and fast."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The programs of 1F1B and interleaved 1F1B are what Megatron's own schedule functions run, op by op.
 
 The functions run as they are, one rank after another, in this process; the model, its steps and the P2P are stand-ins.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Live activations, counted by hand and against a replay op by op."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs in plans and back: what a replica's schedule says is the program that was meant."""
 
 from __future__ import annotations

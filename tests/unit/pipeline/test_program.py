@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a program may not be: each broken rule is named with the op that breaks it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published example of AdaPtis (arXiv 2509.23722): Nemotron-nano-9B-v2, four devices, eight micro-batches.
 
 Layer times are the authors' public profiles (milliseconds on H800), the order of layers is the model's published one.

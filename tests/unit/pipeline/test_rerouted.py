@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Op orders for pipelines that help each other out."""
 
 from __future__ import annotations

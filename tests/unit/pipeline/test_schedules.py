@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The programs of known schedules: their ops, how long they take and what they hold, by the published formulas."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulator agrees with a slow, obvious calculation on any program, and refuses times that are none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tuned pipelines: valid, within memory, never slower than Megatron's order, and as good as published."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which deaths a distributed optimizer survives: those that leave each part or its copy."""
 
 from itertools import combinations

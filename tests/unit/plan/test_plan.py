@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans: what a valid one is, how micro-batches are dealt, and that ranks come out as Megatron lays them out."""
 
 from __future__ import annotations

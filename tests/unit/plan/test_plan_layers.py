@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers and stages: Megatron's layout strings in and out, and splits that hold each layer once."""
 
 from __future__ import annotations

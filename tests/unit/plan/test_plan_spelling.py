@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans said in full and in short: each is the other's inverse, and both say that the same workers hold the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heterogeneous plans: replicas that differ, orders of ops, migrations; what is refused, and how plans differ."""
 
 from __future__ import annotations

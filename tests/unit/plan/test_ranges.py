@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranges of flattened parameters: every wanted element comes once, from somebody who holds it."""
 
 from itertools import pairwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slices: what workers whose shards are cut unlike each other have in common."""
 
 from hypothesis import given

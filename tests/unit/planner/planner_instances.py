@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs, plans and healths that the tests of planning share."""
 
 from __future__ import annotations

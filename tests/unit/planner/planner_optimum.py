@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The proven optimum of small instances, by branch and bound; slow, and independent of the search that it measures.
 
 What is searched, all of it: in each node any groups of allowed degrees out of any workers, the rest idle; up to three

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The proven optimum of one replica of small instances: the order of its groups, and the layers of each.
 
 All orders and layers are tried, stage by stage, but for those that bounds say can't be better than what is known.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers split so that the slowest stage is as fast as memory allows."""
 
 from __future__ import annotations

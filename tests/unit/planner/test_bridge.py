@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a job's planner makes of a strategy's plan before it is proposed."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast a plan is with a given health."""
 
 from collections.abc import Callable

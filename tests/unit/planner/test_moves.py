@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes to move between two plans, and what getting there takes."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers of a next plan stay where their state is, as far as that makes no stage slower."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimum that plans are measured against, held against all plans of jobs so small that all can be tried."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an installation compiles at its set-up is all that planners need."""
 
 from __future__ import annotations

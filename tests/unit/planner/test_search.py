@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of the joint search: pipelines' makespans, layers per stage, groups inside nodes."""
 
 from itertools import combinations

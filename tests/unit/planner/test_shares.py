@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shares of the batch, as good as any."""
 
 from __future__ import annotations

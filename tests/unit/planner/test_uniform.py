@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The next plan from whatever survives: as many replicas as can be, nobody lost, nobody moved without need."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instances of messages: hypothesis' strategies made of the types of fields, and one plain instance of each kind."""
 
 from __future__ import annotations

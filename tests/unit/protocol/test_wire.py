@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What processes tell each other arrives as it was sent, and nothing that is malformed gets in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp detect`: a run's records or a table in; verdicts, a file and a picture out; bad input in one line."""
 
 import json

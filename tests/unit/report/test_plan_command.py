@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp plan`: sizes or a run directory and a health in; tables, JSON and a picture out; bad input in one line."""
 
 import io

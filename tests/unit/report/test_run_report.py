@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a job's events become while its disk is full: told on the terminal, missing in the log, and owned up to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp simulate`: a file or a published name in; a table, JSON and a picture out; bad input in one line."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the check on a GPU needs beforehand: a library of NCCL's that fits, and parts that fit into their calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/make_dataset.py: what becomes a document, what Megatron reads back, and what bad input says."""
 
 from __future__ import annotations

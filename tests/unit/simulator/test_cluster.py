@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sessions: downtime is charged, time has no gaps, aborts end a job, sessions of large clusters are quick."""
 
 from collections.abc import Mapping

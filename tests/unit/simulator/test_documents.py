@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents: what packing does with them, and that their mix changes."""
 
 from itertools import pairwise

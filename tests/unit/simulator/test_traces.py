@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces: the same by seed, in order, within the session, and nobody is in two spells at once."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp apply`: which plan it takes from a file, and what it says without one. The rest is in test_launcher.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run directory is one job's at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: what it refuses, in one line and before anything is started."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a launcher may open as many files as it will."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp salvage` as people and job scripts call it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example for SLURM starts launchers that have all that they need, and ends as the job does.
 
 SLURM's own commands are made up here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator on a store and a clock that the tests play: what it hears in which order, and when it gives up."""
 
 from __future__ import annotations

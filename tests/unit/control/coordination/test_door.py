@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What gets through the control plane's door, and that nothing else reaches anybody."""
 
 from __future__ import annotations

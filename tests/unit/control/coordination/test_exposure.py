@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said at the start of single losses that would end the job."""
 
 from __future__ import annotations

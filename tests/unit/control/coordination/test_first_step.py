@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An error in the first step of a plan that was chosen: answered once, by a plan that is known to run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator's decisions: messages of workers and agents in, plans and ends out. No processes, no clock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where survivors go on from: their records against a plain reading of the contract, "one step per iteration"."""
 
 from __future__ import annotations

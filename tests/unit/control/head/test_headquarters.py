@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What node 0 leaves behind where the coordinator's thread fails; the coordinator itself is stood in for."""
 
 from __future__ import annotations

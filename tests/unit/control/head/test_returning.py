@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a node finds in the run directory before it is connected to anything."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether training stands still, and for how long, is said while it lasts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a worker's process was stopped, as its agent notes it and the worker reads it."""
 
 from __future__ import annotations

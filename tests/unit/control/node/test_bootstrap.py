@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a worker whose script raises an error ends."""
 
 from __future__ import annotations

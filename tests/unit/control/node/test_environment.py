@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment that workers are started with."""
 
 from __future__ import annotations

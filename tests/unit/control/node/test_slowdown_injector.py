@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slowing processes for real: the duty cycle, and that nobody is left stopped."""
 
 from __future__ import annotations

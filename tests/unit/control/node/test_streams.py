@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker prints while its disk is full is lost, and the worker goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Survivors who hold everything and are too few for a replica of the job's own layout go on with a smaller plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What survivors hold in any layout: what is lost, who writes what, and uniform plans made of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who plans for survivors: a strategy where its plan can be run, complete uniform replicas otherwise, and why."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner's process, asked for real."""
 
 from __future__ import annotations

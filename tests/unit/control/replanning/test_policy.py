@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a plan is changed by choice: slowness that lasts is acted on, what passes by itself or doesn't pay is not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which losses are planned for before they happen, and when what was answered is still an answer."""
 
 from __future__ import annotations

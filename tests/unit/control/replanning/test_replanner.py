@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread beside the coordinator that has plans made."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connections to the store that are lost on the way, with a go-between that cuts them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Liveness connections: beats, silence, death at either end."""
 
 from __future__ import annotations

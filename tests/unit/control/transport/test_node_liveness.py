@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which nodes node 0 waits for."""
 
 from __future__ import annotations

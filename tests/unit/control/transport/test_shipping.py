@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records on their way: in order, never waited for by who sends them, and counted where they are dropped."""
 
 from __future__ import annotations

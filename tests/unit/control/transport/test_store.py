@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the store promises, on a real TCPStore."""
 
 from __future__ import annotations

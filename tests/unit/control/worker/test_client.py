@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker makes of what the coordinator has published; the store is stood in for."""
 
 from __future__ import annotations

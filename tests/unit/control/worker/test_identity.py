@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a worker was started as the job was: what is compared, what may differ, and what is said."""
 
 from __future__ import annotations

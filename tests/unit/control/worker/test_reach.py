@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whom a worker finds it can reach."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What workers that have lost the coordinator make of each other's records."""
 
 from __future__ import annotations

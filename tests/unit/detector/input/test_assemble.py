@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of workers become observations of iterations: joined from both sides, in order, whatever is missing."""
 
 from collections.abc import Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever arrives, the detector goes on: records lost, repeated or damaged, clocks that jump."""
 
 from __future__ import annotations

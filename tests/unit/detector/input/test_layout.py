@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who sends to whom under a plan, as the detector sees it."""
 
 from megatron_resihp.detector.input.layout import layout_of

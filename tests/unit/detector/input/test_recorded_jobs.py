@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded jobs of others, where RESIHP_TRACES names their directory: the right worker is named and nobody else."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's records on disk: the last run is read back, also after a writer was killed."""
 
 from pathlib import Path

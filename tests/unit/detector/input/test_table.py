@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of iteration times: what a file says is what is judged, and what it cannot mean is told."""
 
 import math

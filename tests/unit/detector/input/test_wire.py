@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records survive the wire bit by bit, and bytes that are no record are named errors."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines without data parallelism: each worker is alone in its stage, and its first iterations may be slow ones."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What workers share is taken out of residuals without hiding faults that several of them have."""
 
 import numpy as np

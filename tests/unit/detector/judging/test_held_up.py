@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small hold-ups are added up and told now and then, large ones at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is taken for drift, and what for chance."""
 
 import numpy as np

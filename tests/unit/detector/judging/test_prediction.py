@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicted iterations: the simulator's makespan of predicted ops, plus what is beside the pipeline."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sequential test: its false-alarm rate on simulated noise, what a stall can do, and where a change began."""
 
 import numpy as np

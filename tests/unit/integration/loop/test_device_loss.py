@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which devices are given up, so that the other workers go on."""
 
 from __future__ import annotations

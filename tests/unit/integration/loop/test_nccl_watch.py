@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NCCL in error, where nobody has died: the coordinator is asked for a recovery."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a worker has its groups for a change, and what becomes of those that are not used."""
 
 from __future__ import annotations

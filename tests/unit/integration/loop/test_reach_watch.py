@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whom a worker looks for where its wait for the others lasts long, and when it says that it can't reach them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which errors start a recovery, and which end the worker as they would in stock Megatron."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a running job asks for the plans of --resihp-plan."""
 
 from pathlib import Path

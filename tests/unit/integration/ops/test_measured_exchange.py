@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfers under a heterogeneous plan as the probes note them, and when they come on the emulated clock."""
 
 from __future__ import annotations

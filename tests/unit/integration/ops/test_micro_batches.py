@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Micro-batches by their index, for all chunks of a worker."""
 
 from __future__ import annotations

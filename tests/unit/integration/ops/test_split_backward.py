@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """B without W, of Megatron's linear layers: what is left for W is what the whole backward pass would have added."""
 
 from __future__ import annotations

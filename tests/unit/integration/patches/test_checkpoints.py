@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A state dict cut and dealt out among workers of unlike shards: all of it is written, and each number once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a job's checkpoint said of the learning rate outlives recoveries, in which all is built from the arguments; and
 what Megatron reckons with afterwards is there."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who reads which samples: Megatron's own order for equal shares, and every sample once for any others."""
 
 from __future__ import annotations

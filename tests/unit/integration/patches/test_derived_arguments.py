@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments that Megatron derives from the degree of tensor parallelism, held against its own validation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many tokens in packed documents Megatron takes an iteration to have had."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer built in a later epoch has a group for every kind of parameter of the whole model, as at the start."""
 
 from __future__ import annotations

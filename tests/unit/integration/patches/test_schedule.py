@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What replicas evaluate, where there may be less to evaluate than replicas."""
 
 from __future__ import annotations

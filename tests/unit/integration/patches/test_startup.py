@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is kept of a job's start-up for later epochs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What --resihp takes and refuses, held against Megatron's real parser."""
 
 from __future__ import annotations

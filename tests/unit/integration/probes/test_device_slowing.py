@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slowing a device in fault injections, on what stands for one: what it is given is done later, in order."""
 
 from __future__ import annotations

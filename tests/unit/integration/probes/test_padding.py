@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Padding ops and transfers to an emulated device's time, on a clock that the tests turn."""
 
 from __future__ import annotations

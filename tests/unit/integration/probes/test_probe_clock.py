@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device's clock: events, told in the host's seconds once the device has been waited for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the probes note: ops with their waiting, whose transfers, and that a record holds one iteration and no other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What old and new training objects take together, and gradients that make room for the new ones."""
 
 from __future__ import annotations

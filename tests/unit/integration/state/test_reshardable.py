@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plain optimizer saves, made such that a distributed one can load it: common state, and masters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts of steps that an optimizer keeps for each parameter group, as Apex's Adam does: they move with the state."""
 
 from __future__ import annotations

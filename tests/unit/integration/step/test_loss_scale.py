@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss scale: gradients are divided by it once, and nobody's scale differs from another's."""
 
 from __future__ import annotations

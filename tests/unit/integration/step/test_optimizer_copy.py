@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A copy of a part of a distributed optimizer takes its owner's steps, bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Megatron wants of torch when it makes its groups, told without making them."""
 
 from __future__ import annotations

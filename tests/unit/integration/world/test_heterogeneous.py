@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker knows of a heterogeneous plan."""
 
 from collections.abc import Sequence

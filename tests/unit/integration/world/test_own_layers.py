@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The job's own layers of each stage, held against Megatron's own sum."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of a machine's GPUs a worker has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker takes from one epoch into the next."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdaPtis as a strategy: faster pipelines without any failure, and valid ones after some."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adaptra: more forwards ahead where a link is slow, as far as memory allows."""
 
 from __future__ import annotations

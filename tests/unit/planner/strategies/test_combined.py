@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A strategy for dead workers, then Greyhound for slow ones."""
 
 from __future__ import annotations

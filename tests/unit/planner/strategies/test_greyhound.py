@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Greyhound: micro-batches by speed first, then slow workers and links to where they hurt least."""
 
 from __future__ import annotations

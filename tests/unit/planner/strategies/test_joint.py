@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The joint strategy as a user sees it: plans that can be run, for any health, and no worse than what is there."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Malleus' grouping and orchestration, its integer programs, and what they give together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Oobleck: pipelines of unlike length, made from templates for as many nodes as are left."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ReCycle: peers take over a dead stage, into the bubbles of their own pipelines."""
 
 from __future__ import annotations

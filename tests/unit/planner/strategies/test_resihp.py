@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ResiHP's three steps, and what they give together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users do today: restart on what is left, or leave a broken replica out."""
 
 from __future__ import annotations

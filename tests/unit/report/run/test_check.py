@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `resihp report --check` finds wrong with a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`resihp report` as a user calls it."""
 
 from __future__ import annotations

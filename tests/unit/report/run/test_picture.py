@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture of a run; how it looks is for eyes, what is in it is checked here."""
 
 from __future__ import annotations

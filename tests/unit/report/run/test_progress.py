@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The live line that shows a run is alive."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The count of samples, against a count so slow and obvious that it must be right."""
 
 from __future__ import annotations

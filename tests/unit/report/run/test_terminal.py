@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engineer reads at three in the morning."""
 
 from __future__ import annotations
