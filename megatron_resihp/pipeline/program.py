@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline program: which device runs which op, and in which order. Imports numpy and numba."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -119,12 +118,3 @@ class Program:
             neighbour = op.stage - 1 if op.kind == OpKind.F else op.stage + 1
             needed = Op(op.kind, neighbour, op.micro_batch)
             raise ProgramError(f"{op} waits for {needed}, which waits for it: ops must not wait in a circle")
-
-
-def device_orders(program: Program) -> Sequence[str]:
-    """One line per device for people: "F0 F1 B0 …", with the stage after a dot where a device holds several."""
-    several = program.stages > program.devices
-    return [
-        " ".join(f"{OpKind(op.kind).name}{op.micro_batch}" + (f".{op.stage}" if several else "") for op in ops)
-        for ops in program.ops
-    ]

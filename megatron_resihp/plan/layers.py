@@ -152,31 +152,3 @@ def _check_sayable(chunks: Sequence[Chunk], layers: int) -> None:
     stages = 1 + max(chunk.stage for chunk in chunks)
     if not in_turns([chunk.stage for chunk in chunks], stages):
         raise PlanError("Megatron deals chunks to the stages in turns; these are placed otherwise")
-
-
-def chunks_of_pattern(pattern: str, stages: int) -> tuple[Chunk, ...]:
-    """The chunks that Megatron makes of a hybrid model's pattern with stage boundaries, "M-M-|M-M*-".
-
-    The embedding, which the pattern doesn't name, is in the first chunk, the head in the last.
-
-    Raises:
-        PlanError: its chunks are no multiple of the stages.
-    """
-    counts = [len(letters) for letters in pattern.split("|")]
-    counts[0] += 1
-    counts[-1] += 1
-    return chunks_from(counts, stages)
-
-
-def pattern_of(chunks: Sequence[Chunk], pattern: str) -> str:
-    """Chunks of a hybrid model in Megatron's words: its pattern ("M-M-M-M*-") with stage boundaries.
-
-    Raises:
-        PlanError: the chunks hold another number of layers, aren't dealt to the stages in turns, or the first has no
-            embedding or the last no head, which Megatron can't say.
-    """
-    letters = f"E{pattern}L"
-    _check_sayable(chunks, len(letters))
-    if chunks[0].end == 0 or chunks[-1].first == len(letters):
-        raise PlanError("Megatron's pattern has the embedding in the first chunk and the head in the last")
-    return "|".join(letters[chunk.first : chunk.end] for chunk in chunks)[1:-1]

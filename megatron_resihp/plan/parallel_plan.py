@@ -115,11 +115,6 @@ class ParallelPlan:
             return "standbys keep shards of another layout"
         return "shards are uneven" if self.uneven_shards else None
 
-    def require_uniform(self) -> None:
-        """Raises PlanError with the reason if the plan is not uniform."""
-        if self.not_uniform:
-            raise PlanError(f"this plan can't be run yet: {self.not_uniform}")
-
     def coordinate_of(self, worker: int) -> Coordinate | None:
         """The shard that `worker` works on or keeps current; None also for a standby with shards of another layout."""
         if worker in self._places:

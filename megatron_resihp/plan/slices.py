@@ -88,11 +88,6 @@ def contributors_of(plan: ParallelPlan, cuts: int, tied_head: int | None) -> dic
     return {piece: tuple(workers) for piece, workers in found.items()}
 
 
-def needed_slices(layers: int, cuts: int, tied_head: int | None) -> frozenset[Slice]:
-    """All slices of a model of so many layers, embedding and head included."""
-    return slices_of([Shard(0, layers, rank, cuts) for rank in range(cuts)], cuts, tied_head)
-
-
 class Move(NamedTuple):
     """`source` sends slices to `target`."""
 

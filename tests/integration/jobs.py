@@ -521,11 +521,12 @@ def _keep_spawned_processes_small() -> None:
 def _become_launcher(request: dict[str, Any]) -> NoReturn:
     code = 99
     try:
+        from forked_worker import fork_worker
+
         from megatron_resihp.cli import RunReport
         from megatron_resihp.control import linux
         from megatron_resihp.control.commands import launcher
         from megatron_resihp.control.commands.launch_options import LaunchOptions
-        from megatron_resihp.control.node.spawn import fork_worker
         from megatron_resihp.control.transport.address import Address
 
         linux.die_with_parent()

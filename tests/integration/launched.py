@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 # As the launcher does where it imports torch itself.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch.distributed  # noqa: F401  # Once, before anything is forked.
+from forked_worker import fork_worker
 
 import megatron_resihp
 from megatron_resihp.cli import RunReport
@@ -24,7 +25,6 @@ from megatron_resihp.control.commands import launcher
 from megatron_resihp.control.commands.launch_options import LaunchOptions
 from megatron_resihp.control.coordination import coordinator
 from megatron_resihp.control.node import agent
-from megatron_resihp.control.node.spawn import fork_worker
 from megatron_resihp.control.transport.address import parse_address
 from megatron_resihp.control.transport.store import TcpStore, connect
 

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import pytest
+from program_words import device_orders
 
 from megatron_resihp.pipeline.op import Op, OpKind
-from megatron_resihp.pipeline.program import Program, ProgramError, device_orders
+from megatron_resihp.pipeline.program import Program, ProgramError
 
 F, B, W = OpKind
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from program_words import device_orders
 
 from megatron_resihp.pipeline.memory import peak_live_activations
 from megatron_resihp.pipeline.op import OpKind
-from megatron_resihp.pipeline.program import ProgramError, device_orders
+from megatron_resihp.pipeline.program import ProgramError
 from megatron_resihp.pipeline.schedules import interleaved, one_f_one_b, zero_bubble_h1
 from megatron_resihp.pipeline.simulate import simulate
 

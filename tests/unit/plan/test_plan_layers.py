@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.plan import Chunk, PlanError, chunks_of_layout, even_chunks, layout_of
-from megatron_resihp.plan.layers import chunks_from, chunks_of_pattern, format_layout, parse_layout, pattern_of
+from megatron_resihp.plan.layers import chunks_from, format_layout, parse_layout
 
 COUNTS = st.lists(st.integers(0, 6), min_size=1, max_size=8)
 
@@ -79,33 +77,6 @@ class TestMegatronsLayout:
             layout_of(wave, "EttttttL")
         with pytest.raises(PlanError, match="hold 8 layers, the model has 9"):
             layout_of(wave, "EtttttttL")
-
-
-class TestMegatronsHybridPattern:
-    def test_in_and_out(self) -> None:
-        text = "M-M-|M-M*-||M"
-        chunks = chunks_of_pattern(text, 2)
-        assert chunks == (Chunk(0, 0, 5), Chunk(1, 5, 10), Chunk(0, 10, 10), Chunk(1, 10, 12))
-        assert pattern_of(chunks, text.replace("|", "")) == text
-
-    @given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=6))
-    def test_megatron_finds_the_same_layers_in_each_segment(self, counts: list[int]) -> None:
-        module = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_allocation")
-        text = "|".join("M" * count for count in counts)
-        chunks = chunks_of_pattern(text, len(counts))
-        assert pattern_of(chunks, "M" * sum(counts)) == text
-        for number, chunk in enumerate(chunks):
-            # Which would log its choice, to the process group that there isn't.
-            with mock.patch.object(module, "log_on_each_pipeline_stage"):
-                letters, first = module.select_pipeline_segment(text, None, number)
-            assert len(letters) == counts[number] and (first + 1 if number else 0) == chunk.first
-
-    def test_what_megatron_cannot_say(self) -> None:
-        for chunks in ((Chunk(0, 0, 0), Chunk(1, 0, 4)), (Chunk(0, 0, 4), Chunk(1, 4, 4))):
-            with pytest.raises(PlanError, match="embedding in the first chunk and the head in the last"):
-                pattern_of(chunks, "M-")
-        with pytest.raises(PlanError, match="2 chunks can't be dealt to 3 stages"):
-            chunks_of_pattern("M|M", 3)
 
 
 class TestSplits:

@@ -15,7 +15,6 @@ from megatron_resihp.plan.slices import (
     cuts_of,
     holders_of,
     in_buckets,
-    needed_slices,
     plan_moves,
     slices_of,
 )
@@ -49,7 +48,8 @@ def test_every_replica_holds_each_slice_once(plan: ParallelPlan, tied: bool) -> 
     head = HEAD if tied else None
     cuts = cuts_of(shard for shards in all_shards(plan).values() for shard in shards)
     contributors = contributors_of(plan, cuts, head)
-    assert contributors.keys() == needed_slices(HEAD + 1, cuts, head)
+    whole = [Shard(0, HEAD + 1, rank, cuts) for rank in range(cuts)]
+    assert contributors.keys() == slices_of(whole, cuts, head)
     for piece, workers in contributors.items():
         replicas = [plan.replica_of(worker) for worker in workers]
         if piece.layer != TIED:

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts workers by forking a process that has been warmed up, in place of executing Python anew."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import stat
+import sys
+import traceback
+from typing import NoReturn
+
+from megatron_resihp.control.node import bootstrap
+from megatron_resihp.control.node.spawn import WorkerSpec
+
+DEFAULT_AGAIN = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+
+
+def fork_worker(spec: WorkerSpec) -> int:
+    """A copy of this process, which saves it the imports.
+
+    Threads are not copied, and what they have locked stays locked in the copy: this process must have started none, or,
+    where a worker is started anew, only the agent's own, whose locks no worker touches.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _become_worker(spec)
+    return pid
+
+
+def _become_worker(spec: WorkerSpec) -> NoReturn:
+    try:
+        os.setsid()
+        _reset_signals()
+        _close_sockets_but(spec.liveness.fileno(), spec.records.fileno())
+        os.dup2(spec.output, 1)
+        os.dup2(spec.output, 2)
+        os.close(spec.output)
+        _reopen_streams()
+        os.environ.clear()
+        os.environ.update(spec.environment)
+        # What the forked process has registered to run at its exit is not for us.
+        atexit._clear()
+        # The file descriptors are opened anew, and these objects must not close them.
+        spec.liveness.detach()
+        spec.records.detach()
+        bootstrap.main(spec.command)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _close_sockets_but(*kept: int) -> None:
+    """As exec would. All others are the agent's, and when a worker's connections are cut, its would be too."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if number not in kept and stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.close(number)
+        except OSError:  # what has listed them
+            continue
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As in any Python: a write to a peer that has died is an error and not this process's end.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    for number in DEFAULT_AGAIN:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _reopen_streams() -> None:
+    """A test runner has put other objects in the place of these."""
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
