@@ -11,8 +11,7 @@ FINISHED: Final = 0
 FAILED: Final = 1
 """The program's own error: it would fail again."""
 REFUSED: Final = 2
-"""Bad arguments, as argparse ends: nothing has begun. A worker that refuses its arguments
-ends so, and the job that it was to begin."""
+"""Bad arguments, as argparse ends: nothing has begun. A worker that refuses its arguments, and its job, end so."""
 NO_PLAN: Final = 69
 """Survivors could not go on, and have written what they hold."""
 RETRY: Final = 75

@@ -122,7 +122,7 @@ def test_a_death_in_a_change_from_one_unlike_plan_to_another(jobs: Jobs, tmp_pat
     assert are_heterogeneous(job) == [False, True, False]
 
 
-def test_an_epoch_breaks_without_a_death_in_heterogeneous_plans(jobs: Jobs, tmp_path: Path) -> None:
+def test_an_epoch_breaks_without_a_death_under_a_heterogeneous_plan(jobs: Jobs, tmp_path: Path) -> None:
     injections = ["rebuild:1@2:backward", "rebuild:2@4:grad-sync", "rebuild:0@5:recovery-ready"]
     job = survive(jobs, tmp_path, [(UNLIKE, 1), (KEEPING, 3), (UNLIKE, 5)], injections)
     assert not job.summary.deaths
@@ -176,11 +176,11 @@ def test_a_change_shortly_before_the_end(jobs: Jobs, tmp_path: Path, iteration: 
     assert are_heterogeneous(job)[:2] == [False, True]
 
 
-def test_a_death_in_the_last_iteration_in_heterogeneous_plans(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_death_in_the_last_iteration_under_a_heterogeneous_plan(jobs: Jobs, tmp_path: Path) -> None:
     survive(jobs, tmp_path, [(UNLIKE, 4)], ["kill:2@6:step"])
 
 
-def test_evaluation_in_heterogeneous_plans(jobs: Jobs, tmp_path: Path) -> None:
+def test_evaluation_under_a_heterogeneous_plan(jobs: Jobs, tmp_path: Path) -> None:
     """Within training and after it, of one replica for all."""
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
@@ -203,7 +203,7 @@ def test_evaluation_of_other_micro_batches_and_with_helpers(jobs: Jobs, tmp_path
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=NIGHTLY), 1, pytest.param(3, marks=NIGHTLY)])
-def test_a_death_while_evaluating_in_heterogeneous_plans(jobs: Jobs, tmp_path: Path, victim: int) -> None:
+def test_a_death_while_evaluating_under_a_heterogeneous_plan(jobs: Jobs, tmp_path: Path, victim: int) -> None:
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
     plans, injection = ask_at(tmp_path, (UNLIKE, 1)), f"kill:{victim}@4:evaluate"
@@ -213,7 +213,7 @@ def test_a_death_while_evaluating_in_heterogeneous_plans(jobs: Jobs, tmp_path: P
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(3, marks=NIGHTLY)])
-def test_a_death_after_the_last_iteration_in_heterogeneous_plans(jobs: Jobs, tmp_path: Path, victim: int) -> None:
+def test_a_death_after_the_last_iteration_under_a_heterogeneous_plan(jobs: Jobs, tmp_path: Path, victim: int) -> None:
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
     plans, injection = ask_at(tmp_path, (UNLIKE, 4)), f"kill:{victim}@7:evaluate"
@@ -253,7 +253,7 @@ def test_the_only_holder_of_a_layer_dies(jobs: Jobs, tmp_path: Path) -> None:
 
 
 @NIGHTLY
-def test_suspects_are_tested_in_heterogeneous_plans(jobs: Jobs, tmp_path: Path) -> None:
+def test_suspects_are_tested_under_a_heterogeneous_plan(jobs: Jobs, tmp_path: Path) -> None:
     """Matrix products on the suspects and P2P on their links, while training goes on as if nothing were."""
     # A first test is ordered before the plan is in force, and the next one is long after it.
     model = PIPELINE | {"train_iters": PAUSE + 6}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks for fault injection inside forward, backward, P2P and gradient sync, installed only where they are needed.
 
-P2P and gradient sync are Megatron's own or, where a plan is run under a heterogeneous plan, this project's. May import
+P2P and gradient sync are Megatron's own or, under a heterogeneous plan, this project's. May import
 megatron and this package.
 """
 

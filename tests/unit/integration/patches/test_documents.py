@@ -66,7 +66,7 @@ def consumer(heterogeneous: bool, agreed: tuple[float, float]) -> Any:
     return documents.wrap_consume(runtime, lambda: (1.0, 2.0))
 
 
-def test_in_heterogeneous_plans_what_was_agreed_on_is_told_once() -> None:
+def test_under_a_heterogeneous_plan_what_was_agreed_on_is_told_once() -> None:
     """Without a collective: a worker without work has seen no document and would not join it."""
     consume = consumer(True, (24.0, 136.0))
     assert consume() == (24.0, 136.0)
