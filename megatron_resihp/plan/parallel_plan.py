@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parallel plan of one epoch: replicas, stages, members, layers, micro-batches, order of ops, standbys.
 
-Imports only the standard library, so that planning answers on a laptop in a second.
+May import `coding` and this package's modules, so that planning answers on a laptop in a second.
 """
 
 import hashlib
@@ -12,14 +12,25 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final
 
+from megatron_resihp.coding import FILE, Form, decode, encode, omitted_if, set_form, version_said
+from megatron_resihp.coding.errors import MissingFieldError, WrongValueError
 from megatron_resihp.plan.errors import PlanError
-from megatron_resihp.plan.layers import Chunk
-from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, Shard, shards_at
+from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, Shard, WrittenKept, shards_at
 from megatron_resihp.plan.rules import check
-from megatron_resihp.plan.schedule import Schedule
 
 VERSION: Final = 2
 """Of a plan's JSON. Plans of version 1 do not say it; they had no chunks, schedules, migrations or marks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """A plan's JSON; what a plan makes no use of is left out."""
+
+    version: int = VERSION
+    replicas: tuple[Replica, ...]
+    standbys: dict[int, WrittenKept]
+    migrations: tuple[Migration, ...] = omitted_if(())
+    uneven_shards: bool = omitted_if(False)
 
 
 @dataclass(frozen=True)
@@ -176,39 +187,29 @@ class ParallelPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON; what a plan makes no use of is left out."""
-        data: dict[str, Any] = {
-            "version": VERSION,
-            "replicas": [_replica_to_dict(replica) for replica in self.replicas],
-            "standbys": {str(worker): _kept_to_list(kept) for worker, kept in sorted(self.standbys.items())},
-        }
-        if self.migrations:
-            data["migrations"] = [list(migration) for migration in self.migrations]
-        if self.uneven_shards:
-            data["uneven_shards"] = True
-        return data
+        standbys = dict(sorted(self.standbys.items()))
+        return dict(encode(_Written(
+            replicas=self.replicas, standbys=standbys, migrations=self.migrations, uneven_shards=self.uneven_shards,
+        )))  # fmt: skip
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "ParallelPlan":
+    def from_dict(cls, data: Any) -> "ParallelPlan":
         """Read what `to_dict` gives, of this version or the one before.
 
         Raises:
             PlanError: it is of another version, lacks a part, breaks a rule, or is no plan at all.
         """
         try:
-            if data.get("version", 1) not in (1, VERSION):
-                raise PlanError(f"a plan of version {data['version']}; this program knows versions 1 and {VERSION}")
-            return cls(
-                replicas=tuple(map(_replica_from_dict, data["replicas"])),
-                standbys={int(worker): _kept_from_list(kept) for worker, kept in data["standbys"].items()},
-                migrations=tuple(Migration(*migration) for migration in data.get("migrations", ())),
-                uneven_shards=data.get("uneven_shards", False),
-            )
-        except PlanError:
-            raise
-        except KeyError as error:
-            raise PlanError(f"the plan lacks {error}") from None
-        except (AttributeError, IndexError, TypeError, ValueError):
-            raise PlanError("this is no plan; give the JSON of a plan") from None
+            version = version_said(data)
+            if version not in (None, 1, VERSION):
+                raise PlanError(f"a plan of version {version}; this program knows versions 1 and {VERSION}")
+            written = decode(_Written, data, FILE)
+        except MissingFieldError as error:
+            *holder, name = error.where
+            raise PlanError(f"the plan lacks {name!r}{f' of {".".join(holder)}' if holder else ''}") from None
+        except WrongValueError as error:
+            raise PlanError(f"this is no plan: {error}; give the JSON of a plan") from None
+        return cls(written.replicas, written.standbys, written.migrations, written.uneven_shards)
 
     @property
     def digest(self) -> str:
@@ -223,34 +224,11 @@ class ParallelPlan:
         return replace(self, standbys={}).digest
 
 
-def _replica_to_dict(replica: Replica) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "stages": [list(members) for members in replica.stages],
-        "micro_batches": list(replica.micro_batches),
-    }
-    if replica.chunks:
-        data["chunks"] = [list(chunk) for chunk in replica.chunks]
-    if replica.schedule:
-        data["schedule"] = replica.schedule.to_dict()
-    return data
+def _read(value: Any) -> ParallelPlan:
+    try:
+        return ParallelPlan.from_dict(value)
+    except PlanError as error:
+        raise WrongValueError(f"is no plan that can be run: {error}") from None
 
 
-def _replica_from_dict(data: Mapping[str, Any]) -> Replica:
-    return Replica(
-        stages=tuple(tuple(members) for members in data["stages"]),
-        micro_batches=tuple(data["micro_batches"]),
-        chunks=tuple(Chunk(*chunk) for chunk in data.get("chunks", ())),
-        schedule=Schedule.from_dict(data["schedule"]) if "schedule" in data else None,
-    )
-
-
-def _kept_to_list(kept: Kept) -> list[Any] | None:
-    if kept is None:
-        return None
-    return list(kept) if isinstance(kept, Coordinate) else [list(shard) for shard in kept]
-
-
-def _kept_from_list(data: list[Any] | None) -> Kept:
-    if data is None:
-        return None
-    return tuple(Shard(*shard) for shard in data) if isinstance(data[0], list) else Coordinate(*data)
+set_form(ParallelPlan, Form(ParallelPlan.to_dict, _read))

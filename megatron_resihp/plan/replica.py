@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is made of: coordinates, shards, migrations and replicas. Imports only the standard library."""
+"""What a plan is made of: coordinates, shards, migrations and replicas. May import `coding`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from megatron_resihp.coding import FILE, Form, decode, omitted_if
 from megatron_resihp.plan.layers import Chunk
 from megatron_resihp.plan.schedule import Schedule
 
@@ -53,8 +54,22 @@ class Migration(NamedTuple):
     replica: int
 
 
+def _plain_kept(kept: "Kept") -> list[Any] | None:
+    if kept is None:
+        return None
+    return list(kept) if isinstance(kept, Coordinate) else [list(shard) for shard in kept]
+
+
+def _kept_of(value: Any) -> "Kept":
+    rows = isinstance(value, list) and value and isinstance(value[0], list)
+    kept: Kept = None if value is None else decode(tuple[Shard, ...] if rows else Coordinate, value, FILE)
+    return kept
+
+
 Kept = Coordinate | tuple[Shard, ...] | None
 """What a standby holds and keeps current."""
+WrittenKept = Annotated[Kept, Form(_plain_kept, _kept_of)]
+"""JSON has a row for a coordinate, and rows for shards."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +86,8 @@ class Replica:
 
     stages: tuple[tuple[int, ...], ...]
     micro_batches: tuple[int, ...]
-    chunks: tuple[Chunk, ...] = ()
-    schedule: Schedule | None = None
+    chunks: tuple[Chunk, ...] = omitted_if(())
+    schedule: Schedule | None = omitted_if(None)
 
     def workers(self) -> Iterator[tuple[int, Coordinate]]:
         for stage, members in enumerate(self.stages):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order a replica's stages run their ops: a schedule known by name, or every op. Only the standard library."""
+"""In which order a replica's stages run their ops: a schedule known by name, or every op. May import `coding`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
+from megatron_resihp.coding import Form, decode, omitted_if
 from megatron_resihp.plan.errors import PlanError
 from megatron_resihp.plan.layers import Chunk, in_turns
 
@@ -43,6 +44,18 @@ class PlannedOp(NamedTuple):
         return cls(text[0], int(chunk), int(micro_batch))
 
 
+def _in_words(order: Sequence[PlannedOp]) -> str:
+    return " ".join(map(str, order))
+
+
+def _parsed(text: object) -> tuple[PlannedOp, ...]:
+    return tuple(map(PlannedOp.parse, decode(str, text).split()))
+
+
+Order = Annotated[tuple[PlannedOp, ...], Form(_in_words, _parsed)]
+"""JSON has its ops as words with blanks between them."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The order of a replica's ops.
@@ -58,8 +71,8 @@ class Schedule:
     """
 
     name: str
-    group_size: int | None = None
-    orders: tuple[tuple[PlannedOp, ...], ...] = ()
+    group_size: int | None = omitted_if(None)
+    orders: tuple[Order, ...] = omitted_if(())
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -121,16 +134,6 @@ class Schedule:
         smallest = micro_batches % group or group
         if smallest < min(stages, micro_batches):
             raise PlanError(f"interleaved: a group of {smallest} micro-batches is smaller than the {stages} stages")
-
-    def to_dict(self) -> dict[str, Any]:
-        if self.name == EXPLICIT:
-            return {"name": self.name, "orders": [" ".join(map(str, order)) for order in self.orders]}
-        return {"name": self.name} if self.group_size is None else {"name": self.name, "group_size": self.group_size}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Schedule":
-        orders = tuple(tuple(map(PlannedOp.parse, order.split())) for order in data.get("orders", ()))
-        return cls(data["name"], data.get("group_size"), orders)
 
 
 def check_order(order: Sequence[PlannedOp], expected: Iterable[tuple[int, int]], splits_backward: bool) -> None:

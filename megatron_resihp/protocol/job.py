@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from megatron_resihp.coding import Between
 from megatron_resihp.config import ACTS, FALSE_ALARMS_PER_JOB, MEMORY_RESERVE, PLAN_WAIT_S, UNIFORM
-from megatron_resihp.protocol.checks import Between
 from megatron_resihp.protocol.values import (
     MOST_LAYERS,
     MOST_MICRO_BATCHES,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from megatron_resihp.protocol.checks import Between
+from megatron_resihp.coding import Between
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.records import Record
 from megatron_resihp.protocol.values import (

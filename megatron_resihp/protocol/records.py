@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated, Any
 
-from megatron_resihp.protocol.checks import Holds
+from megatron_resihp.coding import Holds
 from megatron_resihp.protocol.values import Epoch, Natural
 
 

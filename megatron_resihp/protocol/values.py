@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The types that fields of messages are made of: types with their rules.
 
-May import `plan` and this package's `checks`.
+May import `coding` and `plan`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Final
 
+from megatron_resihp.coding import Between, Holds, Matches
 from megatron_resihp.plan import Chunk, Shard
-from megatron_resihp.protocol.checks import Between, Holds, Matches
 
 MOST_LAYERS: Final = 10_000
 MOST_SHARES: Final = 4096

@@ -3,7 +3,7 @@
 
 All is written and read here. Whoever reads refuses what is malformed, by an error that names sender and field. Fields
 that a newer minor version has added are left out; another major version is refused.
-May import this package's `coding` and `version`.
+May import `coding` and this package's `version`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatron_resihp.protocol.coding import WrongValueError, decode, encode
+from megatron_resihp.coding import EXACT, Tolerance, WrongValueError, decode, encode
 from megatron_resihp.protocol.version import MINOR, VERSION, minor_of
 
 LARGEST: Final = 8 * 1024 * 1024
@@ -82,7 +82,7 @@ class Kinds[T]:
             value = _parsed(text)
             said = value.get("sender")
             who = said[:SHOWN] if isinstance(said, str) else who
-            minor = _minor_in(value)
+            tolerance = _tolerance_for(value)
             name, id = _text_in(value, "kind"), value.get("id")
             sender = _text_in(value, "sender")
             if id is not None:
@@ -92,9 +92,9 @@ class Kinds[T]:
             what = name
             if "body" not in value:
                 raise WrongValueError("is missing", "body")
-            if len(value) > len(_NAMES) - ("id" not in value) and minor <= MINOR:
+            if len(value) > len(_NAMES) - ("id" not in value) and not tolerance.unknown:
                 raise WrongValueError("is unknown", min(value.keys() - _NAMES)[:60])
-            return Letter(sender, decode(self._kinds[name], value["body"], minor), id)
+            return Letter(sender, decode(self._kinds[name], value["body"], tolerance), id)
         except WrongValueError as error:
             raise MalformedError(f"{what} from {who}: {error}") from None
 
@@ -118,17 +118,22 @@ def _parsed(text: str) -> dict[str, Any]:
     return value
 
 
-def _minor_in(value: Mapping[str, Any]) -> int:
-    """The minor version of a text's writer. Raises WrongValueError: its text can't be read."""
+def _tolerance_for(value: Mapping[str, Any]) -> Tolerance:
+    """A newer minor version may know fields that are unknown here, an older one may lack those that have a default.
+
+    Raises:
+        WrongValueError: the text can't be read.
+    """
     version = value.get("protocol")
     if version == VERSION:
-        return MINOR
+        return EXACT
     if not isinstance(version, str):
         raise WrongValueError("is missing" if version is None else "is no version", "protocol")
     try:
-        return minor_of(version)
+        minor = minor_of(version)
     except ValueError as error:
         raise WrongValueError(str(error), "protocol") from None
+    return Tolerance(unknown=minor > MINOR, missing=minor < MINOR)
 
 
 def shown(text: str) -> str:

@@ -23,6 +23,7 @@ from random_plans import draw_case
 from torch import Tensor
 from torch.nn.functional import gelu
 
+from megatron_resihp.coding import decode
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.exchange import GlooExchange
 from megatron_resihp.executor.interpreter import run
@@ -71,7 +72,7 @@ def plans() -> dict[str, ParallelPlan]:
 
 
 def explicit(*orders: str) -> Schedule:
-    return Schedule.from_dict({"name": "explicit", "orders": list(orders)})
+    return decode(Schedule, {"name": "explicit", "orders": list(orders)})
 
 
 def cases() -> dict[str, Case]:

@@ -3,7 +3,7 @@
 
 All processes of a job write to one store, and a broken or foreign one may write anything. `protocol.wire` checks what
 types say; here is checked what only this job knows: its workers and nodes, its layers, and which events are a worker's.
-May import `plan`, `protocol`, what `cost` knows of models, and this package's other pure modules.
+May import `coding`, `plan`, `protocol`, what `cost` knows of models, and this package's other pure modules.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
+from megatron_resihp.coding import Between, Tolerance, WrongValueError, decode
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.layers import check_chunks
-from megatron_resihp.protocol.checks import Between
-from megatron_resihp.protocol.coding import WrongValueError, decode
 from megatron_resihp.protocol.messages import (
     MESSAGES,
     EventsReported,
@@ -34,7 +33,6 @@ from megatron_resihp.protocol.messages import (
     WorkerRestarted,
 )
 from megatron_resihp.protocol.values import MOST_LAYERS, Natural, Seconds, UnixTime, Worker
-from megatron_resihp.protocol.version import MINOR
 from megatron_resihp.protocol.wire import Letter, MalformedError
 
 
@@ -69,7 +67,7 @@ class _Injection(_Event):
 
 
 _EVENTS: Final[Mapping[str, type[_Event]]] = {"iteration": _Iteration, "validation": _Validation, "drill": _Injection}
-_WITH_OTHERS: Final = MINOR + 1
+_WITH_OTHERS: Final = Tolerance(unknown=True)
 """Events have fields that nobody here knows of."""
 _OTHERS_EVENTS: Final = frozenset({
     "run_started", "job", "model", "epoch_started", "epoch_broken", "recovery", "agreed", "plan_change",

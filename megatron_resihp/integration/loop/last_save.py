@@ -11,6 +11,7 @@ import time
 import traceback
 from pathlib import Path
 
+from megatron_resihp.coding import decode, encode
 from megatron_resihp.control.coordination.record import NoCommitError
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.mailbox import LAST_SAVE_S
@@ -24,7 +25,6 @@ from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world.world import tear_down
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.places import node_of
-from megatron_resihp.protocol.coding import decode, encode
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder
 
 TELL_S = 15.0

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_resihp.coding import decode
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import Model, model_from_arguments
 from megatron_resihp.cost.memory import MemoryUse, check_plan, memory_of
@@ -136,7 +137,7 @@ class TestActivations:
         plan = uniform(1, 1, 1, 2)
         peaks = []
         for order in ("F0.0 B0.0 F1.0 B1.0", "F0.0 F1.0 B0.0 B1.0", "F0.0 B0.0 F1.0 B1.0 W0.0 W1.0"):
-            schedule = Schedule.from_dict({"name": "explicit", "orders": [order]})
+            schedule = decode(Schedule, {"name": "explicit", "orders": [order]})
             replicas = (replace(plan.replicas[0], schedule=schedule),)
             peaks.append(memory_of(replace(plan, replicas=replicas), MODEL, TRAINING, kept_until_w=0.5)[0].activations)
         assert peaks == [peaks[0], 2 * peaks[0], 1.5 * peaks[0]]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_resihp.coding import decode
 from megatron_resihp.executor.exchange import GlooExchange
 from megatron_resihp.executor.interpreter import run
 from megatron_resihp.executor.messages import Message
@@ -22,7 +23,7 @@ TOKENS = 4
 
 def steps_of(worker: int, *orders: str, homes: Sequence[int]) -> tuple[Step, ...]:
     """The steps of one of as many workers as orders, with a micro-batch or two."""
-    schedule = Schedule.from_dict({"name": "explicit", "orders": list(orders)})
+    schedule = decode(Schedule, {"name": "explicit", "orders": list(orders)})
     chunks = tuple(Chunk(home, number, number + 1) for number, home in enumerate(homes))
     micro_batches = tuple(sorted({op.micro_batch for order in schedule.orders for op in order}))
     plan = ParallelPlan((Replica(tuple((w,) for w in range(len(orders))), micro_batches, chunks, schedule),))

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import draw_case
 
+from megatron_resihp.coding import decode
 from megatron_resihp.executor.messages import Message, Piece
 from megatron_resihp.executor.route_check import check_routes
 from megatron_resihp.executor.routes import RouteError, Step, all_routes, routes_for
@@ -185,12 +186,12 @@ class TestSteps:
     plan = ParallelPlan(
         (
             Replica(
-                ((0, 1), ()), (0, 2), schedule=Schedule.from_dict(
+                ((0, 1), ()), (0, 2), schedule=decode(Schedule,
                     {"name": "explicit", "orders": ["F0.0 F2.0 B0.0 B2.0", ""]}
                 ),
             ),
             Replica(
-                ((2,), (3, 4)), (1,), schedule=Schedule.from_dict(
+                ((2,), (3, 4)), (1,), schedule=decode(Schedule,
                     {"name": "explicit", "orders": ["F1.0 B1.0", "F0.1 B0.1 F1.1 B1.1 F2.1 B2.1"]}
                 ),
             ),
@@ -223,7 +224,7 @@ class TestSteps:
 
     def test_what_the_peer_has_not_come_to_is_not_settled(self) -> None:
         chunks = tuple(Chunk(number % 2, number, number + 1) for number in range(4))
-        order = Schedule.from_dict({"name": "explicit", "orders": [
+        order = decode(Schedule, {"name": "explicit", "orders": [
             "F0.0 F1.0 F0.2 F1.2 B0.2 B1.2 B0.0 B1.0", "F0.1 F0.3 F1.1 F1.3 B0.3 B1.3 B0.1 B1.1"
         ]})  # fmt: skip
         plan = ParallelPlan((Replica(((0,), (1,)), (0, 1), chunks, order),))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_resihp.coding import decode
 from megatron_resihp.pipeline.orders import orders_of
 from megatron_resihp.pipeline.planned import explicit_schedule, program_of
 from megatron_resihp.pipeline.program import ProgramError
@@ -58,8 +59,8 @@ def test_a_replica_that_runs_work_of_another_has_no_program_of_its_own() -> None
     orders = {"name": "explicit", "orders": ["F1.0 B1.0 F0.0 B0.0"]}
     plan = ParallelPlan(
         (
-            Replica(((),), (0,), schedule=Schedule.from_dict({"name": "explicit", "orders": [""]})),
-            Replica(((1,),), (1,), schedule=Schedule.from_dict(orders)),
+            Replica(((),), (0,), schedule=decode(Schedule, {"name": "explicit", "orders": [""]})),
+            Replica(((1,),), (1,), schedule=decode(Schedule, orders)),
         ),
         migrations=(Migration(0, 0, 1),),
     )

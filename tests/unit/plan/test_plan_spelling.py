@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_resihp.coding import decode
 from megatron_resihp.plan import (
     Chunk,
     Coordinate,
@@ -85,9 +86,9 @@ BASE = spelled_out(
     ParallelPlan((Replica(((0, 1), (2, 3)), (0, 2)), Replica(((4, 5), (6, 7)), (1, 3))), {8: Coordinate(1, 0)}), OWN
 )
 FIRST, SECOND = BASE.replicas
-LISTED = Schedule.from_dict({"name": "explicit", "orders": ["F0.0 F2.0 B0.0 B2.0", "F0.1 B0.1 F2.1 B2.1"]})
-HELPING = Schedule.from_dict({"name": "explicit", "orders": ["F0.0 B0.0", "F0.1 B0.1 F2.1 B2.1"]})
-HELPED = Schedule.from_dict({"name": "explicit", "orders": ["F1.0 F3.0 F2.0 B1.0 B3.0 B2.0", "F1.1 B1.1 F3.1 B3.1"]})
+LISTED = decode(Schedule, {"name": "explicit", "orders": ["F0.0 F2.0 B0.0 B2.0", "F0.1 B0.1 F2.1 B2.1"]})
+HELPING = decode(Schedule, {"name": "explicit", "orders": ["F0.0 B0.0", "F0.1 B0.1 F2.1 B2.1"]})
+HELPED = decode(Schedule, {"name": "explicit", "orders": ["F1.0 F3.0 F2.0 B1.0 B3.0 B2.0", "F1.1 B1.1 F3.1 B3.1"]})
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_resihp.coding import decode
 from megatron_resihp.pipeline.op import Op
 from megatron_resihp.pipeline.schedules import interleaved, one_f_one_b, zero_bubble_h1
 from megatron_resihp.plan import (
@@ -31,7 +32,7 @@ FIVE_FIVE = (Chunk(0, 0, 5), Chunk(1, 5, 10))
 
 
 def explicit(*orders: str) -> Schedule:
-    return Schedule.from_dict({"name": "explicit", "orders": list(orders)})
+    return decode(Schedule, {"name": "explicit", "orders": list(orders)})
 
 
 def listed(ops: Sequence[Sequence[Op]], micro_batches: Sequence[int] | None = None) -> Schedule:

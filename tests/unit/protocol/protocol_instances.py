@@ -13,10 +13,10 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
+from megatron_resihp.coding import Between, Matches
+from megatron_resihp.coding.decoding import MOST_CHARACTERS
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard
 from megatron_resihp.protocol.answers import ANSWERS
-from megatron_resihp.protocol.checks import Between, Matches
-from megatron_resihp.protocol.coding import MOST_CHARACTERS
 from megatron_resihp.protocol.messages import MESSAGES
 from megatron_resihp.protocol.notices import NOTICES
 from megatron_resihp.protocol.published import DECISIONS, END, GO

@@ -12,9 +12,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from protocol_instances import ALL, PLAN, instances_of
 
+from megatron_resihp.coding.decoding import MOST_CHARACTERS, MOST_ITEMS
 from megatron_resihp.plan import Shard
-from megatron_resihp.protocol import coding, version
-from megatron_resihp.protocol.coding import MOST_CHARACTERS, MOST_ITEMS
+from megatron_resihp.protocol import version, wire
 from megatron_resihp.protocol.messages import (
     MESSAGES,
     EventsReported,
@@ -161,8 +161,9 @@ def test_fields_of_a_newer_minor_version_are_read_over() -> None:
 
 
 def test_an_older_minor_version_may_lack_fields_that_have_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "MINOR", version.MINOR + 1)
     letter = plain(EpochPlan(0, PLAN, None), DECISIONS)
+    monkeypatch.setattr(wire, "MINOR", version.MINOR + 1)
+    monkeypatch.setattr(wire, "VERSION", f"{version.MAJOR}.{version.MINOR + 1}")
     del letter["body"]["on_trial"]
     assert DECISIONS.read(json.dumps(letter)).body == EpochPlan(0, PLAN, None)
     del letter["body"]["plan"]

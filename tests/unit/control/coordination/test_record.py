@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_resihp.coding import decode, encode
 from megatron_resihp.control.coordination.record import NoCommitError, resolve
-from megatron_resihp.protocol.coding import decode, encode
 from megatron_resihp.protocol.records import Commit, IterationPhase, Outcome, Record
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_resihp.coding import decode
 from megatron_resihp.control.replanning.fallback import plan_for_few
 from megatron_resihp.control.replanning.next_plan import Survivors, uniform_or_less
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Schedule, Shard, even_chunks, spelled_out
@@ -52,7 +53,7 @@ def test_survivors_of_broken_replicas_make_one_pipeline() -> None:
 
 
 def test_listed_ops_go_with_the_replicas_that_there_were() -> None:
-    orders = Schedule.from_dict({"name": "explicit", "orders": ["F0.0 F0.2 B0.2 B0.0", "F0.1 B0.1"]})
+    orders = decode(Schedule, {"name": "explicit", "orders": ["F0.0 F0.2 B0.2 B0.0", "F0.1 B0.1"]})
     running = ParallelPlan((
         Replica(((0,), (1,)), (0,), V_SHAPE, orders), Replica(((2,), (3,)), (1, 2, 3), (Chunk(0, 0, 3), Chunk(1, 3, 6)))
     ))  # fmt: skip

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from megatron_resihp.coding import decode, encode
 from megatron_resihp.control.coordination.record import NoCommitError
 from megatron_resihp.control.worker.noticeboard import Noticeboard
 from megatron_resihp.control.worker.survivors import Decision, Standing, awaited, decide, missing, part_of
 from megatron_resihp.plan import Coordinate, Shard
-from megatron_resihp.protocol.coding import decode, encode
 from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
 
 FIRST, SECOND = (Shard(0, 2, 0, 1),), (Shard(2, 4, 0, 1),)

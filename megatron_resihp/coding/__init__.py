@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dataclasses to plain JSON values and back, as their annotations say: for what travels and for what lies in files.
+
+JSON has a row for a tuple or a NamedTuple, an object for a dataclass or a mapping, and a name for an enum's member. A
+type may have a form of its own (`forms`). May import the standard library.
+"""
+
+from megatron_resihp.coding.decoding import EXACT, FILE, Tolerance, decode, version_said
+from megatron_resihp.coding.encoding import encode
+from megatron_resihp.coding.errors import MissingFieldError, WrongValueError
+from megatron_resihp.coding.forms import Form, omitted_if, set_form
+from megatron_resihp.coding.rules import Between, Holds, Matches, Rule
+
+__all__ = [
+    "EXACT", "FILE", "Between", "Form", "Holds", "Matches", "MissingFieldError", "Rule", "Tolerance", "WrongValueError",
+    "decode", "encode", "omitted_if", "set_form", "version_said",
+]  # fmt: skip
