@@ -35,6 +35,7 @@ from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Schedule
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.adaptis import adaptis
+from megatron_resihp.protocol.planning import KnownJob
 
 JOB: Final = SmallJob(tensor_parallel=1, pipeline_parallel=4, replicas=1, layers=16, hidden=32, sequence=32, batch=16)
 DENSE: Final = 4
@@ -84,7 +85,7 @@ def cost_of(profile: Path) -> JobCost:
         "tensor_model_parallel_size": 1,
     }  # fmt: skip
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    job = {"arguments": arguments, "micro_batches": JOB.batch, "tensor_parallel": 1, "emulated": str(profile)}
+    job = KnownJob(tensor_parallel=1, micro_batches=JOB.batch, arguments=arguments, emulated=str(profile))
     return cost_of_job(job, JOB.workers, JOB.workers, own_plan().replicas[0].chunks, None)
 
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What work costs in a job that runs: from what its workers have told, the emulated device, or what was fitted.
 
-Imports numpy, `config`, `plan` and this package.
+Imports numpy, `plan`, `protocol.planning` and this package.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
-from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.cost import profile as emulated
 from megatron_resihp.cost.device import Device, layer_work
 from megatron_resihp.cost.fitted.model import CostModel
@@ -19,6 +18,7 @@ from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training, TrainingError, training_from_arguments
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.plan import Chunk
+from megatron_resihp.protocol.planning import KnownJob
 
 _FLOPS: Final = 312e12
 """Peak of a device of which nothing is known; ratios between layers do not depend on it."""
@@ -40,14 +40,12 @@ class UnknownCost(Exception):
 
 
 def cost_of_job(
-    job: Mapping[str, Any], workers: int, workers_per_node: int, own: Sequence[Chunk], fitted: CostModel | None
+    job: KnownJob, workers: int, workers_per_node: int, own: Sequence[Chunk], fitted: CostModel | None
 ) -> JobCost:
     """What the parts of a plan cost.
 
     Args:
-        job: what workers told at the start: Megatron's "arguments", "micro_batches", "tensor_parallel"; where known
-            "emulated", the name of a device profile, "device_memory" in bytes, and "memory_reserve", the percentage
-            of it that is left free.
+        job: what workers told at the start.
         workers, workers_per_node: of the job.
         own: the job's own split into layers, which `fitted` was fitted with.
         fitted: what the detector has learned of healthy ops; None: nothing yet.
@@ -55,24 +53,24 @@ def cost_of_job(
     Raises:
         UnknownCost: the model or its training can't be told from the arguments.
     """
-    if "arguments" not in job:
+    if job.arguments is None:
         raise UnknownCost("the workers have not told the model's sizes")
     try:
-        model, training = model_from_arguments(job["arguments"]), training_from_arguments(job["arguments"])
+        model, training = model_from_arguments(job.arguments), training_from_arguments(job.arguments)
     except (ModelError, TrainingError) as error:
         raise UnknownCost(str(error)) from None
     if len(model.layers) != own[-1].end:
         raise UnknownCost(f"the arguments give {len(model.layers)} layers, the job has {own[-1].end}")
-    memory = usable(job.get("device_memory") or _MEMORY, job.get("memory_reserve", MEMORY_RESERVE))
+    memory = usable(job.device_memory or _MEMORY, job.memory_reserve)
     device, alone, measured = Device(_FLOPS, bandwidth=_BANDWIDTH, memory=memory), None, {}
-    if job.get("emulated"):
-        profile = _profile(job["emulated"])
+    if job.emulated:
+        profile = _profile(job.emulated)
         device = _emulated_device(profile, model, training, memory, workers)
         measured = {degree: _emulated_seconds(profile, model, training, degree) for degree in range(1, workers + 1)}
     elif fitted is not None:
-        alone = _fitted_seconds(fitted, model, training, own, job["tensor_parallel"])
+        alone = _fitted_seconds(fitted, model, training, own, job.tensor_parallel)
     return JobCost(
-        model=model, training=training, device=device, micro_batches=job["micro_batches"],
+        model=model, training=training, device=device, micro_batches=job.micro_batches,
         workers_per_node=workers_per_node, alone=alone, measured=measured,
         until_next_event_s=UNTIL_NEXT_EVENT_S,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from megatron_resihp.detector.inquiry import PAUSE
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
+from megatron_resihp.protocol.planning import KnownJob
 
 WORKERS = 4
 SLOW, CLEARED = 54, 80
@@ -68,6 +69,6 @@ def planned_s(job: Job, plan: ParallelPlan, speed: float) -> float:
     """Seconds of an iteration's pipelines on the emulated clock, with the victim at this speed."""
     [told], [model] = job.events("job"), job.events("model")
     chunks = tuple(Chunk(*chunk) for chunk in told["chunks"])
-    cost = cost_of_job({**told, "arguments": model["arguments"]}, WORKERS, WORKERS, chunks, None)
+    cost = cost_of_job(KnownJob.of({**told, "arguments": model["arguments"]}), WORKERS, WORKERS, chunks, None)
     health = Health({worker: speed if worker == VICTIM else 1.0 for worker in range(WORKERS)})
     return evaluate(spelled_out(plan, chunks), health, cost).iteration_s

@@ -14,6 +14,7 @@ from megatron_resihp.control.replanning.change import check_ops, with_standbys
 from megatron_resihp.control.replanning.inventory import Held
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, deal, even_counts, spelled_out
 from megatron_resihp.planner import NoPlanError
+from megatron_resihp.protocol.planning import KnownJob
 
 
 def plan_for_few(
@@ -92,7 +93,7 @@ def _check_memory(
     from megatron_resihp.cost.running import UnknownCost, cost_of_job
 
     try:
-        cost = cost_of_job({**job, "memory_reserve": 0.0}, workers, workers_per_node, own, None)
+        cost = cost_of_job(replace(KnownJob.of(job), memory_reserve=0.0), workers, workers_per_node, own, None)
     except UnknownCost as error:
         raise NoPlanError(str(error)) from None
     check_plan(spelled_out(plan, own), cost.model, cost.training, cost.device.memory)

@@ -3,7 +3,7 @@
 
 Where there is neither, what is left of the plan that was run goes on.
 
-May import `plan`, `planner` and this package's modules.
+May import `plan`, `planner`, `protocol` and this package's modules.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron_resihp.config import PLAN_WAIT_S, UNIFORM
 from megatron_resihp.control.replanning.change import check_ops, with_standbys
 from megatron_resihp.control.replanning.fallback import plan_for_few
 from megatron_resihp.control.replanning.inventory import Held, lacking, plan_for_survivors
-from megatron_resihp.control.replanning.planner_process import UNANSWERED
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.plan.places import names_of_places, place_of, renamed
 from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.planner import JobShape, NoPlanError
+from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer
 
 Event = dict[str, Any]
 
@@ -54,6 +54,22 @@ class Survivors:
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Heard:
+    """What a planner has said of survivors.
+
+    Attributes:
+        made_ahead: whether that was there before it was asked for.
+        waited_s: how long it was waited for.
+    """
+
+    answer: PlannerAnswer
+    made_ahead: bool
+    waited_s: float
+
+
+AskAboutSurvivors = Callable[[str, Survivors, ParallelPlan, float], Heard]
+"""Takes a strategy by name, survivors, the plan that they come from and how many seconds to wait."""
 NextPlan = Callable[[Survivors], tuple[ParallelPlan, list[Event]]]
 """Makes the next plan, and says what to write to the log. Raises NoPlanError."""
 
@@ -96,14 +112,9 @@ def first_again(first: ParallelPlan, survivors: Survivors) -> ParallelPlan | Non
 
 
 class StrategicPlan:
-    """The plan of the strategy that the job was started with, or uniform plans where it has none that can be run.
+    """The plan of the strategy that the job was started with, or uniform plans where it has none that can be run."""
 
-    Args:
-        ask: a strategy by name, survivors, the plan that they come from and how many seconds to wait → what
-            `planning.answer` gives, `made_ahead`: whether that was there before it was asked for, and `waited_s`.
-    """
-
-    def __init__(self, ask: Callable[[str, Survivors, ParallelPlan, float], Mapping[str, Any]]) -> None:
+    def __init__(self, ask: AskAboutSurvivors) -> None:
         self._ask = ask
 
     def __call__(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
@@ -111,31 +122,34 @@ class StrategicPlan:
         if strategy == UNIFORM:
             return uniform_or_less(survivors)
         try:
-            plan, answer = self._strategic(strategy, survivors)
+            plan, found, heard = self._strategic(strategy, survivors)
         except (_Unusable, PlanError) as error:
             plan, told = uniform_or_less(survivors)
             refused = {"event": "planned", "strategy": UNIFORM, "instead_of": strategy, "reason": str(error)}
             overtaken = {"overtaken": True} if isinstance(error, _TooLate) else {}
             return plan, [{**refused, **overtaken}, *told]
-        wanted = ("planning_s", "waited_s", "made_ahead", "iteration_s", "bound_s", "moving_s")
-        numbers = {name: answer[name] for name in wanted}
+        numbers = {
+            "planning_s": found.planning_s, "waited_s": heard.waited_s, "made_ahead": heard.made_ahead,
+            "iteration_s": found.iteration_s, "bound_s": found.bound_s, "moving_s": found.moving_s,
+        }  # fmt: skip
         return plan, [{"event": "planned", "strategy": strategy, **numbers}]
 
-    def _strategic(self, strategy: str, survivors: Survivors) -> tuple[ParallelPlan, Mapping[str, Any]]:
+    def _strategic(self, strategy: str, survivors: Survivors) -> tuple[ParallelPlan, PlanFound, Heard]:
         own, held, running = survivors.own, survivors.held, survivors.running
         if running is None or not _holds(running, survivors):
             raise _Unusable("survivors don't hold what the last plan gave them")
         lost = lacking(held, own[-1].end)
         if lost:
             raise _Unusable(f"the state of layer {lost[0].first} is held by nobody")
-        answer = self._ask(strategy, survivors, running, _patience_s(survivors))
-        if "no_plan" in answer:
-            raise (_TooLate if UNANSWERED in answer else _Unusable)(answer["no_plan"])
-        plan = planned(answer["plan"], held, own, survivors.shape.tensor_parallel)
+        heard = self._ask(strategy, survivors, running, _patience_s(survivors))
+        found = heard.answer
+        if isinstance(found, NoPlan):
+            raise (_TooLate if found.unanswered else _Unusable)(found.reason)
+        plan = planned(found.plan, held, own, survivors.shape.tensor_parallel)
         check_ops(plan, own, survivors.job)
         if plan.work_digest in survivors.failed:
             raise _Unusable(f"its plan has failed in the first step: {survivors.failed[plan.work_digest]}")
-        return plan, answer
+        return plan, found, heard
 
 
 def was_chosen(told: Iterable[Mapping[str, Any]]) -> bool:
@@ -166,18 +180,17 @@ def _holds(running: ParallelPlan, survivors: Survivors) -> bool:
     return all(shards == plan.shards_of(worker) for worker, shards in survivors.held.items())
 
 
-def planned(data: Mapping[str, Any], held: Held, own: tuple[Chunk, ...], degree: int) -> ParallelPlan:
+def planned(plan: ParallelPlan, held: Held, own: tuple[Chunk, ...], degree: int) -> ParallelPlan:
     """A strategy's plan as it is run: who has no work keeps what it holds, unless the plan has no room for that.
 
     Args:
-        data: the plan's JSON.
+        plan: the strategy's.
         held: what each living worker holds.
         own, degree: the job's own split into layers, and its tensor-parallel degree.
 
     Raises:
         PlanError: it breaks a rule.
     """
-    plan = ParallelPlan.from_dict(data)
     kept = {
         worker: () if worker in plan.standbys and plan.standbys[worker] is None else shards
         for worker, shards in held.items()

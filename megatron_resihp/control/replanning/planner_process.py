@@ -1,32 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The near end of a process that plans: asks it, and waits no longer than is good.
 
-May import the standard library and this package's modules.
+May import the standard library and `protocol`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
-REHEARSAL: Final = "rehearsal"
-"""In a request: nobody waits for the answer."""
-UNANSWERED: Final = "unanswered"
-"""In an answer: it is not of the process, which has ended or taken too long."""
+from megatron_resihp.protocol.planning import PLANNER_ANSWERS, PLANNER_REQUESTS, NoPlan, PlannerAnswer, PlannerRequest
+from megatron_resihp.protocol.wire import COORDINATOR, MalformedError
+
 LOW_PRIORITY: Final = "--low-priority"
 """Tells the process that nobody stands still for its answers."""
 REHEARSAL_S: Final = 60.0
 """How long a process that is busy may take to accept a rehearsal."""
-
-Request = Mapping[str, Any]
 
 
 class PlannerProcess:
@@ -39,34 +35,36 @@ class PlannerProcess:
     def __init__(self, low_priority: bool = False) -> None:
         self._options = [LOW_PRIORITY] if low_priority else []
         self._process: subprocess.Popen[bytes] | None = None
-        self._rehearsals: tuple[Request, ...] = ()
+        self._rehearsals: tuple[PlannerRequest, ...] = ()
         self._lock = threading.Lock()
         self._closed = False
 
-    def ask(self, request: Request, timeout_s: float) -> dict[str, Any]:
-        """A request of `planning.request_of` → its answer; {"no_plan": reason, UNANSWERED: True} if none came in time.
+    def ask(self, request: PlannerRequest, timeout_s: float) -> PlannerAnswer:
+        """The answer, or that there was none that can be read in time.
 
         A process that has not answered is ended. The next one rehearses at once what this one had rehearsed.
         """
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
-            return _unanswered(f"no plan within {timeout_s:g} s")
+            return NoPlan(f"no plan within {timeout_s:g} s", unanswered=True)
         try:
             if self._closed:
-                return _unanswered("the job is ending")
+                return NoPlan("the job is ending", unanswered=True)
             try:
                 process = self._running()
                 line = _read_line(process, deadline) if _write(process, request, deadline) else b""
                 reason = f"no plan within {timeout_s:g} s"
             except OSError as error:
                 line, reason = b"", f"the planner's process can't be asked: {error}"
-            if not line:
-                self._end()
-                # Who asks stands still, and can't wait for that.
-                threading.Thread(target=self.rehearse, args=self._rehearsals, daemon=True).start()
-                return _unanswered(reason)
-            answer: dict[str, Any] = json.loads(line)
-            return answer
+            try:
+                if line:
+                    return PLANNER_ANSWERS.read(line.decode(errors="replace")).body
+            except MalformedError as error:
+                reason = str(error)
+            self._end()
+            # Who asks stands still, and can't wait for that.
+            threading.Thread(target=self.rehearse, args=self._rehearsals, daemon=True).start()
+            return NoPlan(reason, unanswered=True)
         finally:
             self._lock.release()
 
@@ -76,7 +74,7 @@ class PlannerProcess:
             if not self._closed:
                 self._running()
 
-    def rehearse(self, *requests: Request) -> None:
+    def rehearse(self, *requests: PlannerRequest) -> None:
         """Practise on these ahead of the first request; nobody waits for the answers."""
         deadline = time.monotonic() + REHEARSAL_S
         with self._lock:
@@ -85,7 +83,7 @@ class PlannerProcess:
                 for request in requests:
                     if self._closed:
                         break
-                    if not _write(self._running(), {**request, REHEARSAL: True}, deadline):
+                    if not _write(self._running(), replace(request, rehearsal=True), deadline):
                         self._end()
                         break
             except OSError:
@@ -120,14 +118,10 @@ class PlannerProcess:
             process.communicate()
 
 
-def _unanswered(reason: str) -> dict[str, Any]:
-    return {"no_plan": reason, UNANSWERED: True}
-
-
-def _write(process: subprocess.Popen[bytes], request: Request, deadline: float) -> bool:
+def _write(process: subprocess.Popen[bytes], request: PlannerRequest, deadline: float) -> bool:
     """False: the process, which is busy, has not read all of it by then. What is large doesn't fit into the pipe."""
     assert process.stdin is not None
-    left = memoryview(json.dumps(request).encode() + b"\n")
+    left = memoryview(PLANNER_REQUESTS.write(request, COORDINATOR).encode() + b"\n")
     while left:
         if not select.select([], [process.stdin], [], max(deadline - time.monotonic(), 0.0))[1]:
             return False

@@ -2,65 +2,44 @@
 """Planning in a process of its own: a search holds the interpreter for seconds, in which nobody would notice a death.
 
 Run as `python -m megatron_resihp.control.replanning.planning [--low-priority]`: a request a line on standard input, an
-answer a line on standard output, until the input ends. May import the standard library, `plan`, `cost`, `planner` and
-this package's modules; what takes long to import only where plans are made.
+answer a line on standard output, until the input ends. May import the standard library, `plan`, `protocol`, `cost`,
+`planner` and this package's modules; what takes long to import only where plans are made.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from megatron_resihp.control.linux import HANDLED
-from megatron_resihp.control.replanning.planner_process import LOW_PRIORITY, REHEARSAL
-from megatron_resihp.plan import Chunk, ParallelPlan
+from megatron_resihp.control.replanning.planner_process import LOW_PRIORITY
+from megatron_resihp.protocol.planning import (
+    PLANNER_ANSWERS,
+    PLANNER_REQUESTS,
+    NoPlan,
+    PlanFound,
+    PlannerAnswer,
+    PlannerRequest,
+)
+from megatron_resihp.protocol.wire import MalformedError
+
+if TYPE_CHECKING:
+    from megatron_resihp.cost.fitted.model import CostModel
 
 NICE: Final = 19
 """Where nobody stands still for a plan, training's own processes on node 0 go first."""
 
-ENVELOPE: Final = ("type", "event", "time", "epoch", "worker")
-"""What the message, or the event, that told of a job has beside what it told."""
+SENDER: Final = "the planner"
 
 
-def request_of(
-    strategy: str,
-    job: Mapping[str, Any],
-    workers: int,
-    workers_per_node: int,
-    plan: ParallelPlan,
-    speeds: Mapping[int, float],
-    links: Mapping[tuple[int, int], float],
-    cost_model: Path | None,
-) -> dict[str, Any]:
-    """What is asked, as plain values.
-
-    Args:
-        strategy: by name.
-        job: what workers told at the start, as a message or as an event.
-        workers, workers_per_node: of the job, with all its places taken.
-        plan: in force.
-        speeds: of all live workers.
-        links: slow ones.
-        cost_model: where the detector keeps what it learns; need not be there yet.
-    """
-    return {
-        "strategy": strategy, "job": {name: told for name, told in job.items() if name not in ENVELOPE},
-        "workers": workers, "workers_per_node": workers_per_node,
-        "plan": plan.to_dict(), "speeds": {str(worker): speed for worker, speed in speeds.items()},
-        "links": [[*pair, speed] for pair, speed in links.items()],
-        "cost_model": None if cost_model is None else str(cost_model),
-    }  # fmt: skip
-
-
-def answer(request: Mapping[str, Any], on_compiling: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Ask the strategy: a `planner.bridge.Proposal` as plain values, or {"no_plan": reason}.
+def answer(request: PlannerRequest, on_compiling: Callable[[], None] = lambda: None) -> PlannerAnswer:
+    """Ask the strategy.
 
     Args:
         on_compiling: called if machine code has to be made first.
@@ -71,26 +50,19 @@ def answer(request: Mapping[str, Any], on_compiling: Callable[[], None] = lambda
     from megatron_resihp.planner.bridge import propose
     from megatron_resihp.planner.health import Health
 
-    job = request["job"]
-    own = tuple(Chunk(*chunk) for chunk in job["chunks"])
-    health = Health(
-        {int(worker): speed for worker, speed in request["speeds"].items()},
-        {(one, other): speed for one, other, speed in request["links"]},
-    )
+    health = Health(request.speeds, {(one, other): speed for one, other, speed in request.links})
     with PlanningClock(time.monotonic, on_compiling) as clock:
         began = clock()
         try:
-            fitted = _fitted(request["cost_model"])
-            cost = cost_of_job(job, request["workers"], request["workers_per_node"], own, fitted)
-            proposal = propose(request["strategy"], ParallelPlan.from_dict(request["plan"]), own, health, cost)
+            fitted = _fitted(request.cost_model)
+            cost = cost_of_job(request.job, request.workers, request.workers_per_node, request.own, fitted)
+            found = propose(request.strategy, request.plan, request.own, health, cost)
         except (UnknownCost, NoPlanError) as error:
-            return {"no_plan": str(error)}
+            return NoPlan(str(error))
         planning_s = clock() - began
-    numbers = ("iteration_s", "current_s", "healthy_s", "moving_s", "bound_s")
-    return {
-        "plan": proposal.plan.to_dict(), "planning_s": planning_s,
-        **{name: getattr(proposal, name) for name in numbers},
-    }  # fmt: skip
+    return PlanFound(
+        found.plan, planning_s, found.iteration_s, found.current_s, found.healthy_s, found.moving_s, found.bound_s
+    )
 
 
 @cache  # said once
@@ -106,7 +78,7 @@ def _load() -> None:
     import megatron_resihp.planner.strategies.registry  # noqa: F401
 
 
-def _fitted(path: str | None) -> Any:
+def _fitted(path: str | None) -> CostModel | None:
     """What the detector has learned so far; None: nothing that can be read."""
     from megatron_resihp.cost.fitted.store import CostModelError, load
 
@@ -127,13 +99,22 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr  # nothing else may get among the answers
     _load()
     for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            found = answer(request, _tell_of_compiling)
-        except Exception as error:  # a strategy's bug must not end the process, which others ask, too
-            found = {"no_plan": f"{type(error).__name__}: {error}"}
-        if not request.get(REHEARSAL):
-            print(json.dumps(found), file=answers, flush=True)
+        found = _answer_to(line)
+        if found is not None:
+            print(PLANNER_ANSWERS.write(found, SENDER), file=answers, flush=True)
+
+
+def _answer_to(line: str) -> PlannerAnswer | None:
+    """The answer to a request; None: nobody waits for it."""
+    try:
+        request = PLANNER_REQUESTS.read(line).body
+    except MalformedError as error:
+        return NoPlan(str(error))
+    try:
+        found = answer(request, _tell_of_compiling)
+    except Exception as error:  # a strategy's bug must not end the process, which others ask, too
+        found = NoPlan(f"{type(error).__name__}: {error}")
+    return None if request.rehearsal else found
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Slowness may pass, and a change costs a stand-still, so waiting and changing are
 made once the time that it would have saved so far is as much as it costs. No order of events can then cost more than
 twice what knowing the future would have saved. Besides, what is left of the job has to be long enough to pay for it.
 
-May import `plan` and this package's other pure modules.
+May import `plan`, `protocol` and this package's other pure modules.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from typing import Any, Final
 from megatron_resihp.control.replanning.health import Speeds
 from megatron_resihp.control.replanning.trial import Outcome, Trial
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.protocol.planning import NoPlan, PlannerAnswer
 
 Event = Mapping[str, Any]
 
@@ -57,7 +58,7 @@ class Recommend:
 
     Attributes:
         act: as in the settings.
-        plan: JSON of the plan to change to.
+        plan: to change to.
         why: who is slow, and what is gained.
         gain: share of an iteration that is saved.
         lost_s: what has been lost already.
@@ -66,7 +67,7 @@ class Recommend:
     """
 
     act: str
-    plan: Mapping[str, Any]
+    plan: ParallelPlan
     why: str
     gain: float
     lost_s: float
@@ -79,7 +80,7 @@ Action = AskPlanner | Recommend | Outcome
 
 @dataclass(frozen=True)
 class _Candidate:
-    plan: Mapping[str, Any]
+    plan: ParallelPlan
     gain: float
     moving_s: float
     iteration_s: float
@@ -109,11 +110,11 @@ class Policy:
         self._heard = False
         """Whether there was a verdict that no recommendation was made for yet."""
         self._changing = False
-        self._recommended: tuple[str, Mapping[str, Any]] | None = None
+        self._recommended: tuple[str, ParallelPlan] | None = None
         """Why, and the plan: what was recommended last."""
-        self._tried: tuple[int | None, Mapping[str, Any]] | None = None
+        self._tried: tuple[int | None, ParallelPlan] | None = None
         """Number of the change to a plan that was recommended, and the plan."""
-        self._failed: list[Mapping[str, Any]] = []
+        self._failed: list[ParallelPlan] = []
         """Plans whose first step has failed."""
         self._trial = Trial()
         self._before: ParallelPlan | None = None
@@ -178,22 +179,22 @@ class Policy:
                 return self._iterated(event, now)
         return []
 
-    def answered(self, number: int, answer: Mapping[str, Any], now: float) -> list[Action]:
+    def answered(self, number: int, answer: PlannerAnswer, now: float) -> list[Action]:
         """What the planner found."""
-        if number != self._asked or "no_plan" in answer or not answer["current_s"]:
+        if number != self._asked or isinstance(answer, NoPlan) or not answer.current_s:
             return []
-        gain = 1.0 - answer["iteration_s"] / answer["current_s"]
-        if answer["plan"] in self._failed:
+        gain = 1.0 - answer.iteration_s / answer.current_s
+        if answer.plan in self._failed:
             gain = 0.0
         if self._beginning and gain >= LEAST_GAIN:
             self._beginning = False
             why = f"the planner's own layout: {_shorter(gain)}"
-            self._recommended = why, answer["plan"]
-            return [Recommend(ACT, answer["plan"], why, gain, 0.0, answer["moving_s"], answer["iteration_s"])]
+            self._recommended = why, answer.plan
+            return [Recommend(ACT, answer.plan, why, gain, 0.0, answer.moving_s, answer.iteration_s)]
         if gain < LEAST_GAIN:
             self._since, self._overtaken = None, False
             return []
-        self._candidate = _Candidate(answer["plan"], gain, answer["moving_s"], answer["iteration_s"])
+        self._candidate = _Candidate(answer.plan, gain, answer.moving_s, answer.iteration_s)
         if self._since is not None and self._iteration_s is not None:
             uncounted = self._iteration - max(self._since - 1, self._counted)
             self._lost_s += max(uncounted, 0) * self._iteration_s * gain
@@ -209,7 +210,7 @@ class Policy:
             return [outcome]
         gain = 1.0 - outcome.before_s / outcome.after_s
         why = f"change {outcome.number} has not paid: iterations {outcome.before_s:.3g} s → {outcome.after_s:.3g} s"
-        self._candidate = _Candidate(before.to_dict(), gain, self._stand_still_s or 0.0, outcome.before_s, why)
+        self._candidate = _Candidate(before, gain, self._stand_still_s or 0.0, outcome.before_s, why)
         return [outcome, *self._decide(now)]
 
     def _ask(self) -> list[Action]:

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which losses are likely, and what the planner has answered about them before they happen.
 
-Pure: whoever asks the planner hands in the question and the answer. May import the standard library, `config`, `plan`
-and this package's other pure modules.
+Pure: whoever asks the planner hands in the question and the answer. May import the standard library, `coding`,
+`config`, `plan`, `protocol` and this package's other pure modules.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from hashlib import sha256
 from itertools import islice
 from typing import Any, Final
 
+from megatron_resihp.coding import encode
 from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
 from megatron_resihp.plan.places import node_of
+from megatron_resihp.protocol.planning import PlanFound, PlannerAnswer, PlannerRequest
 
 MOST_SEARCHES: Final = 2048
 """For one plan and one state of health."""
@@ -63,7 +66,7 @@ class PrecomputedPlans:
         self._trains = False
         self._learned: float | None = None
         self._losses: Iterator[Loss] = iter(())
-        self._answers: dict[str, str] = {}
+        self._answers: dict[str, PlanFound] = {}
 
     def note(self, event: Mapping[str, Any], learned: float | None) -> None:
         """Something happened in the run.
@@ -93,15 +96,14 @@ class PrecomputedPlans:
         """The next one to ask about; None: all is said for now."""
         return next(self._losses, None)
 
-    def keep(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    def keep(self, request: PlannerRequest, answer: PlannerAnswer) -> None:
         """Remember a plan. Having none is no answer: there may be one when it is needed."""
-        if "plan" in answer:
-            self._answers[_key(request)] = json.dumps(answer)
+        if isinstance(answer, PlanFound):
+            self._answers[_key(request)] = answer
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    def answer(self, request: PlannerRequest) -> PlanFound | None:
         """What was answered to just this request; None: it was not asked."""
-        text = self._answers.get(_key(request))
-        return None if text is None else json.loads(text)
+        return self._answers.get(_key(request))
 
     def give_up(self) -> None:
         """Ask no more in this job."""
@@ -116,7 +118,7 @@ class PrecomputedPlans:
         self._epoch, self._trains, self._losses = None, False, iter(())
 
 
-def _key(request: Mapping[str, Any]) -> str:
-    """Of a request of `planning.request_of`. A plan is as good whatever had been learned of costs when it was made."""
-    asked = {name: value for name, value in request.items() if name != "cost_model"}
+def _key(request: PlannerRequest) -> str:
+    """A plan is as good whatever had been learned of costs when it was made."""
+    asked = encode(replace(request, cost_model=None))
     return sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()

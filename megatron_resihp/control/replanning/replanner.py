@@ -3,8 +3,8 @@
 
 A thread follows the run's events for the policy and may take its time; when it has nothing else to do, it has plans
 made for losses that are likely. The coordinator asks in its own thread, if nobody has asked ahead, and waits no longer
-than a bound. Each has a planner's process of its own. May import the standard library, `plan`, `planner` and this
-room's modules.
+than a bound. Each has a planner's process of its own. May import the standard library, `coding`, `plan`, `planner`,
+`protocol` and this package's modules.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_resihp.coding import encode
 from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.change import arrival
 from megatron_resihp.control.replanning.health import Speeds
-from megatron_resihp.control.replanning.next_plan import StrategicPlan, Survivors
-from megatron_resihp.control.replanning.planner_process import UNANSWERED, PlannerProcess
-from megatron_resihp.control.replanning.planning import request_of
+from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan, Survivors
+from megatron_resihp.control.replanning.planner_process import PlannerProcess
 from megatron_resihp.control.replanning.policy import ACT, ASK, OBSERVE, Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.replanning.precomputed import PrecomputedPlans
 from megatron_resihp.control.replanning.trial import Outcome
-from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 from megatron_resihp.protocol.messages import PlanRequest
+from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerAnswer, PlannerRequest
 
 Event = dict[str, Any]
 
@@ -47,6 +48,18 @@ FOR_LOOKING_ON: Final = "joint"
 REHEARSED_SPEED: Final = 0.7
 PROPOSALS: Final = "proposals"
 COST_MODEL: Final = "cost_model.json"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change that people are to decide on, as its file has it; see `policy.Recommend` for the numbers."""
+
+    why: str
+    gain: float
+    lost_s: float
+    cost_s: float
+    iteration_s: float
+    plan: ParallelPlan
 
 
 class Replanner:
@@ -108,45 +121,47 @@ class Replanner:
 
     def _plan_for_survivors(
         self, strategy: str, survivors: Survivors, running: ParallelPlan, timeout_s: float
-    ) -> Mapping[str, Any]:
+    ) -> Heard:
         alive = survivors.held.keys()
         request = self._request(strategy, survivors.job, running, self._speeds.of(alive), self._speeds.links(alive))
         known = self._precomputed.answer(request)
         began = time.monotonic()
         answer = self._in_recoveries.ask(request, timeout_s) if known is None else known
         waited_s = time.monotonic() - began
-        return {**self._named(answer, alive), "made_ahead": known is not None, "waited_s": waited_s}
+        return Heard(self._named(answer, alive), made_ahead=known is not None, waited_s=waited_s)
 
     def _plan_by_choice(
         self, strategy: str, plan: ParallelPlan, speeds: Mapping[int, float], links: Mapping[tuple[int, int], float]
-    ) -> dict[str, Any]:
+    ) -> PlannerAnswer:
         request = self._request(strategy, self._job, plan, speeds, links)
         return self._named(self._by_choice.ask(request, BY_CHOICE_S), speeds)
 
     def _request(
         self, strategy: str, job: Mapping[str, Any], plan: ParallelPlan, speeds: Mapping[int, float],
         links: Mapping[tuple[int, int], float],
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> PlannerRequest:  # fmt: skip
         """What to ask a planner. Those know places: that a worker was started anew is nothing to them.
 
         Args:
+            job: all that workers have told of it.
             speeds: of all live workers.
+            links: slow ones.
         """
-        places = self._sizes[0]
-        return request_of(
-            strategy, job, *self._sizes, renamed(plan, lambda worker: place_of(worker, places)),
-            {place_of(worker, places): speed for worker, speed in speeds.items()},
-            links_of_places(links, places),
-            self._run_dir / COST_MODEL,
+        places, workers_per_node = self._sizes
+        return PlannerRequest(
+            strategy, KnownJob.of(job), _own(job), places, workers_per_node,
+            plan=renamed(plan, lambda worker: place_of(worker, places)),
+            speeds={place_of(worker, places): speed for worker, speed in speeds.items()},
+            links=tuple((*ends, speed) for ends, speed in links_of_places(links, places).items()),
+            cost_model=str(self._run_dir / COST_MODEL),
         )  # fmt: skip
 
-    def _named(self, answer: dict[str, Any], alive: Iterable[int]) -> dict[str, Any]:
+    def _named(self, answer: PlannerAnswer, alive: Iterable[int]) -> PlannerAnswer:
         """The same answer about these workers instead of their places."""
-        if "plan" not in answer:
+        if isinstance(answer, NoPlan):
             return answer
         names = names_of_places(alive, self._sizes[0])
-        plan = renamed(ParallelPlan.from_dict(answer["plan"]), lambda place: names.get(place, place))
-        return {**answer, "plan": plan.to_dict()}
+        return replace(answer, plan=renamed(answer.plan, lambda place: names.get(place, place)))
 
     def _run(self) -> None:
         try:
@@ -185,7 +200,7 @@ class Replanner:
         # The same question as in a recovery; its answer is about places, too.
         request = self._request(self._job["strategy"], self._job, self._plan, speeds, links)
         answer = self._by_choice.ask(request, BY_CHOICE_S)
-        if UNANSWERED in answer:
+        if isinstance(answer, NoPlan) and answer.unanswered:
             self._precomputed.give_up()
         else:
             self._precomputed.keep(request, answer)
@@ -235,7 +250,8 @@ class Replanner:
             return  # the coordinator ends the job for that
         well = dict.fromkeys(plan.members, 1.0)
         slow, alive = {**well, plan.members[0]: REHEARSED_SPEED}, dict(list(well.items())[:-1])
-        requests = [request_of(strategy, job, *self._sizes, plan, speeds, {}, None) for speeds in (slow, alive)]
+        known, own = KnownJob.of(job), _own(job)
+        requests = [PlannerRequest(strategy, known, own, *self._sizes, plan, speeds) for speeds in (slow, alive)]
         self._in_recoveries.rehearse(*requests)
         if job.get("act", OBSERVE) != OBSERVE:
             self._by_choice.rehearse(*requests)
@@ -254,8 +270,8 @@ class Replanner:
         strategy = self._job.get("strategy", UNIFORM)
         strategy = FOR_LOOKING_ON if strategy == UNIFORM else strategy
         answer = self._plan_by_choice(strategy, asked.plan, asked.speeds, asked.links)
-        if "no_plan" in answer:
-            self._tell({"event": "no_plan", "reason": answer["no_plan"]})
+        if isinstance(answer, NoPlan):
+            self._tell({"event": "no_plan", "reason": answer.reason})
         # Verdicts come in groups: one that has come meanwhile makes this answer worthless.
         if self._hear_all():
             assert self._policy is not None
@@ -286,34 +302,38 @@ class Replanner:
         # The workers of a node come one by one: of others, or of how fast one is, this answer knows nothing.
         if not self._hear_all() or self._to_take_in:
             return
-        found = answer.get("plan")
-        if found is not None and self._joining.intersection(ParallelPlan.from_dict(found).working):
+        if isinstance(answer, PlanFound) and self._joining.intersection(answer.plan.working):
             why = arrival(sorted(self._joining), self._sizes[0])
-            self._order(PlanRequest(found, why, patient=True))
+            self._order(PlanRequest(answer.plan.to_dict(), why, patient=True))
 
     def _recommend(self, found: Recommend) -> None:
-        numbers = {
+        numbers: dict[str, Any] = {
             "why": found.why, "gain": found.gain, "lost_s": found.lost_s, "cost_s": found.cost_s,
             "iteration_s": found.iteration_s,
         }  # fmt: skip
         if found.act == ACT:
-            self._order(PlanRequest(found.plan, found.why))
+            self._order(PlanRequest(found.plan.to_dict(), found.why))
         elif found.act == ASK:
-            path = self._propose({**numbers, "plan": found.plan})
+            path = self._propose(Proposal(**numbers, plan=found.plan))
             self._tell({"event": "proposal", **numbers, "path": str(path)})
         else:
-            self._tell({"event": "would_change", **numbers, "plan": found.plan})
+            self._tell({"event": "would_change", **numbers, "plan": found.plan.to_dict()})
 
-    def _propose(self, proposal: Event) -> Path:
+    def _propose(self, proposal: Proposal) -> Path:
         directory = self._run_dir / PROPOSALS
         directory.mkdir(exist_ok=True)
         self._proposals += 1
         path = directory / f"{self._proposals}.json"
-        path.write_text(json.dumps(proposal) + "\n")
+        path.write_text(json.dumps(encode(proposal)) + "\n")
         return path
 
     def _tell(self, event: Event) -> None:
         self._write({"time": time.time(), "worker": None, **event})
+
+
+def _own(job: Mapping[str, Any]) -> tuple[Chunk, ...]:
+    """Its own split into layers."""
+    return tuple(Chunk(*chunk) for chunk in job["chunks"])
 
 
 def _written_at(path: Path) -> float | None:

@@ -27,6 +27,7 @@ from megatron_resihp.cost.training import Recompute, Training, TrainingError, tr
 from megatron_resihp.events import log as names
 from megatron_resihp.events.log import FILE_NAME, Event, read_events
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError
+from megatron_resihp.protocol.planning import KnownJob
 from megatron_resihp.report.plan.flags import SIZES
 from megatron_resihp.simulator.sizes import Sizes, SizesError, a100
 
@@ -206,17 +207,17 @@ def _measured(
     reserve = namespace.memory_reserve
     if reserve is None:
         reserve = told.get("memory_reserve", MEMORY_RESERVE)
-    job = {
+    job = KnownJob.of({
         **told, "arguments": model["arguments"], "memory_reserve": reserve,
         "device_memory": told.get("device_memory") or int(namespace.memory_gib * 2**30),
-    }  # fmt: skip
+    })  # fmt: skip
     per_node = namespace.workers_per_node or per_node
-    if job.get("emulated"):
+    if job.emulated:
         with suppress(UnknownCost):
-            return cost_of_job(job, places, per_node, own, None), f"of the emulated device {job['emulated']}"
+            return cost_of_job(job, places, per_node, own, None), f"of the emulated device {job.emulated}"
     path = run_dir / COST_MODEL_NAME
     try:
-        cost = cost_of_job({**job, "emulated": None}, places, per_node, own, load(path))
+        cost = cost_of_job(replace(job, emulated=None), places, per_node, own, load(path))
     except (UnknownCost, CostModelError):
         return None
     return (cost, f"as the run has measured them, from {path}") if cost.alone is not None else None

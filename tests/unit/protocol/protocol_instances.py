@@ -19,12 +19,13 @@ from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard
 from megatron_resihp.protocol.answers import ANSWERS
 from megatron_resihp.protocol.messages import MESSAGES
 from megatron_resihp.protocol.notices import NOTICES
+from megatron_resihp.protocol.planning import PLANNER_ANSWERS, PLANNER_REQUESTS
 from megatron_resihp.protocol.published import DECISIONS, END, GO
 from megatron_resihp.protocol.records import Counters
 from megatron_resihp.protocol.values import DigestKey, HeldShard, LayerChunk
 from megatron_resihp.protocol.wire import Kinds
 
-ALL = (MESSAGES, NOTICES, DECISIONS, GO, END, ANSWERS)
+ALL = (MESSAGES, NOTICES, DECISIONS, GO, END, ANSWERS, PLANNER_REQUESTS, PLANNER_ANSWERS)
 PLAN = ParallelPlan((Replica(((0,), (2,)), (0, 1)), Replica(((1,), (3,)), (2, 3))))
 JSON = st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=2)
 OF_RULES: Mapping[Any, st.SearchStrategy[Any]] = {

@@ -21,6 +21,7 @@ from megatron_resihp.plan.places import renamed
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.registry import STRATEGIES
+from megatron_resihp.protocol.planning import KnownJob
 from megatron_resihp.report.plan.source import megatron_arguments
 
 SIZES = ("--model", "llama2-7b", "--gpus", 16, "--tp", 4, "--pp", 2, "--micro-batches", 8)
@@ -266,7 +267,7 @@ def test_costs_are_those_of_the_runs_emulated_device(tmp_path: Path, capsys: pyt
     found = as_json(capsys)
     assert found["costs"] == "of the emulated device h800"
     job = {**told("h800")[0], "arguments": ARGUMENTS}
-    cost = cost_of_job(job, 8, 8, even_chunks(4, 2), None)
+    cost = cost_of_job(KnownJob.of(job), 8, 8, even_chunks(4, 2), None)
     in_force = spelled_out(ParallelPlan.from_dict(TWO_STAGES), even_chunks(4, 2))
     healthy = evaluate(in_force, Health({0: 1.0, 1: 1.0}), cost)
     assert found["healthy_samples_per_s"] == pytest.approx(healthy.samples_per_s)

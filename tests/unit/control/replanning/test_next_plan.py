@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megatron_resihp.control.replanning.next_plan import StrategicPlan, Survivors
-from megatron_resihp.control.replanning.planner_process import UNANSWERED
-from megatron_resihp.control.replanning.planning import answer, request_of
+from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan, Survivors
+from megatron_resihp.control.replanning.planning import answer
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, even_chunks, rules, spelled_out
 from megatron_resihp.planner import JobShape, initial_plan
+from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerAnswer, PlannerRequest
 
 OWN = even_chunks(4, 2)
 SHAPE = JobShape(tensor_parallel=1, pipeline_parallel=2, micro_batches=4, workers_per_node=4)
@@ -27,6 +26,8 @@ JOB = {
     "seq_length": 64, "sequence_parallel": False,
     "arguments": ARGUMENTS,
 }  # fmt: skip
+KNOWN = KnownJob.of(JOB)
+TOO_LITTLE = NoPlan("too little memory")
 NUMBERS = {"planning_s": 0.1, "waited_s": 0.2, "made_ahead": False, "iteration_s": 1.0, "bound_s": 0.9, "moving_s": 2.0}
 
 
@@ -36,45 +37,48 @@ def survivors(*workers: int, running: ParallelPlan | None = START, **job: Any) -
     return Survivors(SHAPE, OWN, held, START, running, {**JOB, **job}, 4)
 
 
-def strategic(found: Mapping[str, Any]) -> StrategicPlan:
-    return StrategicPlan(lambda strategy, survivors, running, timeout_s: {**NUMBERS, **found})
+def found(plan: ParallelPlan) -> PlanFound:
+    return PlanFound(plan, planning_s=0.1, iteration_s=1.0, current_s=None, healthy_s=1.0, moving_s=2.0, bound_s=0.9)
+
+
+def strategic(answer: PlannerAnswer) -> StrategicPlan:
+    return StrategicPlan(lambda strategy, survivors, running, timeout_s: Heard(answer, made_ahead=False, waited_s=0.2))
 
 
 UNLIKE = ParallelPlan((Replica(((2,), (1, 3)), (0, 1, 2, 3), (Chunk(0, 0, 2), Chunk(1, 2, 6))),))
 
 
 def test_a_strategys_plan_is_taken() -> None:
-    plan, told = strategic({"plan": UNLIKE.to_dict()})(survivors(1, 2, 3))
+    plan, told = strategic(found(UNLIKE))(survivors(1, 2, 3))
     assert plan == UNLIKE
     assert told == [{"event": "planned", "strategy": "joint", **NUMBERS}]
 
 
 def test_who_gets_no_work_keeps_its_state_where_there_is_room() -> None:
     one = ParallelPlan((Replica(((1,), (2,)), (0, 1, 2, 3), (Chunk(0, 0, 2), Chunk(1, 2, 6))),))
-    plan, _ = strategic({"plan": one.to_dict()})(survivors(1, 2, 3))
+    plan, _ = strategic(found(one))(survivors(1, 2, 3))
     assert plan.standbys == {3: (Shard(3, 6, 0, 1),)}
     no_room = replace(one, standbys={3: None})
-    plan, _ = strategic({"plan": no_room.to_dict()})(survivors(1, 2, 3))
+    plan, _ = strategic(found(no_room))(survivors(1, 2, 3))
     assert plan.standbys == {3: None}
 
 
 def test_a_plan_of_the_jobs_own_layers_is_said_in_short() -> None:
     own = ParallelPlan((Replica(((1,), (3,)), (0, 1, 2, 3), OWN),))
-    plan, _ = strategic({"plan": own.to_dict()})(survivors(1, 2, 3))
+    plan, _ = strategic(found(own))(survivors(1, 2, 3))
     assert plan.not_uniform is None and plan.standbys == {2: (1, 0)}
 
 
 @pytest.mark.parametrize(
-    ("found", "changed", "reason"),
+    ("said", "changed", "reason"),
     [
-        ({"no_plan": "too little memory"}, {}, "too little memory"),
-        ({"plan": {"version": 3}}, {}, "version 3"),
-        ({"plan": UNLIKE.to_dict()}, {"running": UNLIKE}, "what the last plan gave them"),
-        ({"plan": UNLIKE.to_dict()}, {"running": None}, "what the last plan gave them"),
+        (TOO_LITTLE, {}, "too little memory"),
+        (found(UNLIKE), {"running": UNLIKE}, "what the last plan gave them"),
+        (found(UNLIKE), {"running": None}, "what the last plan gave them"),
     ],
 )
-def test_uniform_plans_where_there_is_no_such_plan(found: dict[str, Any], changed: dict[str, Any], reason: str) -> None:
-    plan, told = strategic(found)(survivors(1, 2, 3, **changed))
+def test_uniform_plans_where_there_is_no_such_plan(said: PlannerAnswer, changed: dict[str, Any], reason: str) -> None:
+    plan, told = strategic(said)(survivors(1, 2, 3, **changed))
     assert plan.not_uniform is None and plan.members == (1, 2, 3)
     [planned] = told
     assert (planned["strategy"], planned["instead_of"]) == ("uniform", "joint")
@@ -88,9 +92,11 @@ class TestWaiting:
         """How long it was waited for, and what the log gets."""
         waited: list[float] = []
 
-        def ask(strategy: str, survivors: Survivors, running: ParallelPlan, timeout_s: float) -> dict[str, Any]:
+        def ask(strategy: str, survivors: Survivors, running: ParallelPlan, timeout_s: float) -> Heard:
             waited.append(timeout_s)
-            return {"no_plan": f"no plan within {timeout_s:g} s", UNANSWERED: True}
+            return Heard(
+                NoPlan(f"no plan within {timeout_s:g} s", unanswered=True), made_ahead=False, waited_s=timeout_s
+            )
 
         _, told = StrategicPlan(ask)(survivors(*workers, **job))
         [timeout_s] = waited
@@ -109,17 +115,17 @@ class TestWaiting:
         whole = ParallelPlan((Replica(((0,),), (0, 1), (Chunk(0, 0, 6),)), Replica(((1,),), (2, 3), (Chunk(0, 0, 6),))))
         asked: list[float] = []
 
-        def ask(strategy: str, survivors: Survivors, running: ParallelPlan, timeout_s: float) -> dict[str, Any]:
+        def ask(strategy: str, survivors: Survivors, running: ParallelPlan, timeout_s: float) -> Heard:
             asked.append(timeout_s)
             one = ParallelPlan((Replica(((0,),), (0, 1, 2, 3), (Chunk(0, 0, 6),)),))
-            return {**NUMBERS, "plan": one.to_dict()}
+            return Heard(found(one), made_ahead=False, waited_s=timeout_s)
 
         alone = Survivors(SHAPE, OWN, {0: whole.shards_of(0)}, whole, whole, JOB, 4)
         StrategicPlan(ask)(alone)
         assert asked == [30.0]
 
     def test_no_plan_at_all_is_not_a_late_one(self) -> None:
-        _, [planned] = strategic({"no_plan": "too little memory"})(survivors(1, 2, 3))
+        _, [planned] = strategic(TOO_LITTLE)(survivors(1, 2, 3))
         assert "overtaken" not in planned
 
 
@@ -129,13 +135,13 @@ def test_uniform_plans_where_its_ops_would_wait_for_each_other(monkeypatch: pyte
     orders = ["F0.0 B0.0 F1.0 B1.0 F2.0 F3.0 B2.0 B3.0", "F1.1 B1.1 F0.1 B0.1 F2.1 F3.1 B2.1 B3.1"]
     asked["replicas"][0]["schedule"] = {"name": "explicit", "orders": orders}
     monkeypatch.setattr(rules, "stuck_op", lambda *_: None)
-    plan, [planned] = strategic({"plan": asked})(survivors(1, 2, 3))
+    plan, [planned] = strategic(found(ParallelPlan.from_dict(asked)))(survivors(1, 2, 3))
     assert plan.not_uniform is None
     assert "op B0.0 waits for an op that waits for it" in planned["reason"]
 
 
 def test_no_strategy_is_asked_unless_wanted() -> None:
-    def never(*_: Any) -> Mapping[str, Any]:
+    def never(*_: Any) -> Heard:
         raise AssertionError
 
     plan, told = StrategicPlan(never)(survivors(1, 2, 3, strategy="uniform"))
@@ -145,33 +151,37 @@ def test_no_strategy_is_asked_unless_wanted() -> None:
 class TestAnswer:
     """What the planner's process answers, without the process."""
 
-    def ask(self, strategy: str, speeds: dict[int, float], **job: Any) -> dict[str, Any]:
-        return answer(request_of(strategy, {**JOB, **job}, 4, 4, START, speeds, {}, None))
+    def ask(self, strategy: str, speeds: dict[int, float], job: KnownJob = KNOWN) -> PlannerAnswer:
+        return answer(PlannerRequest(strategy, job, OWN, 4, 4, START, speeds))
+
+    def found(self, strategy: str, speeds: dict[int, float]) -> PlanFound:
+        said = self.ask(strategy, speeds)
+        assert isinstance(said, PlanFound)
+        return said
 
     @pytest.mark.parametrize("strategy", ["drop-replica", "resihp-paper", "malleus", "joint"])
     def test_a_death(self, strategy: str) -> None:
-        found = self.ask(strategy, {1: 1.0, 2: 1.0, 3: 1.0})
-        plan = ParallelPlan.from_dict(found["plan"])
-        assert set(plan.working) <= {1, 2, 3} and plan.micro_batch_count == 4
-        assert found["current_s"] is None and found["healthy_s"] > 0
-        assert 0 < found["bound_s"] <= found["iteration_s"] * (1 + 1e-9)
+        said = self.found(strategy, {1: 1.0, 2: 1.0, 3: 1.0})
+        assert set(said.plan.working) <= {1, 2, 3} and said.plan.micro_batch_count == 4
+        assert said.current_s is None and said.healthy_s > 0
+        assert 0 < said.bound_s <= said.iteration_s * (1 + 1e-9)
 
     def test_a_slow_worker(self) -> None:
-        found = self.ask("joint", {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.3})
-        assert found["iteration_s"] < 0.8 * found["current_s"], "less for who is slow"
-        assert found["current_s"] > 2 * found["healthy_s"]
-        assert not ParallelPlan.from_dict(found["plan"]).uneven_shards
+        said = self.found("joint", {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.3})
+        assert said.current_s is not None
+        assert said.iteration_s < 0.8 * said.current_s, "less for who is slow"
+        assert said.current_s > 2 * said.healthy_s
+        assert not said.plan.uneven_shards
 
     def test_no_plan(self) -> None:
-        assert "no strategy restart" in self.ask("restart", {1: 1.0})["no_plan"]
-        assert "have not told" in answer(
-            request_of("joint", {key: JOB[key] for key in JOB if key != "arguments"}, 4, 4, START, {1: 1.0}, {}, None)
-        )["no_plan"]  # fmt: skip
+        assert "no strategy restart" in str(self.ask("restart", {1: 1.0}))
+        untold = replace(KNOWN, arguments=None)
+        assert self.ask("joint", {1: 1.0}, untold) == NoPlan("the workers have not told the model's sizes")
 
 
 def test_a_plan_whose_first_step_has_failed_is_not_taken_again() -> None:
     """Whatever others keep under it."""
     failed = {replace(UNLIKE, standbys={5: None}).work_digest: "RuntimeError: no such kernel"}
-    plan, told = strategic({"plan": UNLIKE.to_dict()})(replace(survivors(1, 2, 3), failed=failed))
+    plan, told = strategic(found(UNLIKE))(replace(survivors(1, 2, 3), failed=failed))
     assert plan.not_uniform is None
     assert told[0]["reason"] == "its plan has failed in the first step: RuntimeError: no such kernel"

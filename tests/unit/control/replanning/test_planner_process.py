@@ -6,16 +6,18 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import psutil
 import pytest
 
-from megatron_resihp.control.replanning import planner_process
-from megatron_resihp.control.replanning.planner_process import UNANSWERED, PlannerProcess
-from megatron_resihp.control.replanning.planning import request_of
-from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.control.replanning import planner_process, planning
+from megatron_resihp.control.replanning.planner_process import PlannerProcess
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica
+from megatron_resihp.protocol.planning import PLANNER_REQUESTS, KnownJob, NoPlan, PlannerRequest
+from megatron_resihp.protocol.wire import COORDINATOR
 
 PLAN = ParallelPlan((Replica(((0,), (1,)), (0, 1)),))
 WAIT_S = 60.0
@@ -39,17 +41,25 @@ def niceness() -> int:
     return int(the_process().nice())
 
 
-def request(**job: Any) -> dict[str, Any]:
-    return request_of("joint", {"chunks": [[0, 0, 2], [1, 2, 4]], **job}, 2, 2, PLAN, {0: 1.0, 1: 0.5}, {}, None)
+def request(arguments: dict[str, Any] | None = None) -> PlannerRequest:
+    own = (Chunk(0, 0, 2), Chunk(1, 2, 4))
+    return PlannerRequest("joint", KnownJob(1, 2, arguments), own, 2, 2, PLAN, {0: 1.0, 1: 0.5})
+
+
+def no_plan(planner: PlannerProcess, request: PlannerRequest) -> str:
+    """Why the planner itself has none."""
+    answer = planner.ask(request, WAIT_S)
+    assert isinstance(answer, NoPlan) and not answer.unanswered
+    return answer.reason
 
 
 def test_nobody_gets_the_answer_to_a_rehearsal(planner: PlannerProcess) -> None:
     """Which differs from that to the request."""
     planner.rehearse(request())
-    unlike = planner.ask(request(arguments={}), WAIT_S)["no_plan"]
+    unlike = no_plan(planner, request(arguments={}))
     assert niceness() == psutil.Process().nice(), "training stands still for it"
-    assert unlike == planner.ask(request(arguments={}), WAIT_S)["no_plan"]
-    assert unlike != planner.ask(request(), WAIT_S)["no_plan"]
+    assert unlike == no_plan(planner, request(arguments={}))
+    assert unlike != no_plan(planner, request())
 
 
 def test_signals_to_all_processes_of_a_job_do_not_end_it(planner: PlannerProcess) -> None:
@@ -58,19 +68,19 @@ def test_signals_to_all_processes_of_a_job_do_not_end_it(planner: PlannerProcess
     process = the_process()
     for number in (signal.SIGUSR2, signal.SIGTERM):
         process.send_signal(number)
-    assert UNANSWERED not in planner.ask(request(), WAIT_S)
+    assert no_plan(planner, request())
     assert the_process() == process
 
 
 def test_one_that_is_closed_is_not_started_again(planner: PlannerProcess) -> None:
     planner.close()
     planner.rehearse(request())
-    assert planner.ask(request(), WAIT_S) == {"no_plan": "the job is ending", UNANSWERED: True}
+    assert planner.ask(request(), WAIT_S) == NoPlan("the job is ending", unanswered=True)
 
 
 def test_an_answer_that_takes_too_long_is_not_the_planners(planner: PlannerProcess) -> None:
-    assert planner.ask(request(), 0.0) == {"no_plan": "no plan within 0 s", UNANSWERED: True}
-    assert UNANSWERED not in planner.ask(request(), WAIT_S), "it has been started again"
+    assert planner.ask(request(), 0.0) == NoPlan("no plan within 0 s", unanswered=True)
+    assert no_plan(planner, request()), "it has been started again"
 
 
 def test_one_that_nobody_stands_still_for_stands_back() -> None:
@@ -84,10 +94,10 @@ def test_one_that_nobody_stands_still_for_stands_back() -> None:
 
 def test_one_that_was_too_late_is_soon_ready_again(planner: PlannerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """It practises the same once more, and nobody waits for that."""
-    written: queue.Queue[Mapping[str, Any]] = queue.Queue()
+    written: queue.Queue[PlannerRequest] = queue.Queue()
     write = planner_process._write
 
-    def noted(process: Any, request: Mapping[str, Any], deadline: float) -> bool:
+    def noted(process: Any, request: PlannerRequest, deadline: float) -> bool:
         written.put(request)
         return write(process, request, deadline)
 
@@ -96,11 +106,32 @@ def test_one_that_was_too_late_is_soon_ready_again(planner: PlannerProcess, monk
     rehearsed = written.get(timeout=WAIT_S)
     planner.ask(request(arguments={}), 0.0)
     assert written.get(timeout=WAIT_S) == request(arguments={})
-    assert written.get(timeout=WAIT_S) == rehearsed and rehearsed["rehearsal"]
+    assert written.get(timeout=WAIT_S) == rehearsed and rehearsed == replace(request(), rehearsal=True)
 
 
 def test_a_question_too_large_for_a_pipe_is_given_up_in_time(planner: PlannerProcess) -> None:
     """The process, which has just been started, doesn't read yet."""
     began = time.monotonic()
-    assert UNANSWERED in planner.ask(request(arguments={"filler": "x" * 10_000_000}), 0.01)
+    answer = planner.ask(request(arguments={"filler": "x" * 10_000_000}), 0.01)
+    assert isinstance(answer, NoPlan) and answer.unanswered
     assert time.monotonic() - began < WAIT_S / 2
+
+
+def test_an_answer_that_can_not_be_read_is_none(planner: PlannerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another installation, say. It names sender and field."""
+    written = '{"protocol": "1.0", "sender": "the planner", "kind": "NoPlan", "id": null, "body": {"reason": 7}}'
+    monkeypatch.setattr(planner_process, "_read_line", lambda process, deadline: written.encode() + b"\n")
+    answer = planner.ask(request(), WAIT_S)
+    assert answer == NoPlan("NoPlan from the planner: 'reason' is 7, not text", unanswered=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "a request to the planner from somebody: it is not JSON (JSONDecodeError)"),
+        (PLANNER_REQUESTS.write(request(), COORDINATOR).replace('"own"', '"other"'),
+         "PlannerRequest from the coordinator: 'own' is missing"),
+    ],
+)  # fmt: skip
+def test_a_request_that_can_not_be_read_ends_no_planner(line: str, reason: str) -> None:
+    assert planning._answer_to(line) == NoPlan(reason)

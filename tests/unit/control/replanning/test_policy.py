@@ -10,11 +10,16 @@ import pytest
 from megatron_resihp.control.replanning.policy import Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.replanning.trial import Outcome
 from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer
 
 PLAN = ParallelPlan((Replica(((0,), (2,)), (0, 2)), Replica(((1,), (3,)), (1, 3))))
 OTHER = ParallelPlan((Replica(((0,), (2,)), (0, 2, 3)), Replica(((1,), (3,)), (1,))))
-NEXT = {"version": 2, "replicas": [], "standbys": {}}
+NEXT = ParallelPlan((Replica(((0,), (2,)), (0, 1, 2)), Replica(((1,), (3,)), (3,))))
 ITERATION_S = 2.0
+
+
+def found(iteration_s: float, current_s: float | None, moving_s: float = 5.0) -> PlanFound:
+    return PlanFound(NEXT, 0.1, iteration_s, current_s, healthy_s=2.0, moving_s=moving_s, bound_s=iteration_s)
 
 
 class Run:
@@ -39,8 +44,7 @@ class Run:
         return asked
 
     def answer(self, asked: AskPlanner, gain: float = 0.25, moving_s: float = 5.0) -> list[Action]:
-        found = {"plan": NEXT, "current_s": 2.0, "iteration_s": 2.0 * (1 - gain), "moving_s": moving_s}
-        return self.policy.answered(asked.number, found, self.now)
+        return self.policy.answered(asked.number, found(2.0 * (1 - gain), 2.0, moving_s), self.now)
 
     def train(self, iterations: int, seconds: float = ITERATION_S) -> list[Action]:
         found: list[Action] = []
@@ -154,7 +158,7 @@ def test_a_change_that_does_not_pay_is_undone() -> None:
     [told] = changed(run, found.why, after_s=2.2)
     assert told == Outcome(1, 2.0, 2.2)
     [back] = run.train(3, 2.2)
-    assert isinstance(back, Recommend) and back.plan == PLAN.to_dict() and back.iteration_s == 2.0
+    assert isinstance(back, Recommend) and back.plan == PLAN and back.iteration_s == 2.0
     assert back.why == "change 1 has not paid: iterations 2 s → 2.2 s"
     assert changed(run, back.why, after_s=2.5, number=2) == [Outcome(2, 2.2, 2.5)], "back and forth it would go"
     run.answer(run.verdict("severity", 0.3))
@@ -225,8 +229,8 @@ def test_who_only_looks_on_need_not_plan_after_each_recovery() -> None:
     assert run.tell("recovery", broken_at=1.0, resumed_at=3.0), "a worker is slow"
 
 
-@pytest.mark.parametrize("answer", [{"no_plan": "too few"}, {"current_s": None, "iteration_s": 1.0}])
-def test_no_plan_is_no_change(answer: dict[str, Any]) -> None:
+@pytest.mark.parametrize("answer", [NoPlan("too few"), found(1.0, None)], ids=["none", "the one before can't go on"])
+def test_no_plan_is_no_change(answer: PlannerAnswer) -> None:
     run = Run()
     assert not run.policy.answered(run.verdict().number, answer, run.now) and not run.train(100)
 

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_resihp.control.replanning import precomputed
-from megatron_resihp.control.replanning.planning import request_of
 from megatron_resihp.control.replanning.precomputed import PrecomputedPlans, likely_losses
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica
+from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerRequest
 
 OWN = (Chunk(0, 0, 4),)
 STAGES = (Chunk(0, 0, 2), Chunk(1, 2, 4))
@@ -22,9 +23,14 @@ VERDICT = {"event": "verdict"}
 ALONE = [{0}, {1}, {2}, {3}]
 
 
-def request(worker: int = 0, **changed: Any) -> dict[str, Any]:
+def request(worker: int = 0, **changed: Any) -> PlannerRequest:
     alive = {each: 1.0 for each in range(4) if each != worker}
-    return {**request_of("joint", JOB, 4, 2, PLAN, alive, {}, None), **changed}
+    return replace(PlannerRequest("joint", KnownJob(1, 4), OWN, 4, 2, PLAN, alive), **changed)
+
+
+def found_after(seconds: float) -> PlanFound:
+    """An answer that is unlike others."""
+    return PlanFound(PLAN, seconds, iteration_s=1.0, current_s=None, healthy_s=1.0, moving_s=1.0, bound_s=1.0)
 
 
 def told(*events: dict[str, Any], learned: float | None = None) -> PrecomputedPlans:
@@ -100,9 +106,9 @@ class TestWhen:
         """What was answered before is still a plan."""
         found = told(JOB, STARTED, ITERATION)
         assert asked(found)
-        found.keep(request(), {"plan": {}})
+        found.keep(request(), found_after(0.0))
         found.note(ITERATION, 1.0)
-        assert asked(found) and found.answer(request()) == {"plan": {}}
+        assert asked(found) and found.answer(request()) == found_after(0.0)
         found.note(ITERATION, 1.0)
         assert not asked(found)
 
@@ -122,38 +128,38 @@ class TestAnswers:
     @pytest.mark.parametrize(
         "changed",
         [
-            {"strategy": "malleus"}, {"job": {}}, {"workers": 8}, {"workers_per_node": 4}, {"plan": {}},
-            {"speeds": {"1": 1.0, "2": 1.0, "3": 0.9}}, {"speeds": {"1": 1.0, "2": 1.0}}, {"links": [[1, 2, 0.5]]},
+            {"strategy": "malleus"}, {"job": KnownJob(2, 4)}, {"workers": 8}, {"workers_per_node": 4},
+            {"plan": replace(PLAN, replicas=PLAN.replicas[::-1])}, {"own": STAGES}, {"links": ((1, 2, 0.5),)},
+            {"speeds": {1: 1.0, 2: 1.0, 3: 0.9}}, {"speeds": {1: 1.0, 2: 1.0}},
         ],
     )  # fmt: skip
     def test_to_the_very_same_question(self, changed: dict[str, Any]) -> None:
         found = told(JOB, STARTED, ITERATION)
-        found.keep(request(), {"plan": {"of": 0}})
-        found.keep(request(1), {"plan": {"of": 1}})
-        assert found.answer(request()) == {"plan": {"of": 0}}
+        found.keep(request(), found_after(0.0))
+        found.keep(request(1), found_after(1.0))
+        assert found.answer(request()) == found_after(0.0)
         assert found.answer(request(**changed)) is None
 
-    def test_whatever_told_of_the_job_and_wherever_costs_are(self) -> None:
+    def test_wherever_costs_are_and_in_whatever_order_workers(self) -> None:
         found = told(JOB, STARTED, ITERATION)
-        found.keep(request(), {"plan": {}})
-        job = {"type": "job", **{name: value for name, value in JOB.items() if name != "event"}}
-        same = request_of("joint", job, 4, 2, PLAN, {3: 1.0, 2: 1.0, 1: 1.0}, {}, None)
-        assert found.answer({**same, "cost_model": "elsewhere"}) == {"plan": {}}
+        found.keep(request(), found_after(0.0))
+        same = request(speeds={3: 1.0, 2: 1.0, 1: 1.0}, cost_model="elsewhere")
+        assert found.answer(same) == found_after(0.0)
 
     def test_having_no_plan_is_none(self) -> None:
         found = told(JOB, STARTED, ITERATION)
-        found.keep(request(), {"no_plan": "too little memory"})
+        found.keep(request(), NoPlan("too little memory"))
         assert found.answer(request()) is None
 
     def test_a_recovery_finds_what_was_answered_before(self) -> None:
         found = told(JOB, STARTED, ITERATION)
-        found.keep(request(), {"plan": {}})
+        found.keep(request(), found_after(0.0))
         found.note({"event": "epoch_broken"}, None)
-        assert found.answer(request()) == {"plan": {}}
+        assert found.answer(request()) == found_after(0.0)
 
     @pytest.mark.parametrize("event", [VERDICT, STARTED])
     def test_what_was_said_of_another_situation_is_forgotten(self, event: dict[str, Any]) -> None:
         found = told(JOB, STARTED, ITERATION)
-        found.keep(request(), {"plan": {}})
+        found.keep(request(), found_after(0.0))
         found.note(event, None)
         assert found.answer(request()) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from megatron_resihp.control.coordination.membership import Membership
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning import replanner
 from megatron_resihp.control.replanning.next_plan import Survivors
-from megatron_resihp.control.replanning.planner_process import UNANSWERED
 from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, spelled_out
 from megatron_resihp.planner import JobShape
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import JobStarted, ModelBuilt, PlanRequest, ProcessExited, Ready, SurvivorReport
+from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer, PlannerRequest
 from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
 
 PLAN = ParallelPlan((Replica(((0,),), (0, 1)), Replica(((1,),), (2, 3))))
@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batches": 4, "chunks": [[0, 0, 4]], "pipeline_last": True,
     "strategy": "joint", "train_iters": 100, "seq_length": 8, "sequence_parallel": False,
 }  # fmt: skip
-Answer = Callable[[Mapping[str, Any]], dict[str, Any]]
+Answer = Callable[[PlannerRequest], PlannerAnswer]
 
 
 def verdict(worker: int) -> dict[str, Any]:
@@ -43,10 +43,14 @@ def verdict(worker: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def found(plan: ParallelPlan, iteration_s: float = 1.0) -> PlanFound:
+    return PlanFound(plan, 0.1, iteration_s, current_s=1.0, healthy_s=1.0, moving_s=0.0, bound_s=iteration_s)
+
+
 def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one comes while a plan is made for the first."""
     orders: queue.Queue[PlanRequest] = queue.Queue()
-    asked: list[dict[str, float]] = []
+    asked: list[dict[int, float]] = []
 
     class Planner:
         def __init__(self, low_priority: bool = False) -> None:
@@ -55,13 +59,13 @@ def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypa
         def start(self) -> None:
             pass
 
-        def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-            asked.append(request["speeds"])
+        def ask(self, request: PlannerRequest, timeout_s: float) -> PlannerAnswer:
+            asked.append(request.speeds)
             if len(asked) == 1:
                 desk.note(verdict(1))
-            return {"plan": NEXT.to_dict(), "iteration_s": 0.5, "current_s": 1.0, "moving_s": 0.0}
+            return found(NEXT, iteration_s=0.5)
 
-        def rehearse(self, *requests: Mapping[str, Any]) -> None:
+        def rehearse(self, *requests: PlannerRequest) -> None:
             pass
 
         def close(self) -> None:
@@ -75,7 +79,7 @@ def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypa
     desk.note(verdict(0))
     order = orders.get(timeout=30.0)
     desk.close(30.0)
-    assert asked == [{"0": 0.5, "1": 1.0}, {"0": 0.5, "1": 0.5}]
+    assert asked == [{0: 0.5, 1: 1.0}, {0: 0.5, 1: 0.5}]
     assert order.plan == NEXT.to_dict() and "worker 1 at 0.50" in order.why
     assert orders.empty()
 
@@ -89,9 +93,8 @@ def deal_even(workers: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(range(number, 4, len(workers))) for number in range(len(workers))]
 
 
-def replicas_of_the_living(request: Mapping[str, Any]) -> dict[str, Any]:
-    plan = replicas(*map(int, request["speeds"])).to_dict()
-    return {"plan": plan, "planning_s": 0.1, "iteration_s": 1.0, "current_s": 1.0, "bound_s": 1.0, "moving_s": 0.0}
+def replicas_of_the_living(request: PlannerRequest) -> PlannerAnswer:
+    return found(replicas(*request.speeds))
 
 
 class Desk:
@@ -106,9 +109,9 @@ class Desk:
     """
 
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: queue.Queue[Mapping[str, Any]] = queue.Queue()
-        self.asked_ahead: queue.Queue[Mapping[str, Any]] = queue.Queue()
-        self.rehearsed: queue.Queue[Sequence[Mapping[str, Any]]] = queue.Queue()
+        self.asked: queue.Queue[PlannerRequest] = queue.Queue()
+        self.asked_ahead: queue.Queue[PlannerRequest] = queue.Queue()
+        self.rehearsed: queue.Queue[Sequence[PlannerRequest]] = queue.Queue()
         self.answer: Answer = replicas_of_the_living
         self.answer_ahead: Answer = replicas_of_the_living
         desk = self
@@ -121,11 +124,11 @@ class Desk:
                 if not self._ahead:
                     desk.rehearsed.put(())
 
-            def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+            def ask(self, request: PlannerRequest, timeout_s: float) -> PlannerAnswer:
                 (desk.asked_ahead if self._ahead else desk.asked).put(request)
                 return (desk.answer_ahead if self._ahead else desk.answer)(request)
 
-            def rehearse(self, *requests: Mapping[str, Any]) -> None:
+            def rehearse(self, *requests: PlannerRequest) -> None:
                 if not self._ahead:
                     desk.rehearsed.put(requests)
 
@@ -146,9 +149,9 @@ class Desk:
         self.note("epoch_started", plan=plan.to_dict())
         self.note("iteration", iteration=1, duration_s=1.0)
 
-    def speeds_ahead(self, number: int) -> list[dict[str, float]]:
+    def speeds_ahead(self, number: int) -> list[dict[int, float]]:
         """Of whom plans were asked by choice or ahead, once there are so many questions."""
-        return [self.asked_ahead.get(timeout=WAIT_S)["speeds"] for _ in range(number)]
+        return [self.asked_ahead.get(timeout=WAIT_S).speeds for _ in range(number)]
 
     def recover(self, running: ParallelPlan, *living: int, **job: Any) -> tuple[ParallelPlan, dict[str, Any]]:
         """The next plan of these workers, and what the event log gets of it."""
@@ -167,8 +170,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     assert found.events.empty(), "it has given up"
 
 
-def without(*lost: int) -> dict[str, float]:
-    return {str(worker): 1.0 for worker in range(4) if worker not in lost}
+def without(*lost: int) -> dict[int, float]:
+    return {worker: 1.0 for worker in range(4) if worker not in lost}
 
 
 def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
@@ -204,10 +207,10 @@ def test_the_planner_of_recoveries_has_practised_this_jobs_plans_before_the_firs
     assert desk.rehearsed.get(timeout=WAIT_S) == (), "libraries are loaded while the workers start"
     desk.note("model", arguments={"num_layers": 4})
     slow, dead = desk.rehearsed.get(timeout=WAIT_S)
-    assert slow["speeds"] == without() | {"0": 0.7} and dead["speeds"] == without(3)
+    assert slow.speeds == without() | {0: 0.7} and dead.speeds == without(3)
     for request in (slow, dead):
-        assert ParallelPlan.from_dict(request["plan"]).working == (0, 1, 2, 3)
-        assert request["strategy"] == "joint" and request["job"]["arguments"] == {"num_layers": 4}
+        assert request.plan.working == (0, 1, 2, 3)
+        assert request.strategy == "joint" and request.job.arguments == {"num_layers": 4}
 
 
 def test_no_planner_is_started_for_uniform_plans(desk: Desk) -> None:
@@ -230,14 +233,14 @@ def test_a_slow_link_of_who_has_come_back_is_known_by_its_places(desk: Desk) -> 
     plan = replicas(0, 1, 6, 3)
     desk.replanner.note({**verdict(3), "kind": "link", "workers": [3, 6]})
     desk.recover(plan, 1, 3, 6)
-    assert desk.asked.get_nowait()["links"] == [[2, 3, 0.5]]
+    assert desk.asked.get_nowait().links == ((2, 3, 0.5),)
 
 
 def test_workers_that_come_together_are_taken_in_together(desk: Desk) -> None:
     """The second one comes while a plan is made for the first."""
 
-    def answer_ahead(request: Mapping[str, Any]) -> dict[str, Any]:
-        if request["speeds"].keys() == {"0", "1", "2"}:
+    def answer_ahead(request: PlannerRequest) -> PlannerAnswer:
+        if request.speeds.keys() == {0, 1, 2}:
             desk.note("worker_waiting", waiting=3)
         return replicas_of_the_living(request)
 
@@ -253,8 +256,8 @@ def test_workers_that_come_together_are_taken_in_together(desk: Desk) -> None:
 def test_who_is_left_of_those_that_came_is_taken_in(desk: Desk) -> None:
     """The other one dies during the search, and nothing else happens."""
 
-    def answer_ahead(request: Mapping[str, Any]) -> dict[str, Any]:
-        if {"2", "3"} <= request["speeds"].keys():
+    def answer_ahead(request: PlannerRequest) -> PlannerAnswer:
+        if {2, 3} <= request.speeds.keys():
             desk.note("worker_dead", dead=3)
         return replicas_of_the_living(request)
 
@@ -271,8 +274,8 @@ def test_who_is_left_of_those_that_came_is_taken_in(desk: Desk) -> None:
 def test_who_is_slow_by_now_is_asked_about_anew(desk: Desk) -> None:
     plan, said = replicas(0, 1, 2, 3), threading.Event()
 
-    def answer_ahead(request: Mapping[str, Any]) -> dict[str, Any]:
-        if 0.5 in request["speeds"].values():
+    def answer_ahead(request: PlannerRequest) -> PlannerAnswer:
+        if 0.5 in request.speeds.values():
             assert said.wait(WAIT_S)
         return replicas_of_the_living(request)
 
@@ -283,42 +286,42 @@ def test_who_is_slow_by_now_is_asked_about_anew(desk: Desk) -> None:
     found, planned = desk.recover(plan, 1, 2, 3)
     said.set()
     assert not planned["made_ahead"] and found.working == (1, 2, 3)
-    assert desk.asked.get_nowait()["speeds"] == {"1": 1.0, "2": 0.5, "3": 1.0}
+    assert desk.asked.get_nowait().speeds == {1: 1.0, 2: 0.5, 3: 1.0}
 
 
 def test_where_there_was_no_plan_another_one_is_asked_for(desk: Desk) -> None:
     plan = replicas(0, 1, 2, 3)
-    desk.answer_ahead = lambda request: {"no_plan": "too little memory"}
+    desk.answer_ahead = lambda request: NoPlan("too little memory")
     desk.train(plan)
     desk.speeds_ahead(4)
     _, planned = desk.recover(plan, 1, 2, 3)
     assert planned["strategy"] == "joint" and not planned["made_ahead"]
-    assert desk.asked.get_nowait()["speeds"] == without(0)
+    assert desk.asked.get_nowait().speeds == without(0)
 
 
 def test_news_is_followed_before_the_next_loss(desk: Desk) -> None:
     """A verdict comes during the first search; the policy's question comes next, then all losses with the new speed."""
     noted = iter([verdict(3)])
 
-    def answer_ahead(request: Mapping[str, Any]) -> dict[str, Any]:
+    def answer_ahead(request: PlannerRequest) -> PlannerAnswer:
         for event in noted:
             desk.replanner.note(event)
         return replicas_of_the_living(request)
 
     desk.answer_ahead = answer_ahead
     desk.train(replicas(0, 1, 2, 3))
-    slow = {"3": 0.5}
+    slow = {3: 0.5}
     first, *others = desk.speeds_ahead(6)
     assert first == without(0)
     assert others == [without() | slow, without(0) | slow, without(1) | slow, without(2) | slow, without(3)]
 
 
 def test_a_planner_that_has_ended_is_left_alone(desk: Desk) -> None:
-    desk.answer_ahead = lambda request: {"no_plan": "no plan within 600 s", UNANSWERED: True}
+    desk.answer_ahead = lambda request: NoPlan("no plan within 600 s", unanswered=True)
     desk.train(replicas(0, 1, 2, 3))
     assert desk.speeds_ahead(1) == [without(0)]
     desk.replanner.note(verdict(3))
-    assert desk.speeds_ahead(1) == [without() | {"3": 0.5}], "the policy asks"
+    assert desk.speeds_ahead(1) == [without() | {3: 0.5}], "the policy asks"
     desk.events.get(timeout=WAIT_S)  # it has no plan
     desk.replanner.close(WAIT_S)
     assert desk.asked_ahead.empty()
@@ -327,6 +330,6 @@ def test_a_planner_that_has_ended_is_left_alone(desk: Desk) -> None:
 def test_nothing_is_made_ahead_for_uniform_plans(desk: Desk) -> None:
     desk.train(replicas(0, 1, 2, 3), strategy="uniform")
     desk.replanner.note(verdict(3))
-    assert desk.speeds_ahead(1) == [without() | {"3": 0.5}], "what a strategy would make of it"
+    assert desk.speeds_ahead(1) == [without() | {3: 0.5}], "what a strategy would make of it"
     desk.replanner.close(WAIT_S)
     assert desk.asked_ahead.empty()
