@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a device that is only emulated takes for its work: layer times, links and noise, from a JSON file.
 
-The files of this package are in `profiles/`. Imports the standard library.
+The files of this package are in `profiles/`. May import `coding`.
 
 A profile gives the seconds of each pass of each kind of layer at one reference point (N tokens, Σ l² squares, a
 tensor-parallel degree). Between workloads they follow T = αN + βΣl² + γ: `attention` is the share of the seconds, less
@@ -17,7 +17,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Annotated, Final, Self
+
+from megatron_resihp.coding import FILE, Holds, WrongValueError, decode, version_said
 
 VERSION: Final = 1
 BUILT_IN: Final = Path(__file__).with_name("profiles")
@@ -39,6 +41,89 @@ class LayerKind(StrEnum):
     MOE = "moe"
     MAMBA = "mamba"
     HEAD = "head"
+
+
+_Number = Annotated[float, Holds(math.isfinite, "a number")]
+_Positive = Annotated[_Number, Holds(lambda value: value > 0, "above 0")]
+_NotNegative = Annotated[_Number, Holds(lambda value: value >= 0, "0 or more")]
+_Count = Annotated[_Number, Holds(lambda value: value >= 1, "1 or more")]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    tokens: _Positive
+    squares: _Positive
+    tensor_parallel: _Count
+
+
+@dataclass(frozen=True)
+class _Pass:
+    seconds: _NotNegative
+    attention: _NotNegative
+
+
+@dataclass(frozen=True)
+class _Layer:
+    F: _Pass
+    B: _Pass
+    W: _Pass
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """One of each `LayerKind`."""
+
+    embedding: _Layer
+    transformer: _Layer
+    attention: _Layer
+    mlp: _Layer
+    moe: _Layer
+    mamba: _Layer
+    head: _Layer
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """latency + bytes / bandwidth.
+
+    Attributes:
+        latency_s: seconds.
+        bytes_per_s: of one direction.
+    """
+
+    latency_s: _NotNegative
+    bytes_per_s: _Positive
+
+    def seconds(self, size: float) -> float:
+        return self.latency_s + size / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class _Links:
+    workers_per_node: _Count
+    within_node: LinkCost
+    between_nodes: LinkCost
+
+
+@dataclass(frozen=True)
+class _Noise:
+    relative: _NotNegative
+    seed: _NotNegative
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A profile's file; `DeviceProfile` says what most of it means."""
+
+    reference: _Reference
+    sequence: _Count
+    time_scale: _Positive
+    fixed_seconds: _NotNegative
+    boundary_bytes_per_token: _Positive
+    layers: _Layers
+    links: _Links
+    noise: _Noise
+    device: str = "unnamed"
 
 
 @dataclass(frozen=True)
@@ -64,22 +149,6 @@ class PassCost:
     def scaled(self, variable: float, fixed: float) -> PassCost:
         """α and β times `variable`, γ times `fixed`."""
         return PassCost(self.per_token * variable, self.per_square * variable, self.fixed * fixed)
-
-
-@dataclass(frozen=True)
-class LinkCost:
-    """latency + bytes / bandwidth.
-
-    Attributes:
-        latency_s: seconds.
-        bytes_per_s: of one direction.
-    """
-
-    latency_s: float
-    bytes_per_s: float
-
-    def seconds(self, size: float) -> float:
-        return self.latency_s + size / self.bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -132,27 +201,31 @@ class DeviceProfile:
         return self.time_scale * link.seconds(tokens * self.boundary_bytes_per_token)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: object) -> Self:
         """Read the JSON form.
 
         Raises:
             ProfileError: if something is missing or is no sensible number.
         """
-        if data.get("version") != VERSION:
-            raise ProfileError(f"version is {data.get('version')!r}; this package reads version {VERSION}")
-        reference, links, noise = (_part(data, name) for name in ("reference", "links", "noise"))
+        try:
+            version = version_said(data)
+            if version != VERSION:
+                raise ProfileError(f"version is {version!r}; this package reads version {VERSION}")
+            written: _Written = decode(_Written, data, FILE)
+        except WrongValueError as error:
+            raise ProfileError(str(error)) from None
         return cls(
-            device=str(data.get("device", "unnamed")),
-            passes=_passes(data, reference),
-            tensor_parallel=int(_number(reference, "tensor_parallel", least=1)),
-            sequence=int(_number(data, "sequence", least=1)),
-            time_scale=_number(data, "time_scale"),
-            workers_per_node=int(_number(links, "workers_per_node", least=1)),
-            within_node=_link(links, "within_node"),
-            between_nodes=_link(links, "between_nodes"),
-            boundary_bytes_per_token=_number(data, "boundary_bytes_per_token"),
-            noise=_number(noise, "relative", least=0.0),
-            seed=int(_number(noise, "seed", least=0)),
+            device=written.device,
+            passes=_passes(written),
+            tensor_parallel=int(written.reference.tensor_parallel),
+            sequence=int(written.sequence),
+            time_scale=written.time_scale,
+            workers_per_node=int(written.links.workers_per_node),
+            within_node=written.links.within_node,
+            between_nodes=written.links.between_nodes,
+            boundary_bytes_per_token=written.boundary_bytes_per_token,
+            noise=written.noise.relative,
+            seed=int(written.noise.seed),
         )
 
 
@@ -165,10 +238,7 @@ def load_profile(name: str) -> DeviceProfile:
     built_in = sorted(path.stem for path in BUILT_IN.glob("*.json"))
     path = BUILT_IN / f"{name}.json" if name in built_in else Path(name)
     try:
-        data = json.loads(path.read_text())
-        if not isinstance(data, dict):
-            raise ProfileError("it holds no JSON object")
-        return DeviceProfile.from_dict(data)
+        return DeviceProfile.from_dict(json.loads(path.read_text()))
     except OSError as error:
         choice = ", ".join(built_in)
         raise ProfileError(f"device profile {name}: {error.strerror}; give a JSON file, or one of {choice}") from error
@@ -176,48 +246,24 @@ def load_profile(name: str) -> DeviceProfile:
         raise ProfileError(f"device profile {name}: {error}") from error
 
 
-def _passes(
-    data: Mapping[str, Any], reference: Mapping[str, Any]
-) -> dict[LayerKind, tuple[PassCost, PassCost, PassCost]]:
-    tokens, squares = _number(reference, "tokens"), _number(reference, "squares")
-    fixed = _number(data, "fixed_seconds", least=0.0)
-    layers = _part(data, "layers")
+def _passes(written: _Written) -> dict[LayerKind, tuple[PassCost, PassCost, PassCost]]:
     found = {}
     for kind in LayerKind:
-        layer = _part(layers, kind)
-        forward, backward, weight = (_pass(layer, name, f"{kind} {name}", tokens, squares, fixed) for name in PASSES)
+        layer: _Layer = getattr(written.layers, kind)
+        forward, backward, weight = (
+            _pass(part, f"{kind} {name}", written.reference, written.fixed_seconds)
+            for name, part in zip(PASSES, (layer.F, layer.B, layer.W), strict=True)
+        )
         found[kind] = (forward, backward, weight)
     return found
 
 
-def _pass(layer: Mapping[str, Any], name: str, where: str, tokens: float, squares: float, fixed: float) -> PassCost:
-    part = _part(layer, name)
-    seconds, attention = _number(part, "seconds", least=0.0), _number(part, "attention", least=0.0)
-    if attention > 1.0:
-        raise ProfileError(f"{where}: attention {attention:g} is a share, at most 1")
+def _pass(part: _Pass, where: str, reference: _Reference, fixed: float) -> PassCost:
+    if part.attention > 1.0:
+        raise ProfileError(f"{where}: attention {part.attention:g} is a share, at most 1")
     # A pass that the device does not have (the embedding's W) has no launches either.
-    fixed = min(fixed, seconds)
-    variable = seconds - fixed
-    return PassCost((1.0 - attention) * variable / tokens, attention * variable / squares, fixed)
-
-
-def _link(links: Mapping[str, Any], name: str) -> LinkCost:
-    link = _part(links, name)
-    return LinkCost(_number(link, "latency_s", least=0.0), _number(link, "bytes_per_s"))
-
-
-def _part(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    part = data.get(name)
-    if not isinstance(part, dict):
-        raise ProfileError(f"{str(name)!r} is missing or no JSON object")
-    return part
-
-
-def _number(data: Mapping[str, Any], name: str, least: float | None = None) -> float:
-    """A finite number: above 0, or at least `least`."""
-    value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ProfileError(f"{name!r} is {value!r}, not a number")
-    if value < least if least is not None else value <= 0:
-        raise ProfileError(f"{name!r} is {value:g}, not {'above 0' if least is None else f'{least:g} or more'}")
-    return float(value)
+    fixed = min(fixed, part.seconds)
+    variable = part.seconds - fixed
+    return PassCost(
+        (1.0 - part.attention) * variable / reference.tokens, part.attention * variable / reference.squares, fixed
+    )

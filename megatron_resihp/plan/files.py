@@ -1,14 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans in files. Imports only the standard library and this package.
+"""Plans in files. May import `coding` and this package's `errors`.
 
 What they hold is not looked at; `ParallelPlan.from_dict` does that.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_resihp.coding import FILE, WrongValueError, decode
 from megatron_resihp.plan.errors import PlanError
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a file may have of one strategy.
+
+    Attributes:
+        plan: its JSON; None: there is none.
+        no_plan: why not.
+    """
+
+    plan: Any = None
+    no_plan: str | None = None
+
+
+@dataclass(frozen=True)
+class _File(_Found):
+    """What it may have of several, too, by their names."""
+
+    strategies: dict[str, _Found] = field(default_factory=dict)
 
 
 def read_plan(path: Path, strategy: str | None = None) -> Any:
@@ -28,15 +53,19 @@ def read_plan(path: Path, strategy: str | None = None) -> Any:
         raise PlanError(f"{path} is no JSON; give a plan, or what `resihp plan --json` prints") from None
     if not isinstance(data, dict):
         raise PlanError(f"{path} holds no plan")
-    if "strategies" in data:
-        data = _answer_of(data["strategies"], strategy, path)
-    plan = data if "replicas" in data else data.get("plan")
-    if plan is None:
-        raise PlanError(f"{path} holds no plan{': ' + data['no_plan'] if 'no_plan' in data else ''}")
-    return plan
+    if "replicas" in data:
+        return data
+    try:
+        file: _File = decode(_File, data, FILE)
+    except WrongValueError as error:
+        raise PlanError(f"{path} holds no plan: {error}") from None
+    found = _of_strategy(file.strategies, strategy, path) if file.strategies else file
+    if found.plan is None:
+        raise PlanError(f"{path} holds no plan{'' if found.no_plan is None else f': {found.no_plan}'}")
+    return found.plan
 
 
-def _answer_of(answers: dict[str, Any], strategy: str | None, path: Path) -> dict[str, Any]:
+def _of_strategy(answers: Mapping[str, _Found], strategy: str | None, path: Path) -> _Found:
     names = ", ".join(answers)
     if strategy is None and len(answers) != 1:
         mend = "choose with --strategy of `resihp plan` or `resihp apply`"
@@ -44,5 +73,4 @@ def _answer_of(answers: dict[str, Any], strategy: str | None, path: Path) -> dic
     name = strategy or next(iter(answers))
     if name not in answers:
         raise PlanError(f"{path} has no plan of strategy {name}; it has {names}")
-    answer: dict[str, Any] = answers[name]
-    return answer
+    return answers[name]

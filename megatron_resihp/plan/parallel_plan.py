@@ -22,11 +22,10 @@ VERSION: Final = 2
 """Of a plan's JSON. Plans of version 1 do not say it; they had no chunks, schedules, migrations or marks."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Written:
-    """A plan's JSON; what a plan makes no use of is left out."""
+    """A plan's JSON but for its version; what a plan makes no use of is left out."""
 
-    version: int = VERSION
     replicas: tuple[Replica, ...]
     standbys: dict[int, WrittenKept]
     migrations: tuple[Migration, ...] = omitted_if(())
@@ -187,10 +186,12 @@ class ParallelPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON; what a plan makes no use of is left out."""
+        return {"version": VERSION, **encode(self._written)}
+
+    @property
+    def _written(self) -> _Written:
         standbys = dict(sorted(self.standbys.items()))
-        return dict(encode(_Written(
-            replicas=self.replicas, standbys=standbys, migrations=self.migrations, uneven_shards=self.uneven_shards,
-        )))  # fmt: skip
+        return _Written(self.replicas, standbys, self.migrations, self.uneven_shards)
 
     @classmethod
     def from_dict(cls, data: Any) -> "ParallelPlan":
@@ -214,9 +215,7 @@ class ParallelPlan:
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits that differ between any two plans, and not between versions of the JSON."""
-        data = self.to_dict()
-        del data["version"]
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(encode(self._written), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def work_digest(self) -> str:

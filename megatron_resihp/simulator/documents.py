@@ -3,7 +3,8 @@
 
 Documents come in regimes. In each, a part of the tokens is from short documents – functions and classes of Python's
 standard library, which is also the demo's corpus – and the rest from long ones with a heavy-tailed length. With
-documents that are alike all the time, an iteration's time would be constant and every detector perfect. Imports numpy.
+documents that are alike all the time, an iteration's time would be constant and every detector perfect. Imports
+numpy, `coding` and `cost.arrays`.
 """
 
 import json
@@ -14,6 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_resihp.coding import FILE, decode
+from megatron_resihp.cost.arrays import Floats
 
 REGIME_ITERATIONS = (20, 60)
 """Shortest and longest time that a mix lasts; 40 iterations on average."""
@@ -42,6 +46,14 @@ class Regime:
     long_median: float
 
 
+@dataclass(frozen=True)
+class _Quantiles:
+    """The file's lengths of documents: shares of them, and the bytes that such a share does not exceed."""
+
+    probabilities: Floats
+    quantiles: Floats
+
+
 class Distribution(NamedTuple):
     """Lengths of documents.
 
@@ -60,8 +72,8 @@ class Distribution(NamedTuple):
 def short_documents() -> Distribution:
     """Functions and classes of Python's standard library."""
     text = (files(__package__) / "data" / "python_documents.json").read_text(encoding="utf-8")
-    data = json.loads(text)
-    probabilities, lengths = np.array(data["probabilities"]), np.array(data["quantiles"]) / BYTES_PER_TOKEN
+    found: _Quantiles = decode(_Quantiles, json.loads(text), FILE)
+    probabilities, lengths = found.probabilities, found.quantiles / BYTES_PER_TOKEN
     # Between two quantiles the logarithm grows linearly, so that the mean length there is Δl / Δlog l.
     ratios = np.log(lengths[1:] / lengths[:-1])
     means = np.where(ratios > 0, np.diff(lengths) / np.where(ratios > 0, ratios, 1.0), lengths[1:])

@@ -3,7 +3,7 @@
 
 There is no lock between hosts, and a job that was killed leaves its file behind. So a file is believed as long as the
 process that it names lives, where that can be seen from here; otherwise if the job's store answers, or if the file is
-still being touched. May import: the standard library and this package's modules.
+still being touched. May import: the standard library and `coding`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
+
+from megatron_resihp.coding import FILE, WrongValueError, decode
 
 TOUCH_S: Final = 5.0
 """How often a claim is touched."""
@@ -52,12 +54,13 @@ class Owner:
         return cls(socket.gethostname(), os.getpid(), _machine(), _started(os.getpid()))
 
     @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Self | None:
+    def of(cls, data: object) -> Self | None:
         """Whom a file names; None: nobody."""
-        host, pid = data.get("host"), data.get("pid")
-        if not isinstance(host, str) or not isinstance(pid, int):
+        try:
+            owner: Self = decode(cls, data, FILE)
+        except WrongValueError:
             return None
-        return cls(host, pid, data.get("machine"), data.get("started"))
+        return owner
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -77,7 +80,7 @@ def living_owner(path: Path) -> Owner | None:
     """Who has this file, if it is seen from here that it lives."""
     try:
         owner = Owner.of(json.loads(path.read_text()))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return None
     return owner if owner is not None and owner.here and owner.lives() else None
 
@@ -158,9 +161,9 @@ def _holder(path: Path, left: str, answers: Callable[[], bool]) -> str | None:
     """Who has a file with this text; None: nobody any more."""
     try:
         data = json.loads(left)
-        owner = Owner.of(data)
-    except (ValueError, AttributeError):
-        data, owner = {}, None  # it is being written
+    except ValueError:
+        data = None  # it is being written
+    owner = Owner.of(data)
     who = str(owner) if owner is not None else f"a job whose file {path} names nobody"
     if owner is not None and owner.here:
         return who if owner.lives() else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How commands reach a running job: a file in its run directory says where its store is.
 
-May import: the standard library and this package's modules.
+May import: the standard library, `coding`, `protocol`, `control.transport` and this package's modules.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import secrets
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
+from megatron_resihp.coding import Form, Tolerance, WrongValueError, decode, encode
 from megatron_resihp.control import keys
 from megatron_resihp.control.commands.claim import Owner, claimed
 from megatron_resihp.control.transport.address import Address, parse_address
@@ -24,6 +25,15 @@ from megatron_resihp.protocol.wire import MalformedError
 FILE_NAME: Final = "coordinator.json"
 CONNECT_S: Final = 5.0
 ANSWER_S: Final = 10.0
+ADDED_TO: Final = Tolerance(unknown=True)
+"""The file says who owns it, too; a token that was made up here is none."""
+
+
+def _address(text: object) -> Address:
+    try:
+        return parse_address(decode(str, text))
+    except ValueError as error:
+        raise WrongValueError(f"is no address: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class Contact:
     """Where a job's store is, and a token that this job's store holds under messages.RUN: it tells the job from another
     that has the port by now, and is no secret."""
 
-    store: Address
+    store: Annotated[Address, Form(str, _address)]
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def published(self, run_dir: Path) -> AbstractContextManager[None]:
@@ -41,7 +51,7 @@ class Contact:
             ClaimedError: the directory is another job's, which runs.
             OSError: it cannot be written.
         """
-        said = {"store": str(self.store), "token": self.token, **asdict(Owner.this())}
+        said = {**encode(self), **encode(Owner.this())}
         return claimed(run_dir / FILE_NAME, json.dumps(said) + "\n", lambda: _answers(run_dir))
 
 
@@ -60,18 +70,17 @@ def reach(run_dir: Path) -> Store:
         StoreError: if none does.
     """
     try:
-        data = json.loads((run_dir / FILE_NAME).read_text())
-        address, token = parse_address(data["store"]), data["token"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        contact: Contact = decode(Contact, json.loads((run_dir / FILE_NAME).read_text()), ADDED_TO)
+    except (OSError, ValueError, WrongValueError) as error:
         raise StoreError(f"no job runs in {run_dir}") from error
     try:
-        store = connect(*address, CONNECT_S)
+        store = connect(*contact.store, CONNECT_S)
         # A job that was killed leaves its file behind, and another may have its port by now.
-        if store.get(keys.RUN, CONNECT_S) == token:
+        if store.get(keys.RUN, CONNECT_S) == contact.token:
             return store
     except (StoreError, TimeoutError):
         pass
-    why = f"it has ended, is still starting, or can't be reached from here at {address}"
+    why = f"it has ended, is still starting, or can't be reached from here at {contact.store}"
     raise StoreError(f"no job runs in {run_dir}, or none that answers: {why}")
 
 

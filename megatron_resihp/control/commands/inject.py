@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_resihp.config import ConfigError, Slowdown, factor_of
 from megatron_resihp.control.commands import contact
-from megatron_resihp.control.commands.launcher import RUNS
+from megatron_resihp.control.commands.launch_options import RUNS
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.protocol.answers import Refused
 from megatron_resihp.protocol.messages import SlowdownRequest

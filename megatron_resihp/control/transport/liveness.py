@@ -150,7 +150,7 @@ class Watcher:
         return set(self._sockets)
 
     def fileno(self) -> int:
-        return self._selector.fileno()  # type: ignore[attr-defined,no-any-return]  # An epoll selector has one.
+        return self._selector.fileno()
 
     def add(self, name: int, sock: socket.socket) -> None:
         sock.setblocking(False)

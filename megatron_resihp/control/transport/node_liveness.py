@@ -64,7 +64,7 @@ class NodeWatcher:
         return self._watcher.names
 
     def fileno(self) -> int:
-        return self._selector.fileno()  # type: ignore[attr-defined,no-any-return]  # An epoll selector has one.
+        return self._selector.fileno()
 
     def look(self, now: float) -> list[NodeLoss]:
         """Nodes that are gone, or did not come in time; each is told once."""

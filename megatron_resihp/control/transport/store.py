@@ -116,7 +116,7 @@ class TcpStore:
     def get(self, key: str, timeout_s: float) -> str:
         if not self.wait(key, timeout_s):
             raise TimeoutError(f"the store has no {key!r} after {timeout_s:g} s")
-        return self._call("get", PREFIX + key).decode(errors="replace")
+        return self._call_for_bytes("get", PREFIX + key).decode(errors="replace")
 
     def wait(self, key: str, timeout_s: float) -> bool:
         from torch.distributed import DistNetworkError, DistStoreError
@@ -132,11 +132,12 @@ class TcpStore:
         return True
 
     def check(self, key: str) -> bool:
-        return self._call("check", [PREFIX + key])
+        found: bool = self._call("check", [PREFIX + key])
+        return found
 
     def compare_set(self, key: str, expected: str, desired: str) -> str | None:
         self._check_size(key, desired)
-        stored = self._call("compare_set", PREFIX + key, expected, desired).decode()
+        stored = self._call_for_bytes("compare_set", PREFIX + key, expected, desired).decode()
         # For a key that does not exist TCPStore gives back what was expected, as if it were there.
         if expected and stored == expected and not self.check(key):
             return None
@@ -146,10 +147,11 @@ class TcpStore:
         if not value:
             raise ValueError(f"{key!r}: an empty value cannot be told from none")
         self._check_size(key, value)
-        return self._call("compare_set", PREFIX + key, "", value).decode()
+        return self._call_for_bytes("compare_set", PREFIX + key, "", value).decode()
 
     def add(self, key: str, amount: int) -> int:
-        return self._call("add", PREFIX + key, amount)
+        total: int = self._call("add", PREFIX + key, amount)
+        return total
 
     def push(self, queue: str, value: str) -> None:
         self._check_size(queue, value)
@@ -164,7 +166,7 @@ class TcpStore:
         while self.wait(queue, deadline - time.monotonic()):
             try:
                 # Who pushes what is no text gets it back as something else that is none.
-                return self._call("queue_pop", PREFIX + queue, False).decode(errors="replace")
+                return self._call_for_bytes("queue_pop", PREFIX + queue, False).decode(errors="replace")
             except QueueEmptyError:
                 if time.monotonic() >= deadline:
                     break
@@ -172,13 +174,18 @@ class TcpStore:
         return None
 
     def delete(self, key: str) -> bool:
-        return self._call("delete_key", PREFIX + key)
+        was_there: bool = self._call("delete_key", PREFIX + key)
+        return was_there
 
     def clone(self) -> TcpStore:
         return connect(self.address.host, self.address.port, CLONE_TIMEOUT_S)
 
     def close(self) -> None:
         self._raw = None
+
+    def _call_for_bytes(self, operation: str, *arguments: Any) -> bytes:
+        found: bytes = self._call(operation, *arguments)
+        return found
 
     def _call(self, operation: str, *arguments: Any) -> Any:
         from torch.distributed import DistNetworkError

@@ -2,17 +2,18 @@
 """What survivors have saved in a run directory, as a later start can find it, and the flags that go on from it.
 
 Megatron's tracker file names an iteration once all of its files are there. After the loss of node 0 there is nobody
-to write an event, so whoever saved leaves a note of it beside. May import: the standard library and `noticeboard`.
+to write an event, so whoever saved leaves a note of it beside. May import: the standard library, `coding`
+and `noticeboard`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final
 
+from megatron_resihp.coding import FILE, WrongValueError, decode, encode
 from megatron_resihp.control.worker.noticeboard import Noticeboard
 
 DIRECTORY: Final = "salvage"
@@ -46,15 +47,7 @@ class LastSave:
 
     def pin(self, board: Noticeboard) -> None:
         """Leave the note on the survivors' board, which is in the run directory."""
-        board.pin(RESULT, {
-            "iteration": self.iteration, "directory": self.directory, "missing": self.missing,
-            "saved_at": self.saved_at,
-        })  # fmt: skip
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        missing = tuple((stage, tp_rank) for stage, tp_rank in data["missing"])
-        return cls(data["iteration"], data["directory"], missing, data["saved_at"])
+        board.pin(RESULT, encode(self))
 
     def told(self, run_dir: Path) -> str:
         """It in one line, with how to go on."""
@@ -77,11 +70,11 @@ def flags(directory: Path) -> list[str]:
 
 def last_save(run_dir: Path, since: float) -> LastSave | None:
     """What was saved from this Unix time on; of several what a start can load first, then the newest."""
-    found = []
+    found: list[LastSave] = []
     for path in (run_dir / DIRECTORY).glob(f"{BOARDS}/{RESULT}_*.json"):
         try:
-            found.append(LastSave.from_dict(json.loads(path.read_text())))
-        except (OSError, ValueError, KeyError, TypeError):
+            found.append(decode(LastSave, json.loads(path.read_text()), FILE))
+        except (OSError, ValueError, WrongValueError):
             continue  # of another version, or damaged
     since_then = [save for save in found if save.saved_at >= since]
     return max(since_then, key=lambda save: (save.complete, save.iteration, save.saved_at), default=None)

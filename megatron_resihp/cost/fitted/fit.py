@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Robust fits of T = αN + βΣl² + γ with α, β, γ ≥ 0, for many groups of measurements at once. Imports numpy and scipy.
+"""Robust fits of T = αN + βΣl² + γ with α, β, γ ≥ 0, for many groups of measurements at once.
 
 Times are fitted in relative error, because the noise of a device is a share of the op's duration, by iteratively
 reweighted least squares: Huber weights first (convex, so that the start does not matter), Tukey's bisquare at last, so
 that stalls count nothing (Huber and Ronchetti, Robust Statistics, chapter 7). With three coefficients the constrained
-optimum is found exactly: it is the least-squares solution of one of the seven subsets of columns.
+optimum is found exactly: it is the least-squares solution of one of the seven subsets of columns. Imports
+numpy, scipy and `cost.arrays`.
 """
 
 import math
@@ -16,6 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
+
+from megatron_resihp.cost.arrays import Flags, Floats, Ints
 
 FEWEST_SAMPLES: Final = 8
 """Below this many measurements a group gets its median and nothing else."""
@@ -76,15 +79,15 @@ class Fits:
             [..., 3, 3]: noise² / samples times its inverse is the coefficients' covariance.
     """
 
-    alpha: NDArray[np.float64]
-    beta: NDArray[np.float64]
-    gamma: NDArray[np.float64]
-    informative: NDArray[np.bool_]
-    finding: NDArray[np.int64]
-    noise: NDArray[np.float64]
-    mape: NDArray[np.float64]
-    samples: NDArray[np.int64]
-    information: NDArray[np.float64]
+    alpha: Floats
+    beta: Floats
+    gamma: Floats
+    informative: Flags
+    finding: Ints
+    noise: Floats
+    mape: Floats
+    samples: Ints
+    information: Floats
 
     def predict(self, tokens: ArrayLike, squares: ArrayLike) -> NDArray[np.float64]:
         """Seconds, for features of the groups' shape plus one axis of micro-batches (or what broadcasts to it)."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One iteration as the detector sees it: the records of all workers as arrays, indexed by worker and by link.
 
-Imports numpy.
+Imports numpy and `cost.arrays`.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_resihp.cost.arrays import Ints
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,12 @@ class Layout:
     """
 
     epoch: int
-    workers: NDArray[np.int64]
-    replica: NDArray[np.int64]
-    stage: NDArray[np.int64]
-    tp_rank: NDArray[np.int64]
-    node: NDArray[np.int64]
-    links: NDArray[np.int64]
+    workers: Ints
+    replica: Ints
+    stage: Ints
+    tp_rank: Ints
+    node: Ints
+    links: Ints
     native: bool = True
 
 

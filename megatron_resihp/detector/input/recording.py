@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a run on disk, to be judged again later. Imports numpy and this package.
+"""The records of a run on disk, to be judged again later. Imports `coding` and this package.
 
 One file of frames: kind, length, payload. A run begins with a frame of its own and so do its epochs' layouts, so that a
 directory may hold several runs, of which the last counts. A writer that is killed leaves a cut frame at the end, which
@@ -9,18 +9,17 @@ readers count and writers remove.
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
-import numpy as np
-
+from megatron_resihp.coding import FILE, WrongValueError, decode, encode
 from megatron_resihp.detector.input.observations import Layout
 
 FILE_NAME: Final = "iterations.bin"
 _MAGIC = b"RIHPREC\x01"
 _FRAME = struct.Struct("<BI")
-_ARRAYS = ("workers", "replica", "stage", "tp_rank", "node", "links")
 
 
 class RecordingError(Exception):
@@ -53,8 +52,7 @@ class Recorder:
 
     def layout(self, layout: Layout) -> None:
         """An epoch begins."""
-        arrays = {name: getattr(layout, name).tolist() for name in _ARRAYS}
-        self._write(_Frame.LAYOUT, json.dumps({"epoch": layout.epoch, "native": layout.native, **arrays}).encode())
+        self._write(_Frame.LAYOUT, json.dumps(encode(layout)).encode())
 
     def message(self, message: bytes) -> None:
         """A packed record arrived."""
@@ -149,8 +147,9 @@ def _json(payload: bytes, path: Path) -> dict[str, Any]:
 
 def _layout(data: Mapping[str, Any], path: Path) -> Layout:
     try:
-        arrays = {name: np.array(data[name], dtype=np.int64) for name in _ARRAYS}
-        links = arrays["links"].reshape(-1, 2)
-        return Layout(int(data["epoch"]), **{**arrays, "links": links}, native=bool(data.get("native", True)))
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordingError(f"{path} holds a damaged layout ({error!r}); give the directory of another run") from None
+        layout: Layout = decode(Layout, data, FILE)
+        if layout.links.size % 2:
+            raise WrongValueError("are no pairs", "links")
+    except WrongValueError as error:
+        raise RecordingError(f"{path} holds a damaged layout ({error}); give the directory of another run") from None
+    return replace(layout, links=layout.links.reshape(-1, 2))

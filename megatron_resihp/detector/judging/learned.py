@@ -2,16 +2,19 @@
 """What a resumed job can start from: what work costs, and how noisy devices and links are. Imports numpy and `cost`.
 
 Not the devices' own levels: a resumed job may run on other devices. One file, that of the cost model, with the noise as
-a section of it.
+a section of it. Imports `coding`, too.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
 
 import numpy as np
 
+from megatron_resihp.coding import FILE, WrongValueError, decode, encode
+from megatron_resihp.cost.arrays import Floats
 from megatron_resihp.cost.fitted import store as store
 from megatron_resihp.cost.fitted.model import CostModel
 from megatron_resihp.cost.fitted.store import CostModelError
@@ -19,8 +22,31 @@ from megatron_resihp.detector.judging.noise import KnownNoise
 
 Members = tuple[int, ...]
 
-SECTION: Final = "noise"
-_ARRAYS = ("near", "far", "weight", "far_weight", "tail")
+
+@dataclass(frozen=True)
+class _Units:
+    """`UnitsNoise`, as the file has it."""
+
+    members: tuple[Members, ...]
+    transient: int
+    near: Floats
+    far: Floats
+    weight: Floats
+    far_weight: Floats
+    tail: Floats
+
+
+@dataclass(frozen=True)
+class _Noise:
+    workers: _Units
+    links: _Units
+
+
+@dataclass(frozen=True)
+class _Section:
+    """What is added to the file of the cost model."""
+
+    noise: _Noise
 
 
 @dataclass(frozen=True)
@@ -57,9 +83,8 @@ class Learned:
 
 def save(learned: Learned, path: Path) -> None:
     """Write it; a reader never sees half a file, and `cost.fitted.store.load` reads its cost model. Raises OSError."""
-    store.save(
-        learned.model, path, {SECTION: {name: _to_json(getattr(learned, name)) for name in ("workers", "links")}}
-    )
+    section = _Section(_Noise(_written(learned.workers), _written(learned.links)))
+    store.save(learned.model, path, encode(section))
 
 
 def load(path: Path) -> Learned:
@@ -71,20 +96,20 @@ def load(path: Path) -> Learned:
     data = store.read(path)
     model = store.load(path)
     try:
-        return Learned(model, _from_json(data[SECTION]["workers"]), _from_json(data[SECTION]["links"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CostModelError(f"{path} says nothing usable of noise ({error!r}); {store.MEND}") from None
+        noise = decode(_Section, data, FILE).noise
+        return Learned(model, _noise("workers", noise.workers), _noise("links", noise.links))
+    except WrongValueError as error:
+        raise CostModelError(f"{path} says nothing usable of noise ({error}); {store.MEND}") from None
 
 
-def _to_json(units: UnitsNoise) -> dict[str, Any]:
-    arrays = {name: getattr(units.noise, name).tolist() for name in _ARRAYS}
-    return {"members": [list(each) for each in units.members], "transient": units.noise.transient, **arrays}
+def _written(units: UnitsNoise) -> _Units:
+    noise = units.noise
+    return _Units(units.members, noise.transient, noise.near, noise.far, noise.weight, noise.far_weight, noise.tail)
 
 
-def _from_json(data: Mapping[str, Any]) -> UnitsNoise:
-    members = tuple(tuple(map(int, each)) for each in data["members"])
-    arrays = {name: np.array(data[name], dtype=np.float64) for name in _ARRAYS}
-    noise = KnownNoise(**arrays, transient=int(data["transient"]))
-    if not noise.shape_is_sound or noise.near.shape[1] != len(members):
-        raise ValueError(f"arrays do not fit each other or {len(members)} units")
-    return UnitsNoise(members, noise)
+def _noise(name: str, units: _Units) -> UnitsNoise:
+    """Raises WrongValueError where arrays don't fit each other."""
+    noise = KnownNoise(units.near, units.far, units.weight, units.far_weight, units.tail, units.transient)
+    if not noise.shape_is_sound or noise.near.shape[1] != len(units.members):
+        raise WrongValueError(f"has arrays that do not fit each other or {len(units.members)} units", "noise", name)
+    return UnitsNoise(units.members, noise)

@@ -114,8 +114,8 @@ class TestRefusals:
             ({"time_scale": 0}, "'time_scale' is 0, not above 0"),
             ({"time_scale": float("nan")}, "'time_scale' is nan, not a number"),
             ({"fixed_seconds": -1}, "'fixed_seconds' is -1, not 0 or more"),
-            ({"layers": {}}, "'embedding' is missing"),
-            ({"links": []}, "'links' is missing or no JSON object"),
+            ({"layers": {}}, "'layers.embedding' is missing"),
+            ({"links": []}, "'links' is [], not an object"),
         ],
     )
     def test_one_line_says_what_is_wrong(self, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -130,7 +130,7 @@ class TestRefusals:
         with pytest.raises(ProfileError, match=r"embedding F: attention 1\.5 is a share"):
             profile(layers={kind: passes for kind in LayerKind})
 
-    @pytest.mark.parametrize(("text", "said"), [("{", "Expecting"), ("[1]", "no JSON object"), ("\xff", "utf-8")])
+    @pytest.mark.parametrize(("text", "said"), [("{", "Expecting"), ("[1]", "not an object"), ("\xff", "utf-8")])
     def test_no_json(self, tmp_path: Path, text: str, said: str) -> None:
         path = tmp_path / "bad.json"
         path.write_text(text, encoding="latin-1")

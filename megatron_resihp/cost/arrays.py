@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays as fields of dataclasses that go to JSON and back: nested lists, in which null stands for NaN.
+
+Imports numpy and `coding`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from megatron_resihp.coding import Form, WrongValueError
+from megatron_resihp.coding.decoding import MOST_ITEMS
+
+
+def _nested(array: NDArray[Any]) -> Any:
+    return _without_nan(array.tolist())
+
+
+def _without_nan(value: Any) -> Any:
+    return [_without_nan(item) for item in value] if isinstance(value, list) else null_for_nan(value)
+
+
+def null_for_nan(value: Any) -> Any:
+    """What JSON has for a number that may be none."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _array_of(dtype: DTypeLike) -> Form:
+    def read(value: Any) -> NDArray[Any]:
+        if not isinstance(value, list):
+            raise WrongValueError("is no list of numbers")
+        if len(value) > MOST_ITEMS:
+            raise WrongValueError(f"has {len(value)} items, more than {MOST_ITEMS}")
+        try:
+            return np.array(value, dtype=dtype)
+        except (OverflowError, TypeError, ValueError):
+            raise WrongValueError("is no array of numbers") from None
+
+    return Form(_nested, read)
+
+
+Floats = Annotated[NDArray[np.float64], _array_of(np.float64)]
+Ints = Annotated[NDArray[np.int64], _array_of(np.int64)]
+Flags = Annotated[NDArray[np.bool_], _array_of(np.bool_)]
