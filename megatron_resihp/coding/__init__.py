@@ -7,11 +7,11 @@ type may have a form of its own (`forms`). May import the standard library.
 
 from megatron_resihp.coding.decoding import EXACT, FILE, Tolerance, decode, version_said
 from megatron_resihp.coding.encoding import encode
-from megatron_resihp.coding.errors import MissingFieldError, WrongValueError
+from megatron_resihp.coding.errors import MissingFieldError, WrongValueError, shown
 from megatron_resihp.coding.forms import Form, omitted_if, set_form
 from megatron_resihp.coding.rules import Between, Holds, Matches, Rule
 
 __all__ = [
     "EXACT", "FILE", "Between", "Form", "Holds", "Matches", "MissingFieldError", "Rule", "Tolerance", "WrongValueError",
-    "decode", "encode", "omitted_if", "set_form", "version_said",
+    "decode", "encode", "omitted_if", "set_form", "shown", "version_said",
 ]  # fmt: skip

@@ -36,8 +36,13 @@ class MissingFieldError(WrongValueError):
 
 
 def is_not(value: object, expected: object) -> WrongValueError:
-    """The error that says what there is in place of what was expected; short, however large the value is."""
-    return WrongValueError(f"is {_shown.repr(value)}, not {expected}")
+    """The error that says what there is in place of what was expected."""
+    return WrongValueError(f"is {shown(value)}, not {expected}")
 
 
-_shown = reprlib.Repr(maxstring=60, maxother=60, maxlong=60, maxlevel=2)
+def shown(value: object) -> str:
+    """A value as errors show it: short, however large it is."""
+    return _short.repr(value)
+
+
+_short = reprlib.Repr(maxstring=60, maxother=60, maxlong=60, maxlevel=2)

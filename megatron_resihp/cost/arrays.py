@@ -29,20 +29,29 @@ def null_for_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _array_of(dtype: DTypeLike) -> Form:
+def _array_of(dtype: DTypeLike, kinds: str) -> Form:
+    """An array of this type. `kinds`: numpy's letters of what may be in the list; O: numbers and nulls."""
+
     def read(value: Any) -> NDArray[Any]:
         if not isinstance(value, list):
             raise WrongValueError("is no list of numbers")
         if len(value) > MOST_ITEMS:
             raise WrongValueError(f"has {len(value)} items, more than {MOST_ITEMS}")
         try:
-            return np.array(value, dtype=dtype)
-        except (OverflowError, TypeError, ValueError):
+            found = np.array(value)
+        except (OverflowError, ValueError):
             raise WrongValueError("is no array of numbers") from None
+        if found.size and (found.dtype.kind not in kinds or not _are_numbers(found)):
+            raise WrongValueError(f"is no array of {np.dtype(dtype).name}")
+        return found.astype(dtype)
 
     return Form(_nested, read)
 
 
-Floats = Annotated[NDArray[np.float64], _array_of(np.float64)]
-Ints = Annotated[NDArray[np.int64], _array_of(np.int64)]
-Flags = Annotated[NDArray[np.bool_], _array_of(np.bool_)]
+def _are_numbers(found: NDArray[Any]) -> bool:
+    return found.dtype.kind != "O" or all(each is None or type(each) in (float, int) for each in found.flat)
+
+
+Floats = Annotated[NDArray[np.float64], _array_of(np.float64, "fiuO")]
+Ints = Annotated[NDArray[np.int64], _array_of(np.int64, "i")]
+Flags = Annotated[NDArray[np.bool_], _array_of(np.bool_, "b")]

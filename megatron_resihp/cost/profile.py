@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final, Self
 
-from megatron_resihp.coding import FILE, Holds, WrongValueError, decode, version_said
+from megatron_resihp.coding import FILE, Holds, WrongValueError, decode, shown, version_said
 
 VERSION: Final = 1
 BUILT_IN: Final = Path(__file__).with_name("profiles")
@@ -210,7 +210,7 @@ class DeviceProfile:
         try:
             version = version_said(data)
             if version != VERSION:
-                raise ProfileError(f"version is {version!r}; this package reads version {VERSION}")
+                raise ProfileError(f"version is {shown(version)}; this package reads version {VERSION}")
             written: _Written = decode(_Written, data, FILE)
         except WrongValueError as error:
             raise ProfileError(str(error)) from None

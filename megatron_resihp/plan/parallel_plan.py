@@ -12,7 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final
 
-from megatron_resihp.coding import FILE, Form, decode, encode, omitted_if, set_form, version_said
+from megatron_resihp.coding import FILE, Form, decode, encode, omitted_if, set_form, shown, version_said
 from megatron_resihp.coding.errors import MissingFieldError, WrongValueError
 from megatron_resihp.plan.errors import PlanError
 from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, Shard, WrittenKept, shards_at
@@ -203,7 +203,7 @@ class ParallelPlan:
         try:
             version = version_said(data)
             if version not in (None, 1, VERSION):
-                raise PlanError(f"a plan of version {version}; this program knows versions 1 and {VERSION}")
+                raise PlanError(f"a plan of version {shown(version)}; this program knows versions 1 and {VERSION}")
             written = decode(_Written, data, FILE)
         except MissingFieldError as error:
             *holder, name = error.where

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_resihp.coding import FILE, WrongValueError, decode, encode, version_said
+from megatron_resihp.coding import FILE, WrongValueError, decode, encode, shown, version_said
 from megatron_resihp.cost.arrays import null_for_nan
 from megatron_resihp.cost.fitted.fit import Fits
 from megatron_resihp.cost.fitted.model import CostModel, LinkCost
@@ -86,7 +86,7 @@ def read(path: Path) -> Any:
     except WrongValueError:
         found = None
     if found != VERSION:
-        raise CostModelError(f"{path} is a cost model of version {found}, this is version {VERSION}; {MEND}")
+        raise CostModelError(f"{path} is a cost model of version {shown(found)}, this is version {VERSION}; {MEND}")
     return data
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -90,3 +90,38 @@ def malformed(kinds: Kinds[Any], body: Any, sender: str) -> Iterator[str]:
     yield json.dumps({**whole, "body": {**fields, "weather": "sunny"}})
     yield json.dumps({**whole, "protocol": "2.0"})
     yield json.dumps({**whole, "kind": "Weather"})
+
+
+def spoiled(value: Any) -> Iterator[tuple[str, bool, Any]]:
+    """Almost the same plain value, many times: where it is another one, whether something is gone there, and it.
+
+    Each entry of each object, and the first one of each list, is gone (of objects only), of a wrong type, or too large.
+    """
+    if isinstance(value, dict):
+        entries: list[tuple[Any, Any]] = list(value.items())
+    else:
+        entries = list(enumerate(value[:1])) if isinstance(value, list) else []
+    for key, each in entries:
+        if isinstance(value, dict):
+            yield str(key), True, {name: other for name, other in value.items() if name != key}
+        wrong = 7 if isinstance(each, dict) else {"a": {"b": 1}}
+        for other in (wrong, "x" * (MOST_CHARACTERS + 1)):
+            yield str(key), False, _changed(value, key, other)
+        for path, gone, other in spoiled(each):
+            yield f"{key}.{path}", gone, _changed(value, key, other)
+
+
+def _changed(value: Any, key: Any, other: Any) -> Any:
+    if isinstance(value, dict):
+        return {**value, key: other}
+    return [other if number == key else each for number, each in enumerate(value)]
+
+
+def with_more(value: Any, mapped: Collection[str]) -> Any:
+    """The same plain value with one field more in each object, but not in mappings, which go by these names."""
+    if isinstance(value, list):
+        return [with_more(each, mapped) for each in value]
+    if not isinstance(value, dict):
+        return value
+    more = {name: each if name in mapped else with_more(each, mapped) for name, each in value.items()}
+    return {**more, "weather": {"sunny": True}}
