@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the coordinator's process and a planner's process tell each other, a line each.
 
-May import `plan`, `config` and this package's other modules.
+May import `coding`, `config`, `plan` and this package's other modules.
 """
 
 from __future__ import annotations
