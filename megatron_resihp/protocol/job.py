@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the coordinator must know of a job: what a worker reads from Megatron's arguments and ours when it starts.
 
-May import `config` and this package's types of fields.
+May import `coding`, `config` and this package's types of fields.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 Iteration n is the n-th optimizer step of the job (1-based). A worker goes COMPUTE -> REDUCED -> AGREED -> STEPPED
 within it; it is done with it when its record names iteration n + 1. What survivors make of their records is decided in
-`control.coordination.record`. May import this package's types of fields.
+`control.coordination.record`. May import `coding` and this package's types of fields.
 """
 
 from dataclasses import dataclass, field

@@ -4,8 +4,9 @@
 Times are fitted in relative error, because the noise of a device is a share of the op's duration, by iteratively
 reweighted least squares: Huber weights first (convex, so that the start does not matter), Tukey's bisquare at last, so
 that stalls count nothing (Huber and Ronchetti, Robust Statistics, chapter 7). With three coefficients the constrained
-optimum is found exactly: it is the least-squares solution of one of the seven subsets of columns. Imports
-numpy, scipy and `cost.arrays`.
+optimum is found exactly: it is the least-squares solution of one of the seven subsets of columns.
+
+Imports numpy, scipy and `cost.arrays`.
 """
 
 import math

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CostModel ↔ a versioned JSON file, so that a resumed job needs no warm-up. Imports `coding` and
-this package.
-"""
+"""CostModel ↔ a versioned JSON file, so that a resumed job needs no warm-up. Imports `coding` and this package."""
 
 from __future__ import annotations
 

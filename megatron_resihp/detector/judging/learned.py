@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a resumed job can start from: what work costs, and how noisy devices and links are. Imports numpy and `cost`.
+"""What a resumed job can start from: what work costs, and how noisy devices and links are.
 
 Not the devices' own levels: a resumed job may run on other devices. One file, that of the cost model, with the noise as
-a section of it. Imports `coding`, too.
+a section of it. Imports numpy, `coding` and `cost`.
 """
 
 from __future__ import annotations
