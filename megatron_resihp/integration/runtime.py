@@ -6,7 +6,6 @@ The patches write here how far the iteration got; recovery reads it.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,13 +24,15 @@ from megatron_resihp.integration.probes.padding import Padding
 from megatron_resihp.integration.probes.probe_clock import make_clock
 from megatron_resihp.integration.probes.probe_sheet import Sheet
 from megatron_resihp.integration.probes.probes import PadOp, PadTransfer, Probes
+from megatron_resihp.integration.progress import Progress
+from megatron_resihp.integration.trained import ParameterKinds, Trained
 from megatron_resihp.integration.world.heterogeneous import Heterogeneous
 from megatron_resihp.integration.world.own_layers import OwnLayout
 from megatron_resihp.plan import Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.files import read_plan
 from megatron_resihp.protocol.messages import PlanRequest, SlowdownRequest
 from megatron_resihp.protocol.notices import PlanChange, ValidationOrder
-from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
+from megatron_resihp.protocol.records import Outcome
 
 if TYPE_CHECKING:
     from megatron_resihp.integration.loop.preparing import Preparation
@@ -39,68 +40,6 @@ if TYPE_CHECKING:
     from megatron_resihp.integration.state.footprint import Footprint
     from megatron_resihp.integration.step.optimizer_buddies import Kept, Ring
     from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, Sizes
-
-LOSS_SLOTS = 4
-"""How many named losses the agreement carries."""
-
-
-@dataclass
-class Progress:
-    """This worker's record (DESIGN contract 3) with what is needed to repeat an iteration; keeps two iterations."""
-
-    iteration: int = 0
-    stage: IterationPhase = IterationPhase.COMPUTE
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    counters: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    def begin(self, iteration: int, counters: dict[str, Any] | None) -> None:
-        self.iteration, self.stage = iteration, IterationPhase.COMPUTE
-        if counters is not None:
-            self.counters[iteration] = counters
-        for table in (self.outcomes, self.counters):
-            for old in [n for n in table if n < iteration - 1 or n > iteration]:
-                del table[old]
-
-    def agreed(self, outcome: Outcome) -> None:
-        self.outcomes[self.iteration] = outcome
-        self.stage = IterationPhase.AGREED
-
-    def record(self, in_loop: bool, position: int, loss_names: tuple[str, ...]) -> Record:
-        """What the coordinator gets; loss totals become numbers, which waits for the device once."""
-        counters = {n: _plain(counters) for n, counters in self.counters.items()}
-        return Record(self.iteration, self.stage, in_loop, dict(self.outcomes), counters, position, loss_names)
-
-
-def _plain(counters: dict[str, Any]) -> dict[str, Any]:
-    totals = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in counters["totals"].items()}
-    return {**counters, "totals": totals}
-
-
-@dataclass
-class Trained:
-    """The objects that hold this worker's shard. `model`, `optimizer` and `scheduler` are Megatron's."""
-
-    model: list[torch.nn.Module]
-    optimizer: Any
-    scheduler: Any
-
-
-@dataclass(frozen=True)
-class ParameterKinds:
-    """Which kinds of parameters the whole model has (`integration.patches.parameter_kinds`).
-
-    Attributes:
-        keys: of Megatron's parameter groups.
-        workers: who knows them: those that the job began with.
-    """
-
-    keys: tuple[Any, ...]
-    workers: frozenset[int]
-
-
-def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers that a chained optimizer is made of; a plain one is its own part."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 class Runtime:

@@ -25,7 +25,7 @@ from megatron_resihp.integration.loop.emergency_checkpoint import salvage
 from megatron_resihp.integration.loop.joining import stand_at
 from megatron_resihp.integration.patches.counting import count_again, note_in_progress_log, restore_counters
 from megatron_resihp.integration.probes.fault_injection import StagedError
-from megatron_resihp.integration.runtime import Runtime, Trained
+from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import shard_digest, state_digests
 from megatron_resihp.integration.state.footprint import (
     bring_gradients_back,
@@ -39,6 +39,7 @@ from megatron_resihp.integration.state.slice_state import HostFiller, WholeState
 from megatron_resihp.integration.step.optimizer_buddies import Kept, move_parts, part_digests
 from megatron_resihp.integration.step.optimizer_whole import are_there_parts, put_together, share_out
 from megatron_resihp.integration.step.step import install_step, take_step
+from megatron_resihp.integration.trained import Trained
 from megatron_resihp.integration.world.world import build_model_parallel, build_world, reset_singletons, tear_down
 from megatron_resihp.plan.slices import all_shards, cuts_of
 from megatron_resihp.plan.spelling import spelled_out

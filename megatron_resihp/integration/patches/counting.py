@@ -16,8 +16,9 @@ from megatron.core.num_microbatches_calculator import reconfigure_num_microbatch
 from megatron.training import get_timers, training
 from megatron.training.utils import append_to_progress_log
 
-from megatron_resihp.integration.runtime import Runtime, Trained, parts_of
+from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.step.loss_scale import move_scale, restore_scale, scale_of
+from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.protocol.records import Outcome
 
 GROUP_SETTINGS = ("betas", "eps")

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_resihp.integration.runtime import ParameterKinds, Runtime
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.trained import ParameterKinds
 
 
 def wrap_get_param_groups(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:

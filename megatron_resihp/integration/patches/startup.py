@@ -46,8 +46,9 @@ from megatron_resihp.integration.patches.derived_arguments import DerivedArgumen
 from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
 from megatron_resihp.integration.probes.emulation import padding_of
 from megatron_resihp.integration.probes.probe_sheet import Sheet, with_absences
-from megatron_resihp.integration.runtime import Runtime, Trained
+from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.step.step import install_step
+from megatron_resihp.integration.trained import Trained
 from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, Sizes, StageGroup, as_stage
 from megatron_resihp.integration.world.own_layers import OwnLayout, own_layout
 from megatron_resihp.integration.world.whereabouts import whereabouts

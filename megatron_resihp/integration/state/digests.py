@@ -5,10 +5,11 @@ Keys are those of `control.coordination.digests`. May import torch and this pack
 """
 
 from megatron_resihp.executor.digest import digest_tensors
-from megatron_resihp.integration.runtime import Runtime, Trained
+from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.shard import shard_tensors
 from megatron_resihp.integration.state.slice_state import slice_digests
 from megatron_resihp.integration.step.optimizer_buddies import part_digests
+from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate
 
 

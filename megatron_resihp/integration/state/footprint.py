@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_resihp.integration.runtime import Runtime, Trained, parts_of
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.trained import Trained, parts_of
 
 Storages = dict[int, int]
 """Bytes of each piece of memory, by identity."""

@@ -17,7 +17,8 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_resihp.integration.runtime import Runtime, parts_of
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.trained import parts_of
 
 TYPE = "distrib_optim_sharding_type"
 """Where a checkpoint's metadata says how the distributed optimizer's state is stored; absent if it has none."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_resihp.integration.runtime import Trained, parts_of
+from megatron_resihp.integration.trained import Trained, parts_of
 
 
 def shard_tensors(trained: Trained) -> dict[str, torch.Tensor]:

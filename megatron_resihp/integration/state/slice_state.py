@@ -17,9 +17,10 @@ from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.slice_sums import sum_gradients
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
-from megatron_resihp.integration.runtime import Runtime, Trained, parts_of
+from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.parameter_slices import Piece, pieces_of
 from megatron_resihp.integration.state.shard import group_steps, states_of
+from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.integration.world.heterogeneous import Heterogeneous
 from megatron_resihp.plan import Shard
 from megatron_resihp.plan.slices import Move, Slice, plan_moves, slices_of

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_resihp.integration.runtime import Runtime, parts_of
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.trained import parts_of
 
 
 def scales_losses(optimizer: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors, tell_all
-from megatron_resihp.integration.runtime import Runtime, Trained
+from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.shard import group_steps
 from megatron_resihp.integration.step.loss_scale import ready_gradients
 from megatron_resihp.integration.step.optimizer_copy import PartCopy
@@ -32,6 +32,7 @@ from megatron_resihp.integration.step.optimizer_shards import (
     own_places,
     publish_parameters,
 )
+from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate, ParallelPlan
 from megatron_resihp.plan.copies import Edge, copies_at, in_turns
 from megatron_resihp.plan.ranges import Range, RangeMove, plan_range_moves

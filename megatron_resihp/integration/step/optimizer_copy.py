@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from megatron_resihp.integration.runtime import parts_of
 from megatron_resihp.integration.step.loss_scale import unscale
 from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry, Part
+from megatron_resihp.integration.trained import parts_of
 from megatron_resihp.plan.ranges import Range
 
 LOAD = 64 << 20

@@ -15,7 +15,7 @@ import torch
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from megatron_resihp.executor.digest import digest_tensors
-from megatron_resihp.integration.runtime import Trained, parts_of
+from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.plan.ranges import Range
 
 MASTER = "param"

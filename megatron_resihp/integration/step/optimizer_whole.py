@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from megatron_resihp.executor.transfer import tell_all
-from megatron_resihp.integration.runtime import Runtime, Trained
+from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.shard import group_steps, states_of
 from megatron_resihp.integration.state.slice_state import WholeState
 from megatron_resihp.integration.step.optimizer_buddies import (
@@ -34,6 +34,7 @@ from megatron_resihp.integration.step.optimizer_shards import (
     own_places,
     publish_parameters,
 )
+from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan.copies import copies_at
 from megatron_resihp.plan.ranges import Range, plan_range_moves
 

@@ -14,7 +14,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.integration.patches import expert_metrics
 from megatron_resihp.integration.patches.counting import settings_of
-from megatron_resihp.integration.runtime import LOSS_SLOTS, Runtime, parts_of
+from megatron_resihp.integration.progress import LOSS_SLOTS
+from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.slice_state import counted_norm_squared
 from megatron_resihp.integration.step.buddies import share_gradients
 from megatron_resihp.integration.step.loss_scale import (
@@ -25,6 +26,7 @@ from megatron_resihp.integration.step.loss_scale import (
     scales_losses,
 )
 from megatron_resihp.integration.step.optimizer_shards import gather_parameters, step_part
+from megatron_resihp.integration.trained import parts_of
 from megatron_resihp.protocol.notices import PlanChange, ValidationOrder
 from megatron_resihp.protocol.records import IterationPhase, Outcome
 

@@ -24,8 +24,8 @@ from megatron_resihp.integration.patches.counting import (
     wrap_flops,
     wrap_training_log,
 )
-from megatron_resihp.integration.runtime import Trained
 from megatron_resihp.integration.step.step import COUNTERS_FROM, LOSSES_FROM, note_counters
+from megatron_resihp.integration.trained import Trained
 
 
 @pytest.fixture(autouse=True)

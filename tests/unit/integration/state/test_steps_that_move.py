@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron_resihp.integration.runtime import Trained
 from megatron_resihp.integration.state.shard import group_steps
 from megatron_resihp.integration.state.slice_state import HostFiller, _Filler
+from megatron_resihp.integration.trained import Trained
 
 
 def trained(*steps: int | None) -> Trained:

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained: Megatron's objects that hold this worker's shard. May import torch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Trained:
+    """The objects that hold this worker's shard. `model`, `optimizer` and `scheduler` are Megatron's."""
+
+    model: list[torch.nn.Module]
+    optimizer: Any
+    scheduler: Any
+
+
+@dataclass(frozen=True)
+class ParameterKinds:
+    """Which kinds of parameters the whole model has (`integration.patches.parameter_kinds`).
+
+    Attributes:
+        keys: of Megatron's parameter groups.
+        workers: who knows them: those that the job began with.
+    """
+
+    keys: tuple[Any, ...]
+    workers: frozenset[int]
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that a chained optimizer is made of; a plain one is its own part."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
