@@ -12,6 +12,10 @@ LOSS_SLOTS = 4
 """How many named losses the agreement carries."""
 
 
+class ContractBroken(RuntimeError):
+    """A record contradicts what was agreed; going on could train another model, so the job ends."""
+
+
 @dataclass
 class Progress:
     """This worker's record (DESIGN contract 3) with what is needed to repeat an iteration; keeps two iterations."""

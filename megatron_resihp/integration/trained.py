@@ -9,11 +9,17 @@ import torch
 
 @dataclass
 class Trained:
-    """The objects that hold this worker's shard. `model`, `optimizer` and `scheduler` are Megatron's."""
+    """The objects that hold this worker's shard.
+
+    Attributes:
+        model, optimizer, scheduler: Megatron's.
+        lacks_gradients: whether the buffers for gradients are freed.
+    """
 
     model: list[torch.nn.Module]
     optimizer: Any
     scheduler: Any
+    lacks_gradients: bool = False
 
 
 @dataclass(frozen=True)

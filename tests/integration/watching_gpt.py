@@ -21,6 +21,10 @@ import pretrain_gpt  # noqa: E402
 import torch  # noqa: E402
 
 from megatron_resihp.integration.loop import recovery, standby  # noqa: E402
+from megatron_resihp.integration.modes import migration  # noqa: E402
+from megatron_resihp.integration.modes.heterogeneous import HeterogeneousMode, HeterogeneousState  # noqa: E402
+from megatron_resihp.integration.modes.shared_out import SharedOutState  # noqa: E402
+from megatron_resihp.integration.modes.uniform import UniformState  # noqa: E402
 from megatron_resihp.integration.probes.fault_injection import StagedError  # noqa: E402
 from megatron_resihp.integration.state import slice_state  # noqa: E402
 from megatron_resihp.integration.state.shard import group_steps, shard_tensors  # noqa: E402
@@ -31,19 +35,23 @@ from megatron_resihp.protocol.records import Outcome  # noqa: E402
 RUN_DIR, WORKER = Path(os.environ["RESIHP_RUN_DIR"]), os.environ["RESIHP_WORKER"]
 WISHES, STATE = RUN_DIR / "wishes", RUN_DIR / "state"
 
-plain_forward_step, plain_adopt, plain_migrate = pretrain_gpt.forward_step, recovery._adopt, recovery._migrate
+plain_forward_step, plain_adopt = pretrain_gpt.forward_step, recovery._adopt
 plain_receive, plain_fill = slice_state._receive, slice_state._Filler.fill
-plain_fill_shard, plain_fill_part = recovery.fill_shard, optimizer_buddies.fill_part
+plain_fill_shard, plain_fill_part = migration.fill_shard, optimizer_buddies.fill_part
 plain_agree = step.agree
 breaking = False
 receiving = flipped = False
 
 
-def migrate(runtime: Any, order: Any, trained: Any) -> Any:
-    note("left", order.epoch, runtime, runtime.trained)
-    found = plain_migrate(runtime, order, trained)
-    note("came", order.epoch, runtime, trained)
-    return found
+def watched(plain_migrate: Any) -> Any:
+    def migrate(state: Any, order: Any, trained: Any) -> Any:
+        runtime = state._runtime
+        note("left", order.epoch, runtime, runtime.live)
+        found = plain_migrate(state, order, trained)
+        note("came", order.epoch, runtime, trained)
+        return found
+
+    return migrate
 
 
 def note(when: str, epoch: int, runtime: Any, trained: Any) -> None:
@@ -58,7 +66,7 @@ def note(when: str, epoch: int, runtime: Any, trained: Any) -> None:
 def adopt(runtime: Any, *rest: Any) -> None:
     global breaking
     plain_adopt(runtime, *rest)
-    breaking = (WISHES / "break").exists() and runtime.heterogeneous is not None and WORKER == "0"
+    breaking = (WISHES / "break").exists() and isinstance(runtime.mode, HeterogeneousMode) and WORKER == "0"
 
 
 def forward_step(*positional: Any) -> Any:
@@ -69,7 +77,7 @@ def forward_step(*positional: Any) -> Any:
 
 def agree(runtime: Any, norm_squared: float) -> Outcome:
     outcome = plain_agree(runtime, norm_squared)
-    if (WISHES / "skip").exists() and runtime.heterogeneous is not None:
+    if (WISHES / "skip").exists() and isinstance(runtime.mode, HeterogeneousMode):
         outcome = replace(outcome, grad_norm=None, skipped=True)
     return outcome
 
@@ -112,8 +120,10 @@ def fill_part(trained: Any, state: dict[Any, dict[str, torch.Tensor]], steps: An
 
 
 if __name__ == "__main__":
-    recovery._migrate, recovery._adopt = migrate, adopt
-    recovery.fill_shard, optimizer_buddies.fill_part = fill_shard, fill_part
+    for kind in (UniformState, SharedOutState, HeterogeneousState):
+        kind.migrate = watched(kind.migrate)  # type: ignore[method-assign]
+    recovery._adopt = adopt
+    migration.fill_shard, optimizer_buddies.fill_part = fill_shard, fill_part
     step.agree = standby.agree = agree
     slice_state._receive, slice_state._Filler.fill = receive, fill  # type: ignore[method-assign]
     pretrain_gpt.forward_step = forward_step

@@ -38,7 +38,7 @@ def follow(runtime: Runtime) -> Any:
             runtime.checkpointing_context.pop("save_strategy", None)
             runtime.checkpointing_context.pop("load_strategy", None)
             number = runtime.position
-            if number > 0 and runtime.works:
+            if number > 0 and runtime.view.works:
                 # train() leaves this timer running and the final save stops it; recovery has made new timers.
                 get_timers()("interval-time", log_level=0).start()
     except JobEnded as end:
@@ -48,7 +48,7 @@ def follow(runtime: Runtime) -> Any:
 
 
 def _make_calls(runtime: Runtime, first: int) -> Any:
-    if not runtime.works:
+    if not runtime.view.works:
         keep_current(runtime)
     returned = None
     for number in range(first, len(runtime.calls)):

@@ -81,7 +81,7 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def _save_shard(runtime: Runtime, order: EmergencyCheckpointOrder, coordinate: Coordinate, directory: Path) -> Path:
-    assert runtime.trained is not None and order.commit is not None
+    assert order.commit is not None
     iteration, args = order.commit.iteration, runtime.args
     path = Path(
         get_checkpoint_name(
@@ -92,7 +92,7 @@ def _save_shard(runtime: Runtime, order: EmergencyCheckpointOrder, coordinate: C
     path.parent.mkdir(parents=True, exist_ok=True)
     save_format, args.ckpt_format = args.ckpt_format, "torch"
     state = generate_state_dict(
-        args, unwrap_model(runtime.trained.model), runtime.trained.optimizer, runtime.trained.scheduler,
+        args, unwrap_model(runtime.live.model), runtime.live.optimizer, runtime.live.scheduler,
         [_random_states()], iteration,
     )  # fmt: skip
     args.ckpt_format = save_format
@@ -103,11 +103,11 @@ def _save_shard(runtime: Runtime, order: EmergencyCheckpointOrder, coordinate: C
 
 def _save_slices(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
     """What no stage and TP rank of the job's own layout has: a file of tensors, and what is in it as JSON beside it."""
-    assert runtime.trained is not None and order.commit is not None
+    assert order.commit is not None
     tied_head = runtime.own.tied_head
     cuts = cuts_of((*runtime.held, *order.part_of(runtime.worker)))
     wanted = slices_of(order.part_of(runtime.worker), cuts, tied_head)
-    states = slice_states(runtime.trained, runtime.held, cuts, tied_head)
+    states = slice_states(runtime.live, runtime.held, cuts, tied_head)
     tensors = {
         str(piece): {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
         for piece, state in sorted(states.items())
@@ -118,8 +118,7 @@ def _save_slices(runtime: Runtime, order: EmergencyCheckpointOrder, directory: P
 
 def _save_parts(runtime: Runtime, kept: Kept, order: EmergencyCheckpointOrder, directory: Path) -> Path:
     """What this worker has of a distributed optimizer, its own part and the copy, by parameter and elements."""
-    assert runtime.trained is not None
-    part = {**(own_part(runtime.trained) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
+    part = {**(own_part(runtime.live) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
     tensors = {
         f"{where.name}[{where.start}:{where.end}]": {name: each.detach().cpu().clone()
                                                      for name, each in entry.tensors.items()}
@@ -132,11 +131,11 @@ def _save_tensors(
     runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path, kind: str,
     tensors: dict[str, dict[str, torch.Tensor]], more: dict[str, Any],
 ) -> Path:  # fmt: skip
-    assert runtime.trained is not None and order.commit is not None
+    assert order.commit is not None
     iteration = order.commit.iteration
     path = directory / f"iter_{iteration:07d}" / f"worker_{runtime.worker}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    trained = runtime.trained
+    trained = runtime.live
     counted = {"opt_param_scheduler": trained.scheduler.state_dict(), "grad_scaler": scale_of(trained.optimizer)}
     _replace(path, lambda aside: torch.save({kind: tensors, "args": runtime.args, **counted}, aside))
     contents = {

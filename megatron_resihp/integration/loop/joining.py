@@ -9,7 +9,7 @@ as a survivor does who has lost everything. May import megatron and this package
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_resihp.integration.modes.choice import mode_of
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.world.world import rank_order
 from megatron_resihp.plan.places import renamed
 from megatron_resihp.protocol.records import Commit, IterationPhase
 
@@ -34,9 +34,14 @@ def build_lonely_world(runtime: Runtime) -> None:
     """Take the part that the worker of this one's RANK has in the first plan, in a world without anybody else."""
     args, worker, part = runtime.args, runtime.worker, int(os.environ["RANK"])
     runtime.plan = renamed(runtime.control.first_plan(), lambda each: worker if each == part else each)
-    order = rank_order(runtime)
+    runtime.mode = mode_of(runtime, runtime.plan, _talk_to_nobody)
+    order = runtime.view.rank_order
     args.rank = order.index(worker)
     dist.init_process_group(TALKS_TO_NOBODY, store=FakeStore(), rank=args.rank, world_size=len(order))
+
+
+def _talk_to_nobody(name: str, workers: Sequence[int]) -> Any:
+    """Stands for what makes groups outside torch's world: nothing of the first plan is run here."""
 
 
 @contextmanager

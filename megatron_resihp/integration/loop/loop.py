@@ -20,14 +20,13 @@ from megatron_resihp.integration.loop.course import follow
 from megatron_resihp.integration.loop.recovery import TakenIn, leave_if_agreed
 from megatron_resihp.integration.loop.telemetry import report_iteration
 from megatron_resihp.integration.loop.validation import validate
-from megatron_resihp.integration.patches.checkpoints import format_that_fits
 from megatron_resihp.integration.patches.counting import count_again, count_as_one_replica, snapshot_counters
 from megatron_resihp.integration.patches.startup import describe_job
 from megatron_resihp.integration.probes.patches import begin_iteration
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.state.digests import record_digests, state_digests
-from megatron_resihp.integration.step.optimizer_buddies import move_parts, tell_cost
-from megatron_resihp.integration.step.step import tell_of_experts
+from megatron_resihp.integration.state.digests import record_digests
+from megatron_resihp.integration.step.optimizer_buddies import tell_cost
+from megatron_resihp.integration.step.step import agreed_losses, tell_of_experts
 from megatron_resihp.protocol.messages import TrainingFinished
 from megatron_resihp.protocol.records import IterationPhase, Outcome
 
@@ -106,13 +105,11 @@ def _first_epoch(runtime: Runtime) -> None:
     count_as_one_replica(runtime)
     runtime.flops = runtime.args.num_floating_point_operations_so_far
     runtime.in_loop = True
-    assert runtime.trained is not None
     # From Go on a death is recovered from, also before train() begins its first step.
     runtime.args.curr_iteration = runtime.args.iteration
     runtime.progress.begin(runtime.args.iteration + 1, snapshot_counters(runtime))
-    if runtime.optimizer_is_shared_out:
-        _, runtime.kept = move_parts(runtime, runtime.trained)
-    runtime.control.ready(state_digests(runtime, runtime.trained), 0, 0, runtime.communicators.ports())
+    runtime.kept = runtime.mode.state.first_copies()
+    runtime.control.ready(runtime.mode.state.digests(runtime.live), 0, 0, runtime.communicators.ports())
     runtime.communicators.narrow(runtime.control.peer_ports)
 
 
@@ -157,9 +154,7 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
             report_iteration(runtime)
             if runtime.to_validate is not None:
                 validate(runtime)
-            if runtime.heterogeneous is not None:
-                # Megatron has averaged over one replica only.
-                return (_agreed_losses(runtime, runtime.progress.outcomes[iteration + 1]), *result[1:])
+            return (runtime.mode.losses(result[0], runtime.progress.outcomes[iteration + 1]), *result[1:])
         return result
 
     return train_step
@@ -171,13 +166,7 @@ def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
     runtime.progress.stage = IterationPhase.STEPPED
     count_again(runtime, outcome)
     tell_of_experts(runtime, outcome)
-    return _agreed_losses(runtime, outcome), int(outcome.skipped), False, False, 0, outcome.grad_norm, None, 0
-
-
-def _agreed_losses(runtime: Runtime, outcome: Outcome) -> dict[str, torch.Tensor]:
-    if not runtime.is_last_stage:
-        return {}
-    return {name: torch.tensor(mean, dtype=torch.float, device="cuda") for name, mean in outcome.means.items()}
+    return agreed_losses(runtime.view, outcome), int(outcome.skipped), False, False, 0, outcome.grad_norm, None, 0
 
 
 def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:
@@ -198,7 +187,7 @@ def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bo
             training.save_checkpoint_and_time(
                 iteration, model, optimizer, scheduler, flops, context, train_data_iterator=iterator
             )
-        elif runtime.reports and not args.save:
+        elif runtime.view.reports and not args.save:
             print("resihp: asked for a checkpoint, but there is no --save to say where; none is written", flush=True)
         return outcome.stop
 
@@ -214,11 +203,11 @@ def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]
         runtime.reach("save")
         args.data_parallel_size = len(runtime.current_plan.replicas)
         try:
-            with runtime.probes.span(SpanKind.SAVE), format_that_fits(runtime) as used:
+            with runtime.probes.span(SpanKind.SAVE), runtime.mode.state.saving() as used:
                 result = original(iteration, *positional, **options)
         finally:
             args.data_parallel_size = 1
-        if runtime.reports:
+        if runtime.view.reports:
             runtime.control.event(
                 "checkpoint", iteration=iteration, path=args.save, seconds=time.time() - start, format=used
             )

@@ -9,11 +9,12 @@ published says whether all had them. May import megatron and this package.
 import sys
 import threading
 import time
+from collections.abc import Callable
 
-from megatron_resihp.control.worker.client import NO_EPOCH
-from megatron_resihp.executor.gloo.groups_ahead import GroupsAhead
-from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.world.group_needs import needs_of
+from megatron_resihp.control.worker.client import NO_EPOCH, WorkerControl
+from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.executor.gloo.groups_ahead import GroupNeeds, GroupsAhead
+from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.protocol.messages import GroupsPrepared
 from megatron_resihp.protocol.notices import PlanChange
 from megatron_resihp.protocol.published import EpochPlan
@@ -25,8 +26,11 @@ LONGEST_S = 10.0
 class Preparation:
     """The groups that a worker has made, or is making, for a change."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(
+        self, control: WorkerControl, communicators: Communicators, needs_of: Callable[[ParallelPlan], GroupNeeds]
+    ) -> None:
+        """`needs_of`: finds out the groups that this worker is in under a plan."""
+        self._control, self._communicators, self._needs_of = control, communicators, needs_of
         self._number = 0
         self._groups: GroupsAhead | None = None
         self._thread: threading.Thread | None = None
@@ -37,7 +41,7 @@ class Preparation:
     def begin(self, change: PlanChange) -> None:
         """Called in the thread that hears of a change, which has other news to hear."""
         with self._lock:
-            if self._runtime.epoch not in (change.epoch, NO_EPOCH):
+            if self._control.epoch not in (change.epoch, NO_EPOCH):
                 return
             self._give_up()  # a joining worker may have been asked for before
             self._number, self._until = change.number, time.monotonic() + LONGEST_S
@@ -65,18 +69,18 @@ class Preparation:
                 return  # it has them in hand
         groups, self._groups, self._thread = self._groups, None, None
         if groups is not None:
-            self._runtime.communicators.discard(groups)
+            self._communicators.discard(groups)
 
     def _make(self, change: PlanChange) -> None:
-        runtime, number, plan = self._runtime, change.number, change.plan
+        control, number, plan = self._control, change.number, change.plan
         try:
-            if runtime.worker not in plan.members:
+            if control.worker not in plan.members:
                 return
-            self._groups = runtime.communicators.groups_ahead(number, plan.digest)
-            self._groups.make(needs_of(runtime, plan))
+            self._groups = self._communicators.groups_ahead(number, plan.digest)
+            self._groups.make(self._needs_of(plan))
         except Exception as error:  # nothing depends on it: the groups are made when the change comes
-            if not runtime.control.broken():
+            if not control.broken():
                 why = f"{type(error).__name__}: {error}"
-                print(f"resihp: worker {runtime.worker} can't make groups ahead ({why})", file=sys.stderr, flush=True)
+                print(f"resihp: worker {control.worker} can't make groups ahead ({why})", file=sys.stderr, flush=True)
             return
-        runtime.control.tell(GroupsPrepared(runtime.worker, number))
+        control.tell(GroupsPrepared(control.worker, number))

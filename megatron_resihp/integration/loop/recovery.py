@@ -15,18 +15,16 @@ from typing import Any
 import torch
 from megatron.core.rerun_state_machine import RerunMode
 
-from megatron_resihp.control.coordination.digests import name_of
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.worker.client import EpochBroken, JobEnded
 from megatron_resihp.executor.communicators import is_communicator_error, is_out_of_memory
-from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
 from megatron_resihp.integration.loop.device_loss import abort_or_die, die_of_fault
 from megatron_resihp.integration.loop.emergency_checkpoint import salvage
 from megatron_resihp.integration.loop.joining import stand_at
 from megatron_resihp.integration.patches.counting import count_again, note_in_progress_log, restore_counters
 from megatron_resihp.integration.probes.fault_injection import StagedError
+from megatron_resihp.integration.progress import ContractBroken
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.state.digests import shard_digest, state_digests
 from megatron_resihp.integration.state.footprint import (
     bring_gradients_back,
     bytes_of,
@@ -34,21 +32,13 @@ from megatron_resihp.integration.state.footprint import (
     free_gradients,
     storages,
 )
-from megatron_resihp.integration.state.shard import fill_shard, group_steps, shard_tensors
-from megatron_resihp.integration.state.slice_state import HostFiller, WholeState, move_state, slice_digests
-from megatron_resihp.integration.step.optimizer_buddies import Kept, move_parts, part_digests
-from megatron_resihp.integration.step.optimizer_whole import are_there_parts, put_together, share_out
+from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.step.step import install_step, take_step
 from megatron_resihp.integration.trained import Trained
-from megatron_resihp.integration.world.world import build_model_parallel, build_world, reset_singletons, tear_down
-from megatron_resihp.plan.slices import all_shards, cuts_of
+from megatron_resihp.integration.world.world import build_world, reset_singletons, tear_down
 from megatron_resihp.plan.spelling import spelled_out
 from megatron_resihp.protocol.published import Decision, EmergencyCheckpointOrder, EpochPlan
 from megatron_resihp.protocol.records import Commit, IterationPhase
-
-
-class ContractBroken(RuntimeError):
-    """A record contradicts what was agreed; going on could train another model, so the job ends."""
 
 
 class PlanChange(Exception):
@@ -205,28 +195,27 @@ def _enter_first_epoch(runtime: Runtime, phases: Phases, order: Decision) -> Non
 
 def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> None:
     runtime.on_trial = order.on_trial
-    assert runtime.trained is not None
-    before = bytes_of(runtime.trained)
+    before = bytes_of(runtime.live)
     with phases.phase("rebuild"):
         runtime.reach("recovery-rebuild")
         runtime.control.check_reach(order.plan)
         trained = _rebuild(runtime, order)
     try:
         with phases.phase("migrate"):
-            old = storages(runtime.trained)  # before new objects take over what is in them
-            moved, digests, kept = _migrate(runtime, order, trained)
-            if trained is not runtime.trained:
+            old = storages(runtime.live)  # before new objects take over what is in them
+            migrated = runtime.mode.state.migrate(order, trained)
+            if trained is not runtime.live:
                 runtime.footprint = footprint_of(before, old, storages(trained))
         with phases.phase("ready"):
             runtime.reach("recovery-ready")
-            runtime.control.ready(digests, moved, redone, runtime.communicators.ports())
+            runtime.control.ready(migrated.digests, migrated.received, redone, runtime.communicators.ports())
             runtime.communicators.narrow(runtime.control.peer_ports)
     except Exception:
-        if trained is not runtime.trained:
+        if trained is not runtime.live:
             _take_apart(trained.model)
         raise
     with phases.phase("data"):
-        _adopt(runtime, order, trained, kept)
+        _adopt(runtime, order, trained, migrated.kept)
 
 
 def apply_commit(runtime: Runtime, commit: Commit) -> int:
@@ -248,129 +237,43 @@ def apply_commit(runtime: Runtime, commit: Commit) -> int:
 def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     """Groups of the new plan and, for who works in it, a new model and optimizer in them. The committed step is taken,
     so the old gradients make room for them."""
-    assert runtime.trained is not None and runtime.build_trained is not None
+    assert runtime.build_trained is not None
     runtime.plan = order.plan
     build_world(runtime, runtime.preparation.take(order) if runtime.preparation is not None else None)
-    if runtime.works:
-        build_model_parallel(runtime)
+    if runtime.view.works:
+        runtime.mode.build_groups()
     runtime.communicators.end_hand_over()
-    if not runtime.works:
-        bring_gradients_back(runtime)
-        return runtime.trained
-    free_gradients(runtime)
+    if not runtime.view.works:
+        bring_gradients_back(runtime.live)
+        return runtime.live
+    free_gradients(runtime.live)
     reset_singletons(runtime, RerunMode(runtime.args.rerun_mode))
     runtime.args.perform_initialization = False
     return runtime.build_trained()
 
 
-def _migrate(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int, dict[str, str], Kept | None]:
-    """Fill the new objects, from the old ones or from other holders.
-
-    Returns:
-        the bytes received, state digests, and what of a distributed optimizer is then current here.
-    """
-    if not runtime.shares_optimizer:
-        return *_migrate_shards(runtime, order, trained), None
-    parts = are_there_parts(runtime)
-    if parts and runtime.heterogeneous is None:
-        moved, kept = move_parts(runtime, trained)
-        return moved, part_digests(runtime, trained, kept), kept
-    if parts:
-        gathered, whole = put_together(runtime)
-        moved, digests = _migrate_slices(runtime, order, trained, whole)
-        return gathered + moved, digests, None
-    if runtime.heterogeneous is not None:
-        return *_migrate_slices(runtime, order, trained), None
-    filler = HostFiller()
-    moved, digests = _migrate_slices(runtime, order, trained, filler=filler)
-    kept = share_out(runtime, trained, filler.whole)
-    return moved, digests | part_digests(runtime, trained, kept), kept
-
-
-def _migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained) -> tuple[int, dict[str, str]]:
-    assert runtime.trained is not None and runtime.everybody is not None
-    held = {worker: runtime.own.coordinate_of(shards) for worker, shards in order.held.items()}
-    if runtime.heterogeneous is not None or any(shards and not held[worker] for worker, shards in order.held.items()):
-        return _migrate_slices(runtime, order, trained)
-    # New objects take over tensors of the old ones, so this comes first.
-    digests = shard_digest(runtime.trained, held[runtime.worker])
-    received = 0
-    for transfer in plan_transfers(order.plan, held):
-        if transfer.source == runtime.worker:
-            own = shard_tensors(runtime.trained)
-            send_tensors(runtime.everybody, transfer.target, own, {"steps": group_steps(runtime.trained)})
-        elif transfer.target == runtime.worker:
-            device = torch.device("cuda", torch.cuda.current_device())
-            tensors, extra = receive_tensors(runtime.everybody, transfer.source, device)
-            fill_shard(trained, tensors, extra["steps"])
-            received = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        if runtime.worker in (transfer.source, transfer.target):
-            runtime.reach("recovery-migrate")
-    if trained is runtime.trained:
-        return received, digests
-    if not received:
-        fill_shard(trained, shard_tensors(runtime.trained), group_steps(runtime.trained))
-    return received, _with_those_after(digests, state_digests(runtime, trained))
-
-
-def _migrate_slices(
-    runtime: Runtime, order: EpochPlan, trained: Trained, whole: WholeState | None = None,
-    filler: HostFiller | None = None,
-) -> tuple[int, dict[str, str]]:  # fmt: skip
-    """The same between shards that are cut unlike each other; digests are of the state before and after.
-
-    Args:
-        whole, filler: where the state is, and where it goes, if not in the objects.
-    """
-    assert runtime.trained is not None and runtime.everybody is not None
-    own, worker, old = runtime.own, runtime.worker, runtime.trained
-    wanted = all_shards(spelled_out(order.plan, own.chunks))
-    cuts = cuts_of(shard for table in (order.held, wanted) for shards in table.values() for shard in shards)
-    new = None if trained is old else trained
-    received = move_state(
-        runtime.everybody, worker, old, new, order.held, wanted, cuts, own.tied_head,
-        lambda: runtime.reach("recovery-migrate"), whole, filler,
-    )  # fmt: skip
-    digests = slice_digests(old, order.held[worker], cuts, own.tied_head, whole)
-    filled = None if filler is None else filler.whole
-    after = {} if new is None else slice_digests(new, wanted[worker], cuts, own.tied_head, filled)
-    return received, _with_those_after(digests, after)
-
-
-def _with_those_after(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
-    """Digests of all that this worker held before and holds after its state has moved.
-
-    Raises:
-        ContractBroken: what it has kept isn't what it was.
-    """
-    for key in before.keys() & after.keys():
-        if before[key] != after[key]:
-            raise ContractBroken(f"the state of {name_of(key)} is not what it was before it moved")
-    return before | after
-
-
 def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | None) -> None:
     """All members are ready: the new objects take the old ones' place, also in pretrain's own references."""
-    live, commit = runtime.trained, order.commit
-    assert live is not None and commit is not None
+    live, commit = runtime.live, order.commit
+    assert commit is not None
     runtime.probes.abandon()
     runtime.kept = kept
     if trained is not live:
         old_model = list(live.model)
         live.model[:] = trained.model
-        runtime.lacks_gradients = False
+        live.lacks_gradients = False
         _become(live.optimizer, trained.optimizer)
         _become(live.scheduler, trained.scheduler)
         live.scheduler.optimizer = live.optimizer
         install_step(runtime)
         _take_apart(old_model)
     runtime.held = spelled_out(order.plan, runtime.own.chunks).shards_of(runtime.worker)
-    runtime.in_loop, runtime.joining = runtime.works, False
+    runtime.in_loop, runtime.joining = runtime.view.works, False
     runtime.position = commit.position
     runtime.to_change, runtime.to_validate = False, None
     restore_counters(runtime, commit.counters)
-    runtime.replay = commit.outcome if commit.replay and runtime.works else None
-    if runtime.works:
+    runtime.replay = commit.outcome if commit.replay and runtime.view.works else None
+    if runtime.view.works:
         for feed in runtime.feeds:
             feed.rewind()
         note_in_progress_log(runtime.args)

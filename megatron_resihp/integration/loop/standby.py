@@ -10,19 +10,17 @@ from megatron_resihp.integration.loop.validation import validate
 from megatron_resihp.integration.patches.counting import advance_schedule
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import record_digests
-from megatron_resihp.integration.step.buddies import share_gradients
 from megatron_resihp.integration.step.step import agree, take_step
 from megatron_resihp.protocol.records import IterationPhase
 
 
 def keep_current(runtime: Runtime) -> None:
     """Step with the others until the epoch breaks or the job ends; returns only by an exception."""
-    assert runtime.trained is not None
     while True:
         leave_if_agreed(runtime)
         runtime.progress.begin(runtime.progress.iteration + 1, None)
         runtime.ask_for_plans(runtime.progress.iteration)
-        share_gradients(runtime)
+        runtime.mode.share_gradients()
         runtime.control.check()
         runtime.progress.stage = IterationPhase.REDUCED
         outcome = agree(runtime, 0.0)

@@ -15,7 +15,7 @@ def report_iteration(runtime: Runtime) -> None:
     """Write what this iteration was to the event log, and what the recovery before it cost."""
     iteration, now = runtime.progress.iteration, time.time()
     outcome = runtime.progress.outcomes[iteration]
-    if runtime.reports:
+    if runtime.view.reports:
         runtime.control.event(
             "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=outcome.means,
             grad_norm=outcome.grad_norm, skipped=outcome.skipped, loss_scale=_scale(runtime),

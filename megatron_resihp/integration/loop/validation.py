@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 
 from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.world.world import rank_order
 from megatron_resihp.protocol.notices import MatrixProduct, Transfer
 
 
@@ -61,8 +59,7 @@ def _time_transfer(runtime: Runtime, transfer: Transfer) -> dict[str, Any]:
     """There with `size` bytes and back with one element: seconds of each repeat at either end."""
     sends = transfer.sender == runtime.worker
     peer = transfer.receiver if sends else transfer.sender
-    rank = rank_order(runtime).index(peer)
-    group = mpu.get_pipeline_model_parallel_group() if runtime.heterogeneous is None else dist.group.WORLD
+    rank, group = runtime.view.rank_order.index(peer), runtime.mode.link_group
     there = torch.zeros(max(transfer.size // 4, 1), dtype=torch.float32, device="cuda")
     back = torch.zeros(1, dtype=torch.float32, device="cuda")
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from megatron_resihp.detector.input.records import OpKind
 from megatron_resihp.executor.exchange import GlooExchange
 from megatron_resihp.executor.messages import Message, Piece
-from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.probes.padding import Padding
+from megatron_resihp.integration.probes.probes import Probes
 from megatron_resihp.plan import PlannedOp
 
 STAMPS: Final = 1 << 24
@@ -29,9 +30,9 @@ NAN: Final = float("nan")
 class MeasuredExchange(GlooExchange):
     """A GlooExchange whose transfers the probes note; `begin` is called once, before all else."""
 
-    def begin(self, runtime: Runtime, own_chunks: Sequence[int]) -> None:
+    def begin(self, probes: Probes, padding: Padding | None, own_chunks: Sequence[int]) -> None:
         """`own_chunks`: numbers of this worker's chunks in the plan."""
-        self._runtime = runtime
+        self._probes, self._padding = probes, padding
         self._own = {chunk: index for index, chunk in enumerate(own_chunks)}
         self._token_bytes = self._dtype.itemsize * self._shape[0] * self._shape[1]
         self._taken: dict[PlannedOp, float] = {}
@@ -40,7 +41,7 @@ class MeasuredExchange(GlooExchange):
     def take(self, message: Message) -> None:
         super().take(message)
         self._taken[message.op] = time.monotonic()
-        if self._runtime.padding is not None:
+        if self._padding is not None:
             self._stamps[message.op] = [self._take_stamp(message, piece) for piece in self._pieces_to_me(message)]
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
@@ -51,7 +52,7 @@ class MeasuredExchange(GlooExchange):
                 continue
             if self._noting:
                 self._note(message, piece.receiver, message.op.chunk, piece, now, NAN, received=False)
-            if self._runtime.padding is not None:
+            if self._padding is not None:
                 stamp = torch.tensor([now], dtype=torch.float64)
                 receiver = self._rank_of[piece.receiver]
                 work = dist.isend(stamp, group=self._group, group_dst=receiver, tag=STAMPS + message.tag)
@@ -65,15 +66,15 @@ class MeasuredExchange(GlooExchange):
         arrivals = self._arrivals(message)
         for piece, (sent, arrival) in zip(self._pieces_to_me(message), arrivals, strict=True):
             if self._noting:
-                done = _end(arrival, began, came, self._runtime.padding is not None)
+                done = _end(arrival, began, came, self._padding is not None)
                 self._note(message, piece.sender, chunk, piece, min(posted, sent), done, received=True)
-        if self._runtime.padding is not None and self._runtime.probes.recording and arrivals:
-            self._runtime.padding.pad_arrival(max(arrival for _, arrival in arrivals))
+        if self._padding is not None and self._probes.recording and arrivals:
+            self._padding.pad_arrival(max(arrival for _, arrival in arrivals))
 
     @property
     def _noting(self) -> bool:
         """Only in an iteration, and not among moments of a device's clock: these are the host's."""
-        return self._runtime.probes.recording and self._runtime.probes.immediate
+        return self._probes.recording and self._probes.immediate
 
     def _pieces_to_me(self, message: Message) -> list[Piece]:
         return [piece for piece in message.pieces if piece.receiver == self._me]
@@ -85,7 +86,7 @@ class MeasuredExchange(GlooExchange):
 
     def _arrivals(self, message: Message) -> list[tuple[float, float]]:
         """When each piece was sent, and comes on the emulated device; what never was (∞, 0) on a real one."""
-        pieces, padding = self._pieces_to_me(message), self._runtime.padding
+        pieces, padding = self._pieces_to_me(message), self._padding
         if padding is None:
             return [(float("inf"), 0.0)] * len(pieces)
         arrivals = []
@@ -103,7 +104,7 @@ class MeasuredExchange(GlooExchange):
     ) -> None:
         kind, own = OpKind[message.op.kind], self._own[chunk]
         size = self._size(piece)
-        self._runtime.probes.note_transfer(peer, received, kind, own, message.op.micro_batch, posted, done, size)
+        self._probes.note_transfer(peer, received, kind, own, message.op.micro_batch, posted, done, size)
 
 
 def _end(arrival: float, began: float, came: float, emulated: bool) -> float:

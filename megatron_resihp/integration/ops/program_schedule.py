@@ -6,10 +6,10 @@ wherever it was run (DESIGN contract 2). May import megatron, `plan`, `pipeline`
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,42 +17,45 @@ from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
+from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.interpreter import run
 from megatron_resihp.executor.routes import Step, routes_for
 from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange
 from megatron_resihp.integration.ops.micro_batches import MicroBatches
 from megatron_resihp.integration.ops.split_backward import WeightGradient, leaving_weights, remembering_bias
 from megatron_resihp.integration.patches import documents
-from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.world.heterogeneous import Heterogeneous
+from megatron_resihp.integration.probes.probes import PadOp, Probes
+from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
 from megatron_resihp.integration.world.heterogeneous_groups import as_stage
 from megatron_resihp.pipeline.orders import orders_of
 from megatron_resihp.plan import ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT
 
+Row = tuple[int, int]
 
-def run_training(
-    runtime: Runtime, heterogeneous: Heterogeneous, forward_step_func: Any, data_iterator: Any, model: Any, total: int
-) -> list[dict[str, Any]]:
-    """One iteration's ops on this worker; gradients are left in Megatron's buffers, unsummed.
 
-    Args:
-        total: micro-batches of the global batch.
+class ScheduleCall(NamedTuple):
+    """What Megatron calls a schedule with.
 
-    Returns:
-        what the loss function reported of each micro-batch that this worker ran through the head.
+    Attributes:
+        model: this worker's chunks.
+        count: micro-batches of the global batch.
     """
-    assert runtime.routes is not None and runtime.exchange is not None
-    work = MegatronWork(runtime, heterogeneous, runtime.routes, forward_step_func, data_iterator, model, total)
+
+    forward_step_func: Any
+    data_iterator: Any
+    model: Any
+    count: int
+
+
+def run_training(work: "MegatronWork", steps: Sequence[Step], exchange: MeasuredExchange, model: Any) -> None:
+    """One iteration's ops on this worker; gradients are left in Megatron's buffers, unsummed."""
     with ExitStack() as stack:
         for chunk in model:
             stack.enter_context(chunk.no_sync())
-        run(runtime.routes, work, runtime.exchange)
+        run(steps, work, exchange)
     check_gradients(model)
     work.batches.finish()
-    runtime.tokens = work.tokens if runtime.tp_rank == 0 else 0.0
-    runtime.seen_documents = work.documents if runtime.tp_rank == 0 else None
-    return work.reported
 
 
 def check_gradients(model: Sequence[Any]) -> None:
@@ -68,25 +71,19 @@ def check_gradients(model: Sequence[Any]) -> None:
                 group.check_grads(settings.check_for_nan_in_grad, settings.check_for_large_grads)
 
 
-def run_evaluation(
-    runtime: Runtime, heterogeneous: Heterogeneous, forward_step_func: Any, data_iterator: Any, model: Any, total: int
-) -> list[dict[str, Any]]:
-    """Run `total` micro-batches forwards through the replica whose results are printed; others have none."""
-    args = runtime.args
-    assert runtime.exchange is not None
-    if not heterogeneous.evaluates:
-        return []
-    evaluating = _evaluating(heterogeneous.evaluating, total)
-    alone = ParallelPlan((evaluating,), {})
-    orders = [[[op for op in order if op.kind == "F"] for order in orders_of(evaluating)]]
-    rows, row = boundary_of(args, args.eval_micro_batch_size)
-    steps = routes_for(alone, orders, heterogeneous.worker, runtime.own.sequence_parallel, rows)
-    work = MegatronWork(runtime, heterogeneous, steps, forward_step_func, data_iterator, model, total)
-    runtime.exchange.connect(steps)
-    with runtime.exchange.carrying(row):
-        run(steps, work, runtime.exchange)
+def run_evaluation(work: "MegatronWork", steps: Sequence[Step], exchange: MeasuredExchange, row: Row) -> None:
+    """Run an evaluation's steps. `row`: shape of a row of what crosses between layers."""
+    exchange.connect(steps)
+    with exchange.carrying(row):
+        run(steps, work, exchange)
     work.batches.finish()
-    return work.reported
+
+
+def evaluation_routes(view: HeterogeneousView, count: int, sequence_parallel: bool, rows: int) -> tuple[Step, ...]:
+    """This worker's steps of an evaluation of `count` micro-batches, by the replica whose results are printed."""
+    evaluating = _evaluating(view.evaluating, count)
+    orders = [[[op for op in order if op.kind == "F"] for order in orders_of(evaluating)]]
+    return routes_for(ParallelPlan((evaluating,), {}), orders, view.worker, sequence_parallel, rows)
 
 
 def _evaluating(replica: Replica, total: int) -> Replica:
@@ -100,31 +97,38 @@ def _evaluating(replica: Replica, total: int) -> Replica:
 
 
 class MegatronWork:
-    """What the interpreter asks for, done by Megatron."""
+    """What the interpreter asks for, done by Megatron.
+
+    Attributes:
+        reported: what the loss function reported of each micro-batch that this worker ran through the head.
+        tokens: that the losses were summed over.
+        documents: Σ l and Σ l² of the packed documents in this worker's micro-batches; None: there are none.
+    """
 
     def __init__(
-        self, runtime: Runtime, heterogeneous: Heterogeneous, steps: Sequence[Step], forward_step_func: Any,
-        data_iterator: Any, model: Any, total: int,
+        self, view: HeterogeneousView, steps: Sequence[Step], call: ScheduleCall, probes: Probes,
+        pad_op: Callable[[], PadOp | None],
     ) -> None:  # fmt: skip
-        self._runtime = runtime
-        self._own = heterogeneous.own_chunks
-        self._count = len(heterogeneous.chunks)
-        self._models = dict(zip(heterogeneous.own_chunks, model, strict=True))
-        self._config = get_model_config(model[0])
-        self._forward_step_func = forward_step_func
-        self._total = total
+        """`pad_op`: what makes an op last longer, from now on; None: nothing does."""
+        self._probes, self._pad_op = probes, pad_op
+        self._own = view.own_chunks
+        self._count = len(view.chunks)
+        self._models = dict(zip(view.own_chunks, call.model, strict=True))
+        self._config = get_model_config(call.model[0])
+        self._forward_step_func = call.forward_step_func
+        self._total = call.count
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._splits = any(step.op.kind == "W" for step in steps)
         self._left: dict[tuple[int, int], list[WeightGradient]] = {}
         forwards = [step.op.micro_batch for step in steps if step.op.kind == "F"]
-        self.batches = MicroBatches(data_iterator, list(dict.fromkeys(forwards)), Counter(forwards))
+        self.batches = MicroBatches(call.data_iterator, list(dict.fromkeys(forwards)), Counter(forwards))
         self.reported: list[dict[str, Any]] = []
         self.tokens: Any = 0.0
         self.documents: torch.Tensor | None = None
 
     def forward(self, chunk: int, micro_batch: int, given: torch.Tensor | None) -> torch.Tensor | None:
         last = chunk == self._count - 1
-        self._runtime.running_chunk = self._own.index(chunk)
+        self._probes.running_chunk = self._own.index(chunk)
         seen = documents.seen_so_far()
         with as_stage(chunk, self._count), remembering_bias(self._splits):
             output, tokens = schedules.forward_step(
@@ -157,12 +161,12 @@ class MegatronWork:
         return found
 
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
-        with self._runtime.probes.weight_gradient(self._own.index(chunk), micro_batch, self._runtime.pad_op):
+        with self._probes.weight_gradient(self._own.index(chunk), micro_batch, self._pad_op()):
             for later in self._left.pop((chunk, micro_batch)):
                 later.compute()
 
 
-def boundary_of(args: Any, micro_batch_size: int) -> tuple[int, tuple[int, int]]:
+def boundary_of(args: Any, micro_batch_size: int) -> tuple[int, Row]:
     """What crosses between layers: rows, the tokens of a sample, and the shape of each, (micro-batch, hidden).
 
     Packed samples of a micro-batch are one long sample.
@@ -172,32 +176,27 @@ def boundary_of(args: Any, micro_batch_size: int) -> tuple[int, tuple[int, int]]
     return args.seq_length, (micro_batch_size, args.hidden_size)
 
 
-def training_routes(runtime: Runtime, heterogeneous: Heterogeneous) -> tuple[Step, ...]:
-    """This worker's steps of every iteration under the plan."""
-    orders = [orders_of(replica) for replica in heterogeneous.plan.replicas]
-    rows, _ = boundary_of(runtime.args, runtime.args.micro_batch_size)
-    return routes_for(heterogeneous.plan, orders, heterogeneous.worker, runtime.own.sequence_parallel, rows)
+def training_routes(view: HeterogeneousView, sequence_parallel: bool, rows: int) -> tuple[Step, ...]:
+    """This worker's steps of every iteration under the plan. `rows`: tokens of a sample."""
+    orders = [orders_of(replica) for replica in view.plan.replicas]
+    return routes_for(view.plan, orders, view.worker, sequence_parallel, rows)
 
 
-def make_exchange(runtime: Runtime, heterogeneous: Heterogeneous) -> MeasuredExchange:
+def make_exchange(args: Any, communicators: Communicators, view: HeterogeneousView) -> MeasuredExchange:
     """What carries results between workers in this epoch. All of them call it in the world of the plan."""
-    args, communicators = runtime.args, runtime.communicators
     _, row = boundary_of(args, args.micro_batch_size)
-    rank_of = {worker: rank for rank, worker in enumerate(heterogeneous.rank_order)}
+    rank_of = {worker: rank for rank, worker in enumerate(view.rank_order)}
     everybody, peers = dist.group.WORLD, mpu.get_tensor_model_parallel_group()
     if communicators.waiter is not None:
         everybody = communicators.host_group(range(len(rank_of)))
-        peers = communicators.host_group([rank_of[peer] for peer in heterogeneous.peers])
-    exchange = MeasuredExchange(
-        heterogeneous.worker,
+        peers = communicators.host_group([rank_of[peer] for peer in view.peers])
+    return MeasuredExchange(
+        view.worker,
         everybody,
         rank_of,
-        peers if len(heterogeneous.peers) > 1 else None,
+        peers if len(view.peers) > 1 else None,
         row,
         args.params_dtype,
         torch.device("cuda", torch.cuda.current_device()),
         communicators.waiter,
     )
-    exchange.begin(runtime, heterogeneous.own_chunks)
-    exchange.connect(runtime.routes)
-    return exchange

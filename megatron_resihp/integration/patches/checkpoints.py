@@ -9,10 +9,12 @@ megatron and this package.
 
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -22,8 +24,8 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.reshardable import TYPE, add_reshardable
-from megatron_resihp.integration.world.heterogeneous import Heterogeneous
-from megatron_resihp.integration.world.heterogeneous_groups import as_stage
+from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
+from megatron_resihp.integration.world.heterogeneous_groups import Sizes, as_stage
 
 FORMAT = "torch_dist"
 PARTS = "parts"
@@ -41,16 +43,18 @@ class Named(NamedTuple):
 
 
 @contextmanager
-def format_that_fits(runtime: Runtime) -> Iterator[str]:
-    """Save in the job's own format, or in one that takes the plan in force; yields its name.
+def distributed_format(args: Any, announce: bool) -> Iterator[str]:
+    """Save in a format that takes any plan; yields its name.
 
     Megatron's older format has one file for each stage and TP rank, and only a uniform plan consists of such.
+
+    Args:
+        announce: whether this worker says so if it is not the job's own.
     """
-    args = runtime.args
-    if runtime.heterogeneous is None or args.use_dist_ckpt:
+    if args.use_dist_ckpt:
         yield args.ckpt_format
         return
-    if runtime.reports:
+    if announce:
         print(f"resihp: saving in format {FORMAT}, not {args.ckpt_format}, which can't hold the plan in force; "
               f"load it with --ckpt-format {FORMAT}", flush=True)  # fmt: skip
     kept = args.ckpt_format, args.use_dist_ckpt
@@ -62,51 +66,54 @@ def format_that_fits(runtime: Runtime) -> Iterator[str]:
 
 
 def wrap_generate_state_dict(runtime: Runtime, original: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-    """What this worker writes under a heterogeneous plan, cut and dealt out; all working workers call it together."""
+    """What this worker writes under the plan in force; all working workers call it together."""
 
     @functools.wraps(original)
-    def generate_state_dict(
-        args: Any, model: Sequence[Any], optimizer: Any, scheduler: Any, rng_state: Any, iteration: int | None = None,
-        optim_sd_kwargs: Any = None, model_sd_kwargs: Any = None, rerun_state: Any = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        heterogeneous = runtime.heterogeneous
-        if heterogeneous is None:
-            return original(
-                args, model, optimizer, scheduler, rng_state, iteration, optim_sd_kwargs, model_sd_kwargs, rerun_state
-            )
-        chunks = _model_state(heterogeneous, model, model_sd_kwargs)
-        state: dict[str, Any] = {"args": _own_args(runtime, args), "checkpoint_version": 3.0, "iteration": iteration}
-        state |= chunks
-        if not args.no_save_optim:
-            if not optimizer.is_stub_optimizer:
-                state["optimizer"] = optimizer.sharded_state_dict(chunks, **optim_sd_kwargs)
-                if TYPE in optim_sd_kwargs["metadata"]:
-                    state["masters"] = add_reshardable(state["optimizer"], optimizer, model, chunks)
-            state["opt_param_scheduler"] = scheduler.state_dict()
-        apply_factories(state)
-        sharded, common = extract_sharded_base(state)
-        return {**common, PARTS: own_parts(list(nested_values(sharded)), dist.get_rank(), _gather)}
+    def generate_state_dict(*positional: Any, **options: Any) -> dict[str, Any]:
+        return runtime.mode.state.state_dict(functools.partial(original, *positional, **options))
 
     return generate_state_dict
 
 
-def _model_state(heterogeneous: Heterogeneous, model: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def state_in_parts(call: functools.partial[dict[str, Any]], own_args: Any, view: HeterogeneousView) -> dict[str, Any]:
+    """What a worker writes under a heterogeneous plan, cut and dealt out; all working workers call it together.
+
+    Args:
+        call: of Megatron's generate_state_dict, which this stands for.
+        own_args: the arguments with the job's own sizes.
+    """
+    bound = inspect.signature(call.func).bind(*call.args, **call.keywords)
+    bound.apply_defaults()
+    given = SimpleNamespace(**bound.arguments)
+    chunks = _model_state(view, given.model, given.model_sd_kwargs)
+    state: dict[str, Any] = {"args": own_args, "checkpoint_version": 3.0, "iteration": given.iteration, **chunks}
+    if not given.args.no_save_optim:
+        if not given.optimizer.is_stub_optimizer:
+            state["optimizer"] = given.optimizer.sharded_state_dict(chunks, **given.optim_sd_kwargs)
+            if TYPE in given.optim_sd_kwargs["metadata"]:
+                state["masters"] = add_reshardable(state["optimizer"], given.optimizer, given.model, chunks)
+        state["opt_param_scheduler"] = given.opt_param_scheduler.state_dict()
+    apply_factories(state)
+    sharded, common = extract_sharded_base(state)
+    return {**common, PARTS: own_parts(list(nested_values(sharded)), dist.get_rank(), _gather)}
+
+
+def _model_state(view: HeterogeneousView, model: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
-    for number, chunk in zip(heterogeneous.own_chunks, model, strict=True):
-        with as_stage(number, len(heterogeneous.chunks)):
+    for number, chunk in zip(view.own_chunks, model, strict=True):
+        with as_stage(number, len(view.chunks)):
             found[f"model{number}"] = chunk.sharded_state_dict(**options)
     return found
 
 
-def _own_args(runtime: Runtime, args: Any) -> Any:
+def args_with(sizes: Sizes, args: Any) -> Any:
     """The arguments with the job's own sizes.
 
     Random streams are not saved: they start anew in each epoch anyway, and there is one for each place in the plan, not
     in the job's own layout. Megatron then starts new ones.
     """
-    assert runtime.sizes is not None
     own = copy.copy(args)
-    vars(own).update(runtime.sizes.own(args), no_save_rng=True)
+    vars(own).update(sizes.own(args), no_save_rng=True)
     return own
 
 

@@ -58,19 +58,18 @@ def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
     The same on all workers, but that losses are totalled in the last stage only, and for the time.
     """
     args = runtime.args
-    assert runtime.trained is not None
     totals = {
         name: value
         for name, value in runtime.totals.items()
-        if runtime.is_last_stage or not isinstance(value, torch.Tensor)
+        if runtime.view.is_last_stage or not isinstance(value, torch.Tensor)
     }
     return {
         "iteration": args.curr_iteration,
         "consumed_train_samples": args.consumed_train_samples,
         "skipped_train_samples": args.skipped_train_samples,
         "consumed_valid_samples": args.consumed_valid_samples,
-        "scheduler_steps": runtime.trained.scheduler.num_steps,
-        "settings": settings_of(runtime.trained),
+        "scheduler_steps": runtime.live.scheduler.num_steps,
+        "settings": settings_of(runtime.live),
         "flops": runtime.flops,
         "totals": totals,
         "interval_s": _seconds_of_interval(),
@@ -110,15 +109,14 @@ def _groups(trained: Trained) -> Iterator[dict[str, Any]]:
 def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
     """Make train() start where `counters` were taken."""
     args = runtime.args
-    assert runtime.trained is not None
     args.iteration = args.curr_iteration = counters["iteration"]
     args.consumed_train_samples = counters["consumed_train_samples"]
     args.skipped_train_samples = counters["skipped_train_samples"]
     args.consumed_valid_samples = counters["consumed_valid_samples"]
     args.num_floating_point_operations_so_far = runtime.flops = counters["flops"]
-    _restore_settings(runtime.trained, counters["settings"])
-    runtime.trained.scheduler.num_steps = counters["scheduler_steps"]
-    runtime.trained.scheduler.step(increment=0)
+    _restore_settings(runtime.live, counters["settings"])
+    runtime.live.scheduler.num_steps = counters["scheduler_steps"]
+    runtime.live.scheduler.step(increment=0)
     # Also where another epoch breaks before the next line: what is remembered here may be of another iteration.
     runtime.totals = runtime.carried_totals = counters["totals"]
     get_timers()(INTERVAL, log_level=0).set_elapsed(counters["interval_s"])
@@ -126,15 +124,13 @@ def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
 
 def advance_schedule(runtime: Runtime, outcome: Outcome) -> None:
     """What Megatron's train_step does after the optimizer's step."""
-    assert runtime.trained is not None
     if not outcome.skipped:
-        runtime.trained.scheduler.step(increment=runtime.args.global_batch_size)
+        runtime.live.scheduler.step(increment=runtime.args.global_batch_size)
 
 
 def count_again(runtime: Runtime, outcome: Outcome) -> None:
     """What a step that is in the shard's state already does to what `restore_counters` has put back to before it."""
-    assert runtime.trained is not None
-    move_scale(runtime.trained.optimizer, outcome.skipped)
+    move_scale(runtime.live.optimizer, outcome.skipped)
     advance_schedule(runtime, outcome)
 
 

@@ -14,7 +14,6 @@ import torch
 from megatron.core.datasets.utils import Split
 
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.plan import even_share
 
 SAMPLE_KEY = "resihp_sample"
 PR_SET_PDEATHSIG = 1
@@ -90,17 +89,8 @@ class Feed:
         consumed = getattr(self._runtime.args, self._consumed_name) if self._consumed_name else 0
         if self._runtime.replay is not None and not self._is_eval:
             consumed += self._runtime.args.global_batch_size  # the step to come is applied already and reads nothing
-        heterogeneous = self._runtime.heterogeneous
-        share: Sequence[int]
-        if heterogeneous is not None:
-            everything = range(self.sampler.micro_batches if heterogeneous.evaluates else 0)
-            share = everything if self._is_eval else self._runtime.read_order
-        elif self._is_eval:
-            replicas = len(self._runtime.current_plan.replicas)
-            # See `schedule` for who has nothing to evaluate.
-            share = even_share(self.sampler.micro_batches, replicas, self._runtime.replica) or (0,)
-        else:
-            share = self._runtime.micro_batches
+        view = self._runtime.view
+        share = view.evaluation_order(self.sampler.micro_batches) if self._is_eval else view.read_order
         self.sampler.move(consumed, share)
         self._iterator = None
 

@@ -44,14 +44,10 @@ def forget() -> None:
 
 
 def wrap_consume(runtime: Runtime, original: Callable[[], Counts]) -> Callable[[], Counts]:
-    """The replacement: under a heterogeneous plan what was agreed on, without asking others again."""
+    """The replacement: as the plan's mode counts."""
 
     @functools.wraps(original)
     def consume_seqlen_stats_in_iteration() -> Counts:
-        if runtime.heterogeneous is None:
-            return original()
-        forget()
-        found, runtime.documents = runtime.documents, NONE
-        return (None, None) if found == NONE else found
+        return runtime.mode.consume_documents(original)
 
     return consume_seqlen_stats_in_iteration

@@ -5,7 +5,6 @@ Replaces training.initialize_megatron, parallel_state.initialize_model_parallel 
 """
 
 import atexit
-import copy
 import functools
 import gc
 import os
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 from megatron.training import get_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
@@ -49,10 +48,10 @@ from megatron_resihp.integration.probes.probe_sheet import Sheet, with_absences
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.step.step import install_step
 from megatron_resihp.integration.trained import Trained
-from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, Sizes, StageGroup, as_stage
+from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, Sizes
 from megatron_resihp.integration.world.own_layers import OwnLayout, own_layout
 from megatron_resihp.integration.world.whereabouts import whereabouts
-from megatron_resihp.integration.world.world import build_world
+from megatron_resihp.integration.world.world import build_world, needs_of
 from megatron_resihp.plan.places import node_of
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import JobStarted, ModelBuilt
@@ -101,7 +100,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     atexit.register(outbox.close, LAST_RECORDS_S)
     runtime = Runtime(config, control, communicators[0], get_args(), derived, outbox.offer)
     runtime.run, runtime.joining = store.run, joining
-    runtime.preparation = Preparation(runtime)
+    runtime.preparation = Preparation(control, communicators[0], functools.partial(needs_of, runtime))
     control.on_change = runtime.preparation.begin
     runtime.probes.watch_garbage_collection()
     # What was imported until now stays: looking through it again took a recovery 0.25 s, at any moment of training.
@@ -261,24 +260,11 @@ def sizes_of(args: Any, derived: DerivedArguments, container: Any) -> Sizes:
 
 
 def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Under a heterogeneous plan each chunk of a worker is built as if it were a pipeline stage of its own."""
+    """This worker's chunks, as the plan's mode builds them."""
 
     @functools.wraps(original)
     def build_model(*positional: Any, **options: Any) -> Any:
-        heterogeneous = runtime.heterogeneous
-        if heterogeneous is None:
-            return original(*positional, **options)
-        model = []
-        for number in heterogeneous.own_chunks:
-            with as_stage(number, len(heterogeneous.chunks)):
-                options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-                model += original(*positional, **options)
-        # Who has the head reports losses; Megatron asks the first chunk's wrapper for that. What it wraps keeps its own
-        # place: a last stage's output is made 32 bits wide.
-        groups = copy.copy(get_attr_wrapped_model(model[0], "pg_collection"))
-        groups.pp = StageGroup(heterogeneous.own_chunks[-1 if heterogeneous.has_head else 0], len(heterogeneous.chunks))
-        model[0].pg_collection = groups
-        return model
+        return runtime.mode.state.build_model(functools.partial(original, *positional, **options))
 
     return build_model
 
@@ -287,10 +273,9 @@ def _build_again(
     runtime: Runtime, original: Callable[..., Any], hooks: dict[str, Any], positional: Any, options: Any
 ) -> Trained:
     """Megatron's own set-up in the new groups, without loading a checkpoint or resetting the counters."""
-    assert runtime.trained is not None
     args = runtime.args
     # The builder reuses the config object, on which train() has left functions of the old model.
-    config = get_model_config(runtime.trained.model[0])
+    config = get_model_config(runtime.live.model[0])
     for name, value in hooks.items():
         setattr(config, name, value)
     with _without_loading(args):

@@ -46,11 +46,10 @@ class HeldCosts:
 
     def __call__(self) -> StageCosts:
         if self._epoch != self._runtime.epoch:
-            assert self._runtime.trained is not None, "an op before there is a model"
             degree = parallel_state.get_tensor_model_parallel_world_size()
-            chunks = unwrap_model(self._runtime.trained.model)
+            chunks = unwrap_model(self._runtime.live.model)
             costs = [self._profile.stage(layer_kinds(chunk), degree) for chunk in chunks]
-            if not any(step.op.kind == "W" for step in self._runtime.routes):
+            if not self._runtime.mode.splits_backward:
                 costs = [(forward, backward + weight, PassCost()) for forward, backward, weight in costs]
             self._costs = costs
             self._epoch = self._runtime.epoch

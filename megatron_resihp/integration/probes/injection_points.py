@@ -20,10 +20,7 @@ TARGETS = {
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
         f"{EXCHANGE}.send", f"{EXCHANGE}.receive",
     ),
-    "grad-sync": (
-        "megatron.training.training:finalize_model_grads",
-        "megatron_resihp.integration.step.buddies:sum_slice_gradients",
-    ),
+    "grad-sync": ("megatron.training.training:finalize_model_grads",),
 }  # fmt: skip
 
 

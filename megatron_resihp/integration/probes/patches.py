@@ -18,7 +18,6 @@ from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.patches import documents
 from megatron_resihp.integration.probes.probes import Probes
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.world.world import rank_order
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 P2P = "megatron.core.pipeline_parallel.p2p_communication"
@@ -80,11 +79,8 @@ def probe_patches(runtime: Runtime) -> list[Patch]:
 def begin_iteration(runtime: Runtime) -> None:
     """Called where an iteration that will be computed begins."""
     runtime.probes.tp_group = mpu.get_tensor_model_parallel_group()
-    # Under a heterogeneous plan ops name their micro-batch by its index in the global batch.
-    everything = tuple(range(runtime.current_plan.micro_batch_count))
-    micro_batches = runtime.micro_batches if runtime.heterogeneous is None else everything
-    runtime.running_chunk = 0  # Megatron's own schedule says its chunk where it has several
-    runtime.probes.begin(runtime.epoch, runtime.progress.iteration, micro_batches, rank_order(runtime))
+    view = runtime.view
+    runtime.probes.begin(runtime.epoch, runtime.progress.iteration, view.numbering, view.rank_order)
 
 
 def wrap_span(runtime: Runtime, kind: SpanKind, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +111,7 @@ def wrap_forward_step(runtime: Runtime, original: Callable[..., Any]) -> Callabl
                 forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options
             )
         before = documents.seen_so_far()
-        chunk = options.get("vp_stage") or runtime.running_chunk
+        chunk = options.get("vp_stage") or probes.running_chunk
         probes.open_forward(chunk, options["current_microbatch"], _tensors(input_tensor))
         result = original(
             forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options

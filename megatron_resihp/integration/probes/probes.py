@@ -58,6 +58,7 @@ class Probes:
 
     Attributes:
         recording: whether an iteration is under way; nothing else is to be called for ops and transfers if not.
+        running_chunk: which of this worker's chunks is being run, where Megatron's own schedule doesn't say.
         tp_group: the tensor-parallel group of this epoch.
         timed_group: the group whose collectives are to be timed now: that one, inside of ops that are sampled.
         mark: gives the moment, as the clock has it.
@@ -70,6 +71,7 @@ class Probes:
         self, worker: int, make_clock: Callable[[], Clock], send: Callable[[Sheet], None],
         run_delay: Callable[[], float] = lambda: 0.0,
     ) -> None:  # fmt: skip
+        self.running_chunk = 0
         self.recording = False
         self.tp_group: Any = None
         self.timed_group: Any = NOBODY
@@ -112,6 +114,7 @@ class Probes:
         self._sampled = {each for turn, each in enumerate(micro_batches) if (iteration + turn) % SAMPLE == 0}
         self._sheet.start = time.monotonic()
         self.recording = not self._broken
+        self.running_chunk = 0
         self.begin_schedule()
 
     def abandon(self) -> None:

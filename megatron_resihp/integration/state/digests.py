@@ -7,20 +7,8 @@ Keys are those of `control.coordination.digests`. May import torch and this pack
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.shard import shard_tensors
-from megatron_resihp.integration.state.slice_state import slice_digests
-from megatron_resihp.integration.step.optimizer_buddies import part_digests
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate
-
-
-def state_digests(runtime: Runtime, trained: Trained) -> dict[str, str]:
-    """Of what the plan gives this worker or lets it keep."""
-    if runtime.heterogeneous is not None:
-        heterogeneous = runtime.heterogeneous
-        return slice_digests(trained, heterogeneous.shards[runtime.worker], heterogeneous.cuts, heterogeneous.tied_head)
-    if runtime.optimizer_is_shared_out:
-        return part_digests(runtime, trained, runtime.kept)
-    return shard_digest(trained, runtime.current_plan.coordinate_of(runtime.worker))
 
 
 def shard_digest(trained: Trained, coordinate: Coordinate | None) -> dict[str, str]:
@@ -33,5 +21,5 @@ def shard_digest(trained: Trained, coordinate: Coordinate | None) -> dict[str, s
 def record_digests(runtime: Runtime) -> None:
     """Write them to the event log, if that is asked for."""
     if runtime.config.resihp_record_digests and runtime.trained is not None:
-        digests = state_digests(runtime, runtime.trained)
+        digests = runtime.mode.state.digests(runtime.live)
         runtime.control.event("digest", iteration=runtime.progress.iteration, digests=digests)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.trained import Trained, parts_of
 
 Storages = dict[int, int]
@@ -35,24 +34,20 @@ class Footprint:
     most: int
 
 
-def free_gradients(runtime: Runtime) -> None:
+def free_gradients(trained: Trained) -> None:
     """Free the old objects' gradients; a step can't be taken with them any more."""
-    trained = runtime.trained
-    assert trained is not None
-    runtime.lacks_gradients = True
+    trained.lacks_gradients = True
     trained.optimizer.zero_grad(set_to_none=True)
     for chunk in _chunks(trained):
         chunk.offload_grad_buffers()
 
 
-def bring_gradients_back(runtime: Runtime) -> None:
+def bring_gradients_back(trained: Trained) -> None:
     """The old objects go on being used: give them buffers of zeros again, if they have none."""
-    trained = runtime.trained
-    assert trained is not None
-    if runtime.lacks_gradients:
+    if trained.lacks_gradients:
         for chunk in _chunks(trained):
             chunk.restore_grad_buffers()
-        runtime.lacks_gradients = False
+        trained.lacks_gradients = False
 
 
 def bytes_of(trained: Trained) -> int:

@@ -27,14 +27,11 @@ MASTER_KEY = "optimizer.state.param."
 
 
 def wrap_metadata(runtime: Runtime, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Under a heterogeneous plan say that a distributed optimizer can load what is saved, if the job has one."""
+    """What Megatron says of a checkpoint, and what the plan's mode adds."""
 
     @functools.wraps(original)
     def build_sharded_state_dict_metadata(*positional: Any, **options: Any) -> dict[str, Any]:
-        metadata = original(*positional, **options)
-        if runtime.heterogeneous is not None and runtime.shares_optimizer:
-            metadata[TYPE] = RESHARDABLE
-        return metadata
+        return {**original(*positional, **options), **runtime.mode.state.checkpoint_metadata}
 
     return build_sharded_state_dict_metadata
 

@@ -15,13 +15,12 @@ from megatron.core.utils import get_model_config
 
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.executor.side_group import SideGroup
-from megatron_resihp.executor.slice_sums import sum_gradients
+from megatron_resihp.executor.slice_sums import Bucket, sum_gradients
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
-from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.parameter_slices import Piece, pieces_of
 from megatron_resihp.integration.state.shard import group_steps, states_of
 from megatron_resihp.integration.trained import Trained, parts_of
-from megatron_resihp.integration.world.heterogeneous import Heterogeneous
+from megatron_resihp.integration.world.slice_shares import SliceShares
 from megatron_resihp.plan import Shard
 from megatron_resihp.plan.slices import Move, Slice, plan_moves, slices_of
 
@@ -33,43 +32,44 @@ States = Mapping[int, Mapping[str, torch.Tensor]]
 # ---- gradients
 
 
-def sum_slice_gradients(runtime: Runtime, heterogeneous: Heterogeneous) -> None:
-    """Sum each gradient over the replicas, holders without work included; all members call it once per iteration."""
-    assert runtime.trained is not None
-    model = runtime.trained.model
-    if runtime.works:
+def sum_slice_gradients(model: Sequence[Any], shares: SliceShares, buckets: Sequence[Bucket], works: bool) -> None:
+    """Sum each gradient over the replicas, holders without work included; all members call it once per iteration.
+
+    Args:
+        works: whether the plan gives this worker work.
+    """
+    if works:
         peers = mpu.get_tensor_model_parallel_group()
         _allreduce_non_tensor_model_parallel_grads(model, get_model_config(model[0]), peers)
-    views = gradient_views(model, heterogeneous)
-    sum_gradients(runtime.buckets, views, heterogeneous.contributed)
-    if runtime.args.calculate_per_token_loss:
-        _divide_by_tokens(runtime, model)
+    sum_gradients(buckets, gradient_views(model, shares), shares.contributed)
 
 
-def gradient_views(model: Sequence[Any], heterogeneous: Heterogeneous) -> dict[Slice, list[tuple[str, torch.Tensor]]]:
+def gradient_views(model: Sequence[Any], shares: SliceShares) -> dict[Slice, list[tuple[str, torch.Tensor]]]:
     """Each slice's gradients on this worker, as views into Megatron's buffers."""
     # A slice may have no parameter, as that of an embedding without positions.
-    views: dict[Slice, list[tuple[str, torch.Tensor]]] = {piece: [] for piece in heterogeneous.slices}
-    shards = heterogeneous.shards[heterogeneous.worker]
-    for piece in pieces_of(model, shards, heterogeneous.cuts, heterogeneous.tied_head) if shards else ():
+    views: dict[Slice, list[tuple[str, torch.Tensor]]] = {piece: [] for piece in shares.slices}
+    for piece in pieces_of(model, shares.own, shares.cuts, shares.tied_head) if shares.own else ():
         views[piece.slice].append((piece.name, piece.of(piece.parameter.main_grad)))
     return views
 
 
-def _divide_by_tokens(runtime: Runtime, model: Iterable[Any]) -> None:
-    assert runtime.everybody is not None
-    # Only members without tensor-parallel peers before them have counted theirs.
-    tokens = torch.tensor([float(runtime.tokens)], dtype=torch.float64)
-    runtime.everybody.sum(tokens)
+def divide_by_tokens(model: Iterable[Any], everybody: SideGroup, own_tokens: float) -> None:
+    """Divide gradients by the tokens that the losses of all workers were summed over; all members call it.
+
+    Args:
+        own_tokens: counted on this worker, 0 where a tensor-parallel peer before it counts the same.
+    """
+    tokens = torch.tensor([own_tokens], dtype=torch.float64)
+    everybody.sum(tokens)
     for chunk in model:
         chunk.scale_gradients(1.0 / max(float(tokens), 1.0))
 
 
-def counted_norm_squared(model: Sequence[Any], heterogeneous: Heterogeneous) -> float:
+def counted_norm_squared(model: Sequence[Any], shares: SliceShares) -> float:
     """Sum of squares of the gradients of the slices that this worker counts."""
-    views = gradient_views(model, heterogeneous)
+    views = gradient_views(model, shares)
     # A slice may be here twice, as word embeddings and as head: its copies are equal by now.
-    counted = [view for piece in sorted(heterogeneous.counted) for view in dict(views[piece]).values()]
+    counted = [view for piece in sorted(shares.counted) for view in dict(views[piece]).values()]
     if not counted:
         return 0.0
     norms = torch.stack([torch.linalg.vector_norm(view.float()) for view in counted]).double()

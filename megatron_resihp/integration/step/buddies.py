@@ -11,9 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
-from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.state.slice_state import sum_slice_gradients
-from megatron_resihp.integration.step.optimizer_buddies import share_part_gradients
+from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate, ParallelPlan
 
 
@@ -31,23 +29,14 @@ def join_buddies(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group
     return make_group(f"buddies/{coordinate.stage}/{coordinate.tp_rank}", workers)
 
 
-def share_gradients(runtime: Runtime) -> None:
-    """Give this worker's final gradients to those who keep them current; all of them call it once per step."""
-    if runtime.heterogeneous is not None:
-        sum_slice_gradients(runtime, runtime.heterogeneous)
-        return
-    if runtime.optimizer_is_shared_out:
-        share_part_gradients(runtime)
-        return
-    if runtime.buddies is None:
-        return
-    for gradients in _gradient_buffers(runtime):
-        runtime.buddies.broadcast(gradients, runtime.buddies.workers[0])
+def broadcast_gradients(trained: Trained, buddies: SideGroup) -> None:
+    """Give the final gradients of the worker that has them to those that keep them current; all of them call it."""
+    for gradients in _gradient_buffers(trained):
+        buddies.broadcast(gradients, buddies.workers[0])
 
 
-def _gradient_buffers(runtime: Runtime) -> Iterator[torch.Tensor]:
-    assert runtime.trained is not None
-    for chunk in runtime.trained.model:
+def _gradient_buffers(trained: Trained) -> Iterator[torch.Tensor]:
+    for chunk in trained.model:
         assert isinstance(chunk, DistributedDataParallel), "only Megatron's own DDP is supported"
         for buffer in chunk.buffers:
             yield buffer.grad_data

@@ -10,12 +10,32 @@ other iterations would overflow after a change of plan than without it. What a p
 the division. May import megatron and this package.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 
-from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.trained import parts_of
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """By what losses and sums of gradients are divided under a plan.
+
+    Attributes:
+        per_token: whether the job averages over tokens, not over micro-batches.
+        micro_batches: of the global batch.
+        first_replicas: replicas of the job's own layout.
+        replicas: by which Megatron divides sums of gradients; 1 where it doesn't.
+    """
+
+    per_token: bool
+    micro_batches: int
+    first_replicas: int
+    replicas: int
 
 
 def scales_losses(optimizer: Any) -> bool:
@@ -48,37 +68,46 @@ def _scalers(optimizer: Any) -> list[Any]:
     return [scaler for scaler in scalers if scaler is not None]
 
 
-def factor_of_losses(runtime: Runtime, micro_batches: int) -> float:
+def factor_of_losses(averaging: Averaging, optimizer: Any, micro_batches: int) -> float:
     """What this plan multiplies losses by, beside Megatron's own scaling.
 
     Args:
         micro_batches: by whose number Megatron divides this replica's losses.
     """
-    args = runtime.args
-    if args.calculate_per_token_loss:
+    if averaging.per_token:
         return 1.0
-    assert runtime.trained is not None
-    whole = args.global_batch_size // args.micro_batch_size
-    if scales_losses(runtime.trained.optimizer):
-        return micro_batches * runtime.own.data_parallel / whole
-    return micro_batches * _averaged_over(runtime) / whole
+    replicas = averaging.first_replicas if scales_losses(optimizer) else averaging.replicas
+    return micro_batches * replicas / averaging.micro_batches
 
 
-def inverse_scale(runtime: Runtime) -> torch.Tensor | None:
+@contextmanager
+def scaled_losses(averaging: Averaging, optimizer: Any, model: Any, micro_batches: int) -> Iterator[None]:
+    """Multiply what gradients are taken of, auxiliary losses of experts included, and nothing reported.
+
+    Args:
+        model: Megatron's, or a list of its chunks.
+        micro_batches: by whose number Megatron divides this replica's losses.
+    """
+    factor = factor_of_losses(averaging, optimizer, micro_batches)
+    if factor == 1.0:
+        yield
+        return
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    original = config.grad_scale_func
+    config.grad_scale_func = lambda loss: original(loss) * factor
+    try:
+        yield
+    finally:
+        config.grad_scale_func = original
+
+
+def inverse_scale(averaging: Averaging, optimizer: Any) -> torch.Tensor | None:
     """What summed gradients are to be multiplied by, of one element; None: by nothing."""
-    assert runtime.trained is not None
-    scaler = next(iter(_scalers(runtime.trained.optimizer)), None)
+    scaler = next(iter(_scalers(optimizer)), None)
     if scaler is None:
         return None
     inverse: torch.Tensor = scaler.inv_scale
-    if runtime.args.calculate_per_token_loss:
-        return inverse
-    return inverse * (_averaged_over(runtime) / runtime.own.data_parallel)
-
-
-def _averaged_over(runtime: Runtime) -> int:
-    """Megatron's own gradient sums are divided by the replicas, those by slices are not."""
-    return len(runtime.current_plan.replicas) if runtime.heterogeneous is None else 1
+    return inverse if averaging.per_token else inverse * (averaging.replicas / averaging.first_replicas)
 
 
 def ready_gradients(optimizer: Any) -> None:

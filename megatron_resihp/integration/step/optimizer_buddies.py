@@ -7,7 +7,6 @@ none. May import megatron, `plan`, `executor` and this package.
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from megatron_resihp.executor.transfer import receive_tensors, send_tensors, tel
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.shard import group_steps
 from megatron_resihp.integration.step.loss_scale import ready_gradients
-from megatron_resihp.integration.step.optimizer_copy import PartCopy
+from megatron_resihp.integration.step.optimizer_copy import Kept, PartCopy
 from megatron_resihp.integration.step.optimizer_shards import (
     Entry,
     Part,
@@ -47,21 +46,6 @@ class Ring(NamedTuple):
     group: SideGroup
 
 
-@dataclass
-class Kept:
-    """What of the optimizer's state is current on this worker, since the last *go*.
-
-    Attributes:
-        coordinate: of which shard.
-        owns: whether the training objects' own part is.
-        copy: of another worker's part.
-    """
-
-    coordinate: Coordinate
-    owns: bool
-    copy: PartCopy | None
-
-
 def join_ring(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group: MakeSideGroup) -> Ring | None:
     """This worker's edges; None if nobody keeps a copy of its shard's parts."""
     edges = copies_at(plan, coordinate)
@@ -71,18 +55,14 @@ def join_ring(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group: M
     return Ring(tuple(edge for edge in in_turns(edges) if me in edge), group)
 
 
-def share_part_gradients(runtime: Runtime) -> None:
-    """Send the own part's summed gradient to who keeps its copy, and get that of the copy kept here."""
-    kept, ring = runtime.kept, runtime.ring
-    if kept is None or ring is None:
-        return
-    assert runtime.trained is not None
+def share_part_gradients(trained: Trained, kept: Kept, ring: Ring, worker: int) -> None:
+    """Send the own part's summed gradient to the worker that keeps its copy, and get that of the copy kept here."""
     start, own = time.monotonic(), torch.empty(0)
     if kept.owns:
-        ready_gradients(runtime.trained.optimizer)
-        own = own_gradient(runtime.trained)
+        ready_gradients(trained.optimizer)
+        own = own_gradient(trained)
     for owner, buddy in ring.edges:
-        if owner == runtime.worker:
+        if owner == worker:
             if own.numel():
                 ring.group.send(own, buddy)
         elif kept.copy is not None:
@@ -125,12 +105,11 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     Raises:
         RuntimeError: a part and its copy are both gone, or what is there now isn't what it was before.
     """
-    assert runtime.trained is not None and runtime.everybody is not None
-    plan, worker, fresh = runtime.current_plan, runtime.worker, trained is not runtime.trained
+    plan, worker, fresh = runtime.current_plan, runtime.worker, trained is not runtime.live
     coordinate = plan.coordinate_of(worker)
-    has = current_part(runtime.trained, runtime.kept)
-    owns = full_names(coordinate, own_places(trained)) if runtime.works and coordinate is not None else {}
-    told = tell_all(runtime.everybody, worker, {"has": list(has), "owns": list(owns.items()), "fills": fresh})
+    has = current_part(runtime.live, runtime.kept)
+    owns = full_names(coordinate, own_places(trained)) if runtime.view.works and coordinate is not None else {}
+    told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "owns": list(owns.items()), "fills": fresh})
     has_all = {each: [Range(*where) for where in said["has"]] for each, said in told.items()}
     owned = {each: places_said(said["owns"]) for each, said in told.items()}
     copied = {buddy: owner for each in plan.coordinates() for owner, buddy in copies_at(plan, each)}
@@ -146,7 +125,7 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     collected = Collected(wanted[worker], steps_of(runtime))
     received = make_moves(runtime, moves, has, collected)
     collected.check()
-    if fresh and runtime.works:
+    if fresh and runtime.view.works:
         fill_part(trained, {_bare(where): collected.tensors[where] for where in owns}, collected.steps)
         publish_parameters(trained)
     if coordinate is None:
@@ -158,7 +137,7 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
             for where, place in sorted(owned[copied[worker]].items())
         }
         copy = PartCopy(copied[worker], part, max(collected.steps, default=None))
-    kept = Kept(coordinate, runtime.works, copy)
+    kept = Kept(coordinate, runtime.view.works, copy)
     collected.compare({where: entry.tensors for where, entry in current_part(trained, kept).items()})
     return received, kept
 
@@ -226,7 +205,6 @@ class Collected:
 
 def make_moves(runtime: Runtime, moves: Sequence[RangeMove], has: Part, collected: Collected) -> int:
     """Send and receive; returns the bytes received."""
-    assert runtime.everybody is not None
     received, worker = 0, runtime.worker
     tensors_of, by_name = {where: entry.tensors for where, entry in has.items()}, ranges_by_name(has)
     for source, target, ranges in moves:
@@ -241,9 +219,9 @@ def make_moves(runtime: Runtime, moves: Sequence[RangeMove], has: Part, collecte
                 continue
             named = {f"{index}/{name}": tensor for index, tensors in enumerate(pieces)
                      for name, tensor in tensors.items()}  # fmt: skip
-            send_tensors(runtime.everybody, target, named, {"steps": steps_of(runtime), "digest": digest})
+            send_tensors(runtime.mode.everybody, target, named, {"steps": steps_of(runtime), "digest": digest})
         elif target == worker:
-            found, extra = receive_tensors(runtime.everybody, source, HOST)
+            found, extra = receive_tensors(runtime.mode.everybody, source, HOST)
             for key, tensor in found.items():
                 index, _, name = key.partition("/")
                 collected.put(ranges[int(index)], name, tensor)
@@ -280,9 +258,8 @@ def current_part(trained: Trained, kept: Kept | None) -> Part:
 
 def steps_of(runtime: Runtime) -> list[int]:
     """Counts of steps that some optimizers keep for each parameter group; all that are current are equal."""
-    assert runtime.trained is not None
     kept = runtime.kept
-    counts: list[Any] = group_steps(runtime.trained) if kept is None or kept.owns else []
+    counts: list[Any] = group_steps(runtime.live) if kept is None or kept.owns else []
     counts += [kept.copy.counted] if kept is not None and kept.copy is not None else []
     return [count for count in counts if count is not None]
 

@@ -20,6 +20,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron_resihp.integration.step.loss_scale import unscale
 from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry, Part
 from megatron_resihp.integration.trained import parts_of
+from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.ranges import Range
 
 LOAD = 64 << 20
@@ -150,6 +151,21 @@ class PartCopy:
                     masters[where].grad = None
                 counted = _counted(twin)
         self._counted = counted
+
+
+@dataclass
+class Kept:
+    """What of the optimizer's state is current on this worker, since the last *go*.
+
+    Attributes:
+        coordinate: of which shard.
+        owns: whether the training objects' own part is.
+        copy: of another worker's part.
+    """
+
+    coordinate: Coordinate
+    owns: bool
+    copy: PartCopy | None
 
 
 def _loads(part: Part) -> Iterator[Part]:

@@ -43,8 +43,7 @@ STATE = "state/"
 
 def are_there_parts(runtime: Runtime) -> bool:
     """Whether the state comes from an epoch in which it was shared out; all members call it."""
-    assert runtime.everybody is not None
-    return any(tell_all(runtime.everybody, runtime.worker, runtime.kept is not None).values())
+    return any(tell_all(runtime.mode.everybody, runtime.worker, runtime.kept is not None).values())
 
 
 def put_together(runtime: Runtime) -> tuple[int, WholeState]:
@@ -56,15 +55,14 @@ def put_together(runtime: Runtime) -> tuple[int, WholeState]:
     Raises:
         RuntimeError: a part and its copy are both gone.
     """
-    assert runtime.trained is not None and runtime.everybody is not None
     kept, worker = runtime.kept, runtime.worker
-    has = current_part(runtime.trained, kept)
+    has = current_part(runtime.live, kept)
     parameters: dict[Range, torch.nn.Parameter] = {}
     if kept is not None:
-        named = _parameters(runtime.trained)
+        named = _parameters(runtime.live)
         bare = {Range(name, 0, parameter.numel()): parameter for name, parameter in named.items()}
         parameters = dict(zip(full_names(kept.coordinate, dict.fromkeys(bare, (0, 0))), bare.values(), strict=True))
-    told = tell_all(runtime.everybody, worker, {"has": list(has), "needs": list(parameters)})
+    told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "needs": list(parameters)})
     holdings, wanted = ({each: [Range(*where) for where in said[what]] for each, said in told.items()}
                         for what in ("has", "needs"))  # fmt: skip
     moves, missing = plan_range_moves(holdings, wanted)
@@ -85,18 +83,17 @@ def share_out(runtime: Runtime, trained: Trained, whole: WholeState) -> Kept | N
         trained: what this worker has now: new objects, or those of the epoch before where it stands by.
         whole: the state of all parameters of the new objects.
     """
-    assert runtime.everybody is not None
     plan, worker = runtime.current_plan, runtime.worker
     coordinate = plan.coordinate_of(worker)
-    owns = own_places(trained) if runtime.works else {}
-    told = tell_all(runtime.everybody, worker, list(owns.items()))
-    if not runtime.works:
+    owns = own_places(trained) if runtime.view.works else {}
+    told = tell_all(runtime.mode.everybody, worker, list(owns.items()))
+    if not runtime.view.works:
         whole = WholeState(states_of(trained), group_steps(trained))
     if coordinate is None:
         return None
     steps = [step for step in whole.steps if step is not None]
     parameters = _parameters(trained)
-    if runtime.works:
+    if runtime.view.works:
         cut = _cut(parameters, whole, owns)
         fill_part(trained, cut, steps)
         # That all of the state is what it was before it moved is known by slice.
@@ -106,10 +103,10 @@ def share_out(runtime: Runtime, trained: Trained, whole: WholeState) -> Kept | N
         publish_parameters(trained)
     owner = next((owner for owner, buddy in copies_at(plan, coordinate) if buddy == worker), None)
     if owner is None:
-        return Kept(coordinate, runtime.works, None)
+        return Kept(coordinate, runtime.view.works, None)
     places = places_said(told[owner])
     part = {where: Entry(places[where], tensors) for where, tensors in _cut(parameters, whole, sorted(places)).items()}
-    return Kept(coordinate, runtime.works, PartCopy(owner, part, max(steps, default=None)))
+    return Kept(coordinate, runtime.view.works, PartCopy(owner, part, max(steps, default=None)))
 
 
 def _parameters(trained: Trained) -> dict[str, torch.nn.Parameter]:

@@ -16,8 +16,6 @@ from megatron_resihp.integration.patches import expert_metrics
 from megatron_resihp.integration.patches.counting import settings_of
 from megatron_resihp.integration.progress import LOSS_SLOTS
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.state.slice_state import counted_norm_squared
-from megatron_resihp.integration.step.buddies import share_gradients
 from megatron_resihp.integration.step.loss_scale import (
     divide_gradients,
     inverse_scale,
@@ -25,8 +23,8 @@ from megatron_resihp.integration.step.loss_scale import (
     ready_gradients,
     scales_losses,
 )
-from megatron_resihp.integration.step.optimizer_shards import gather_parameters, step_part
 from megatron_resihp.integration.trained import parts_of
+from megatron_resihp.integration.world.view import View
 from megatron_resihp.protocol.notices import PlanChange, ValidationOrder
 from megatron_resihp.protocol.records import IterationPhase, Outcome
 
@@ -46,14 +44,12 @@ StepResult = tuple[bool, float | None, int | None]
 
 def install_step(runtime: Runtime) -> None:
     """Make the optimizer's step the agreed one."""
-    assert runtime.trained is not None
-    runtime.trained.optimizer.step = lambda: agreed_step(runtime)
+    runtime.live.optimizer.step = lambda: agreed_step(runtime)
 
 
 def agreed_step(runtime: Runtime) -> StepResult:
     """What replaces MegatronOptimizer.step; returns (successful, gradient norm, zeros in gradients)."""
-    assert runtime.trained is not None
-    share_gradients(runtime)
+    runtime.mode.share_gradients()
     with runtime.communicators.waiting():
         torch.cuda.synchronize()
     runtime.probes.synchronized()
@@ -71,10 +67,8 @@ def agreed_step(runtime: Runtime) -> StepResult:
     runtime.reach("step")
     with runtime.probes.marked_span(SpanKind.OPTIMIZER):
         take_step(runtime, outcome)
-        if runtime.optimizer_is_shared_out and not outcome.skipped:
-            # The step is taken: a failure in here leads to the next epoch, where parameters are gathered anew.
-            runtime.reach("gather")
-            gather_parameters(runtime.trained)
+        if not outcome.skipped:
+            runtime.mode.after_step()
     # The device has work now, and nobody waits for this worker.
     runtime.probes.flush()
     return not outcome.skipped, outcome.grad_norm, None
@@ -82,10 +76,10 @@ def agreed_step(runtime: Runtime) -> StepResult:
 
 def _record_samples(runtime: Runtime) -> None:
     """Say what was fed before anybody can agree on it: a step that counts is never without its samples in the log."""
-    if runtime.config.resihp_record_samples and runtime.fed and runtime.is_first_stage:
+    if runtime.config.resihp_record_samples and runtime.fed and runtime.view.is_first_stage:
         runtime.control.event(
-            "samples", iteration=runtime.progress.iteration, replica=runtime.replica, samples=_ranges(runtime.fed),
-            micro_batches=list(runtime.read_order),
+            "samples", iteration=runtime.progress.iteration, replica=runtime.view.replica, samples=_ranges(runtime.fed),
+            micro_batches=list(runtime.view.read_order),
         )  # fmt: skip
 
 
@@ -102,22 +96,11 @@ def _ranges(numbers: list[int]) -> list[list[int]]:
 
 def local_norm_squared(runtime: Runtime) -> float:
     """Sum of squares over the gradients that this worker owns (shared and TP-duplicate ones once)."""
-    assert runtime.trained is not None
-    optimizer = runtime.trained.optimizer
+    optimizer = runtime.live.optimizer
     ready_gradients(optimizer)
-    inverse = inverse_scale(runtime)
+    inverse = inverse_scale(runtime.mode.averaging, optimizer)
     share = 1.0 if inverse is None else float(inverse)
-    if runtime.heterogeneous is not None:
-        return counted_norm_squared(runtime.trained.model, runtime.heterogeneous) * share * share
-    if not runtime.counts_norm:
-        return 0.0
-    total = 0.0
-    for part in parts_of(optimizer):
-        grads = part.get_grads_for_grad_norm() if part.get_parameters() else []
-        if grads:
-            norms = torch.stack(torch._foreach_norm([grad.float() for grad in grads])).double()
-            total += float((norms * norms).sum())
-    return total * share * share
+    return runtime.mode.norm_squared() * share * share
 
 
 def agree(runtime: Runtime, norm_squared: float) -> Outcome:
@@ -127,13 +110,11 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         EpochBroken or an error of gloo: somebody died; nobody, or everybody left, may have agreed.
         RuntimeError: on all workers alike, the norm is no finite number though Megatron was to check for that.
     """
-    assert runtime.everybody is not None
     validation, change = runtime.control.validation, runtime.change
     values = _brought(runtime, norm_squared, validation, change)
-    runtime.everybody.sum(values)
-    assert runtime.trained is not None
+    runtime.mode.everybody.sum(values)
     # Sums are 32 bits wide, and what is summed has 16: only what has overflowed before makes them not finite.
-    skipped = scales_losses(runtime.trained.optimizer) and not math.isfinite(values[0])
+    skipped = scales_losses(runtime.live.optimizer) and not math.isfinite(values[0])
     if not skipped:
         _check_norm(runtime, float(values[0]))
     if _heard_by_all(runtime, validation, values[VALIDATION]):
@@ -143,7 +124,7 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         runtime.to_change = True
         runtime.control.drop_change(change)
     runtime.documents = (float(values[DOCUMENTS_FROM]), float(values[DOCUMENTS_FROM + 1]))
-    if not runtime.works:
+    if not runtime.view.works:
         note_counters(runtime, values)
     losses = tuple((total, tokens) for total, tokens in values[LOSSES_FROM:EXPERTS_FROM].view(LOSS_SLOTS, 2).tolist())
     norm, stop = None if skipped else math.sqrt(float(values[0])), bool(values[1] > 0)
@@ -154,7 +135,7 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
 
 def tell_of_experts(runtime: Runtime, outcome: Outcome) -> None:
     """Let Megatron print what was agreed on of their balance."""
-    if runtime.works and outcome.experts:
+    if runtime.view.works and outcome.experts:
         args = runtime.args
         expert_metrics.tell_sums(outcome.experts, args.global_batch_size // args.micro_batch_size, args.num_layers)
 
@@ -170,20 +151,20 @@ def _brought(
     values[CHANGE] = _number(change)
     if runtime.control.to_save > runtime.saves:
         values[SAVE], values[SAVERS] = runtime.control.to_save, 1.0
-    if runtime.reports:
+    if runtime.view.reports:
         counters = runtime.progress.counters[runtime.progress.iteration]
         values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
     if runtime.losses:
         runtime.loss_names = tuple(sorted(runtime.losses[0]))[:LOSS_SLOTS]
-    if not runtime.works:
+    if not runtime.view.works:
         return values
-    if runtime.losses and runtime.is_last_stage and runtime.tp_rank == 0:
+    if runtime.losses and runtime.view.is_last_stage and runtime.view.tp_rank == 0:
         _add_losses(runtime, values)
     if runtime.args.num_experts:
         recorded = expert_metrics.recorded(mpu.get_tensor_model_parallel_world_size())
         values[EXPERTS_FROM:DOCUMENTS_FROM] = torch.tensor(recorded)
-    if runtime.seen_documents is not None:
-        values[DOCUMENTS_FROM:] = runtime.seen_documents
+    if runtime.mode.seen_documents is not None:
+        values[DOCUMENTS_FROM:] = runtime.mode.seen_documents
     return values
 
 
@@ -202,8 +183,7 @@ def _number(order: ValidationOrder | PlanChange | None) -> float:
 
 def _heard_by_all(runtime: Runtime, order: ValidationOrder | PlanChange | None, total: torch.Tensor) -> bool:
     """Whether everybody has heard of an order; everybody sees that in the same step."""
-    assert runtime.everybody is not None
-    return order is not None and float(total) == _number(order) * len(runtime.everybody.workers)
+    return order is not None and float(total) == _number(order) * len(runtime.mode.everybody.workers)
 
 
 def _to_save(runtime: Runtime, values: torch.Tensor) -> bool:
@@ -226,20 +206,18 @@ def note_counters(runtime: Runtime, values: torch.Tensor) -> None:
     """A standby does not run Megatron's loop; it learns the counters from who does, to take over if all those die."""
     numbers = map(int, values[COUNTERS_FROM:LOSSES_FROM].tolist())
     shared = dict(zip(SHARED_COUNTERS, numbers, strict=True))
-    assert runtime.trained is not None
     runtime.progress.counters[runtime.progress.iteration] = {
-        **shared, "settings": settings_of(runtime.trained), "flops": 0.0, "totals": {}, "interval_s": 0.0,
+        **shared, "settings": settings_of(runtime.live), "flops": 0.0, "totals": {}, "interval_s": 0.0,
     }  # fmt: skip
 
 
 def take_step(runtime: Runtime, outcome: Outcome) -> None:
     """AGREED to STEPPED: clip with the agreed norm and step, if the step isn't skipped. Communicates nothing."""
-    assert runtime.trained is not None
-    if runtime.lacks_gradients:
+    if runtime.live.lacks_gradients:
         raise RuntimeError("a step is to be taken whose gradients were freed: the committed one had been taken before")
-    optimizer, kept = runtime.trained.optimizer, runtime.kept
+    optimizer, kept = runtime.live.optimizer, runtime.kept
     if not outcome.skipped:
-        inverse = inverse_scale(runtime)
+        inverse = inverse_scale(runtime.mode.averaging, optimizer)
         if kept is not None and kept.copy is not None:
             assert outcome.grad_norm is not None
             device = torch.device("cuda", torch.cuda.current_device())
@@ -260,8 +238,11 @@ def _step_own(runtime: Runtime, optimizer: Any, outcome: Outcome, inverse: torch
         parameters = part.get_parameters()
         if part.config.clip_grad > 0.0 and parameters:
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, outcome.grad_norm)
-    if not runtime.optimizer_is_shared_out:
-        optimizer.step_with_ready_grads()
-        return
-    for part in parts_of(optimizer):
-        step_part(part)
+    runtime.mode.step(optimizer)
+
+
+def agreed_losses(view: View, outcome: Outcome) -> dict[str, torch.Tensor]:
+    """The mean losses of an iteration as train_step returns them: on the last stage only."""
+    if not view.is_last_stage:
+        return {}
+    return {name: torch.tensor(mean, dtype=torch.float, device="cuda") for name, mean in outcome.means.items()}

@@ -6,7 +6,7 @@ groups but notes which are wanted. Nothing of the plan in force is touched. May 
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -15,49 +15,25 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed.constants import default_pg_timeout
 
-from megatron_resihp.executor.gloo.groups_ahead import GroupNeeds, WorldGroup
-from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.world.heterogeneous import Heterogeneous
-from megatron_resihp.integration.world.heterogeneous_groups import ranks_of_stage
-from megatron_resihp.integration.world.world import order_of, side_groups_of, timeout_of, view_of
-from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
 
 GLOO = "gloo"
 REHEARSAL = "megatron.core.parallel_state_rehearsal"
 
 
-def needs_of(runtime: Runtime, plan: ParallelPlan) -> GroupNeeds:
-    """The groups of gloo's that this worker will make for a plan. Called from any thread."""
-    heterogeneous = view_of(runtime, plan)
-    side_groups: list[tuple[str, tuple[int, ...]]] = []
-
-    def note(name: str, workers: Sequence[int]) -> Any:
-        side_groups.append((name, tuple(workers)))
-
-    side_groups_of(runtime, plan, heterogeneous, note)
-    if plan.replica_of(runtime.worker) is None:
-        return GroupNeeds(tuple(side_groups))
-    order = order_of(runtime, plan, heterogeneous)
-    rank = order.index(runtime.worker)
-    wanted = _of_stage(runtime, heterogeneous) if heterogeneous is not None else _of_uniform(runtime, rank, len(order))
-    return GroupNeeds(tuple(side_groups), rank, tuple(wanted))
+def timeout_of(args: Any) -> timedelta:
+    """How long operations in torch's world may wait."""
+    return timedelta(minutes=args.distributed_timeout_minutes)
 
 
-def _of_stage(runtime: Runtime, heterogeneous: Heterogeneous) -> list[WorldGroup]:
-    own, peers = ranks_of_stage(heterogeneous)
-    world, stage = tuple(range(len(heterogeneous.rank_order))), WorldGroup(tuple(sorted(peers)), default_pg_timeout)
-    if runtime.args.distributed_backend == GLOO:
-        return [WorldGroup(world, timeout_of(runtime.args)), WorldGroup((own,), default_pg_timeout), stage]
-    return [WorldGroup(world, default_pg_timeout), stage]  # groups beside NCCL's, for host tensors
+def world_group(args: Any, size: int) -> WorldGroup:
+    """Torch's world of a plan."""
+    return WorldGroup(tuple(range(size)), timeout_of(args))
 
 
-def _of_uniform(runtime: Runtime, rank: int, size: int) -> list[WorldGroup]:
-    assert runtime.build_groups is not None
-    positional, options = runtime.build_groups.args, runtime.build_groups.keywords
-    own = runtime.args.distributed_backend
-    world = WorldGroup(tuple(range(size)), timeout_of(runtime.args))
-    wanted = [(world, own), *groups_wanted(rank, size, positional, options)]
-    return [group for group, backend in wanted if (backend or own) == GLOO]
+def of_gloo(wanted: Iterable[tuple[WorldGroup, str | None]], backend: str) -> list[WorldGroup]:
+    """Those of gloo's. `backend`: of groups that ask for none."""
+    return [group for group, own in wanted if (own or backend) == GLOO]
 
 
 def groups_wanted(

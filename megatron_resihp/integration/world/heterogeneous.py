@@ -1,52 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker knows of a plan that Megatron's own groups can't run: its chunks, its slices and how they are shared.
+"""What a worker is under a plan that Megatron's own groups can't run: its chunks, its peers, and who evaluates.
 
-May import `plan`, `pipeline`'s schedules and `executor`; no torch of its own. Chunks are counted through the replica,
-as in the plan; a worker's own ones in the order of their layers.
+May import `plan` and `pipeline`; no torch of its own. Chunks are counted through the replica, as in the plan; a
+worker's own ones in the order of their layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard
-from megatron_resihp.plan.slices import (
-    Slice,
-    all_shards,
-    contributors_of,
-    cuts_of,
-    holders_of,
-    slices_of,
-)
+from megatron_resihp.integration.world.slice_shares import SliceShares
+from megatron_resihp.integration.world.view import View
+from megatron_resihp.pipeline.orders import orders_of
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica
 
 
 @dataclass(frozen=True)
-class Heterogeneous:
-    """A heterogeneous plan, seen by one worker.
+class HeterogeneousView(View):
+    """A heterogeneous plan, which says the layers of each stage, seen by one worker.
 
     Attributes:
-        plan: says which layers each stage runs.
-        worker: whose view it is.
         tied_head: number of the head's layer if it shares the word embeddings.
     """
 
-    plan: ParallelPlan
-    worker: int
     tied_head: int | None
 
     @cached_property
-    def replica(self) -> int | None:
-        return self.plan.replica_of(self.worker)
+    def shares(self) -> SliceShares:
+        """The slices that it holds."""
+        return SliceShares(self.plan, self.worker, self.tied_head)
 
     @cached_property
     def coordinate(self) -> Coordinate:
+        """Its place in its replica."""
         coordinate = self.plan.coordinate_of(self.worker)
-        assert coordinate is not None and self.replica is not None, "a standby has no place in a replica"
+        assert coordinate is not None and self.works, "a standby has no place in a replica"
         return coordinate
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """All chunks of this worker's replica."""
-        assert self.replica is not None
         return self.plan.replicas[self.replica].chunks
 
     @cached_property
@@ -57,23 +50,43 @@ class Heterogeneous:
     @cached_property
     def peers(self) -> tuple[int, ...]:
         """Worker ids of this worker's tensor-parallel group, in order."""
-        assert self.replica is not None
         return self.plan.replicas[self.replica].stages[self.coordinate.stage]
 
     @cached_property
     def rank_order(self) -> tuple[int, ...]:
         """Worker ids in the order of torch ranks.
 
-        Megatron's last rank prints and logs, so it is `reporter`; and torch sorts the members of a group by rank, so
-        tensor-parallel peers follow each other.
+        Megatron's last rank prints and logs, so it is the one that reports; and torch sorts the members of a group by
+        rank, so tensor-parallel peers follow each other.
         """
         last = self._head_members
         return (*(worker for worker in self.plan.working if worker not in last), *last)
 
     @cached_property
-    def reporter(self) -> int:
-        """Who has the losses and writes the events of each iteration."""
-        return self._head_members[-1]
+    def read_order(self) -> tuple[int, ...]:
+        """In order of their first op, those of other replicas that were moved here included."""
+        own = orders_of(self.plan.replicas[self.replica])[self.coordinate.stage]
+        return tuple(dict.fromkeys(op.micro_batch for op in own if op.kind == "F"))
+
+    def evaluation_order(self, count: int) -> Sequence[int]:
+        return range(count if self.evaluates else 0)
+
+    @cached_property
+    def numbering(self) -> tuple[int, ...]:
+        """Ops name their micro-batch by its index."""
+        return tuple(range(self.plan.micro_batch_count))
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.works and 0 in self.own_chunks
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.works and len(self.chunks) - 1 in self.own_chunks
+
+    @property
+    def reports(self) -> bool:
+        return self.worker == self._head_members[-1]
 
     @cached_property
     def _head_members(self) -> tuple[int, ...]:
@@ -86,67 +99,37 @@ class Heterogeneous:
 
     @cached_property
     def evaluating(self) -> Replica:
-        """The replica of `reporter` as it evaluates for all: with a helper's members for each stage that has none."""
-        number = self.plan.replica_of(self.reporter)
+        """The replica of the worker that reports, as it evaluates for all."""
+        number = self.plan.replica_of(self._head_members[-1])
         assert number is not None
-        replica = self.plan.replicas[number]
-        of_chunk = [
-            replica.stages[stage] or self._helpers(replica, chunk) for chunk, stage in enumerate(replica.stage_of_chunk)
-        ]
-        members = tuple(dict.fromkeys(of_chunk))
-        chunks = tuple(
-            chunk._replace(stage=members.index(own)) for own, chunk in zip(of_chunk, replica.chunks, strict=True)
-        )
-        return Replica(members, replica.micro_batches, chunks)
-
-    def _helpers(self, replica: Replica, chunk: int) -> tuple[int, ...]:
-        """Who does in training what a stage without members would do."""
-        helper = next(
-            self.plan.replicas[migration.replica]
-            for migration in self.plan.migrations
-            if migration.chunk == chunk and migration.micro_batch in replica.micro_batches
-        )
-        return helper.stages[helper.stage_of_chunk[chunk]]
+        return with_helpers(self.plan, self.plan.replicas[number])
 
     @property
     def evaluates(self) -> bool:
         """Whether this worker has part in evaluations."""
         return any(self.worker in members for members in self.evaluating.stages)
 
-    @property
-    def has_head(self) -> bool:
-        return self.replica is not None and len(self.chunks) - 1 in self.own_chunks
 
-    @cached_property
-    def shards(self) -> dict[int, tuple[Shard, ...]]:
-        return all_shards(self.plan)
+def with_helpers(plan: ParallelPlan, replica: Replica) -> Replica:
+    """A replica with a helper's members for each stage that has none."""
+    of_chunk = [
+        replica.stages[stage] or _helpers(plan, replica, chunk) for chunk, stage in enumerate(replica.stage_of_chunk)
+    ]
+    members = tuple(dict.fromkeys(of_chunk))
+    chunks = tuple(
+        chunk._replace(stage=members.index(own)) for own, chunk in zip(of_chunk, replica.chunks, strict=True)
+    )
+    return Replica(members, replica.micro_batches, chunks)
 
-    @cached_property
-    def cuts(self) -> int:
-        return cuts_of(shard for shards in self.shards.values() for shard in shards)
 
-    @cached_property
-    def slices(self) -> frozenset[Slice]:
-        """What this worker works on or keeps current."""
-        return slices_of(self.shards[self.worker], self.cuts, self.tied_head)
-
-    @cached_property
-    def holders(self) -> dict[Slice, tuple[int, ...]]:
-        return holders_of(self.shards, self.cuts, self.tied_head)
-
-    @cached_property
-    def contributors(self) -> dict[Slice, tuple[int, ...]]:
-        return contributors_of(self.plan, self.cuts, self.tied_head)
-
-    @cached_property
-    def contributed(self) -> frozenset[Slice]:
-        """Slices whose gradients on this worker count."""
-        return frozenset(piece for piece, workers in self.contributors.items() if self.worker in workers)
-
-    @cached_property
-    def counted(self) -> frozenset[Slice]:
-        """Slices that this worker counts in the gradient's norm: each one is counted by exactly one worker."""
-        return frozenset(piece for piece, workers in self.contributors.items() if self.worker == workers[0])
+def _helpers(plan: ParallelPlan, replica: Replica, chunk: int) -> tuple[int, ...]:
+    """The workers that do in training what a stage without members would do."""
+    helper = next(
+        plan.replicas[migration.replica]
+        for migration in plan.migrations
+        if migration.chunk == chunk and migration.micro_batch in replica.micro_batches
+    )
+    return helper.stages[helper.stage_of_chunk[chunk]]
 
 
 def _runs_head(replica: Replica) -> bool:

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
-from megatron_resihp.integration.world.heterogeneous import Heterogeneous
+from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
 from megatron_resihp.plan import Chunk
 
 PIPELINE_GROUP = "_PIPELINE_MODEL_PARALLEL_GROUP"
@@ -45,9 +45,9 @@ class MegatronGroups:
         self._groups = [name for name, value in state.items() if re.fullmatch(r"_[A-Z_]*GROUP[A-Z_]*", name) and value]
         self._ranks = [name for name, value in state.items() if re.fullmatch(r"_[A-Z_]*RANKS[A-Z_]*", name) and value]
 
-    def replace(self, heterogeneous: Heterogeneous) -> None:
+    def replace(self, view: HeterogeneousView) -> None:
         """Fill the table for a heterogeneous plan; the world of its working workers has been joined."""
-        own, peers = ranks_of_stage(heterogeneous)
+        own, peers = ranks_of_stage(view)
         # Two, also where nobody else is in the stage: torch names a group by how many its member has made before, and
         # all members of those that follow must have made as many.
         alone = dist.new_group([own], use_local_synchronization=True)
@@ -61,10 +61,10 @@ class MegatronGroups:
         parallel_state._set_global_memory_buffer()
 
 
-def ranks_of_stage(heterogeneous: Heterogeneous) -> tuple[int, list[int]]:
+def ranks_of_stage(view: HeterogeneousView) -> tuple[int, list[int]]:
     """This worker's rank in the plan's world, and those of its stage."""
-    order = heterogeneous.rank_order
-    return order.index(heterogeneous.worker), [order.index(worker) for worker in heterogeneous.peers]
+    order = view.rank_order
+    return order.index(view.worker), [order.index(worker) for worker in view.peers]
 
 
 @contextmanager
@@ -124,13 +124,13 @@ class Sizes:
             for name, value in values.items():
                 setattr(holder, name, value)
 
-    def replace(self, heterogeneous: Heterogeneous) -> None:
+    def replace(self, view: HeterogeneousView) -> None:
         """Those of a worker's place in a plan.
 
         Raises:
             RuntimeError: Megatron refuses the degree of its stage.
         """
-        degree, chunks = len(heterogeneous.peers), heterogeneous.chunks
+        degree, chunks = len(view.peers), view.chunks
         derived = self._derived.of_degree(degree)
         self.restore()
         for holder, values in self._own:

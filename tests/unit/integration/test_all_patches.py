@@ -11,7 +11,6 @@ import pytest
 from megatron_resihp.config import INJECTION_POINTS
 from megatron_resihp.integration import enable
 from megatron_resihp.integration.patches.training import training_patches
-from megatron_resihp.integration.probes import patches
 from megatron_resihp.integration.probes.injection_points import TARGETS, injection_patches
 from megatron_resihp.integration.probes.patches import probe_patches
 
@@ -55,16 +54,3 @@ def test_a_worker_without_a_gpu_is_refused_unless_asked_for(monkeypatch: pytest.
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     problem = enable._device_problem()
     assert problem is None if stand_in else "no CUDA device; mend that, or train on CPUs with" in str(problem)
-
-
-def test_the_chunk_that_heterogeneous_plans_ran_last_is_none_of_the_next_iterations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(patches.mpu, "get_tensor_model_parallel_group", lambda: None)
-    monkeypatch.setattr(patches, "rank_order", lambda runtime: (0,))
-    runtime: Any = SimpleNamespace(
-        probes=SimpleNamespace(tp_group=None, begin=lambda *_: None), current_plan=SimpleNamespace(micro_batch_count=2),
-        micro_batches=(0, 1), heterogeneous=None, epoch=1, progress=SimpleNamespace(iteration=3), running_chunk=1,
-    )  # fmt: skip
-    patches.begin_iteration(runtime)
-    assert runtime.running_chunk == 0

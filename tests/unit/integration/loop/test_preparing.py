@@ -33,12 +33,10 @@ class Worker:
         self.discarded: list[int] = []
         self.may_go_on = threading.Event()
         self.error: Exception | None = None
-        self.runtime: Any = SimpleNamespace(
-            worker=number, epoch=epoch, communicators=self,
-            control=SimpleNamespace(tell=self.said.append, broken=lambda: False),
-        )  # fmt: skip
-        monkeypatch.setattr(preparing, "needs_of", lambda runtime, plan: "needs")
-        self.preparation = Preparation(self.runtime)
+        self.control: Any = SimpleNamespace(worker=number, epoch=epoch, tell=self.said.append, broken=lambda: False)
+        communicators: Any = self
+        needs: Any = "needs"
+        self.preparation = Preparation(self.control, communicators, lambda plan: needs)
 
     def groups_ahead(self, change: int, plan_digest: str) -> Groups:
         assert plan_digest == PLAN.digest

@@ -16,11 +16,11 @@ class Worker(SimpleNamespace):
     def __init__(self, *iterations: int) -> None:
         self.asked: list[Any] = []
         self.control = SimpleNamespace(tell=lambda request: self.asked.append((type(request), request.plan)))
-        self.reports = False
+        self.view = SimpleNamespace(reports=False)
         self.plans = [(ScheduledPlan(Path("plan.json"), each), {"replicas": each}) for each in iterations]
 
     def begin(self, iteration: int, reports: bool) -> None:
-        self.reports = reports
+        self.view.reports = reports
         Runtime.ask_for_plans(self, iteration)  # type: ignore[arg-type]
 
 

@@ -49,15 +49,16 @@ class Worker:
     def __init__(self, me: int, own_chunks: Sequence[int], emulated: bool, recording: bool = True) -> None:
         self.rows: list[tuple[Any, ...]] = []
         self.arrivals: list[float] = []
-        probes = SimpleNamespace(recording=recording, immediate=True, note_transfer=lambda *row: self.rows.append(row))
-        padding = SimpleNamespace(
+        probes: Any = SimpleNamespace(
+            recording=recording, immediate=True, note_transfer=lambda *row: self.rows.append(row)
+        )
+        padding: Any = SimpleNamespace(
             transfer_seconds=lambda peer, size: LINK_S[min(peer, me), max(peer, me)], pad_arrival=self.arrivals.append
         )
         ranks = {worker: worker for worker in range(3)}
         group: Any = me
         self.exchange = MeasuredExchange(me, group, ranks, None, SHAPE, torch.float32, torch.device("cpu"))
-        runtime: Any = SimpleNamespace(probes=probes, padding=padding if emulated else None)
-        self.exchange.begin(runtime, own_chunks)
+        self.exchange.begin(probes, padding if emulated else None, own_chunks)
 
 
 @pytest.fixture(autouse=True)

@@ -60,15 +60,16 @@ def runtime(max_lr: float, decay_steps: int, beta2: float) -> Any:
         curr_iteration=7, consumed_train_samples=56, skipped_train_samples=0, consumed_valid_samples=0
     )
     trained = Trained([], optimizer, Scheduler(max_lr=max_lr, lr_decay_steps=decay_steps))
-    return SimpleNamespace(args=args, trained=trained, totals={}, flops=1.0, is_last_stage=True, groups=groups)
+    view = SimpleNamespace(is_last_stage=True)
+    return SimpleNamespace(args=args, live=trained, totals={}, flops=1.0, view=view, groups=groups)
 
 
 def test_settings_of_a_checkpoint_are_put_into_what_was_built_from_arguments() -> None:
     resumed, anew = runtime(1e-3, 40, 0.95), runtime(5e-3, 100, 0.999)
-    resumed.trained.scheduler.num_steps = 56
+    resumed.live.scheduler.num_steps = 56
     told = json.loads(json.dumps(snapshot_counters(resumed)))
     restore_counters(anew, told)
-    scheduler = anew.trained.scheduler
+    scheduler = anew.live.scheduler
     assert (scheduler.max_lr, scheduler.lr_decay_steps, scheduler.num_steps) == (1e-3, 40, 56) and scheduler.stepped
     assert [group["betas"] for group in anew.groups] == [(0.9, 0.95)] * 2
     assert [group["wd_mult"] for group in anew.groups] == [0.0, 1.0], "what differs between groups is as it was built"
@@ -82,8 +83,8 @@ def test_a_standby_knows_enough_to_go_on_from_if_all_that_work_die() -> None:
     values[COUNTERS_FROM:] = torch.tensor([7.0, 56.0, 0.0, 0.0, 56.0])
     note_counters(standby, values)
     restore_counters(anew, json.loads(json.dumps(standby.progress.counters[8])))
-    assert (anew.args.iteration, anew.args.consumed_train_samples, anew.trained.scheduler.num_steps) == (7, 56, 56)
-    assert anew.trained.scheduler.max_lr == 1e-3
+    assert (anew.args.iteration, anew.args.consumed_train_samples, anew.live.scheduler.num_steps) == (7, 56, 56)
+    assert anew.live.scheduler.max_lr == 1e-3
 
 
 def test_megatron_finds_a_start_with_as_many_workers_in_its_progress_log(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from megatron_resihp.integration.patches.data import Feed, NumberedDataset, PlanSampler
+from megatron_resihp.integration.world.view import UniformView
 from megatron_resihp.plan import ParallelPlan, Replica, deal
 from megatron_resihp.protocol.records import Outcome
 
@@ -92,8 +93,7 @@ class TestFeed:
             args=SimpleNamespace(
                 num_workers=0, micro_batch_size=2, global_batch_size=8, eval_micro_batch_size=1,
                 eval_global_batch_size=3, consumed_train_samples=8, consumed_valid_samples=3,
-            ), current_plan=plan, replica=1, micro_batches=(1, 3), read_order=(1, 3), heterogeneous=None, replay=None,
-            fed=[], probes=SimpleNamespace(batch_came=lambda: None),
+            ), view=UniformView(plan, 1, True), replay=None, fed=[], probes=SimpleNamespace(batch_came=lambda: None),
         )  # fmt: skip
 
     @pytest.fixture
@@ -113,7 +113,7 @@ class TestFeed:
         feed = Feed(runtime, dataset, False, "consumed_train_samples")
         feed.rewind()
         self.take(feed, 1)
-        runtime.micro_batches = (0, 1, 2, 3)
+        runtime.view = UniformView(ParallelPlan((Replica(((1,),), (0, 1, 2, 3)),)), 1, True)
         feed.rewind()
         assert self.take(feed, 4) == [[108, 109], [110, 111], [112, 113], [114, 115]]
 

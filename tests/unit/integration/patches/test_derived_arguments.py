@@ -14,7 +14,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_resihp.integration.patches import flags
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
-from megatron_resihp.integration.world.heterogeneous import Heterogeneous
+from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
 from megatron_resihp.integration.world.heterogeneous_groups import Sizes
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 
@@ -46,9 +46,9 @@ def job(parsed: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> tuple[ar
     return args, derived
 
 
-def stage(degree: int) -> Heterogeneous:
+def stage(degree: int) -> HeterogeneousView:
     replica = Replica((tuple(range(degree)),), (0,), (Chunk(0, 0, LAYERS),))
-    return Heterogeneous(ParallelPlan((replica,)), 0, None)
+    return HeterogeneousView(ParallelPlan((replica,)), 0, None)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])

@@ -12,8 +12,7 @@ import torch
 from megatron.training import training
 
 from megatron_resihp.integration.ops import program_schedule
-from megatron_resihp.integration.ops.program_schedule import MegatronWork
-from megatron_resihp.integration.patches import documents
+from megatron_resihp.integration.ops.program_schedule import MegatronWork, ScheduleCall
 from megatron_resihp.plan import PlannedOp
 
 Lengths = list[tuple[int, ...]]
@@ -40,10 +39,11 @@ def work(monkeypatch: pytest.MonkeyPatch, own_chunks: tuple[int, ...]) -> Megatr
 
     monkeypatch.setattr(program_schedule.schedules, "forward_step", forward_step)
     monkeypatch.setattr(program_schedule, "get_model_config", lambda model: None)
-    heterogeneous: Any = SimpleNamespace(own_chunks=own_chunks, chunks=range(4))
+    view: Any = SimpleNamespace(own_chunks=own_chunks, chunks=range(4))
     steps: Any = [SimpleNamespace(op=PlannedOp("F", chunk, m)) for m in range(3) for chunk in own_chunks]
-    runtime: Any = SimpleNamespace(running_chunk=0)
-    return MegatronWork(runtime, heterogeneous, steps, None, None, [None] * len(own_chunks), 3)
+    probes: Any = SimpleNamespace(running_chunk=0)
+    call = ScheduleCall(None, None, [None] * len(own_chunks), 3)
+    return MegatronWork(view, steps, call, probes, lambda: None)
 
 
 @pytest.mark.parametrize(("chunks", "expected"), [((0, 3), [24.0, 9 + 25 + 64 + 38]), ((1, 2), None)])
@@ -57,22 +57,3 @@ def test_each_document_counts_once(
             for chunk in chunks:
                 found.forward(chunk, micro_batch, None)
     assert (None if found.documents is None else found.documents.tolist()) == expected
-
-
-def consumer(heterogeneous: bool, agreed: tuple[float, float]) -> Any:
-    """What train() calls on a worker that has seen a document."""
-    training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 7]))
-    runtime: Any = SimpleNamespace(heterogeneous=object() if heterogeneous else None, documents=agreed)
-    return documents.wrap_consume(runtime, lambda: (1.0, 2.0))
-
-
-def test_under_a_heterogeneous_plan_what_was_agreed_on_is_told_once() -> None:
-    """Without a collective: a worker without work has seen no document and would not join it."""
-    consume = consumer(True, (24.0, 136.0))
-    assert consume() == (24.0, 136.0)
-    assert documents.seen_so_far() is None
-    assert consume() == (None, None)
-
-
-def test_megatrons_own_groups_count_as_ever() -> None:
-    assert consumer(False, (24.0, 136.0))() == (1.0, 2.0)

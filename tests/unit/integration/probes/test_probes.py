@@ -315,3 +315,11 @@ def test_garbage_collections_are_noted() -> None:
     finally:
         gc.callbacks.remove(probes._on_collection)
     assert SpanKind.GARBAGE_COLLECTION in sent[0].spans["kind"].tolist()
+
+
+def test_the_chunk_that_was_run_last_is_none_of_the_next_iterations() -> None:
+    """Megatron's own schedule doesn't say which chunk it runs where there is only one."""
+    probes = Probes(0, HostClock, lambda sheet: None)
+    probes.running_chunk = 1
+    probes.begin(1, 3, (0, 1), (0,))
+    assert probes.running_chunk == 0

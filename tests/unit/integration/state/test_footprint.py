@@ -17,6 +17,7 @@ from megatron_resihp.integration.state.footprint import (
     storages,
 )
 from megatron_resihp.integration.step.step import take_step
+from megatron_resihp.integration.trained import Trained
 
 NUMBERS = 100
 BYTES = 4 * NUMBERS
@@ -57,49 +58,49 @@ def trained() -> Any:
     inner = torch.optim.Adam([parameter])
     inner.step()
     part = SimpleNamespace(optimizer=inner, is_stub_optimizer=False, zero_grad=inner.zero_grad)
-    return SimpleNamespace(model=[chunk], optimizer=part)
+    return Trained([chunk], part, None)
 
 
 @pytest.fixture
-def runtime() -> Any:
-    return SimpleNamespace(trained=trained(), lacks_gradients=False)
+def live() -> Trained:
+    return trained()
 
 
-def test_gradients_make_room(runtime: Any) -> None:
-    whole = bytes_of(runtime.trained)
+def test_gradients_make_room(live: Trained) -> None:
+    whole = bytes_of(live)
     assert 4 * BYTES <= whole < 4 * BYTES + 16  # the parameters, their gradients, two moments, and a count of steps
-    before = runtime.trained.model[0].module.weight.detach().clone()
+    before = live.model[0].module.weight.detach().clone()
     for _ in range(2):  # a rebuild may be begun again
-        free_gradients(runtime)
-        assert sum(storages(runtime.trained).values()) == whole - BYTES
-        assert bytes_of(runtime.trained) == whole
-    assert torch.equal(runtime.trained.model[0].module.weight, before)
+        free_gradients(live)
+        assert sum(storages(live).values()) == whole - BYTES
+        assert bytes_of(live) == whole
+    assert torch.equal(live.model[0].module.weight, before)
 
 
-def test_objects_that_go_on_being_used_have_gradients_again(runtime: Any) -> None:
+def test_objects_that_go_on_being_used_have_gradients_again(live: Trained) -> None:
     """A standby's, after a rebuild in which it would have worked was given up."""
-    whole = bytes_of(runtime.trained)
-    free_gradients(runtime)
-    bring_gradients_back(runtime)
-    assert sum(storages(runtime.trained).values()) == whole and not runtime.lacks_gradients
-    assert torch.equal(runtime.trained.model[0].module.weight.main_grad, torch.zeros(1, NUMBERS))
+    whole = bytes_of(live)
+    free_gradients(live)
+    bring_gradients_back(live)
+    assert sum(storages(live).values()) == whole and not live.lacks_gradients
+    assert torch.equal(live.model[0].module.weight.main_grad, torch.zeros(1, NUMBERS))
 
 
-def test_gradients_that_are_there_are_left_alone(runtime: Any) -> None:
-    bring_gradients_back(runtime)
-    assert torch.equal(runtime.trained.model[0].buffers[0].grad_data, torch.ones(NUMBERS))
+def test_gradients_that_are_there_are_left_alone(live: Trained) -> None:
+    bring_gradients_back(live)
+    assert torch.equal(live.model[0].buffers[0].grad_data, torch.ones(NUMBERS))
 
 
-def test_no_step_is_taken_without_gradients(runtime: Any) -> None:
-    free_gradients(runtime)
+def test_no_step_is_taken_without_gradients(live: Trained) -> None:
+    free_gradients(live)
     with pytest.raises(RuntimeError, match="whose gradients were freed"):
-        take_step(runtime, SimpleNamespace(skipped=False))  # type: ignore[arg-type]
+        take_step(SimpleNamespace(live=live), SimpleNamespace(skipped=False))  # type: ignore[arg-type]
 
 
-def test_what_is_taken_over_counts_once(runtime: Any) -> None:
-    before, new = bytes_of(runtime.trained), trained()
-    new.optimizer.optimizer.state = runtime.trained.optimizer.optimizer.state
-    free_gradients(runtime)
-    found = footprint_of(before, storages(runtime.trained), storages(new))
+def test_what_is_taken_over_counts_once(live: Trained) -> None:
+    before, new = bytes_of(live), trained()
+    new.optimizer.optimizer.state = live.optimizer.optimizer.state
+    free_gradients(live)
+    found = footprint_of(before, storages(live), storages(new))
     assert found.before == before and found.new == 2 * BYTES  # parameters and gradients; moments are the old ones
     assert found.most == before - BYTES + 2 * BYTES

@@ -15,6 +15,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 
 from megatron_resihp.integration.step.loss_scale import (
+    Averaging,
     divide_gradients,
     factor_of_losses,
     inverse_scale,
@@ -100,13 +101,9 @@ def test_no_step_is_taken_with_a_gradient_that_is_not_finite() -> None:
         divide_gradients(part, part.grad_scaler.inv_scale)
 
 
-def runtime(scaler: Any, replicas: int, *, heterogeneous: bool = False, per_token: bool = False) -> Any:
-    """A job of eight micro-batches that began with two replicas."""
-    return SimpleNamespace(
-        trained=SimpleNamespace(optimizer=chained(Part(scaler))), heterogeneous=object() if heterogeneous else None,
-        args=SimpleNamespace(calculate_per_token_loss=per_token, global_batch_size=16, micro_batch_size=2),
-        own=SimpleNamespace(data_parallel=2), current_plan=SimpleNamespace(replicas=range(replicas)),
-    )  # fmt: skip
+def averaging(replicas: int, *, per_token: bool = False) -> Averaging:
+    """Of a job of eight micro-batches that began with two replicas."""
+    return Averaging(per_token, micro_batches=8, first_replicas=2, replicas=replicas)
 
 
 @pytest.mark.parametrize(
@@ -116,21 +113,18 @@ def test_micro_batches_are_scaled_alike_and_gradients_whole_under_any_plan(
     replicas: int, counts: list[int], heterogeneous: bool
 ) -> None:
     """Megatron divides losses by `count` of a replica, we by that of all; and it averages over replicas."""
-    scaled, plain = (
-        runtime(dynamic(), replicas, heterogeneous=heterogeneous),
-        runtime(None, replicas, heterogeneous=heterogeneous),
-    )
-    inverse = inverse_scale(scaled)
-    assert inverse is not None and inverse_scale(plain) is None
-    average = 1 if heterogeneous else replicas
+    scaled, plain, average = chained(Part(dynamic())), chained(Part(None)), 1 if heterogeneous else replicas
+    under = averaging(average)
+    inverse = inverse_scale(under, scaled)
+    assert inverse is not None and inverse_scale(under, plain) is None
     for count in counts:
-        multiplied = 1024.0 * factor_of_losses(scaled, count) / count
+        multiplied = 1024.0 * factor_of_losses(under, scaled, count) / count
         assert multiplied == 1024.0 * 2 / 8, "as in the job's own layout"
         assert float(inverse) * multiplied / average == 1 / 8
-        assert factor_of_losses(plain, count) / count / average == 1 / 8
+        assert factor_of_losses(under, plain, count) / count / average == 1 / 8
 
 
 def test_losses_that_are_summed_over_tokens_are_only_scaled() -> None:
-    job = runtime(dynamic(), 1, per_token=True)
-    inverse = inverse_scale(job)
-    assert factor_of_losses(job, 8) == 1.0 and inverse is not None and float(inverse) == 1 / 1024
+    optimizer, under = chained(Part(dynamic())), averaging(1, per_token=True)
+    inverse = inverse_scale(under, optimizer)
+    assert factor_of_losses(under, optimizer, 8) == 1.0 and inverse is not None and float(inverse) == 1 / 1024

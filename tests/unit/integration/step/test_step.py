@@ -25,12 +25,14 @@ def worker(checks: bool, others: float, *scalers: Any) -> Any:
         values[0] += others
 
     return SimpleNamespace(
-        worker=3, epoch=1, works=False, reports=False, losses=[], loss_names=(), seen_documents=None,
+        worker=3, epoch=1, losses=[], loss_names=(), view=SimpleNamespace(works=False, reports=False),
         args=SimpleNamespace(check_for_nan_in_loss_and_grad=checks, num_experts=None),
         control=SimpleNamespace(stop_signal=None, to_save=0, validation=None), saves=0, change=None,
-        everybody=SimpleNamespace(sum=add_those_of_others, workers=(0, 3)),
+        mode=SimpleNamespace(
+            everybody=SimpleNamespace(sum=add_those_of_others, workers=(0, 3)), seen_documents=None
+        ),
         progress=SimpleNamespace(iteration=5, counters={}),
-        trained=SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=parts)),
+        live=SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=parts)),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_resihp.integration.ops.program_schedule import boundary_of
-from megatron_resihp.integration.world.heterogeneous import Heterogeneous
+from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
 from megatron_resihp.integration.world.heterogeneous_groups import Sizes
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT
@@ -29,11 +29,8 @@ def test_who_has_no_losses_does_not_report() -> None:
         Replica(((0,), (1,)), (0, 1), HALVES, in_order((0, 1), ())),
         Replica(((2,), (3,)), (2, 3), HALVES, in_order((2, 3), (0, 1, 2, 3))),
     )
-    heterogeneous = Heterogeneous(ParallelPlan(replicas, {}, (Migration(0, 1, 1), Migration(1, 1, 1))), 0, None)
-    assert heterogeneous.reporter == heterogeneous.rank_order[-1] == 3 and heterogeneous.evaluating.stages == (
-        (2,),
-        (3,),
-    )
+    view = HeterogeneousView(ParallelPlan(replicas, {}, (Migration(0, 1, 1), Migration(1, 1, 1))), 0, None)
+    assert not view.reports and view.rank_order[-1] == 3 and view.evaluating.stages == ((2,), (3,))
 
 
 def test_who_helps_in_training_helps_to_evaluate() -> None:
@@ -43,10 +40,10 @@ def test_who_helps_in_training_helps_to_evaluate() -> None:
         Replica(((), (3,)), (2, 3), HALVES, in_order((), (2, 3, 0, 1))),
     )
     migrations = (*(Migration(m, 1, 1) for m in (0, 1)), *(Migration(m, 0, 0) for m in (2, 3)))
-    views = [Heterogeneous(ParallelPlan(replicas, {2: None}, migrations), worker, None) for worker in (0, 2, 3)]
+    views = [HeterogeneousView(ParallelPlan(replicas, {2: None}, migrations), worker, None) for worker in (0, 2, 3)]
     assert [view.evaluates for view in views] == [True, False, True]
     for view in views:
-        assert view.reporter == 3
+        assert view.reports == (view.worker == 3)
         assert view.evaluating.stages == ((0,), (3,)) and view.evaluating.chunks == HALVES
 
 
@@ -64,9 +61,9 @@ def test_a_helper_of_two_chunks_evaluates_both() -> None:
         Replica(((), (5, 4)), (1,), swapped, Schedule(EXPLICIT, orders=((), order(0, 2)))),
     )
     migrations = (Migration(0, 0, 1), Migration(0, 2, 1), Migration(1, 1, 0), Migration(1, 3, 0))
-    heterogeneous = Heterogeneous(ParallelPlan(replicas, {}, migrations), 4, None)
-    assert heterogeneous.reporter == 1 and heterogeneous.evaluates
-    assert heterogeneous.evaluating.stages == ((5, 4), (1,)) and heterogeneous.evaluating.chunks == chunks
+    view = HeterogeneousView(ParallelPlan(replicas, {}, migrations), 4, None)
+    assert view.rank_order[-1] == 1 and view.evaluates
+    assert view.evaluating.stages == ((5, 4), (1,)) and view.evaluating.chunks == chunks
 
 
 @pytest.mark.parametrize(("packed", "expected"), [(False, (32, (2, 8))), (True, (64, (1, 8)))])
@@ -81,7 +78,7 @@ def test_gradients_are_summed_at_the_end_and_in_megatrons_own_groups_overlap_aga
     wrapping = SimpleNamespace(overlap_grad_reduce=True, bucket_size=7, use_distributed_optimizer=True)
     derived: Any = SimpleNamespace(of_degree=lambda degree: {})
     sizes = Sizes(64, derived, wrapping)
-    sizes.replace(Heterogeneous(ParallelPlan((Replica(((0,),), (0,), layers),)), 0, None))
+    sizes.replace(HeterogeneousView(ParallelPlan((Replica(((0,),), (0,), layers),)), 0, None))
     assert not wrapping.overlap_grad_reduce and not wrapping.use_distributed_optimizer
     wrapping.bucket_size = None
     sizes.restore()

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heterogeneous plans: Megatron knows one stage only; ops, sums of gradients and state go by chunks and slices.
+
+May import megatron, `executor` and this package.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model
+from torch.distributed.constants import default_pg_timeout
+
+from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
+from megatron_resihp.executor.routes import Step
+from megatron_resihp.executor.side_group import MakeSideGroup
+from megatron_resihp.executor.slice_sums import make_buckets
+from megatron_resihp.integration.modes.migration import migrate_slices
+from megatron_resihp.integration.modes.mode import DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
+from megatron_resihp.integration.modes.uniform import averaging_of
+from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange
+from megatron_resihp.integration.ops.program_schedule import (
+    MegatronWork,
+    ScheduleCall,
+    boundary_of,
+    evaluation_routes,
+    make_exchange,
+    run_evaluation,
+    run_training,
+    training_routes,
+)
+from megatron_resihp.integration.patches import documents
+from megatron_resihp.integration.patches.checkpoints import args_with, distributed_format, state_in_parts
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.reshardable import RESHARDABLE, TYPE
+from megatron_resihp.integration.state.slice_state import (
+    counted_norm_squared,
+    divide_by_tokens,
+    slice_digests,
+    sum_slice_gradients,
+)
+from megatron_resihp.integration.step.loss_scale import scaled_losses
+from megatron_resihp.integration.step.optimizer_whole import are_there_parts, put_together
+from megatron_resihp.integration.step.step import agreed_losses
+from megatron_resihp.integration.trained import Trained
+from megatron_resihp.integration.world.group_needs import GLOO, world_group
+from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
+from megatron_resihp.integration.world.heterogeneous_groups import StageGroup, as_stage, ranks_of_stage
+from megatron_resihp.integration.world.streams import start_streams
+from megatron_resihp.protocol.published import EpochPlan
+from megatron_resihp.protocol.records import Outcome
+
+
+class HeterogeneousMode(Mode):
+    """A plan that Megatron's own groups can't run: `ops.program_schedule` runs its ops, `executor` carries results."""
+
+    view: HeterogeneousView
+    _exchange: MeasuredExchange
+    _routes: tuple[Step, ...]
+
+    def __init__(self, runtime: Runtime, view: HeterogeneousView, make_group: MakeSideGroup) -> None:
+        self.view = view
+        self.state = HeterogeneousState(runtime, view)
+        self.everybody = make_group("everybody", view.plan.members)
+        self.averaging = averaging_of(runtime, 1)  # sums by slices are not divided
+        self._buckets = make_buckets(view.shares.holders, view.worker, make_group)
+        self._runtime = runtime
+        self._tokens: Any = 0.0
+
+    def close(self) -> None:
+        super().close()
+        self._buckets = []
+        vars(self).pop("_exchange", None)
+
+    def wanted_groups(self) -> list[WorldGroup]:
+        args, (own, peers) = self._runtime.args, ranks_of_stage(self.view)
+        world = world_group(args, len(self.view.rank_order))
+        stage = WorldGroup(tuple(sorted(peers)), default_pg_timeout)
+        if args.distributed_backend == GLOO:
+            return [world, WorldGroup((own,), default_pg_timeout), stage]
+        return [world._replace(timeout=default_pg_timeout), stage]  # groups beside NCCL's, for host tensors
+
+    def build_groups(self) -> None:
+        runtime, view = self._runtime, self.view
+        runtime.job_sizes.replace(view)
+        runtime.job_groups.replace(view)
+        rows, _ = boundary_of(runtime.args, runtime.args.micro_batch_size)
+        self._routes = training_routes(view, runtime.own.sequence_parallel, rows)
+        self.splits_backward = any(step.op.kind == "W" for step in self._routes)
+        self._exchange = make_exchange(runtime.args, runtime.communicators, view)
+        self._exchange.begin(runtime.probes, runtime.padding, view.own_chunks)
+        self._exchange.connect(self._routes)
+        with as_stage(view.own_chunks[0], len(view.chunks)):
+            start_streams(runtime.args, runtime.epoch)
+
+    @property
+    def link_group(self) -> Any:
+        return dist.group.WORLD
+
+    def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
+        optimizer, (work, model, count) = self._runtime.live.optimizer, self._work(self._routes, call)
+        with scaled_losses(self.averaging, optimizer, model, count):
+            run_training(work, self._routes, self._exchange, model)
+        counts = self.view.tp_rank == 0  # its peers have seen the same
+        self._tokens = work.tokens if counts else 0.0
+        self.seen_documents = work.documents if counts else None
+        return work.reported
+
+    def evaluate(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
+        """Only one replica evaluates, and the helpers of its empty stages."""
+        if not self.view.evaluates:
+            return []
+        args = self._runtime.args
+        rows, row = boundary_of(args, args.eval_micro_batch_size)
+        steps = evaluation_routes(self.view, call["num_microbatches"], self._runtime.own.sequence_parallel, rows)
+        work, _, _ = self._work(steps, call)
+        run_evaluation(work, steps, self._exchange, row)
+        return work.reported
+
+    def _work(self, steps: tuple[Step, ...], call: dict[str, Any]) -> tuple[MegatronWork, Any, int]:
+        model, count = call["model"], call["num_microbatches"]
+        asked = ScheduleCall(call["forward_step_func"], call["data_iterator"], model, count)
+        runtime = self._runtime
+        return MegatronWork(self.view, steps, asked, runtime.probes, lambda: runtime.pad_op), model, count
+
+    def share_gradients(self) -> None:
+        self._runtime.reach("grad-sync")  # Megatron's own is never called
+        model = self._runtime.live.model
+        sum_slice_gradients(model, self.view.shares, self._buckets, self.view.works)
+        if self.averaging.per_token:
+            divide_by_tokens(model, self.everybody, float(self._tokens))
+
+    def norm_squared(self) -> float:
+        return counted_norm_squared(self._runtime.live.model, self.view.shares)
+
+    def losses(self, found: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
+        """What was agreed on: Megatron has averaged over one replica only."""
+        return agreed_losses(self.view, outcome)
+
+    def consume_documents(self, original: Callable[[], DocumentCounts]) -> DocumentCounts:
+        """What was agreed on, without asking others again."""
+        documents.forget()
+        found, self._runtime.documents = self._runtime.documents, documents.NONE
+        return (None, None) if found == documents.NONE else found
+
+
+class HeterogeneousState(ModeState):
+    """Chunks, each built as a stage of its own, and all of the optimizer's state of their slices."""
+
+    def __init__(self, runtime: Runtime, view: HeterogeneousView) -> None:
+        self._runtime, self._view = runtime, view
+        # A distributed optimizer can load what is saved.
+        self.checkpoint_metadata = {TYPE: RESHARDABLE} if runtime.shares_optimizer else {}
+
+    def build_model(self, call: partial[Any]) -> Any:
+        view, model = self._view, []
+        for number in view.own_chunks:
+            with as_stage(number, len(view.chunks)):
+                model += call(pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+        # The worker that has the head reports losses; Megatron asks the first chunk's wrapper for that. What it wraps
+        # keeps its own place: a last stage's output is made 32 bits wide.
+        groups = copy.copy(get_attr_wrapped_model(model[0], "pg_collection"))
+        groups.pp = StageGroup(view.own_chunks[-1 if view.is_last_stage else 0], len(view.chunks))
+        model[0].pg_collection = groups
+        return model
+
+    def migrate(self, order: EpochPlan, trained: Trained) -> Migrated:
+        runtime = self._runtime
+        if not (runtime.shares_optimizer and are_there_parts(runtime)):
+            return Migrated(*migrate_slices(runtime, order, trained))
+        gathered, whole = put_together(runtime)
+        moved, digests = migrate_slices(runtime, order, trained, whole)
+        return Migrated(gathered + moved, digests)
+
+    def digests(self, trained: Trained) -> dict[str, str]:
+        shares = self._view.shares
+        return slice_digests(trained, shares.own, shares.cuts, shares.tied_head)
+
+    @contextmanager
+    def saving(self) -> Iterator[str]:
+        with distributed_format(self._runtime.args, self._view.reports) as name:
+            yield name
+
+    def state_dict(self, call: partial[dict[str, Any]]) -> dict[str, Any]:
+        runtime = self._runtime
+        return state_in_parts(call, args_with(runtime.job_sizes, runtime.args), self._view)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State on its way into a new epoch: by whole shards of the job's own layout, or by slices between any shards.
+
+May import torch, megatron and this package.
+"""
+
+import torch
+
+from megatron_resihp.control.coordination.digests import name_of
+from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, send_tensors
+from megatron_resihp.integration.progress import ContractBroken
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.digests import shard_digest
+from megatron_resihp.integration.state.shard import fill_shard, group_steps, shard_tensors
+from megatron_resihp.integration.state.slice_state import HostFiller, WholeState, move_state, slice_digests
+from megatron_resihp.integration.trained import Trained
+from megatron_resihp.plan import Coordinate
+from megatron_resihp.plan.slices import all_shards, cuts_of
+from megatron_resihp.plan.spelling import spelled_out
+from megatron_resihp.protocol.published import EpochPlan
+
+Holders = dict[int, Coordinate | None]
+"""The shard of the job's own layout that each worker holds; None: it holds nothing."""
+
+
+def own_shards(runtime: Runtime, order: EpochPlan) -> Holders | None:
+    """What each member holds; None if some hold shards of another layout."""
+    held = {worker: runtime.own.coordinate_of(shards) for worker, shards in order.held.items()}
+    return None if any(shards and not held[worker] for worker, shards in order.held.items()) else held
+
+
+def migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained, held: Holders) -> tuple[int, dict[str, str]]:
+    """Move whole shards between two uniform plans.
+
+    Returns:
+        the bytes received, and digests of the state before and after.
+    """
+    everybody, worker, old = runtime.mode.everybody, runtime.worker, runtime.live
+    # New objects take over tensors of the old ones, so this comes first.
+    digests = shard_digest(old, held[worker])
+    received = 0
+    for transfer in plan_transfers(order.plan, held):
+        if transfer.source == worker:
+            send_tensors(everybody, transfer.target, shard_tensors(old), {"steps": group_steps(old)})
+        elif transfer.target == worker:
+            device = torch.device("cuda", torch.cuda.current_device())
+            tensors, extra = receive_tensors(everybody, transfer.source, device)
+            fill_shard(trained, tensors, extra["steps"])
+            received = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if worker in (transfer.source, transfer.target):
+            runtime.reach("recovery-migrate")
+    if trained is old:
+        return received, digests
+    if not received:
+        fill_shard(trained, shard_tensors(old), group_steps(old))
+    return received, with_those_after(digests, runtime.mode.state.digests(trained))
+
+
+def migrate_slices(
+    runtime: Runtime, order: EpochPlan, trained: Trained, whole: WholeState | None = None,
+    filler: HostFiller | None = None,
+) -> tuple[int, dict[str, str]]:  # fmt: skip
+    """Move slices between shards that are cut unlike each other; the result is that of `migrate_shards`.
+
+    Args:
+        whole, filler: where the state is, and where it goes, if not in the objects.
+    """
+    own, worker, old = runtime.own, runtime.worker, runtime.live
+    wanted = all_shards(spelled_out(order.plan, own.chunks))
+    cuts = cuts_of(shard for table in (order.held, wanted) for shards in table.values() for shard in shards)
+    new = None if trained is old else trained
+    received = move_state(
+        runtime.mode.everybody, worker, old, new, order.held, wanted, cuts, own.tied_head,
+        lambda: runtime.reach("recovery-migrate"), whole, filler,
+    )  # fmt: skip
+    digests = slice_digests(old, order.held[worker], cuts, own.tied_head, whole)
+    filled = None if filler is None else filler.whole
+    after = {} if new is None else slice_digests(new, wanted[worker], cuts, own.tied_head, filled)
+    return received, with_those_after(digests, after)
+
+
+def with_those_after(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
+    """Digests of all that this worker held before and holds after its state has moved.
+
+    Raises:
+        ContractBroken: what it has kept isn't what it was.
+    """
+    for key in before.keys() & after.keys():
+        if before[key] != after[key]:
+            raise ContractBroken(f"the state of {name_of(key)} is not what it was before it moved")
+    return before | after

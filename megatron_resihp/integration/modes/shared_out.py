@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uniform plans of jobs with Megatron's distributed optimizer: each replica owns a part of the optimizer's state.
+
+A copy of each part is kept by another holder of the shard (`plan.copies`). May import megatron and this package.
+"""
+
+from megatron_resihp.executor.side_group import MakeSideGroup
+from megatron_resihp.integration.modes.migration import migrate_slices
+from megatron_resihp.integration.modes.mode import Migrated
+from megatron_resihp.integration.modes.uniform import UniformMode, UniformState
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.slice_state import HostFiller
+from megatron_resihp.integration.step.optimizer_buddies import join_ring, move_parts, part_digests, share_part_gradients
+from megatron_resihp.integration.step.optimizer_copy import Kept
+from megatron_resihp.integration.step.optimizer_shards import gather_parameters, step_part
+from megatron_resihp.integration.step.optimizer_whole import are_there_parts, share_out
+from megatron_resihp.integration.trained import Trained, parts_of
+from megatron_resihp.integration.world.view import UniformView
+from megatron_resihp.protocol.published import EpochPlan
+
+
+class SharedOutMode(UniformMode):
+    """A uniform plan whose replicas step their own parts and then gather the parameters."""
+
+    def __init__(self, runtime: Runtime, view: UniformView, make_group: MakeSideGroup) -> None:
+        super().__init__(runtime, view, make_group)
+        self.state = SharedOutState(runtime, view)
+
+    def _join(self, make_group: MakeSideGroup) -> None:
+        coordinate = self.view.plan.coordinate_of(self.view.worker)
+        self._buddies = self._ring = None
+        if coordinate is not None:
+            self._ring = join_ring(self.view.plan, coordinate, self.view.worker, make_group)
+
+    def close(self) -> None:
+        super().close()
+        self._ring = None
+
+    def share_gradients(self) -> None:
+        kept = self._runtime.kept
+        if kept is not None and self._ring is not None:
+            share_part_gradients(self._runtime.live, kept, self._ring, self.view.worker)
+
+    @property
+    def counts_norm(self) -> bool:
+        """Each replica counts its part."""
+        return self.view.works
+
+    def step(self, optimizer: object) -> None:
+        for part in parts_of(optimizer):
+            step_part(part)
+
+    def after_step(self) -> None:
+        # The step is taken: a failure in here leads to the next epoch, where parameters are gathered anew.
+        self._runtime.reach("gather")
+        gather_parameters(self._runtime.live)
+
+
+class SharedOutState(UniformState):
+    """Parameters of whole shards, and a part and a copy of the optimizer's state."""
+
+    def migrate(self, order: EpochPlan, trained: Trained) -> Migrated:
+        runtime = self._runtime
+        if are_there_parts(runtime):
+            moved, kept = move_parts(runtime, trained)
+            return Migrated(moved, part_digests(runtime, trained, kept), kept)
+        filler = HostFiller()
+        moved, digests = migrate_slices(runtime, order, trained, filler=filler)
+        kept = share_out(runtime, trained, filler.whole)
+        return Migrated(moved, digests | part_digests(runtime, trained, kept), kept)
+
+    def first_copies(self) -> Kept | None:
+        _, kept = move_parts(self._runtime, self._runtime.live)
+        return kept
+
+    def digests(self, trained: Trained) -> dict[str, str]:
+        return part_digests(self._runtime, trained, self._runtime.kept)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uniform plans: Megatron's own groups and schedule, its own sums of gradients, whole shards of the job's own layout.
+
+With the distributed optimizer the replicas of a shard own parts of its state (`modes.shared_out`). May import megatron
+and this package.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+
+from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
+from megatron_resihp.executor.side_group import MakeSideGroup
+from megatron_resihp.integration.modes.migration import migrate_shards, migrate_slices, own_shards
+from megatron_resihp.integration.modes.mode import DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.digests import shard_digest
+from megatron_resihp.integration.step.buddies import broadcast_gradients, join_buddies
+from megatron_resihp.integration.step.loss_scale import Averaging, scaled_losses
+from megatron_resihp.integration.trained import Trained, parts_of
+from megatron_resihp.integration.world.group_needs import groups_wanted, of_gloo, world_group
+from megatron_resihp.integration.world.streams import start_streams
+from megatron_resihp.integration.world.view import UniformView
+from megatron_resihp.protocol.published import EpochPlan
+from megatron_resihp.protocol.records import Outcome
+
+
+class UniformMode(Mode):
+    """A plan that Megatron's own groups can run."""
+
+    view: UniformView
+
+    def __init__(self, runtime: Runtime, view: UniformView, make_group: MakeSideGroup) -> None:
+        self.view = view
+        self.state = UniformState(runtime, view)
+        self.everybody = make_group("everybody", view.plan.members)
+        self.averaging = averaging_of(runtime, len(view.plan.replicas))
+        self._runtime = runtime
+        self._join(make_group)
+
+    def _join(self, make_group: MakeSideGroup) -> None:
+        coordinate = self.view.plan.coordinate_of(self.view.worker)
+        self._buddies = None
+        if coordinate is not None:
+            self._buddies = join_buddies(self.view.plan, coordinate, self.view.worker, make_group)
+
+    def close(self) -> None:
+        super().close()
+        self._buddies = None
+
+    def wanted_groups(self) -> list[WorldGroup]:
+        order, args = self.view.rank_order, self._runtime.args
+        rank, build = order.index(self.view.worker), self._runtime.megatron_builder
+        wanted = groups_wanted(rank, len(order), build.args, build.keywords)
+        return of_gloo([(world_group(args, len(order)), None), *wanted], args.distributed_backend)
+
+    def build_groups(self) -> None:
+        self._runtime.job_sizes.restore()
+        self._runtime.megatron_builder()
+        start_streams(self._runtime.args, self._runtime.epoch)
+
+    @property
+    def link_group(self) -> Any:
+        return mpu.get_pipeline_model_parallel_group()
+
+    def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
+        share = len(self.view.read_order)
+        with scaled_losses(self.averaging, self._runtime.live.optimizer, call["model"], share):
+            return schedule(**{**call, "num_microbatches": share})
+
+    def evaluate(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
+        """A replica that has nothing to evaluate takes part in the sums over replicas, with a micro-batch that counts
+        nothing."""
+        share = self.view.evaluation_share(call["num_microbatches"])
+        losses = schedule(**{**call, "num_microbatches": max(len(share), 1)})
+        return losses if share else [{name: torch.zeros_like(value) for name, value in each.items()} for each in losses]
+
+    def share_gradients(self) -> None:
+        if self._buddies is not None:
+            broadcast_gradients(self._runtime.live, self._buddies)
+
+    @property
+    def counts_norm(self) -> bool:
+        """Whether this worker's gradients enter the norm: exactly one holder of each shard's do."""
+        return self.view.works and self.view.replica == 0
+
+    def norm_squared(self) -> float:
+        if not self.counts_norm:
+            return 0.0
+        total = 0.0
+        for part in parts_of(self._runtime.live.optimizer):
+            grads = part.get_grads_for_grad_norm() if part.get_parameters() else []
+            if grads:
+                norms = torch.stack(torch._foreach_norm([grad.float() for grad in grads])).double()
+                total += float((norms * norms).sum())
+        return total
+
+    def losses(self, found: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
+        return found
+
+    def consume_documents(self, original: Callable[[], DocumentCounts]) -> DocumentCounts:
+        return original()
+
+
+class UniformState(ModeState):
+    """Whole shards of the job's own layout, as Megatron builds and saves them."""
+
+    def __init__(self, runtime: Runtime, view: UniformView) -> None:
+        self._runtime, self._view = runtime, view
+        self.checkpoint_metadata = {}
+
+    def build_model(self, call: partial[Any]) -> Any:
+        return call()
+
+    def migrate(self, order: EpochPlan, trained: Trained) -> Migrated:
+        held = own_shards(self._runtime, order)
+        if held is None:
+            return Migrated(*migrate_slices(self._runtime, order, trained))
+        return Migrated(*migrate_shards(self._runtime, order, trained, held))
+
+    def digests(self, trained: Trained) -> dict[str, str]:
+        return shard_digest(trained, self._view.plan.coordinate_of(self._view.worker))
+
+    @contextmanager
+    def saving(self) -> Iterator[str]:
+        yield self._runtime.args.ckpt_format
+
+    def state_dict(self, call: partial[dict[str, Any]]) -> dict[str, Any]:
+        return call()
+
+
+def averaging_of(runtime: Runtime, replicas: int) -> Averaging:
+    """`replicas`: by which Megatron divides sums of gradients."""
+    args = runtime.args
+    whole = args.global_batch_size // args.micro_batch_size
+    return Averaging(args.calculate_per_token_loss, whole, runtime.own.data_parallel, replicas)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker is under a plan, whichever mode runs it. May import `plan` only.
+
+A view says nothing of groups or tensors, so there can be one of a plan that is still to come.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_resihp.plan import ParallelPlan, even_share
+
+
+@dataclass(frozen=True)
+class View(ABC):
+    """A plan, seen by one worker.
+
+    Attributes:
+        plan: the plan.
+        worker: whose view it is.
+    """
+
+    plan: ParallelPlan
+    worker: int
+
+    @property
+    def works(self) -> bool:
+        """Whether the plan gives this worker work (False: it is a standby)."""
+        return self.plan.replica_of(self.worker) is not None
+
+    @property
+    def replica(self) -> int:
+        """Index of the replica that this worker works in."""
+        replica = self.plan.replica_of(self.worker)
+        assert replica is not None, "a standby has no replica"
+        return replica
+
+    @property
+    def tp_rank(self) -> int | None:
+        """This worker's place in its tensor-parallel group; None for a standby."""
+        coordinate = self.plan.coordinate_of(self.worker) if self.works else None
+        return None if coordinate is None else coordinate.tp_rank
+
+    @property
+    @abstractmethod
+    def rank_order(self) -> tuple[int, ...]:
+        """The worker id of each torch rank."""
+
+    @property
+    @abstractmethod
+    def read_order(self) -> tuple[int, ...]:
+        """Indices in the global batch of the micro-batches that this worker runs forwards, in order."""
+
+    @abstractmethod
+    def evaluation_order(self, count: int) -> Sequence[int]:
+        """Those that it reads in an evaluation of `count` micro-batches."""
+
+    @property
+    @abstractmethod
+    def numbering(self) -> tuple[int, ...]:
+        """The index in the global batch that each micro-batch number of this worker's ops stands for."""
+
+    @property
+    @abstractmethod
+    def is_first_stage(self) -> bool:
+        """Whether this worker works on the embedding."""
+
+    @property
+    @abstractmethod
+    def is_last_stage(self) -> bool:
+        """Whether this worker has the head."""
+
+    @property
+    @abstractmethod
+    def reports(self) -> bool:
+        """Whether this worker, and no other, writes the events of each iteration."""
+
+
+@dataclass(frozen=True)
+class UniformView(View):
+    """A plan that Megatron's own groups can run.
+
+    Attributes:
+        pipeline_last: whether Megatron counts ranks through pipelines last (`--use-tp-pp-dp-mapping` is not given).
+    """
+
+    pipeline_last: bool
+
+    @property
+    def rank_order(self) -> tuple[int, ...]:
+        return self.plan.rank_order(pipeline_last=self.pipeline_last)
+
+    @property
+    def read_order(self) -> tuple[int, ...]:
+        return self.plan.replicas[self.replica].micro_batches
+
+    def evaluation_share(self, count: int) -> Sequence[int]:
+        """Those of `count` micro-batches that this worker's replica evaluates."""
+        return even_share(count, len(self.plan.replicas), self.replica)
+
+    def evaluation_order(self, count: int) -> Sequence[int]:
+        # A replica without a share runs one micro-batch that counts nothing (`modes.uniform`).
+        return self.evaluation_share(count) or (0,)
+
+    @property
+    def numbering(self) -> tuple[int, ...]:
+        return self.read_order
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self._stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self._stage == self.plan.pipeline_parallel - 1
+
+    @property
+    def reports(self) -> bool:
+        return self.works and self.replica == 0 and self.is_last_stage and self.tp_rank == 0
+
+    @property
+    def _stage(self) -> int | None:
+        coordinate = self.plan.coordinate_of(self.worker)
+        return None if coordinate is None else coordinate.stage

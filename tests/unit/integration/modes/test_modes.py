@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a worker runs a plan in either mode: what it evaluates, sums and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.training import training
+
+from megatron_resihp.integration.modes.choice import mode_of
+from megatron_resihp.integration.modes.heterogeneous import HeterogeneousMode
+from megatron_resihp.integration.modes.mode import Mode
+from megatron_resihp.integration.modes.shared_out import SharedOutMode
+from megatron_resihp.integration.modes.uniform import UniformMode
+from megatron_resihp.integration.patches import documents
+from megatron_resihp.integration.patches.schedule import wrap_get_forward_backward_func
+from megatron_resihp.integration.step.loss_scale import Averaging
+from megatron_resihp.integration.world.own_layers import OwnLayout
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica
+
+LAYERS = (Chunk(0, 0, 6),)
+HETEROGENEOUS = ParallelPlan((Replica(((0,),), (0, 1), LAYERS), Replica(((1, 2),), (2,), LAYERS)), {3: None})
+THREE_REPLICAS = ParallelPlan(tuple(Replica(((each,),), (each,)) for each in range(3)))
+
+
+class Group:
+    """A group whose other members bring the same number to each sum."""
+
+    def __init__(self, workers: Sequence[int], others: float) -> None:
+        self.workers = workers
+        self._others = others
+
+    def sum(self, values: torch.Tensor) -> None:
+        values += self._others
+
+
+def job(worker: int, *, distributed_optimizer: bool = False, per_token: bool = False) -> Any:
+    """What modes ask of a worker's job of six layers and three micro-batches."""
+    return SimpleNamespace(
+        worker=worker, shares_optimizer=distributed_optimizer, reach=lambda point: None, documents=documents.NONE,
+        own=OwnLayout(LAYERS, 1, 3, False, None),
+        args=SimpleNamespace(
+            use_tp_pp_dp_mapping=False, calculate_per_token_loss=per_token, global_batch_size=3, micro_batch_size=1
+        ),
+    )  # fmt: skip
+
+
+def mode(plan: ParallelPlan, runtime: Any, others: float = 0.0) -> Mode:
+    def make_group(name: str, workers: Sequence[int]) -> Any:
+        return Group(workers, others)
+
+    runtime.mode = mode_of(runtime, plan, make_group)
+    found: Mode = runtime.mode
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "distributed_optimizer", "expected"),
+    [
+        (THREE_REPLICAS, False, UniformMode),
+        (THREE_REPLICAS, True, SharedOutMode),
+        (HETEROGENEOUS, False, HeterogeneousMode),
+        (HETEROGENEOUS, True, HeterogeneousMode),
+    ],
+)
+def test_a_plan_has_one_mode(plan: ParallelPlan, distributed_optimizer: bool, expected: type[Mode]) -> None:
+    found = mode(plan, job(0, distributed_optimizer=distributed_optimizer))
+    assert type(found) is expected and found.everybody.workers == plan.members
+
+
+def test_megatron_divides_its_own_sums_of_gradients_by_the_replicas_and_no_others() -> None:
+    averages = [mode(plan, job(0)).averaging for plan in (THREE_REPLICAS, HETEROGENEOUS)]
+    assert averages == [Averaging(False, 3, 3, 3), Averaging(False, 3, 3, 1)]
+
+
+def test_a_mode_that_was_closed_has_no_groups_and_still_says_what_the_worker_was() -> None:
+    for plan in (THREE_REPLICAS, HETEROGENEOUS):
+        closed = mode(plan, job(0))
+        for _ in range(2):  # a recovery may be begun again
+            closed.close()
+        assert not hasattr(closed, "everybody")
+        assert closed.view.works
+
+
+def test_checkpoints_of_heterogeneous_plans_say_that_a_distributed_optimizer_can_load_them() -> None:
+    kinds = [mode(plan, job(0, distributed_optimizer=True)).state.checkpoint_metadata
+             for plan in (THREE_REPLICAS, HETEROGENEOUS)]  # fmt: skip
+    assert kinds == [{}, {"distrib_optim_sharding_type": "fully_reshardable"}]
+
+
+# ---- evaluation
+
+
+def schedule(**options: Any) -> list[dict[str, torch.Tensor]]:
+    """Megatron's, on a worker with the last stage: sum of losses and number of tokens of each micro-batch."""
+    assert options["num_microbatches"] >= 1, "Megatron's schedules run at least one"
+    return [{"lm loss": torch.tensor([6.0, 2.0])} for _ in range(options["num_microbatches"])]
+
+
+@pytest.mark.parametrize(("micro_batches", "counted"), [(2, [1, 1, 0]), (3, [1, 1, 1]), (5, [2, 2, 1])])
+def test_each_micro_batch_counts_once(micro_batches: int, counted: list[int]) -> None:
+    """Of three replicas. One that has none runs one as well, or the others would wait for it where sums are taken."""
+    for replica, expected in enumerate(counted):
+        runtime = job(replica)
+        mode(THREE_REPLICAS, runtime)
+        losses = wrap_get_forward_backward_func(runtime, lambda: schedule)()(
+            forward_only=True, num_microbatches=micro_batches
+        )
+        assert len(losses) >= 1
+        assert sum(each["lm loss"].tolist()[0] for each in losses) == 6.0 * expected
+        assert sum(each["lm loss"].tolist()[1] for each in losses) == 2.0 * expected
+
+
+# ---- gradients
+
+
+def test_a_standby_divides_by_the_tokens_of_others_only() -> None:
+    """Those that work count 8."""
+    factors: list[float] = []
+    standby = job(3, per_token=True)
+    standby.live = SimpleNamespace(model=[SimpleNamespace(scale_gradients=factors.append)])
+    mode(HETEROGENEOUS, standby, others=8.0).share_gradients()
+    assert factors == [1 / 8]
+
+
+# ---- documents
+
+
+def consumer(plan: ParallelPlan, agreed: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What train() calls on a worker that has seen a document."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(training, "_seqlen_stats_in_iteration", None)
+    monkeypatch.setattr(training, "_seqlen_stats_active", False)
+    training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 7]))
+    runtime = job(0)
+    mode(plan, runtime)
+    runtime.documents = agreed
+    return partial(documents.wrap_consume(runtime, lambda: (1.0, 2.0)))
+
+
+def test_under_a_heterogeneous_plan_what_was_agreed_on_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a collective: a worker without work has seen no document and would not join it."""
+    consume = consumer(HETEROGENEOUS, (24.0, 136.0), monkeypatch)
+    assert consume() == (24.0, 136.0)
+    assert documents.seen_so_far() is None
+    assert consume() == (None, None)
+
+
+def test_megatrons_own_groups_count_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert consumer(THREE_REPLICAS, (24.0, 136.0), monkeypatch)() == (1.0, 2.0)
