@@ -41,9 +41,8 @@ class Worker:
         self.probes = Probes(0, make_clock, lambda sheet: None)
         self.probes.tp_group = object()
         args = SimpleNamespace(dataloader_inter_document_masking=False, sft=False, micro_batch_size=1, seq_length=1)
-        self._runtime: Any = SimpleNamespace(
-            probes=self.probes, args=args, pad_op=None, pad_transfer=None, running_chunk=0
-        )
+        pads = SimpleNamespace(pad_op=None, pad_transfer=None)
+        self._runtime: Any = SimpleNamespace(probes=self.probes, job=SimpleNamespace(args=args), pads=pads)
         self._wrapped = wrapped
         self._work = work
         self._tensors = _tensors(6)

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far an iteration got on this worker, with what is needed to repeat it. May import torch and `protocol`."""
+"""How far this worker is: in its iteration, in Megatron's log, and in pretrain(). May import torch and `protocol`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from megatron_resihp.protocol.notices import ValidationOrder
 from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
 
-LOSS_SLOTS = 4
+NO_DOCUMENTS: Final = (0.0, 0.0)
+"""Σ l and Σ l² of no documents."""
+LOSS_SLOTS: Final = 4
 """How many named losses the agreement carries."""
 
 
@@ -18,12 +22,27 @@ class ContractBroken(RuntimeError):
 
 @dataclass
 class Progress:
-    """This worker's record (DESIGN contract 3) with what is needed to repeat an iteration; keeps two iterations."""
+    """This worker's record (DESIGN contract 3) with what is needed to repeat an iteration; keeps two iterations.
+
+    Attributes:
+        iteration, stage: where it is.
+        outcomes, counters: what was agreed on, and Megatron's counters before the iteration, by its number.
+        losses: what the schedule returned in this iteration (only the last stage has any).
+        loss_names: their names, as far as they are agreed on.
+        fed: sample indices that this worker's loader handed to the model in this iteration.
+        documents: Σ l and Σ l² of the documents of all workers, agreed on in the last step and not told Megatron yet.
+        replay: the outcome of a step that is applied already; train_step returns it instead of computing.
+    """
 
     iteration: int = 0
     stage: IterationPhase = IterationPhase.COMPUTE
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     counters: dict[int, dict[str, Any]] = field(default_factory=dict)
+    losses: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    loss_names: tuple[str, ...] = ()
+    fed: list[int] = field(default_factory=list)
+    documents: tuple[float, float] = NO_DOCUMENTS
+    replay: Outcome | None = None
 
     def begin(self, iteration: int, counters: dict[str, Any] | None) -> None:
         self.iteration, self.stage = iteration, IterationPhase.COMPUTE
@@ -37,12 +56,59 @@ class Progress:
         self.outcomes[self.iteration] = outcome
         self.stage = IterationPhase.AGREED
 
-    def record(self, in_loop: bool, position: int, loss_names: tuple[str, ...]) -> Record:
+    def record(self, in_loop: bool, position: int) -> Record:
         """What the coordinator gets; loss totals become numbers, which waits for the device once."""
         counters = {n: _plain(counters) for n, counters in self.counters.items()}
-        return Record(self.iteration, self.stage, in_loop, dict(self.outcomes), counters, position, loss_names)
+        return Record(self.iteration, self.stage, in_loop, dict(self.outcomes), counters, position, self.loss_names)
 
 
 def _plain(counters: dict[str, Any]) -> dict[str, Any]:
     totals = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in counters["totals"].items()}
     return {**counters, "totals": totals}
+
+
+@dataclass
+class Tally:
+    """What Megatron's log is about to say.
+
+    Attributes:
+        totals: Megatron's running loss totals as of the last log call.
+        carried: those to go on from after a recovery; None: Megatron's own.
+        flops: floating-point operations so far, as train() counts them.
+    """
+
+    totals: dict[str, Any] = field(default_factory=dict)
+    carried: dict[str, Any] | None = None
+    flops: float = 0.0
+
+
+@dataclass
+class Calls:
+    """The calls that pretrain() makes of all workers together: train(), then final saves and evaluations.
+
+    Attributes:
+        made: those calls, in order.
+        position: number of the call that this worker is in or comes to next.
+        in_loop: whether this worker runs Megatron's train() (False: a standby, or not there yet).
+        checkpointing_context: pretrain's own.
+    """
+
+    made: list[Callable[[], Any]] = field(default_factory=list)
+    position: int = 0
+    in_loop: bool = False
+    checkpointing_context: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Orders:
+    """What the workers have agreed to do.
+
+    Attributes:
+        validation: micro-benchmarks that all workers begin after this step.
+        change: whether all workers leave for another plan after this step.
+        saves: number of the last order to write a checkpoint.
+    """
+
+    validation: ValidationOrder | None = None
+    change: bool = False
+    saves: int = 0

@@ -22,19 +22,6 @@ class Trained:
     lacks_gradients: bool = False
 
 
-@dataclass(frozen=True)
-class ParameterKinds:
-    """Which kinds of parameters the whole model has (`integration.patches.parameter_kinds`).
-
-    Attributes:
-        keys: of Megatron's parameter groups.
-        workers: who knows them: those that the job began with.
-    """
-
-    keys: tuple[Any, ...]
-    workers: frozenset[int]
-
-
 def parts_of(optimizer: Any) -> list[Any]:
     """The optimizers that a chained optimizer is made of; a plain one is its own part."""
     return getattr(optimizer, "chained_optimizers", [optimizer])

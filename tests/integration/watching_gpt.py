@@ -46,7 +46,7 @@ receiving = flipped = False
 def watched(plain_migrate: Any) -> Any:
     def migrate(state: Any, order: Any, trained: Any) -> Any:
         runtime = state._runtime
-        note("left", order.epoch, runtime, runtime.live)
+        note("left", order.epoch, runtime, runtime.held.live)
         found = plain_migrate(state, order, trained)
         note("came", order.epoch, runtime, trained)
         return found
@@ -56,7 +56,7 @@ def watched(plain_migrate: Any) -> Any:
 
 def note(when: str, epoch: int, runtime: Any, trained: Any) -> None:
     tensors = {name: tensor.detach().clone() for name, tensor in shard_tensors(trained).items()}
-    if runtime.shares_optimizer and trained.optimizer.config.use_distributed_optimizer:
+    if runtime.job.shares_optimizer and trained.optimizer.config.use_distributed_optimizer:
         for where, entry in own_part(trained).items():
             tensors |= {f"{where}/{name}": tensor.detach().clone() for name, tensor in entry.tensors.items()}
     STATE.mkdir(exist_ok=True)

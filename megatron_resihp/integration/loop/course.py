@@ -22,12 +22,12 @@ from megatron_resihp.integration.runtime import Runtime
 
 
 def follow(runtime: Runtime) -> Any:
-    """Make the last of `runtime.calls`, and after each recovery those that somebody has still to make.
+    """Make the last of `runtime.calls.made`, and after each recovery those that somebody has still to make.
 
     Returns:
         What the last call returned; None if everybody else has made it already.
     """
-    number = len(runtime.calls) - 1
+    number = len(runtime.calls.made) - 1
     try:
         while True:
             try:
@@ -35,9 +35,9 @@ def follow(runtime: Runtime) -> Any:
             except Exception as error:
                 recover(runtime, error)
             # Save strategies remember groups of the old epoch.
-            runtime.checkpointing_context.pop("save_strategy", None)
-            runtime.checkpointing_context.pop("load_strategy", None)
-            number = runtime.position
+            runtime.calls.checkpointing_context.pop("save_strategy", None)
+            runtime.calls.checkpointing_context.pop("load_strategy", None)
+            number = runtime.calls.position
             if number > 0 and runtime.view.works:
                 # train() leaves this timer running and the final save stops it; recovery has made new timers.
                 get_timers()("interval-time", log_level=0).start()
@@ -51,12 +51,12 @@ def _make_calls(runtime: Runtime, first: int) -> Any:
     if not runtime.view.works:
         keep_current(runtime)
     returned = None
-    for number in range(first, len(runtime.calls)):
-        runtime.position = number
-        returned = runtime.calls[number]()
+    for number in range(first, len(runtime.calls.made)):
+        runtime.calls.position = number
+        returned = runtime.calls.made[number]()
         if number > 0:
             report_recovered(runtime)
-    runtime.position = max(runtime.position, len(runtime.calls))
+    runtime.calls.position = max(runtime.calls.position, len(runtime.calls.made))
     return returned
 
 
@@ -70,10 +70,10 @@ def wrap_final(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(original)
     def final(*positional: Any, **options: Any) -> Any:
-        if runtime.position == 0:  # before train() or in it
+        if runtime.calls.position == 0:  # before train() or in it
             return original(*positional, **options)
-        runtime.calls.append(functools.partial(original, *positional, **options))
-        made_by_all = len(runtime.calls) - 1 < runtime.position
+        runtime.calls.made.append(functools.partial(original, *positional, **options))
+        made_by_all = len(runtime.calls.made) - 1 < runtime.calls.position
         return None if made_by_all else follow(runtime)
 
     return final

@@ -40,7 +40,7 @@ def salvage(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
         return
     directory = Path(os.environ[RUN_DIR]) / DIRECTORY
     path = write_state(runtime, order, directory)
-    if runtime.writes_shard and runtime.control.count("salvaged") == len(order.writers) and not order.missing:
+    if runtime.held.writes_shard and runtime.control.count("salvaged") == len(order.writers) and not order.missing:
         # Only when all shards are there may a later start find them.
         name_latest(directory, order.commit.iteration)
     runtime.control.event(
@@ -48,22 +48,21 @@ def salvage(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
         iteration=order.commit.iteration,
         path=str(path),
         complete=not order.missing,
-        missing=[runtime.own.coordinate_of((shard,)) for shard in order.missing],
+        missing=[runtime.job.own.coordinate_of((shard,)) for shard in order.missing],
     )
     runtime.control.tell(EmergencyCheckpointWritten(runtime.worker))
 
 
 def write_state(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
     """Write what this worker holds, once it has taken the committed step; asks nobody."""
-    assert runtime.sizes is not None
-    runtime.sizes.restore()
+    runtime.setup.sizes.restore()
     _count_after_step(runtime, order)
-    if runtime.kept is not None:
-        path = _save_parts(runtime, runtime.kept, order, directory)
-    elif runtime.coordinate is None:
+    if runtime.held.kept is not None:
+        path = _save_parts(runtime, runtime.held.kept, order, directory)
+    elif runtime.held.coordinate is None:
         path = _save_slices(runtime, order, directory)
     else:
-        path = _save_shard(runtime, order, runtime.coordinate, directory)
+        path = _save_shard(runtime, order, runtime.held.coordinate, directory)
     print(f"resihp: worker {runtime.worker} saved {path}", file=sys.stderr, flush=True)
     return path
 
@@ -82,7 +81,7 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
 
 def _save_shard(runtime: Runtime, order: EmergencyCheckpointOrder, coordinate: Coordinate, directory: Path) -> Path:
     assert order.commit is not None
-    iteration, args = order.commit.iteration, runtime.args
+    iteration, args = order.commit.iteration, runtime.job.args
     path = Path(
         get_checkpoint_name(
             str(directory), iteration, pipeline_parallel=args.pipeline_model_parallel_size > 1,
@@ -92,11 +91,11 @@ def _save_shard(runtime: Runtime, order: EmergencyCheckpointOrder, coordinate: C
     path.parent.mkdir(parents=True, exist_ok=True)
     save_format, args.ckpt_format = args.ckpt_format, "torch"
     state = generate_state_dict(
-        args, unwrap_model(runtime.live.model), runtime.live.optimizer, runtime.live.scheduler,
+        args, unwrap_model(runtime.held.live.model), runtime.held.live.optimizer, runtime.held.live.scheduler,
         [_random_states()], iteration,
     )  # fmt: skip
     args.ckpt_format = save_format
-    state["num_floating_point_operations_so_far"] = runtime.flops
+    state["num_floating_point_operations_so_far"] = runtime.tally.flops
     _replace(path, lambda aside: torch.save(state, aside))
     return path
 
@@ -104,10 +103,10 @@ def _save_shard(runtime: Runtime, order: EmergencyCheckpointOrder, coordinate: C
 def _save_slices(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
     """What no stage and TP rank of the job's own layout has: a file of tensors, and what is in it as JSON beside it."""
     assert order.commit is not None
-    tied_head = runtime.own.tied_head
-    cuts = cuts_of((*runtime.held, *order.part_of(runtime.worker)))
+    tied_head = runtime.job.own.tied_head
+    cuts = cuts_of((*runtime.held.shards, *order.part_of(runtime.worker)))
     wanted = slices_of(order.part_of(runtime.worker), cuts, tied_head)
-    states = slice_states(runtime.live, runtime.held, cuts, tied_head)
+    states = slice_states(runtime.held.live, runtime.held.shards, cuts, tied_head)
     tensors = {
         str(piece): {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
         for piece, state in sorted(states.items())
@@ -118,7 +117,7 @@ def _save_slices(runtime: Runtime, order: EmergencyCheckpointOrder, directory: P
 
 def _save_parts(runtime: Runtime, kept: Kept, order: EmergencyCheckpointOrder, directory: Path) -> Path:
     """What this worker has of a distributed optimizer, its own part and the copy, by parameter and elements."""
-    part = {**(own_part(runtime.live) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
+    part = {**(own_part(runtime.held.live) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
     tensors = {
         f"{where.name}[{where.start}:{where.end}]": {name: each.detach().cpu().clone()
                                                      for name, each in entry.tensors.items()}
@@ -135,12 +134,12 @@ def _save_tensors(
     iteration = order.commit.iteration
     path = directory / f"iter_{iteration:07d}" / f"worker_{runtime.worker}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    trained = runtime.live
+    trained = runtime.held.live
     counted = {"opt_param_scheduler": trained.scheduler.state_dict(), "grad_scaler": scale_of(trained.optimizer)}
-    _replace(path, lambda aside: torch.save({kind: tensors, "args": runtime.args, **counted}, aside))
+    _replace(path, lambda aside: torch.save({kind: tensors, "args": runtime.job.args, **counted}, aside))
     contents = {
         "iteration": iteration,
-        "consumed_train_samples": runtime.args.consumed_train_samples,
+        "consumed_train_samples": runtime.job.args.consumed_train_samples,
         **more,
         "missing": [list(shard) for shard in order.missing],
         kind: {
@@ -169,6 +168,6 @@ def _count_after_step(runtime: Runtime, order: EmergencyCheckpointOrder) -> None
     restore_counters(runtime, order.commit.counters)
     if order.commit.replay:
         assert order.commit.outcome is not None
-        runtime.args.iteration = order.commit.iteration
-        runtime.args.consumed_train_samples += runtime.args.global_batch_size
+        runtime.job.args.iteration = order.commit.iteration
+        runtime.job.args.consumed_train_samples += runtime.job.args.global_batch_size
         count_again(runtime, order.commit.outcome)

@@ -32,9 +32,9 @@ def is_joining() -> bool:
 
 def build_lonely_world(runtime: Runtime) -> None:
     """Take the part that the worker of this one's RANK has in the first plan, in a world without anybody else."""
-    args, worker, part = runtime.args, runtime.worker, int(os.environ["RANK"])
-    runtime.plan = renamed(runtime.control.first_plan(), lambda each: worker if each == part else each)
-    runtime.mode = mode_of(runtime, runtime.plan, _talk_to_nobody)
+    args, worker, part = runtime.job.args, runtime.worker, int(os.environ["RANK"])
+    plan = renamed(runtime.control.first_plan(), lambda each: worker if each == part else each)
+    runtime.mode = mode_of(runtime, plan, _talk_to_nobody)
     order = runtime.view.rank_order
     args.rank = order.index(worker)
     dist.init_process_group(TALKS_TO_NOBODY, store=FakeStore(), rank=args.rank, world_size=len(order))
@@ -62,4 +62,4 @@ def lonely_groups() -> Iterator[None]:
 def stand_at(runtime: Runtime, commit: Commit) -> None:
     """The record of somebody who has nothing to do with iterations up to the commit, and none of their duties."""
     runtime.progress.iteration, runtime.progress.stage = commit.iteration, IterationPhase.STEPPED
-    runtime.plans = [(each, plan) for each, plan in runtime.plans if each.iteration > commit.iteration]
+    runtime.scheduled.drop_plans_until(commit.iteration)

@@ -36,7 +36,7 @@ RECORD, SAVED = "record", "saved"
 
 def save_without_coordinator(runtime: Runtime, why: str) -> None:
     """Save this worker's part of what the survivors hold, if it holds anything; returns whatever becomes of that."""
-    if runtime.joining or not runtime.held or not runtime.progress.iteration:
+    if runtime.joining or not runtime.held.shards or not runtime.progress.iteration:
         return
     try:
         _save(runtime, why)
@@ -50,9 +50,9 @@ def _save(runtime: Runtime, why: str) -> None:
     tear_down(runtime)
     base = Path(os.environ[environment.RUN_DIR])
     # A worker that was cut off alone, in an earlier epoch, must not bind those that went on without it.
-    board = Noticeboard(base / DIRECTORY / f"survivors-{runtime.run}-{runtime.epoch}", runtime.worker)
-    record = runtime.progress.record(runtime.in_loop, runtime.position, runtime.loss_names)
-    own = Standing(record, runtime.held, runtime.kept is not None)
+    board = Noticeboard(base / DIRECTORY / f"survivors-{runtime.job.run}-{runtime.epoch}", runtime.worker)
+    record = runtime.progress.record(runtime.calls.in_loop, runtime.calls.position)
+    own = Standing(record, runtime.held.shards, runtime.held.kept is not None)
     board.pin(RECORD, encode(own))
     notes = board.gather(RECORD, _awaited(runtime), TELL_S)
     told = {worker: decode(Standing, note) for worker, note in notes.items()}
@@ -77,12 +77,12 @@ def _save_share(
     try:
         apply_commit(runtime, decision.commit)
         write_state(runtime, order, directory)
-        shard = runtime.coordinate if runtime.writes_shard else None
+        shard = runtime.held.coordinate if runtime.held.writes_shard else None
     finally:
         board.pin(SAVED, {"shard": shard})
     notes = board.gather(SAVED, decision.writers, SAVE_S)
     saved = {Coordinate(*note["shard"]) for note in notes.values() if note["shard"] is not None}
-    lacking = missing(saved, len(runtime.own.chunks), runtime.own.tensor_parallel)
+    lacking = missing(saved, len(runtime.job.own.chunks), runtime.job.own.tensor_parallel)
     if not lacking:
         # Only when all shards are there may a later start find them.
         name_latest(directory, decision.commit.iteration)
@@ -96,7 +96,7 @@ def _save_share(
 def _save_alone(runtime: Runtime, own: Standing, why: str, base: Path) -> None:
     """Iterations are never mixed: what is of another one than the others' is no part of their state."""
     commit = decide({runtime.worker: own}, DIRECTORY).commit
-    directory = base / DIRECTORY / f"worker_{runtime.worker}-{runtime.run}"
+    directory = base / DIRECTORY / f"worker_{runtime.worker}-{runtime.job.run}"
     apply_commit(runtime, commit)
     order = EmergencyCheckpointOrder(runtime.epoch, why, commit, {runtime.worker: own.held}, ())
     write_state(runtime, order, directory)
@@ -106,7 +106,7 @@ def _save_alone(runtime: Runtime, own: Standing, why: str, base: Path) -> None:
 def _directory(runtime: Runtime, base: Path) -> str:
     """A complete state of this iteration that is there already, of an earlier run perhaps, stays as it is."""
     reached = {runtime.progress.iteration, runtime.progress.iteration - 1}
-    return f"{DIRECTORY}/{runtime.run}" if latest_in(base / DIRECTORY) in reached else DIRECTORY
+    return f"{DIRECTORY}/{runtime.job.run}" if latest_in(base / DIRECTORY) in reached else DIRECTORY
 
 
 def _awaited(runtime: Runtime) -> frozenset[int]:

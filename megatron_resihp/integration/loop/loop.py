@@ -45,7 +45,7 @@ def wrap_train(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., 
         def enter() -> Any:
             if runtime.joining:
                 _join(runtime)
-            if not runtime.in_loop:
+            if not runtime.calls.in_loop:
                 _first_epoch(runtime)
             with _finishing(runtime):
                 return original(
@@ -54,10 +54,10 @@ def wrap_train(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., 
                     checkpointing_context, *others, **options,
                 )  # fmt: skip
 
-        runtime.checkpointing_context = checkpointing_context
-        runtime.calls.append(enter)
+        runtime.calls.checkpointing_context = checkpointing_context
+        runtime.calls.made.append(enter)
         returned = follow(runtime)
-        args = runtime.args
+        args = runtime.job.args
         return returned or (args.iteration, args.num_floating_point_operations_so_far)
 
     return train
@@ -77,14 +77,14 @@ def _finishing(runtime: Runtime) -> Iterator[None]:
 def _finish(runtime: Runtime) -> None:
     torch.cuda.synchronize()
     runtime.probes.flush()
-    if runtime.padding is not None:
-        runtime.control.event("emulation", ops=runtime.padding.ops, late=runtime.padding.late)
+    if runtime.pads.padding is not None:
+        runtime.control.event("emulation", ops=runtime.pads.padding.ops, late=runtime.pads.padding.late)
     tell_cost(runtime)
     record_digests(runtime)
     progress = runtime.progress
     if progress.stage is IterationPhase.STEPPED:
         # From here on, who recovers finds the counters as they are after the last step.
-        runtime.args.curr_iteration = progress.iteration
+        runtime.job.args.curr_iteration = progress.iteration
         progress.begin(progress.iteration + 1, snapshot_counters(runtime))
     runtime.control.tell(TrainingFinished(runtime.worker, progress.iteration - 1))
 
@@ -103,13 +103,13 @@ def wrap_evaluation(runtime: Runtime, original: Callable[..., Any]) -> Callable[
 def _first_epoch(runtime: Runtime) -> None:
     """Epoch 0 holds when every worker has come this far; from now on deaths are recovered from."""
     count_as_one_replica(runtime)
-    runtime.flops = runtime.args.num_floating_point_operations_so_far
-    runtime.in_loop = True
+    runtime.tally.flops = runtime.job.args.num_floating_point_operations_so_far
+    runtime.calls.in_loop = True
     # From Go on a death is recovered from, also before train() begins its first step.
-    runtime.args.curr_iteration = runtime.args.iteration
-    runtime.progress.begin(runtime.args.iteration + 1, snapshot_counters(runtime))
-    runtime.kept = runtime.mode.state.first_copies()
-    runtime.control.ready(runtime.mode.state.digests(runtime.live), 0, 0, runtime.communicators.ports())
+    runtime.job.args.curr_iteration = runtime.job.args.iteration
+    runtime.progress.begin(runtime.job.args.iteration + 1, snapshot_counters(runtime))
+    runtime.held.kept = runtime.mode.state.first_copies()
+    runtime.control.ready(runtime.mode.state.digests(runtime.held.live), 0, 0, runtime.communicators.ports())
     runtime.communicators.narrow(runtime.control.peer_ports)
 
 
@@ -122,7 +122,7 @@ def _join(runtime: Runtime) -> NoReturn:
     """
     count_as_one_replica(runtime)
     # From here on an epoch may break; until then nobody waits for this worker.
-    raise TakenIn(runtime.control.join(describe_job(runtime.args, runtime.config, runtime.own)))
+    raise TakenIn(runtime.control.join(describe_job(runtime.job)))
 
 
 def _fresh(iterator: Any) -> Any:
@@ -139,20 +139,20 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
         runtime.progress.begin(iteration + 1, snapshot_counters(runtime))
         # Only now: what Megatron does after the step before, such as saving, is over and not to be repeated.
         leave_if_agreed(runtime)
-        runtime.slowdowns.begin(iteration + 1)
-        runtime.ask_for_plans(iteration + 1)
-        runtime.fed.clear()
-        runtime.losses = []
-        if runtime.replay is not None:
-            outcome, runtime.replay = runtime.replay, None
+        runtime.scheduled.slowdowns.begin(iteration + 1)
+        runtime.scheduled.ask_for_plans(iteration + 1, runtime.view.reports)
+        runtime.progress.fed.clear()
+        runtime.progress.losses = []
+        if runtime.progress.replay is not None:
+            outcome, runtime.progress.replay = runtime.progress.replay, None
             return _applied_step(runtime, outcome)
-        runtime.to_validate = None
+        runtime.orders.validation = None
         begin_iteration(runtime)
         result = original(*positional, iteration=iteration, **options)
         if runtime.progress.stage is IterationPhase.STEPPED:  # Megatron may end the job before the step
             runtime.probes.finish()
             report_iteration(runtime)
-            if runtime.to_validate is not None:
+            if runtime.orders.validation is not None:
                 validate(runtime)
             return (runtime.mode.losses(result[0], runtime.progress.outcomes[iteration + 1]), *result[1:])
         return result
@@ -182,7 +182,7 @@ def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bo
         outcome = runtime.progress.outcomes.get(runtime.progress.iteration)
         if outcome is None or not (outcome.stop or outcome.save):
             return False
-        args = runtime.args
+        args = runtime.job.args
         if args.save and not (args.save_interval and iteration % args.save_interval == 0):
             training.save_checkpoint_and_time(
                 iteration, model, optimizer, scheduler, flops, context, train_data_iterator=iterator
@@ -199,9 +199,9 @@ def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]
 
     @functools.wraps(original)
     def save_checkpoint_and_time(iteration: int, *positional: Any, **options: Any) -> Any:
-        args, start = runtime.args, time.time()
+        args, start = runtime.job.args, time.time()
         runtime.reach("save")
-        args.data_parallel_size = len(runtime.current_plan.replicas)
+        args.data_parallel_size = len(runtime.view.plan.replicas)
         try:
             with runtime.probes.span(SpanKind.SAVE), runtime.mode.state.saving() as used:
                 result = original(iteration, *positional, **options)

@@ -63,8 +63,8 @@ def leave_if_agreed(runtime: Runtime) -> None:
     Raises:
         PlanChange: all workers leave now.
     """
-    if runtime.to_change:
-        runtime.to_change = False
+    if runtime.orders.change:
+        runtime.orders.change = False
         raise PlanChange
 
 
@@ -110,7 +110,7 @@ def recover(runtime: Runtime, error: Exception) -> None:
         JobEnded: nothing to go on with; what this worker holds has been saved if it was asked to.
     """
     phases = Phases()
-    runtime.last_step_at = None
+    runtime.recovery.last_step_at = None
     struck: set[tuple[Any, ...]] = set()
     while True:
         die_of_fault(runtime.control, error)
@@ -124,11 +124,11 @@ def recover(runtime: Runtime, error: Exception) -> None:
         if not isinstance(error, PlanChange | TakenIn):
             tell = runtime.control.blame_plan if blamed else runtime.control.suspect
             with phases.phase("notice"):
-                tell(error, runtime.config.resihp_answer_timeout)
+                tell(error, runtime.job.config.resihp_answer_timeout)
         # What strikes on the way to the next plan is none of this one.
         runtime.on_trial = False
-        if runtime.recovered_from is None:
-            runtime.recovered_from = runtime.control.broken_at() or time.time()
+        if runtime.recovery.since is None:
+            runtime.recovery.since = runtime.control.broken_at() or time.time()
         try:
             if isinstance(error, TakenIn):
                 _enter_first_epoch(runtime, phases, error.order)
@@ -144,7 +144,7 @@ def recover(runtime: Runtime, error: Exception) -> None:
                     raise
                 struck.add(strike)
             continue
-        runtime.phases = phases.seconds
+        runtime.recovery.phases = phases.seconds
         return
 
 
@@ -171,8 +171,8 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
         tear_down(runtime)
     with phases.phase("agree"):
         runtime.reach("recovery-report")
-        record = runtime.progress.record(runtime.in_loop, runtime.position, runtime.loss_names)
-        order = runtime.control.report(record, runtime.held)
+        record = runtime.progress.record(runtime.calls.in_loop, runtime.calls.position)
+        order = runtime.control.report(record, runtime.held.shards)
         if order.commit is not None:
             begun = apply_commit(runtime, order.commit)
             # Who leaves by choice does so before anything is computed.
@@ -195,23 +195,23 @@ def _enter_first_epoch(runtime: Runtime, phases: Phases, order: Decision) -> Non
 
 def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> None:
     runtime.on_trial = order.on_trial
-    before = bytes_of(runtime.live)
+    before = bytes_of(runtime.held.live)
     with phases.phase("rebuild"):
         runtime.reach("recovery-rebuild")
         runtime.control.check_reach(order.plan)
         trained = _rebuild(runtime, order)
     try:
         with phases.phase("migrate"):
-            old = storages(runtime.live)  # before new objects take over what is in them
+            old = storages(runtime.held.live)  # before new objects take over what is in them
             migrated = runtime.mode.state.migrate(order, trained)
-            if trained is not runtime.live:
-                runtime.footprint = footprint_of(before, old, storages(trained))
+            if trained is not runtime.held.live:
+                runtime.recovery.footprint = footprint_of(before, old, storages(trained))
         with phases.phase("ready"):
             runtime.reach("recovery-ready")
             runtime.control.ready(migrated.digests, migrated.received, redone, runtime.communicators.ports())
             runtime.communicators.narrow(runtime.control.peer_ports)
     except Exception:
-        if trained is not runtime.live:
+        if trained is not runtime.held.live:
             _take_apart(trained.model)
         raise
     with phases.phase("data"):
@@ -237,27 +237,25 @@ def apply_commit(runtime: Runtime, commit: Commit) -> int:
 def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     """Groups of the new plan and, for who works in it, a new model and optimizer in them. The committed step is taken,
     so the old gradients make room for them."""
-    assert runtime.build_trained is not None
-    runtime.plan = order.plan
-    build_world(runtime, runtime.preparation.take(order) if runtime.preparation is not None else None)
+    build_world(runtime, order.plan, runtime.preparation.take(order))
     if runtime.view.works:
         runtime.mode.build_groups()
     runtime.communicators.end_hand_over()
     if not runtime.view.works:
-        bring_gradients_back(runtime.live)
-        return runtime.live
-    free_gradients(runtime.live)
-    reset_singletons(runtime, RerunMode(runtime.args.rerun_mode))
-    runtime.args.perform_initialization = False
-    return runtime.build_trained()
+        bring_gradients_back(runtime.held.live)
+        return runtime.held.live
+    free_gradients(runtime.held.live)
+    reset_singletons(runtime, RerunMode(runtime.job.args.rerun_mode))
+    runtime.job.args.perform_initialization = False
+    return runtime.setup.build_trained()
 
 
 def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | None) -> None:
     """All members are ready: the new objects take the old ones' place, also in pretrain's own references."""
-    live, commit = runtime.live, order.commit
+    live, commit = runtime.held.live, order.commit
     assert commit is not None
     runtime.probes.abandon()
-    runtime.kept = kept
+    runtime.held.kept = kept
     if trained is not live:
         old_model = list(live.model)
         live.model[:] = trained.model
@@ -267,16 +265,16 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
         live.scheduler.optimizer = live.optimizer
         install_step(runtime)
         _take_apart(old_model)
-    runtime.held = spelled_out(order.plan, runtime.own.chunks).shards_of(runtime.worker)
-    runtime.in_loop, runtime.joining = runtime.view.works, False
-    runtime.position = commit.position
-    runtime.to_change, runtime.to_validate = False, None
+    runtime.held.shards = spelled_out(order.plan, runtime.job.own.chunks).shards_of(runtime.worker)
+    runtime.calls.in_loop, runtime.joining = runtime.view.works, False
+    runtime.calls.position = commit.position
+    runtime.orders.change, runtime.orders.validation = False, None
     restore_counters(runtime, commit.counters)
-    runtime.replay = commit.outcome if commit.replay and runtime.view.works else None
+    runtime.progress.replay = commit.outcome if commit.replay and runtime.view.works else None
     if runtime.view.works:
         for feed in runtime.feeds:
             feed.rewind()
-        note_in_progress_log(runtime.args)
+        note_in_progress_log(runtime.job.args)
     else:
         _stand_by(runtime, commit)
 

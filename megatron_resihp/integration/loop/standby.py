@@ -19,7 +19,7 @@ def keep_current(runtime: Runtime) -> None:
     while True:
         leave_if_agreed(runtime)
         runtime.progress.begin(runtime.progress.iteration + 1, None)
-        runtime.ask_for_plans(runtime.progress.iteration)
+        runtime.scheduled.ask_for_plans(runtime.progress.iteration, runtime.view.reports)
         runtime.mode.share_gradients()
         runtime.control.check()
         runtime.progress.stage = IterationPhase.REDUCED
@@ -27,7 +27,7 @@ def keep_current(runtime: Runtime) -> None:
         runtime.progress.agreed(outcome)
         runtime.on_trial = False
         take_step(runtime, outcome)
-        if runtime.to_validate is not None:
+        if runtime.orders.validation is not None:
             validate(runtime)
         advance_schedule(runtime, outcome)
         # Nobody can tell a standby which step is the last one in time for it to say what it holds then.

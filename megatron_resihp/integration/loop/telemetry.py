@@ -19,14 +19,14 @@ def report_iteration(runtime: Runtime) -> None:
         runtime.control.event(
             "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=outcome.means,
             grad_norm=outcome.grad_norm, skipped=outcome.skipped, loss_scale=_scale(runtime),
-            samples=runtime.args.global_batch_size,
-            duration_s=None if runtime.last_step_at is None else now - runtime.last_step_at,
+            samples=runtime.job.args.global_batch_size,
+            duration_s=None if runtime.recovery.last_step_at is None else now - runtime.recovery.last_step_at,
         )  # fmt: skip
-    runtime.last_step_at = now
-    if runtime.recovered_from is not None:
+    runtime.recovery.last_step_at = now
+    if runtime.recovery.since is not None:
         runtime.control.event(
             "first_step", to_epoch=runtime.epoch, iteration=iteration,
-            seconds_since_death=now - runtime.recovered_from, redone_compute_s=None,
+            seconds_since_death=now - runtime.recovery.since, redone_compute_s=None,
         )  # fmt: skip
     report_recovered(runtime)
 
@@ -39,17 +39,17 @@ def _scale(runtime: Runtime) -> float | None:
 
 def report_recovered(runtime: Runtime) -> None:
     """What the last recovery cost this worker, once, written when the first work after it is done."""
-    if runtime.recovered_from is None:
+    if runtime.recovery.since is None:
         return
     to_epoch = runtime.epoch
     events: list[dict[str, Any]] = [
         {"event": "phase", "phase": name, "seconds": spent, "to_epoch": to_epoch}
-        for name, spent in runtime.phases.items()
+        for name, spent in runtime.recovery.phases.items()
     ]
-    runtime.recovered_from = None
+    runtime.recovery.since = None
     runtime.communicators.release()
     left_behind = runtime.communicators.left_behind
-    took, runtime.footprint = runtime.footprint, None
+    took, runtime.recovery.footprint = runtime.recovery.footprint, None
     memory = {} if took is None else {"bytes_before": took.before, "bytes_new": took.new, "bytes_most": took.most}
     resources_now = {"to_epoch": to_epoch, "left_behind": left_behind, **resources(), **memory}
     events.append({"event": "resources", **resources_now})

@@ -19,9 +19,9 @@ from megatron_resihp.protocol.notices import MatrixProduct, Transfer
 
 def validate(runtime: Runtime) -> None:
     """Measure what the order asks of this worker, and tell how long that took. Waits for the device."""
-    order = runtime.to_validate
+    order = runtime.orders.validation
     assert order is not None
-    runtime.to_validate = None
+    runtime.orders.validation = None
     gemms = [gemm for gemm in order.gemms if runtime.worker in gemm.workers]
     transfers = [each for each in order.transfers if runtime.worker in (each.sender, each.receiver)]
     if not gemms and not transfers:
@@ -38,9 +38,9 @@ def validate(runtime: Runtime) -> None:
 
 def _time_gemm(runtime: Runtime, gemm: MatrixProduct) -> list[float]:
     """Seconds of each repeat, none where the device has no room for the matrices."""
-    if runtime.padding is not None:
-        return _time(runtime.padding.pad_benchmark, gemm.repeats)
-    dtype = runtime.args.params_dtype
+    if runtime.pads.padding is not None:
+        return _time(runtime.pads.padding.pad_benchmark, gemm.repeats)
+    dtype = runtime.job.args.params_dtype
     try:
         left = torch.ones(gemm.m, gemm.k, dtype=dtype, device="cuda")
         right = torch.ones(gemm.k, gemm.n, dtype=dtype, device="cuda")
@@ -51,7 +51,7 @@ def _time_gemm(runtime: Runtime, gemm: MatrixProduct) -> list[float]:
 
 
 def _slowed(runtime: Runtime, action: Callable[[], Any]) -> Callable[[], Any]:
-    slowing = runtime.slowing
+    slowing = runtime.pads.slowing
     return action if slowing is None else lambda: slowing.stretch(action)
 
 

@@ -20,7 +20,7 @@ def mode_of(runtime: Runtime, plan: ParallelPlan, make_group: MakeSideGroup) -> 
         make_group: (name, workers) → a group outside torch's world; all of a plan's are made here.
     """
     if plan.not_uniform is not None:
-        view = HeterogeneousView(spelled_out(plan, runtime.own.chunks), runtime.worker, runtime.own.tied_head)
+        view = HeterogeneousView(spelled_out(plan, runtime.job.own.chunks), runtime.worker, runtime.job.own.tied_head)
         return HeterogeneousMode(runtime, view, make_group)
-    kind = SharedOutMode if runtime.shares_optimizer else UniformMode
-    return kind(runtime, UniformView(plan, runtime.worker, not runtime.args.use_tp_pp_dp_mapping), make_group)
+    kind = SharedOutMode if runtime.job.shares_optimizer else UniformMode
+    return kind(runtime, UniformView(plan, runtime.worker, not runtime.job.args.use_tp_pp_dp_mapping), make_group)

@@ -35,6 +35,7 @@ from megatron_resihp.integration.ops.program_schedule import (
 )
 from megatron_resihp.integration.patches import documents
 from megatron_resihp.integration.patches.checkpoints import args_with, distributed_format, state_in_parts
+from megatron_resihp.integration.progress import NO_DOCUMENTS
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.reshardable import RESHARDABLE, TYPE
 from megatron_resihp.integration.state.slice_state import (
@@ -77,7 +78,7 @@ class HeterogeneousMode(Mode):
         vars(self).pop("_exchange", None)
 
     def wanted_groups(self) -> list[WorldGroup]:
-        args, (own, peers) = self._runtime.args, ranks_of_stage(self.view)
+        args, (own, peers) = self._runtime.job.args, ranks_of_stage(self.view)
         world = world_group(args, len(self.view.rank_order))
         stage = WorldGroup(tuple(sorted(peers)), default_pg_timeout)
         if args.distributed_backend == GLOO:
@@ -86,23 +87,23 @@ class HeterogeneousMode(Mode):
 
     def build_groups(self) -> None:
         runtime, view = self._runtime, self.view
-        runtime.job_sizes.replace(view)
-        runtime.job_groups.replace(view)
-        rows, _ = boundary_of(runtime.args, runtime.args.micro_batch_size)
-        self._routes = training_routes(view, runtime.own.sequence_parallel, rows)
+        runtime.setup.sizes.replace(view)
+        runtime.setup.groups.replace(view)
+        rows, _ = boundary_of(runtime.job.args, runtime.job.args.micro_batch_size)
+        self._routes = training_routes(view, runtime.job.own.sequence_parallel, rows)
         self.splits_backward = any(step.op.kind == "W" for step in self._routes)
-        self._exchange = make_exchange(runtime.args, runtime.communicators, view)
-        self._exchange.begin(runtime.probes, runtime.padding, view.own_chunks)
+        self._exchange = make_exchange(runtime.job.args, runtime.communicators, view)
+        self._exchange.begin(runtime.probes, runtime.pads.padding, view.own_chunks)
         self._exchange.connect(self._routes)
         with as_stage(view.own_chunks[0], len(view.chunks)):
-            start_streams(runtime.args, runtime.epoch)
+            start_streams(runtime.job.args, runtime.epoch)
 
     @property
     def link_group(self) -> Any:
         return dist.group.WORLD
 
     def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
-        optimizer, (work, model, count) = self._runtime.live.optimizer, self._work(self._routes, call)
+        optimizer, (work, model, count) = self._runtime.held.live.optimizer, self._work(self._routes, call)
         with scaled_losses(self.averaging, optimizer, model, count):
             run_training(work, self._routes, self._exchange, model)
         counts = self.view.tp_rank == 0  # its peers have seen the same
@@ -114,9 +115,9 @@ class HeterogeneousMode(Mode):
         """Only one replica evaluates, and the helpers of its empty stages."""
         if not self.view.evaluates:
             return []
-        args = self._runtime.args
+        args = self._runtime.job.args
         rows, row = boundary_of(args, args.eval_micro_batch_size)
-        steps = evaluation_routes(self.view, call["num_microbatches"], self._runtime.own.sequence_parallel, rows)
+        steps = evaluation_routes(self.view, call["num_microbatches"], self._runtime.job.own.sequence_parallel, rows)
         work, _, _ = self._work(steps, call)
         run_evaluation(work, steps, self._exchange, row)
         return work.reported
@@ -125,17 +126,17 @@ class HeterogeneousMode(Mode):
         model, count = call["model"], call["num_microbatches"]
         asked = ScheduleCall(call["forward_step_func"], call["data_iterator"], model, count)
         runtime = self._runtime
-        return MegatronWork(self.view, steps, asked, runtime.probes, lambda: runtime.pad_op), model, count
+        return MegatronWork(self.view, steps, asked, runtime.probes, lambda: runtime.pads.pad_op), model, count
 
     def share_gradients(self) -> None:
         self._runtime.reach("grad-sync")  # Megatron's own is never called
-        model = self._runtime.live.model
+        model = self._runtime.held.live.model
         sum_slice_gradients(model, self.view.shares, self._buckets, self.view.works)
         if self.averaging.per_token:
             divide_by_tokens(model, self.everybody, float(self._tokens))
 
     def norm_squared(self) -> float:
-        return counted_norm_squared(self._runtime.live.model, self.view.shares)
+        return counted_norm_squared(self._runtime.held.live.model, self.view.shares)
 
     def losses(self, found: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
         """What was agreed on: Megatron has averaged over one replica only."""
@@ -144,8 +145,8 @@ class HeterogeneousMode(Mode):
     def consume_documents(self, original: Callable[[], DocumentCounts]) -> DocumentCounts:
         """What was agreed on, without asking others again."""
         documents.forget()
-        found, self._runtime.documents = self._runtime.documents, documents.NONE
-        return (None, None) if found == documents.NONE else found
+        found, self._runtime.progress.documents = self._runtime.progress.documents, NO_DOCUMENTS
+        return (None, None) if found == NO_DOCUMENTS else found
 
 
 class HeterogeneousState(ModeState):
@@ -154,7 +155,7 @@ class HeterogeneousState(ModeState):
     def __init__(self, runtime: Runtime, view: HeterogeneousView) -> None:
         self._runtime, self._view = runtime, view
         # A distributed optimizer can load what is saved.
-        self.checkpoint_metadata = {TYPE: RESHARDABLE} if runtime.shares_optimizer else {}
+        self.checkpoint_metadata = {TYPE: RESHARDABLE} if runtime.job.shares_optimizer else {}
 
     def build_model(self, call: partial[Any]) -> Any:
         view, model = self._view, []
@@ -170,7 +171,7 @@ class HeterogeneousState(ModeState):
 
     def migrate(self, order: EpochPlan, trained: Trained) -> Migrated:
         runtime = self._runtime
-        if not (runtime.shares_optimizer and are_there_parts(runtime)):
+        if not (runtime.job.shares_optimizer and are_there_parts(runtime)):
             return Migrated(*migrate_slices(runtime, order, trained))
         gathered, whole = put_together(runtime)
         moved, digests = migrate_slices(runtime, order, trained, whole)
@@ -182,9 +183,9 @@ class HeterogeneousState(ModeState):
 
     @contextmanager
     def saving(self) -> Iterator[str]:
-        with distributed_format(self._runtime.args, self._view.reports) as name:
+        with distributed_format(self._runtime.job.args, self._view.reports) as name:
             yield name
 
     def state_dict(self, call: partial[dict[str, Any]]) -> dict[str, Any]:
         runtime = self._runtime
-        return state_in_parts(call, args_with(runtime.job_sizes, runtime.args), self._view)
+        return state_in_parts(call, args_with(runtime.setup.sizes, runtime.job.args), self._view)

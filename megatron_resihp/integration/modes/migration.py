@@ -25,7 +25,7 @@ Holders = dict[int, Coordinate | None]
 
 def own_shards(runtime: Runtime, order: EpochPlan) -> Holders | None:
     """What each member holds; None if some hold shards of another layout."""
-    held = {worker: runtime.own.coordinate_of(shards) for worker, shards in order.held.items()}
+    held = {worker: runtime.job.own.coordinate_of(shards) for worker, shards in order.held.items()}
     return None if any(shards and not held[worker] for worker, shards in order.held.items()) else held
 
 
@@ -35,7 +35,7 @@ def migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained, held: H
     Returns:
         the bytes received, and digests of the state before and after.
     """
-    everybody, worker, old = runtime.mode.everybody, runtime.worker, runtime.live
+    everybody, worker, old = runtime.mode.everybody, runtime.worker, runtime.held.live
     # New objects take over tensors of the old ones, so this comes first.
     digests = shard_digest(old, held[worker])
     received = 0
@@ -65,7 +65,7 @@ def migrate_slices(
     Args:
         whole, filler: where the state is, and where it goes, if not in the objects.
     """
-    own, worker, old = runtime.own, runtime.worker, runtime.live
+    own, worker, old = runtime.job.own, runtime.worker, runtime.held.live
     wanted = all_shards(spelled_out(order.plan, own.chunks))
     cuts = cuts_of(shard for table in (order.held, wanted) for shards in table.values() for shard in shards)
     new = None if trained is old else trained

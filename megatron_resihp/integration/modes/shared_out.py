@@ -37,9 +37,9 @@ class SharedOutMode(UniformMode):
         self._ring = None
 
     def share_gradients(self) -> None:
-        kept = self._runtime.kept
+        kept = self._runtime.held.kept
         if kept is not None and self._ring is not None:
-            share_part_gradients(self._runtime.live, kept, self._ring, self.view.worker)
+            share_part_gradients(self._runtime.held.live, kept, self._ring, self.view.worker)
 
     @property
     def counts_norm(self) -> bool:
@@ -53,7 +53,7 @@ class SharedOutMode(UniformMode):
     def after_step(self) -> None:
         # The step is taken: a failure in here leads to the next epoch, where parameters are gathered anew.
         self._runtime.reach("gather")
-        gather_parameters(self._runtime.live)
+        gather_parameters(self._runtime.held.live)
 
 
 class SharedOutState(UniformState):
@@ -70,8 +70,8 @@ class SharedOutState(UniformState):
         return Migrated(moved, digests | part_digests(runtime, trained, kept), kept)
 
     def first_copies(self) -> Kept | None:
-        _, kept = move_parts(self._runtime, self._runtime.live)
+        _, kept = move_parts(self._runtime, self._runtime.held.live)
         return kept
 
     def digests(self, trained: Trained) -> dict[str, str]:
-        return part_digests(self._runtime, trained, self._runtime.kept)
+        return part_digests(self._runtime, trained, self._runtime.held.kept)

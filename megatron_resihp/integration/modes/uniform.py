@@ -53,15 +53,15 @@ class UniformMode(Mode):
         self._buddies = None
 
     def wanted_groups(self) -> list[WorldGroup]:
-        order, args = self.view.rank_order, self._runtime.args
-        rank, build = order.index(self.view.worker), self._runtime.megatron_builder
+        order, args = self.view.rank_order, self._runtime.job.args
+        rank, build = order.index(self.view.worker), self._runtime.setup.build_groups
         wanted = groups_wanted(rank, len(order), build.args, build.keywords)
         return of_gloo([(world_group(args, len(order)), None), *wanted], args.distributed_backend)
 
     def build_groups(self) -> None:
-        self._runtime.job_sizes.restore()
-        self._runtime.megatron_builder()
-        start_streams(self._runtime.args, self._runtime.epoch)
+        self._runtime.setup.sizes.restore()
+        self._runtime.setup.build_groups()
+        start_streams(self._runtime.job.args, self._runtime.epoch)
 
     @property
     def link_group(self) -> Any:
@@ -69,7 +69,7 @@ class UniformMode(Mode):
 
     def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
         share = len(self.view.read_order)
-        with scaled_losses(self.averaging, self._runtime.live.optimizer, call["model"], share):
+        with scaled_losses(self.averaging, self._runtime.held.live.optimizer, call["model"], share):
             return schedule(**{**call, "num_microbatches": share})
 
     def evaluate(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
@@ -81,7 +81,7 @@ class UniformMode(Mode):
 
     def share_gradients(self) -> None:
         if self._buddies is not None:
-            broadcast_gradients(self._runtime.live, self._buddies)
+            broadcast_gradients(self._runtime.held.live, self._buddies)
 
     @property
     def counts_norm(self) -> bool:
@@ -92,7 +92,7 @@ class UniformMode(Mode):
         if not self.counts_norm:
             return 0.0
         total = 0.0
-        for part in parts_of(self._runtime.live.optimizer):
+        for part in parts_of(self._runtime.held.live.optimizer):
             grads = part.get_grads_for_grad_norm() if part.get_parameters() else []
             if grads:
                 norms = torch.stack(torch._foreach_norm([grad.float() for grad in grads])).double()
@@ -127,7 +127,7 @@ class UniformState(ModeState):
 
     @contextmanager
     def saving(self) -> Iterator[str]:
-        yield self._runtime.args.ckpt_format
+        yield self._runtime.job.args.ckpt_format
 
     def state_dict(self, call: partial[dict[str, Any]]) -> dict[str, Any]:
         return call()
@@ -135,6 +135,6 @@ class UniformState(ModeState):
 
 def averaging_of(runtime: Runtime, replicas: int) -> Averaging:
     """`replicas`: by which Megatron divides sums of gradients."""
-    args = runtime.args
+    args = runtime.job.args
     whole = args.global_batch_size // args.micro_batch_size
-    return Averaging(args.calculate_per_token_loss, whole, runtime.own.data_parallel, replicas)
+    return Averaging(args.calculate_per_token_loss, whole, runtime.job.own.data_parallel, replicas)

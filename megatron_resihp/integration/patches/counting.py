@@ -39,7 +39,7 @@ class OneReplica:
 
 def count_as_one_replica(runtime: Runtime) -> None:
     """Switch the counters over; done once, before the first iteration."""
-    args = runtime.args
+    args = runtime.job.args
     training.mpu = OneReplica()
     args.data_parallel_size = 1
     reconfigure_num_microbatches_calculator(
@@ -57,10 +57,10 @@ def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
 
     The same on all workers, but that losses are totalled in the last stage only, and for the time.
     """
-    args = runtime.args
+    args = runtime.job.args
     totals = {
         name: value
-        for name, value in runtime.totals.items()
+        for name, value in runtime.tally.totals.items()
         if runtime.view.is_last_stage or not isinstance(value, torch.Tensor)
     }
     return {
@@ -68,9 +68,9 @@ def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
         "consumed_train_samples": args.consumed_train_samples,
         "skipped_train_samples": args.skipped_train_samples,
         "consumed_valid_samples": args.consumed_valid_samples,
-        "scheduler_steps": runtime.live.scheduler.num_steps,
-        "settings": settings_of(runtime.live),
-        "flops": runtime.flops,
+        "scheduler_steps": runtime.held.live.scheduler.num_steps,
+        "settings": settings_of(runtime.held.live),
+        "flops": runtime.tally.flops,
         "totals": totals,
         "interval_s": _seconds_of_interval(),
     }
@@ -108,29 +108,29 @@ def _groups(trained: Trained) -> Iterator[dict[str, Any]]:
 
 def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
     """Make train() start where `counters` were taken."""
-    args = runtime.args
+    args = runtime.job.args
     args.iteration = args.curr_iteration = counters["iteration"]
     args.consumed_train_samples = counters["consumed_train_samples"]
     args.skipped_train_samples = counters["skipped_train_samples"]
     args.consumed_valid_samples = counters["consumed_valid_samples"]
-    args.num_floating_point_operations_so_far = runtime.flops = counters["flops"]
-    _restore_settings(runtime.live, counters["settings"])
-    runtime.live.scheduler.num_steps = counters["scheduler_steps"]
-    runtime.live.scheduler.step(increment=0)
+    args.num_floating_point_operations_so_far = runtime.tally.flops = counters["flops"]
+    _restore_settings(runtime.held.live, counters["settings"])
+    runtime.held.live.scheduler.num_steps = counters["scheduler_steps"]
+    runtime.held.live.scheduler.step(increment=0)
     # Also where another epoch breaks before the next line: what is remembered here may be of another iteration.
-    runtime.totals = runtime.carried_totals = counters["totals"]
+    runtime.tally.totals = runtime.tally.carried = counters["totals"]
     get_timers()(INTERVAL, log_level=0).set_elapsed(counters["interval_s"])
 
 
 def advance_schedule(runtime: Runtime, outcome: Outcome) -> None:
     """What Megatron's train_step does after the optimizer's step."""
     if not outcome.skipped:
-        runtime.live.scheduler.step(increment=runtime.args.global_batch_size)
+        runtime.held.live.scheduler.step(increment=runtime.job.args.global_batch_size)
 
 
 def count_again(runtime: Runtime, outcome: Outcome) -> None:
     """What a step that is in the shard's state already does to what `restore_counters` has put back to before it."""
-    move_scale(runtime.live.optimizer, outcome.skipped)
+    move_scale(runtime.held.live.optimizer, outcome.skipped)
     advance_schedule(runtime, outcome)
 
 
@@ -144,20 +144,20 @@ def wrap_training_log(runtime: Runtime, original: Callable[..., Any]) -> Callabl
     """Carry the running loss totals over a recovery: they live in a local variable of train()."""
 
     def training_log(loss_dict: Any, total_loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if runtime.carried_totals is not None:
-            for name, value in runtime.carried_totals.items():
+        if runtime.tally.carried is not None:
+            for name, value in runtime.tally.carried.items():
                 # Lists are what tensors became on their way through the coordinator.
                 total_loss_dict[name] = torch.tensor(value, device="cuda") if isinstance(value, list) else value
-            runtime.carried_totals = None
+            runtime.tally.carried = None
         if runtime.epoch > 0:
             # The job's first line leaves the totals as they are; the first one after a recovery is not that.
             kwargs["is_first_iteration"] = False
         # It asks for the operations of an iteration that train() has counted.
-        flops = runtime.flops
+        flops = runtime.tally.flops
         result = original(loss_dict, total_loss_dict, *args, **kwargs)
-        runtime.flops = flops
+        runtime.tally.flops = flops
         # Megatron adds to some of them in place.
-        runtime.totals = {
+        runtime.tally.totals = {
             name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in total_loss_dict.items()
         }
         return result
@@ -170,7 +170,7 @@ def wrap_flops(runtime: Runtime, original: Callable[..., float]) -> Callable[...
 
     def num_floating_point_operations(*args: Any, **kwargs: Any) -> float:
         operations = original(*args, **kwargs)
-        runtime.flops += operations
+        runtime.tally.flops += operations
         return operations
 
     return num_floating_point_operations

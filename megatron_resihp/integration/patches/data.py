@@ -65,7 +65,7 @@ class Feed:
     """One split's loader on one worker. Loader processes are started when the first batch is wanted, once."""
 
     def __init__(self, runtime: Runtime, dataset: Any, is_eval: bool, consumed_name: str | None) -> None:
-        args = runtime.args
+        args = runtime.job.args
         self._runtime = runtime
         self._is_eval = is_eval
         self._consumed_name = consumed_name
@@ -86,9 +86,10 @@ class Feed:
 
     def rewind(self) -> None:
         """Start from Megatron's cursor with the current plan's share; batches read ahead are dropped."""
-        consumed = getattr(self._runtime.args, self._consumed_name) if self._consumed_name else 0
-        if self._runtime.replay is not None and not self._is_eval:
-            consumed += self._runtime.args.global_batch_size  # the step to come is applied already and reads nothing
+        args = self._runtime.job.args
+        consumed = getattr(args, self._consumed_name) if self._consumed_name else 0
+        if self._runtime.progress.replay is not None and not self._is_eval:
+            consumed += args.global_batch_size  # the step to come is applied already and reads nothing
         view = self._runtime.view
         share = view.evaluation_order(self.sampler.micro_batches) if self._is_eval else view.read_order
         self.sampler.move(consumed, share)
@@ -103,7 +104,7 @@ class Feed:
         batch = next(self._iterator)
         numbers = batch.pop(SAMPLE_KEY)
         if not self._is_eval:
-            self._runtime.fed.extend(numbers.tolist())
+            self._runtime.progress.fed.extend(numbers.tolist())
             self._runtime.probes.batch_came()
         return batch
 

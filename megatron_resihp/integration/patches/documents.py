@@ -9,7 +9,6 @@ summed by the step's agreement. May import megatron and this package.
 
 import functools
 from collections.abc import Callable
-from typing import Final
 
 import torch
 from megatron.training import training
@@ -17,9 +16,6 @@ from megatron.training import training
 from megatron_resihp.integration.runtime import Runtime
 
 Counts = tuple[float | None, float | None]
-
-NONE: Final = (0.0, 0.0)
-"""No documents: Σ l and Σ l² of their lengths."""
 
 
 def seen_so_far() -> torch.Tensor | None:

@@ -29,5 +29,5 @@ def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, 
         runtime.reach("evaluate")
         return runtime.mode.evaluate(schedule, kwargs)
     runtime.probes.begin_schedule()
-    runtime.losses = runtime.mode.train(schedule, kwargs)
-    return runtime.losses
+    runtime.progress.losses = runtime.mode.train(schedule, kwargs)
+    return runtime.progress.losses

@@ -36,6 +36,7 @@ from megatron_resihp.control.worker.reach import Door, own_address_towards
 from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.integration.job import Job, job_of
 from megatron_resihp.integration.loop import nccl_watch
 from megatron_resihp.integration.loop.device_loss import abort_or_die
 from megatron_resihp.integration.loop.joining import build_lonely_world, is_joining, lonely_groups
@@ -49,7 +50,6 @@ from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.step.step import install_step
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, Sizes
-from megatron_resihp.integration.world.own_layers import OwnLayout, own_layout
 from megatron_resihp.integration.world.whereabouts import whereabouts
 from megatron_resihp.integration.world.world import build_world, needs_of
 from megatron_resihp.plan.places import node_of
@@ -98,8 +98,9 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     pack_sheet = functools.partial(_pack, Seen(int(os.environ[ABSENCES_FD])), config.resihp_emulate is not None)
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), pack_sheet)
     atexit.register(outbox.close, LAST_RECORDS_S)
-    runtime = Runtime(config, control, communicators[0], get_args(), derived, outbox.offer)
-    runtime.run, runtime.joining = store.run, joining
+    job = job_of(config, get_args(), derived, store.run)
+    runtime = Runtime(job, control, communicators[0], outbox.offer)
+    runtime.joining = joining
     runtime.preparation = Preparation(control, communicators[0], functools.partial(needs_of, runtime))
     control.on_change = runtime.preparation.begin
     runtime.probes.watch_garbage_collection()
@@ -107,10 +108,10 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     gc.collect()
     gc.freeze()
     if config.resihp_emulate is not None:
-        runtime.padding = padding_of(runtime, config.resihp_emulate)
+        runtime.pads.padding = padding_of(runtime, config.resihp_emulate)
         runtime.probes.emulated = True
     if not cpu.installed():
-        runtime.slowing = DeviceSlowing(lambda: control.slowness.speed(worker), runtime.probes.event)
+        runtime.pads.slowing = DeviceSlowing(lambda: control.slowness.speed(worker), runtime.probes.event)
     return runtime
 
 
@@ -132,28 +133,27 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
 
     @functools.wraps(original)
     def initialize_megatron(*positional: Any, **options: Any) -> Any:
-        args = runtime.args
-        runtime.own_layout = own = own_layout(args)
-        runtime.shares_optimizer = bool(args.use_distributed_optimizer)
+        args = runtime.job.args
         runtime.control.event("worker_started", **whereabouts(args.local_rank))
         if runtime.joining:
             torch.cuda.set_device(args.local_rank)
             build_lonely_world(runtime)
             return original(*positional, **options)
-        runtime.control.tell(JobStarted(runtime.worker, describe_job(args, runtime.config, own)))
-        runtime.plan = runtime.control.first_plan()
-        coordinate = runtime.plan.coordinate_of(runtime.worker)
+        runtime.control.tell(JobStarted(runtime.worker, describe_job(runtime.job)))
+        plan = runtime.control.first_plan()
+        coordinate = plan.coordinate_of(runtime.worker)
         assert coordinate is not None, "every worker has work at the start"
-        runtime.held = own.shards_of(coordinate)
+        runtime.held.shards = runtime.job.own.shards_of(coordinate)
         torch.cuda.set_device(args.local_rank)
-        build_world(runtime)
+        build_world(runtime, plan)
         return original(*positional, **options)
 
     return initialize_megatron
 
 
-def describe_job(args: Any, config: ResihpConfig, own: OwnLayout) -> JobDescription:
+def describe_job(job: Job) -> JobDescription:
     """What the coordinator must know of Megatron's arguments and of ours."""
+    args, config, own = job.args, job.config, job.own
     return JobDescription(
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
@@ -177,7 +177,7 @@ def describe_job(args: Any, config: ResihpConfig, own: OwnLayout) -> JobDescript
         ),
         transfer_bytes=args.micro_batch_size * args.seq_length * args.hidden_size * args.params_dtype.itemsize,
         false_alarms_per_job=config.resihp_false_alarms_per_job,
-        distributed_optimizer=bool(args.use_distributed_optimizer),
+        distributed_optimizer=job.shares_optimizer,
         strategy=config.resihp_strategy,
         plan_wait=config.resihp_plan_wait,
         act=config.resihp_act,
@@ -201,10 +201,10 @@ def wrap_initialize_model_parallel(runtime: Runtime, original: Callable[..., Non
     @functools.wraps(original)
     def initialize_model_parallel(*positional: Any, **options: Any) -> None:
         options = {name: chosen_once(value) if callable(value) else value for name, value in options.items()}
-        runtime.build_groups = functools.partial(original, *positional, **options)
+        runtime.setup.build_groups = functools.partial(original, *positional, **options)
         with lonely_groups() if runtime.joining else nullcontext():
             original(*positional, **options)
-        runtime.megatron_groups = MegatronGroups()
+        runtime.setup.groups = MegatronGroups()
 
     return initialize_model_parallel
 
@@ -231,16 +231,16 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
     @functools.wraps(original)
     def setup_model_and_optimizer(*positional: Any, **options: Any) -> Any:
         if runtime.worker == 0:  # first, so that planners practise meanwhile
-            runtime.control.tell(ModelBuilt(runtime.worker, model_fields(runtime.args)))
+            runtime.control.tell(ModelBuilt(runtime.worker, model_fields(runtime.job.args)))
         # What a joining worker will hold comes from others, not from a checkpoint.
-        with _without_loading(runtime.args) if runtime.joining else nullcontext():
+        with _without_loading(runtime.job.args) if runtime.joining else nullcontext():
             model, optimizer, scheduler = original(*positional, **options)
-        runtime.trained = Trained(model, optimizer, scheduler)
+        runtime.held.live = Trained(model, optimizer, scheduler)
         config = get_model_config(model[0])
-        runtime.sizes = sizes_of(runtime.args, runtime.derived, options.get("cfg_container"))
+        runtime.setup.sizes = sizes_of(runtime.job.args, runtime.job.derived, options.get("cfg_container"))
         hooks = {name: getattr(config, name) for name in CONFIG_HOOKS}
         options.pop("pg_collection", None)
-        runtime.build_trained = functools.partial(_build_again, runtime, original, hooks, positional, options)
+        runtime.setup.build_trained = functools.partial(_build_again, runtime, original, hooks, positional, options)
         install_step(runtime)
         return model, optimizer, scheduler
 
@@ -273,9 +273,9 @@ def _build_again(
     runtime: Runtime, original: Callable[..., Any], hooks: dict[str, Any], positional: Any, options: Any
 ) -> Trained:
     """Megatron's own set-up in the new groups, without loading a checkpoint or resetting the counters."""
-    args = runtime.args
+    args = runtime.job.args
     # The builder reuses the config object, on which train() has left functions of the old model.
-    config = get_model_config(runtime.live.model[0])
+    config = get_model_config(runtime.held.live.model[0])
     for name, value in hooks.items():
         setattr(config, name, value)
     with _without_loading(args):

@@ -22,7 +22,7 @@ def padding_of(runtime: Runtime, profile_name: str) -> Padding:
     Raises:
         ProfileError: if the profile cannot be used.
     """
-    args = runtime.args
+    args = runtime.job.args
     profile = load_profile(profile_name)
     return Padding(
         profile,
@@ -47,7 +47,7 @@ class HeldCosts:
     def __call__(self) -> StageCosts:
         if self._epoch != self._runtime.epoch:
             degree = parallel_state.get_tensor_model_parallel_world_size()
-            chunks = unwrap_model(self._runtime.live.model)
+            chunks = unwrap_model(self._runtime.held.live.model)
             costs = [self._profile.stage(layer_kinds(chunk), degree) for chunk in chunks]
             if not self._runtime.mode.splits_backward:
                 costs = [(forward, backward + weight, PassCost()) for forward, backward, weight in costs]

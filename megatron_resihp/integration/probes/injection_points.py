@@ -29,7 +29,7 @@ def injection_patches(runtime: Runtime) -> list[Patch]:
     return [
         Patch(target, functools.partial(_reaching, runtime, point), None, f"lets fault injections strike at {point}")
         for point, targets in TARGETS.items()
-        if point in runtime.injections.points()
+        if point in runtime.scheduled.injections.points()
         for target in targets
     ]
 

@@ -116,7 +116,7 @@ def wrap_forward_step(runtime: Runtime, original: Callable[..., Any]) -> Callabl
         result = original(
             forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options
         )
-        probes.close_forward(result[0], _tensors(result[0]), _workload(runtime, before), runtime.pad_op)
+        probes.close_forward(result[0], _tensors(result[0]), _workload(runtime, before), runtime.pads.pad_op)
         return result
 
     return forward_step
@@ -132,7 +132,7 @@ def wrap_backward_step(runtime: Runtime, original: Callable[..., Any]) -> Callab
             return original(input_tensor, output_tensor, output_tensor_grad, config)
         probes.open_backward(output_tensor, _tensors(output_tensor_grad))
         result = original(input_tensor, output_tensor, output_tensor_grad, config)
-        probes.close_backward(_tensors(result), runtime.pad_op)
+        probes.close_backward(_tensors(result), runtime.pads.pad_op)
         return result
 
     return backward_step
@@ -149,7 +149,7 @@ def _tensors(value: Any) -> Iterable[Any]:
 def _workload(runtime: Runtime, before: torch.Tensor | None) -> Any:
     """N and Σ l² of the micro-batch just run: numbers, or a tensor where reading it would wait for the device."""
     found = documents.seen_since(before)
-    args = runtime.args
+    args = runtime.job.args
     if found is not None:
         return tuple(found.tolist()) if runtime.probes.immediate else found
     if args.dataloader_inter_document_masking or args.sft:
@@ -254,7 +254,7 @@ class _TimedRequest:
     def wait(self, *positional: Any) -> Any:
         result = self._request.wait(*positional)
         rows, self._rows = self._rows, ()
-        self._runtime.probes.done(rows, self._runtime.pad_transfer)
+        self._runtime.probes.done(rows, self._runtime.pads.pad_transfer)
         return result
 
     def __getattr__(self, name: str) -> Any:

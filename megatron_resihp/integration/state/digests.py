@@ -20,6 +20,6 @@ def shard_digest(trained: Trained, coordinate: Coordinate | None) -> dict[str, s
 
 def record_digests(runtime: Runtime) -> None:
     """Write them to the event log, if that is asked for."""
-    if runtime.config.resihp_record_digests and runtime.trained is not None:
-        digests = runtime.mode.state.digests(runtime.live)
+    if runtime.job.config.resihp_record_digests and runtime.held.is_built:
+        digests = runtime.mode.state.digests(runtime.held.live)
         runtime.control.event("digest", iteration=runtime.progress.iteration, digests=digests)

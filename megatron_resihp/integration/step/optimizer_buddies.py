@@ -77,7 +77,7 @@ def share_part_gradients(trained: Trained, kept: Kept, ring: Ring, worker: int) 
 
 def tell_cost(runtime: Runtime) -> None:
     """Write to the event log what keeping a copy has cost each step since the epoch began."""
-    copy = None if runtime.kept is None else runtime.kept.copy
+    copy = None if runtime.held.kept is None else runtime.held.kept.copy
     if copy is None:
         return
     bytes_kept, cost = copy.nbytes, copy.cost  # in this order: the last step may still be under way
@@ -105,9 +105,9 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     Raises:
         RuntimeError: a part and its copy are both gone, or what is there now isn't what it was before.
     """
-    plan, worker, fresh = runtime.current_plan, runtime.worker, trained is not runtime.live
+    plan, worker, fresh = runtime.view.plan, runtime.worker, trained is not runtime.held.live
     coordinate = plan.coordinate_of(worker)
-    has = current_part(runtime.live, runtime.kept)
+    has = current_part(runtime.held.live, runtime.held.kept)
     owns = full_names(coordinate, own_places(trained)) if runtime.view.works and coordinate is not None else {}
     told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "owns": list(owns.items()), "fills": fresh})
     has_all = {each: [Range(*where) for where in said["has"]] for each, said in told.items()}
@@ -146,7 +146,7 @@ def part_digests(runtime: Runtime, trained: Trained, kept: Kept | None) -> dict[
     """Of parameters, if they are whole, and of each part of the optimizer that this worker has."""
     if kept is None:
         return {}
-    owners = runtime.current_plan.workers_at(kept.coordinate)
+    owners = runtime.view.plan.workers_at(kept.coordinate)
     stage, tp_rank = kept.coordinate
     found = {}
     if kept.owns:
@@ -258,8 +258,8 @@ def current_part(trained: Trained, kept: Kept | None) -> Part:
 
 def steps_of(runtime: Runtime) -> list[int]:
     """Counts of steps that some optimizers keep for each parameter group; all that are current are equal."""
-    kept = runtime.kept
-    counts: list[Any] = group_steps(runtime.live) if kept is None or kept.owns else []
+    kept = runtime.held.kept
+    counts: list[Any] = group_steps(runtime.held.live) if kept is None or kept.owns else []
     counts += [kept.copy.counted] if kept is not None and kept.copy is not None else []
     return [count for count in counts if count is not None]
 

@@ -43,7 +43,7 @@ STATE = "state/"
 
 def are_there_parts(runtime: Runtime) -> bool:
     """Whether the state comes from an epoch in which it was shared out; all members call it."""
-    return any(tell_all(runtime.mode.everybody, runtime.worker, runtime.kept is not None).values())
+    return any(tell_all(runtime.mode.everybody, runtime.worker, runtime.held.kept is not None).values())
 
 
 def put_together(runtime: Runtime) -> tuple[int, WholeState]:
@@ -55,11 +55,11 @@ def put_together(runtime: Runtime) -> tuple[int, WholeState]:
     Raises:
         RuntimeError: a part and its copy are both gone.
     """
-    kept, worker = runtime.kept, runtime.worker
-    has = current_part(runtime.live, kept)
+    kept, worker = runtime.held.kept, runtime.worker
+    has = current_part(runtime.held.live, kept)
     parameters: dict[Range, torch.nn.Parameter] = {}
     if kept is not None:
-        named = _parameters(runtime.live)
+        named = _parameters(runtime.held.live)
         bare = {Range(name, 0, parameter.numel()): parameter for name, parameter in named.items()}
         parameters = dict(zip(full_names(kept.coordinate, dict.fromkeys(bare, (0, 0))), bare.values(), strict=True))
     told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "needs": list(parameters)})
@@ -83,7 +83,7 @@ def share_out(runtime: Runtime, trained: Trained, whole: WholeState) -> Kept | N
         trained: what this worker has now: new objects, or those of the epoch before where it stands by.
         whole: the state of all parameters of the new objects.
     """
-    plan, worker = runtime.current_plan, runtime.worker
+    plan, worker = runtime.view.plan, runtime.worker
     coordinate = plan.coordinate_of(worker)
     owns = own_places(trained) if runtime.view.works else {}
     told = tell_all(runtime.mode.everybody, worker, list(owns.items()))

@@ -44,7 +44,7 @@ StepResult = tuple[bool, float | None, int | None]
 
 def install_step(runtime: Runtime) -> None:
     """Make the optimizer's step the agreed one."""
-    runtime.live.optimizer.step = lambda: agreed_step(runtime)
+    runtime.held.live.optimizer.step = lambda: agreed_step(runtime)
 
 
 def agreed_step(runtime: Runtime) -> StepResult:
@@ -76,10 +76,11 @@ def agreed_step(runtime: Runtime) -> StepResult:
 
 def _record_samples(runtime: Runtime) -> None:
     """Say what was fed before anybody can agree on it: a step that counts is never without its samples in the log."""
-    if runtime.config.resihp_record_samples and runtime.fed and runtime.view.is_first_stage:
+    progress, view = runtime.progress, runtime.view
+    if runtime.job.config.resihp_record_samples and progress.fed and view.is_first_stage:
         runtime.control.event(
-            "samples", iteration=runtime.progress.iteration, replica=runtime.view.replica, samples=_ranges(runtime.fed),
-            micro_batches=list(runtime.view.read_order),
+            "samples", iteration=progress.iteration, replica=view.replica, samples=_ranges(progress.fed),
+            micro_batches=list(view.read_order),
         )  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def _ranges(numbers: list[int]) -> list[list[int]]:
 
 def local_norm_squared(runtime: Runtime) -> float:
     """Sum of squares over the gradients that this worker owns (shared and TP-duplicate ones once)."""
-    optimizer = runtime.live.optimizer
+    optimizer = runtime.held.live.optimizer
     ready_gradients(optimizer)
     inverse = inverse_scale(runtime.mode.averaging, optimizer)
     share = 1.0 if inverse is None else float(inverse)
@@ -114,29 +115,29 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
     values = _brought(runtime, norm_squared, validation, change)
     runtime.mode.everybody.sum(values)
     # Sums are 32 bits wide, and what is summed has 16: only what has overflowed before makes them not finite.
-    skipped = scales_losses(runtime.live.optimizer) and not math.isfinite(values[0])
+    skipped = scales_losses(runtime.held.live.optimizer) and not math.isfinite(values[0])
     if not skipped:
         _check_norm(runtime, float(values[0]))
     if _heard_by_all(runtime, validation, values[VALIDATION]):
-        runtime.to_validate = validation
+        runtime.orders.validation = validation
         runtime.control.drop_validation(validation)
     if _heard_by_all(runtime, change, values[CHANGE]):
-        runtime.to_change = True
+        runtime.orders.change = True
         runtime.control.drop_change(change)
-    runtime.documents = (float(values[DOCUMENTS_FROM]), float(values[DOCUMENTS_FROM + 1]))
+    runtime.progress.documents = (float(values[DOCUMENTS_FROM]), float(values[DOCUMENTS_FROM + 1]))
     if not runtime.view.works:
         note_counters(runtime, values)
     losses = tuple((total, tokens) for total, tokens in values[LOSSES_FROM:EXPERTS_FROM].view(LOSS_SLOTS, 2).tolist())
     norm, stop = None if skipped else math.sqrt(float(values[0])), bool(values[1] > 0)
     save = _to_save(runtime, values)
-    experts = tuple(values[EXPERTS_FROM:DOCUMENTS_FROM].tolist()) if runtime.args.num_experts else ()
-    return Outcome(runtime.epoch, norm, losses, runtime.loss_names, stop, skipped, experts, save)
+    experts = tuple(values[EXPERTS_FROM:DOCUMENTS_FROM].tolist()) if runtime.job.args.num_experts else ()
+    return Outcome(runtime.epoch, norm, losses, runtime.progress.loss_names, stop, skipped, experts, save)
 
 
 def tell_of_experts(runtime: Runtime, outcome: Outcome) -> None:
     """Let Megatron print what was agreed on of their balance."""
     if runtime.view.works and outcome.experts:
-        args = runtime.args
+        args = runtime.job.args
         expert_metrics.tell_sums(outcome.experts, args.global_batch_size // args.micro_batch_size, args.num_layers)
 
 
@@ -149,18 +150,18 @@ def _brought(
     values[1] = 1.0 if runtime.control.stop_signal else 0.0
     values[VALIDATION] = _number(validation)
     values[CHANGE] = _number(change)
-    if runtime.control.to_save > runtime.saves:
+    if runtime.control.to_save > runtime.orders.saves:
         values[SAVE], values[SAVERS] = runtime.control.to_save, 1.0
     if runtime.view.reports:
         counters = runtime.progress.counters[runtime.progress.iteration]
         values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
-    if runtime.losses:
-        runtime.loss_names = tuple(sorted(runtime.losses[0]))[:LOSS_SLOTS]
+    if runtime.progress.losses:
+        runtime.progress.loss_names = tuple(sorted(runtime.progress.losses[0]))[:LOSS_SLOTS]
     if not runtime.view.works:
         return values
-    if runtime.losses and runtime.view.is_last_stage and runtime.view.tp_rank == 0:
+    if runtime.progress.losses and runtime.view.is_last_stage and runtime.view.tp_rank == 0:
         _add_losses(runtime, values)
-    if runtime.args.num_experts:
+    if runtime.job.args.num_experts:
         recorded = expert_metrics.recorded(mpu.get_tensor_model_parallel_world_size())
         values[EXPERTS_FROM:DOCUMENTS_FROM] = torch.tensor(recorded)
     if runtime.mode.seen_documents is not None:
@@ -170,7 +171,7 @@ def _brought(
 
 def _check_norm(runtime: Runtime, norm_squared: float) -> None:
     """Megatron checks each worker's own gradients; this is for what only their sum shows, on standbys too."""
-    if runtime.args.check_for_nan_in_loss_and_grad and not math.isfinite(norm_squared):
+    if runtime.job.args.check_for_nan_in_loss_and_grad and not math.isfinite(norm_squared):
         raise RuntimeError(
             f"Worker {runtime.worker}, iteration {runtime.progress.iteration}: Unexpected result {norm_squared} "
             "(message='found NaN or Inf in the squared norm of all gradients')"
@@ -190,15 +191,15 @@ def _to_save(runtime: Runtime, values: torch.Tensor) -> bool:
     """Whether somebody has heard that a checkpoint is wanted; who hears of the same order later saves no second one."""
     if values[SAVERS] == 0:
         return False
-    runtime.saves = max(runtime.saves, round(float(values[SAVE] / values[SAVERS])))
+    runtime.orders.saves = max(runtime.orders.saves, round(float(values[SAVE] / values[SAVERS])))
     return True
 
 
 def _add_losses(runtime: Runtime, values: torch.Tensor) -> None:
-    for slot, name in enumerate(runtime.loss_names):
-        reported = torch.stack([losses[name].view(-1).double() for losses in runtime.losses]).sum(dim=0).cpu()
+    for slot, name in enumerate(runtime.progress.loss_names):
+        reported = torch.stack([losses[name].view(-1).double() for losses in runtime.progress.losses]).sum(dim=0).cpu()
         if reported.numel() == 1:  # a user's loss function may report a mean instead of (sum, tokens)
-            reported = torch.tensor([float(reported), float(len(runtime.losses))])
+            reported = torch.tensor([float(reported), float(len(runtime.progress.losses))])
         values[LOSSES_FROM + 2 * slot : LOSSES_FROM + 2 * slot + 2] += reported
 
 
@@ -207,15 +208,15 @@ def note_counters(runtime: Runtime, values: torch.Tensor) -> None:
     numbers = map(int, values[COUNTERS_FROM:LOSSES_FROM].tolist())
     shared = dict(zip(SHARED_COUNTERS, numbers, strict=True))
     runtime.progress.counters[runtime.progress.iteration] = {
-        **shared, "settings": settings_of(runtime.live), "flops": 0.0, "totals": {}, "interval_s": 0.0,
+        **shared, "settings": settings_of(runtime.held.live), "flops": 0.0, "totals": {}, "interval_s": 0.0,
     }  # fmt: skip
 
 
 def take_step(runtime: Runtime, outcome: Outcome) -> None:
     """AGREED to STEPPED: clip with the agreed norm and step, if the step isn't skipped. Communicates nothing."""
-    if runtime.live.lacks_gradients:
+    if runtime.held.live.lacks_gradients:
         raise RuntimeError("a step is to be taken whose gradients were freed: the committed one had been taken before")
-    optimizer, kept = runtime.live.optimizer, runtime.kept
+    optimizer, kept = runtime.held.live.optimizer, runtime.held.kept
     if not outcome.skipped:
         inverse = inverse_scale(runtime.mode.averaging, optimizer)
         if kept is not None and kept.copy is not None:
@@ -225,7 +226,7 @@ def take_step(runtime: Runtime, outcome: Outcome) -> None:
             share = None if inverse is None else float(inverse)
             kept.copy.begin_step(optimizer, outcome.grad_norm, share, device)
         # Who holds nothing may still have the objects of an earlier epoch.
-        if bool(runtime.held) if kept is None else kept.owns:
+        if bool(runtime.held.shards) if kept is None else kept.owns:
             _step_own(runtime, optimizer, outcome, inverse)
     move_scale(optimizer, outcome.skipped)
     runtime.progress.stage = IterationPhase.STEPPED

@@ -14,18 +14,19 @@ from megatron.training import get_timers
 from megatron_resihp.executor.gloo.groups_ahead import GroupNeeds, GroupsAhead
 from megatron_resihp.integration.modes.choice import mode_of
 from megatron_resihp.integration.patches import documents, expert_metrics
+from megatron_resihp.integration.progress import NO_DOCUMENTS
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world.group_needs import timeout_of
 from megatron_resihp.plan import ParallelPlan
 
 
-def build_world(runtime: Runtime, ahead: GroupsAhead | None = None) -> None:
-    """Make the current plan's process groups; standbys get side groups only.
+def build_world(runtime: Runtime, plan: ParallelPlan, ahead: GroupsAhead | None = None) -> None:
+    """Make a plan's process groups; standbys get side groups only.
 
     Args:
         ahead: groups that all members of the plan have made for it.
     """
-    args, plan = runtime.args, runtime.current_plan
+    args = runtime.job.args
     runtime.communicators.begin(runtime.epoch, plan.digest, ahead)
     runtime.mode = mode_of(runtime, plan, runtime.communicators.side_group)
     if runtime.view.works:
@@ -69,4 +70,4 @@ def reset_singletons(runtime: Runtime, rerun_mode: RerunMode) -> None:
     rerun.restart_again_requested = rerun.continue_requested = False
     rerun.data_iterator_checkpoints = None
     documents.forget()
-    runtime.documents = documents.NONE
+    runtime.progress.documents = NO_DOCUMENTS

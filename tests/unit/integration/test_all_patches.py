@@ -14,7 +14,13 @@ from megatron_resihp.integration.patches.training import training_patches
 from megatron_resihp.integration.probes.injection_points import TARGETS, injection_patches
 from megatron_resihp.integration.probes.patches import probe_patches
 
-RUNTIME: Any = SimpleNamespace(injections=SimpleNamespace(points=lambda: set(INJECTION_POINTS)))
+
+def worker(points: set[str]) -> Any:
+    """One whose fault injections wait for these points."""
+    return SimpleNamespace(scheduled=SimpleNamespace(injections=SimpleNamespace(points=lambda: points)))
+
+
+RUNTIME = worker(set(INJECTION_POINTS))
 
 
 PATCHES = training_patches(RUNTIME) + probe_patches(RUNTIME) + injection_patches(RUNTIME)
@@ -32,8 +38,7 @@ def test_every_target_is_named_once() -> None:
 
 
 def test_injections_hook_in_only_where_they_wait() -> None:
-    runtime: Any = SimpleNamespace(injections=SimpleNamespace(points=lambda: {"p2p", "norm"}))
-    assert [patch.target for patch in injection_patches(runtime)] == list(TARGETS["p2p"])
+    assert [patch.target for patch in injection_patches(worker({"p2p", "norm"}))] == list(TARGETS["p2p"])
     assert set(TARGETS) <= set(INJECTION_POINTS)
 
 

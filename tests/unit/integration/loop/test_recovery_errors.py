@@ -14,6 +14,7 @@ from megatron_resihp.executor.communicators import is_communicator_error
 from megatron_resihp.executor.rendezvous import RendezvousBroken
 from megatron_resihp.executor.waiting import WaitAbandoned
 from megatron_resihp.integration.loop import recovery
+from megatron_resihp.integration.loop.notes import RecoveryNotes
 
 # As torch 2.15 raises them.
 OF_COMMUNICATORS = [
@@ -51,7 +52,7 @@ def runtime(broken: bool, on_trial: bool = False) -> Any:
         control=SimpleNamespace(
             broken=lambda: broken, broken_at=lambda: 1.0, suspect=lambda error, timeout_s: None
         ),
-        config=SimpleNamespace(resihp_answer_timeout=1.0), recovered_from=None, last_step_at=None, phases={},
+        job=SimpleNamespace(config=SimpleNamespace(resihp_answer_timeout=1.0)), recovery=RecoveryNotes(),
     )  # fmt: skip
 
 
@@ -109,7 +110,7 @@ def test_a_failure_during_recovery_starts_the_next(monkeypatch: pytest.MonkeyPat
     worker.control.suspect = lambda error, timeout_s: suspected.append(error)
     recovery.recover(worker, EpochBroken("worker 3"))
     assert [str(error)[:8] for error in suspected] == ["worker 3", "[/pytorc", "worker 4"] and not outcomes
-    assert worker.recovered_from == 1.0, "the time of the first death stays"
+    assert worker.recovery.since == 1.0, "the time of the first death stays"
 
 
 def test_a_bug_that_a_recovery_meets_again_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

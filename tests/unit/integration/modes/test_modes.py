@@ -19,6 +19,7 @@ from megatron_resihp.integration.modes.shared_out import SharedOutMode
 from megatron_resihp.integration.modes.uniform import UniformMode
 from megatron_resihp.integration.patches import documents
 from megatron_resihp.integration.patches.schedule import wrap_get_forward_backward_func
+from megatron_resihp.integration.progress import Progress
 from megatron_resihp.integration.step.loss_scale import Averaging
 from megatron_resihp.integration.world.own_layers import OwnLayout
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
@@ -41,12 +42,13 @@ class Group:
 
 def job(worker: int, *, distributed_optimizer: bool = False, per_token: bool = False) -> Any:
     """What modes ask of a worker's job of six layers and three micro-batches."""
+    args = SimpleNamespace(
+        use_tp_pp_dp_mapping=False, calculate_per_token_loss=per_token, global_batch_size=3, micro_batch_size=1
+    )
+    own = OwnLayout(LAYERS, 1, 3, False, None)
     return SimpleNamespace(
-        worker=worker, shares_optimizer=distributed_optimizer, reach=lambda point: None, documents=documents.NONE,
-        own=OwnLayout(LAYERS, 1, 3, False, None),
-        args=SimpleNamespace(
-            use_tp_pp_dp_mapping=False, calculate_per_token_loss=per_token, global_batch_size=3, micro_batch_size=1
-        ),
+        worker=worker, reach=lambda point: None, progress=Progress(),
+        job=SimpleNamespace(args=args, own=own, shares_optimizer=distributed_optimizer),
     )  # fmt: skip
 
 
@@ -123,7 +125,7 @@ def test_a_standby_divides_by_the_tokens_of_others_only() -> None:
     """Those that work count 8."""
     factors: list[float] = []
     standby = job(3, per_token=True)
-    standby.live = SimpleNamespace(model=[SimpleNamespace(scale_gradients=factors.append)])
+    standby.held = SimpleNamespace(live=SimpleNamespace(model=[SimpleNamespace(scale_gradients=factors.append)]))
     mode(HETEROGENEOUS, standby, others=8.0).share_gradients()
     assert factors == [1 / 8]
 
@@ -139,7 +141,7 @@ def consumer(plan: ParallelPlan, agreed: tuple[float, float], monkeypatch: pytes
     training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 7]))
     runtime = job(0)
     mode(plan, runtime)
-    runtime.documents = agreed
+    runtime.progress.documents = agreed
     return partial(documents.wrap_consume(runtime, lambda: (1.0, 2.0)))
 
 

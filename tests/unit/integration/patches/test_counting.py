@@ -24,6 +24,7 @@ from megatron_resihp.integration.patches.counting import (
     wrap_flops,
     wrap_training_log,
 )
+from megatron_resihp.integration.progress import Progress, Tally
 from megatron_resihp.integration.step.step import COUNTERS_FROM, LOSSES_FROM, note_counters
 from megatron_resihp.integration.trained import Trained
 
@@ -61,30 +62,34 @@ def runtime(max_lr: float, decay_steps: int, beta2: float) -> Any:
     )
     trained = Trained([], optimizer, Scheduler(max_lr=max_lr, lr_decay_steps=decay_steps))
     view = SimpleNamespace(is_last_stage=True)
-    return SimpleNamespace(args=args, live=trained, totals={}, flops=1.0, view=view, groups=groups)
+    return SimpleNamespace(
+        job=SimpleNamespace(args=args), held=SimpleNamespace(live=trained), tally=Tally(flops=1.0), progress=Progress(),
+        view=view, groups=groups,
+    )  # fmt: skip
 
 
 def test_settings_of_a_checkpoint_are_put_into_what_was_built_from_arguments() -> None:
     resumed, anew = runtime(1e-3, 40, 0.95), runtime(5e-3, 100, 0.999)
-    resumed.live.scheduler.num_steps = 56
+    resumed.held.live.scheduler.num_steps = 56
     told = json.loads(json.dumps(snapshot_counters(resumed)))
     restore_counters(anew, told)
-    scheduler = anew.live.scheduler
+    scheduler = anew.held.live.scheduler
     assert (scheduler.max_lr, scheduler.lr_decay_steps, scheduler.num_steps) == (1e-3, 40, 56) and scheduler.stepped
     assert [group["betas"] for group in anew.groups] == [(0.9, 0.95)] * 2
     assert [group["wd_mult"] for group in anew.groups] == [0.0, 1.0], "what differs between groups is as it was built"
-    assert (anew.args.iteration, anew.args.consumed_train_samples) == (7, 56)
+    assert (anew.job.args.iteration, anew.job.args.consumed_train_samples) == (7, 56)
 
 
 def test_a_standby_knows_enough_to_go_on_from_if_all_that_work_die() -> None:
     standby, anew = runtime(1e-3, 40, 0.95), runtime(5e-3, 100, 0.999)
-    standby.progress = SimpleNamespace(iteration=8, counters={})
+    standby.progress.iteration = 8
     values = torch.zeros(LOSSES_FROM)
     values[COUNTERS_FROM:] = torch.tensor([7.0, 56.0, 0.0, 0.0, 56.0])
     note_counters(standby, values)
     restore_counters(anew, json.loads(json.dumps(standby.progress.counters[8])))
-    assert (anew.args.iteration, anew.args.consumed_train_samples, anew.live.scheduler.num_steps) == (7, 56, 56)
-    assert anew.live.scheduler.max_lr == 1e-3
+    args, scheduler = anew.job.args, anew.held.live.scheduler
+    assert (args.iteration, args.consumed_train_samples, scheduler.num_steps) == (7, 56, 56)
+    assert anew.held.live.scheduler.max_lr == 1e-3
 
 
 def test_megatron_finds_a_start_with_as_many_workers_in_its_progress_log(
@@ -107,19 +112,19 @@ def test_megatron_finds_a_start_with_as_many_workers_in_its_progress_log(
 
 
 def test_operations_that_are_asked_for_to_be_logged_are_not_counted_again() -> None:
-    job: Any = SimpleNamespace(flops=100.0, epoch=0, carried_totals=None, totals={})
-    operations = wrap_flops(job, lambda: 7.0)
-    log = wrap_training_log(job, lambda loss_dict, total_loss_dict: operations())
+    worker: Any = SimpleNamespace(epoch=0, tally=Tally(flops=100.0))
+    operations = wrap_flops(worker, lambda: 7.0)
+    log = wrap_training_log(worker, lambda loss_dict, total_loss_dict: operations())
     for iteration in (1, 2):
         operations()
         log({}, {})
-        assert job.flops == 100.0 + 7.0 * iteration
+        assert worker.tally.flops == 100.0 + 7.0 * iteration
 
 
 def test_totals_are_those_gone_on_from_until_the_next_line() -> None:
     """Another epoch may break before; this worker may have had the head long ago, or be ahead of what is repeated."""
     worker = runtime(1e-3, 40, 0.95)
-    worker.totals = {"lm loss": torch.tensor([99.0]), "advanced iterations": 9}
+    worker.tally.totals = {"lm loss": torch.tensor([99.0]), "advanced iterations": 9}
     totals = {"lm loss": [5.0], "advanced iterations": 2}
     restore_counters(worker, {**snapshot_counters(worker), "totals": totals})
     assert snapshot_counters(worker)["totals"] == totals
@@ -127,13 +132,13 @@ def test_totals_are_those_gone_on_from_until_the_next_line() -> None:
 
 def test_what_megatron_adds_later_is_not_in_totals_of_before() -> None:
     """It does so in place, where experts report."""
-    job: Any = SimpleNamespace(flops=0.0, epoch=0, carried_totals=None, totals={})
-    log = wrap_training_log(job, lambda loss_dict, total_loss_dict: total_loss_dict["z_loss"].add_(1.0))
+    worker: Any = SimpleNamespace(epoch=0, tally=Tally())
+    log = wrap_training_log(worker, lambda loss_dict, total_loss_dict: total_loss_dict["z_loss"].add_(1.0))
     found = {"z_loss": torch.tensor(0.0)}
     log({}, found)
-    before = job.totals
+    before = worker.tally.totals
     log({}, found)
-    assert (float(before["z_loss"]), float(job.totals["z_loss"])) == (1.0, 2.0)
+    assert (float(before["z_loss"]), float(worker.tally.totals["z_loss"])) == (1.0, 2.0)
 
 
 def test_the_time_of_an_interval_is_gone_on_with(timers: Timers) -> None:

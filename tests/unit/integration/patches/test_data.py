@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from megatron_resihp.integration.patches.data import Feed, NumberedDataset, PlanSampler
+from megatron_resihp.integration.progress import Progress
 from megatron_resihp.integration.world.view import UniformView
 from megatron_resihp.plan import ParallelPlan, Replica, deal
 from megatron_resihp.protocol.records import Outcome
@@ -89,11 +90,13 @@ class TestFeed:
     @pytest.fixture
     def runtime(self) -> Any:
         plan = ParallelPlan((Replica(((0,),), (0, 2)), Replica(((1,),), (1, 3))))
+        args = SimpleNamespace(
+            num_workers=0, micro_batch_size=2, global_batch_size=8, eval_micro_batch_size=1,
+            eval_global_batch_size=3, consumed_train_samples=8, consumed_valid_samples=3,
+        )  # fmt: skip
         return SimpleNamespace(
-            args=SimpleNamespace(
-                num_workers=0, micro_batch_size=2, global_batch_size=8, eval_micro_batch_size=1,
-                eval_global_batch_size=3, consumed_train_samples=8, consumed_valid_samples=3,
-            ), view=UniformView(plan, 1, True), replay=None, fed=[], probes=SimpleNamespace(batch_came=lambda: None),
+            job=SimpleNamespace(args=args), view=UniformView(plan, 1, True), progress=Progress(),
+            probes=SimpleNamespace(batch_came=lambda: None),
         )  # fmt: skip
 
     @pytest.fixture
@@ -107,7 +110,7 @@ class TestFeed:
         feed = Feed(runtime, dataset, False, "consumed_train_samples")
         feed.rewind()
         assert self.take(feed, 3) == [[110, 111], [114, 115], [118, 119]]
-        assert runtime.fed == [10, 11, 14, 15, 18, 19], "what was fed is recorded by number"
+        assert runtime.progress.fed == [10, 11, 14, 15, 18, 19], "what was fed is recorded by number"
 
     def test_a_new_plan_moves_the_share_and_drops_what_was_read_ahead(self, runtime: Any, dataset: Any) -> None:
         feed = Feed(runtime, dataset, False, "consumed_train_samples")
@@ -118,23 +121,23 @@ class TestFeed:
         assert self.take(feed, 4) == [[108, 109], [110, 111], [112, 113], [114, 115]]
 
     def test_a_step_that_is_applied_already_reads_nothing(self, runtime: Any, dataset: Any) -> None:
-        runtime.replay = Outcome(0, 1.0)
+        runtime.progress.replay = Outcome(0, 1.0)
         feed = Feed(runtime, dataset, False, "consumed_train_samples")
         feed.rewind()
         assert self.take(feed, 1) == [[118, 119]]
 
     def test_evaluation_is_shared_evenly_and_not_recorded(self, runtime: Any, dataset: Any) -> None:
-        runtime.replay = Outcome(0, 1.0)
+        runtime.progress.replay = Outcome(0, 1.0)
         feed = Feed(runtime, dataset, True, "consumed_valid_samples")
         feed.rewind()
         assert self.take(feed, 2) == [[104], [107]]
 
     def test_who_has_nothing_to_evaluate_reads_what_another_does(self, runtime: Any, dataset: Any) -> None:
-        runtime.args.eval_global_batch_size = 1
+        runtime.job.args.eval_global_batch_size = 1
         feed = Feed(runtime, dataset, True, "consumed_valid_samples")
         feed.rewind()
         assert self.take(feed, 2) == [[103], [104]]
-        assert runtime.fed == []
+        assert runtime.progress.fed == []
 
     def test_samples_keep_their_fields(self, dataset: Any) -> None:
         numbered = NumberedDataset(dataset)

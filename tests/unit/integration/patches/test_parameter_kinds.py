@@ -36,47 +36,57 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def runtime(*working: int, **fields: Any) -> Any:
-    fresh = {"trained": None, "joining": False, "parameter_kinds": None}
-    return SimpleNamespace(current_plan=SimpleNamespace(working=working), **fresh | fields)
+class Worker:
+    """A worker whose optimizer Megatron builds."""
 
+    def __init__(self, *working: int, joining: bool = False) -> None:
+        self.runtime: Any = SimpleNamespace(held=SimpleNamespace(is_built=False), joining=joining)
+        self.be_with(*working)
+        self._wrapped = wrap_get_param_groups(self.runtime, megatron_optimizer._get_param_groups)
 
-def groups(runtime: Any, **parameters: int) -> list[tuple[float, float, int]]:
-    """What tells parameter groups of a model with parameters of these names and sizes apart, and their parameters."""
-    model = torch.nn.Module()
-    for name, size in parameters.items():
-        model.register_parameter(name, torch.nn.Parameter(torch.zeros(size)))
-    wrapped = wrap_get_param_groups(runtime, megatron_optimizer._get_param_groups)
-    found = wrapped([model], OptimizerConfig(lr=0.1, min_lr=0.0), OVERRIDES)
-    return [(group["max_lr"], group["wd_mult"], len(group["params"])) for group in found]
+    def be_with(self, *working: int) -> None:
+        self.runtime.view = SimpleNamespace(plan=SimpleNamespace(working=working))
+
+    def finish_start(self) -> None:
+        self.runtime.held.is_built = True
+        self.runtime.joining = False
+
+    def groups(self, **parameters: int) -> list[tuple[float, float, int]]:
+        """What tells parameter groups apart, and how many parameters each has. `parameters`: names and sizes."""
+        model = torch.nn.Module()
+        for name, size in parameters.items():
+            model.register_parameter(name, torch.nn.Parameter(torch.zeros(size)))
+        found = self._wrapped([model], OptimizerConfig(lr=0.1, min_lr=0.0), OVERRIDES)
+        return [(group["max_lr"], group["wd_mult"], len(group["params"])) for group in found]
 
 
 def test_kinds_that_only_others_have_keep_their_groups_without_asking_again(world: World) -> None:
-    worker = runtime(0, 1)
-    first = groups(worker, weight=2, bias=1)
+    worker = Worker(0, 1)
+    first = worker.groups(weight=2, bias=1)
     assert world.asked == 1 and (0.5, 1.0, 0) in first
-    worker.trained = object()
-    assert groups(worker, weight=2, bias=1) == first
-    assert sorted(groups(worker, weight=2, table=3)) == sorted([(0.1, 1.0, 1), (0.1, 0.0, 0), (0.5, 1.0, 1)])
+    worker.finish_start()
+    assert worker.groups(weight=2, bias=1) == first
+    assert sorted(worker.groups(weight=2, table=3)) == sorted([(0.1, 1.0, 1), (0.1, 0.0, 0), (0.5, 1.0, 1)])
     assert world.asked == 1
 
 
 def test_with_a_worker_that_was_started_anew_all_ask(world: World) -> None:
-    worker = runtime(0, 1)
-    groups(worker, weight=2)
-    worker.trained, worker.current_plan = object(), SimpleNamespace(working=(0, 2))
-    groups(worker, weight=2)
+    worker = Worker(0, 1)
+    worker.groups(weight=2)
+    worker.finish_start()
+    worker.be_with(0, 2)
+    worker.groups(weight=2)
     assert world.asked == 2
-    joining = runtime(0, 2, joining=True)
-    groups(joining, weight=2)
-    joining.trained, joining.joining = object(), False
-    groups(joining, weight=2)
+    joining = Worker(0, 2, joining=True)
+    joining.groups(weight=2)
+    joining.finish_start()
+    joining.groups(weight=2)
     assert world.asked == 4, "what it heard where it started was told by nobody else"
 
 
 def test_a_kind_that_nobody_had_is_refused(world: World) -> None:
-    worker = runtime(0, 1)
-    groups(worker, weight=2)
-    worker.trained = object()
+    worker = Worker(0, 1)
+    worker.groups(weight=2)
+    worker.finish_start()
     with pytest.raises(RuntimeError, match="of a kind that it did not have when the job began"):
-        groups(worker, weight=2, bias=1)
+        worker.groups(weight=2, bias=1)

@@ -303,6 +303,14 @@ def test_many_ops_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sent[0].ops) == 1000 and sent[0].ops["micro_batch"].tolist() == [i for i in range(500) for _ in "FB"]
 
 
+def test_the_chunk_that_was_run_last_is_none_of_the_next_iterations() -> None:
+    """Megatron's own schedule doesn't say which chunk it runs where there is only one."""
+    probes = Probes(0, HostClock, lambda sheet: None)
+    probes.running_chunk = 1
+    probes.begin(1, 3, (0, 1), (0,))
+    assert probes.running_chunk == 0
+
+
 def test_garbage_collections_are_noted() -> None:
     import gc
 
@@ -315,11 +323,3 @@ def test_garbage_collections_are_noted() -> None:
     finally:
         gc.callbacks.remove(probes._on_collection)
     assert SpanKind.GARBAGE_COLLECTION in sent[0].spans["kind"].tolist()
-
-
-def test_the_chunk_that_was_run_last_is_none_of_the_next_iterations() -> None:
-    """Megatron's own schedule doesn't say which chunk it runs where there is only one."""
-    probes = Probes(0, HostClock, lambda sheet: None)
-    probes.running_chunk = 1
-    probes.begin(1, 3, (0, 1), (0,))
-    assert probes.running_chunk == 0

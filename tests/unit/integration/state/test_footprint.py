@@ -94,7 +94,7 @@ def test_gradients_that_are_there_are_left_alone(live: Trained) -> None:
 def test_no_step_is_taken_without_gradients(live: Trained) -> None:
     free_gradients(live)
     with pytest.raises(RuntimeError, match="whose gradients were freed"):
-        take_step(SimpleNamespace(live=live), SimpleNamespace(skipped=False))  # type: ignore[arg-type]
+        take_step(SimpleNamespace(held=SimpleNamespace(live=live)), SimpleNamespace(skipped=False))  # type: ignore[arg-type]
 
 
 def test_what_is_taken_over_counts_once(live: Trained) -> None:

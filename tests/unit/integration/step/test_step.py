@@ -14,6 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 from megatron_resihp.integration.ops.program_schedule import check_gradients
+from megatron_resihp.integration.progress import Orders, Progress
 from megatron_resihp.integration.step.step import agree
 
 
@@ -25,14 +26,13 @@ def worker(checks: bool, others: float, *scalers: Any) -> Any:
         values[0] += others
 
     return SimpleNamespace(
-        worker=3, epoch=1, losses=[], loss_names=(), view=SimpleNamespace(works=False, reports=False),
-        args=SimpleNamespace(check_for_nan_in_loss_and_grad=checks, num_experts=None),
-        control=SimpleNamespace(stop_signal=None, to_save=0, validation=None), saves=0, change=None,
+        worker=3, epoch=1, view=SimpleNamespace(works=False, reports=False), orders=Orders(), change=None,
+        job=SimpleNamespace(args=SimpleNamespace(check_for_nan_in_loss_and_grad=checks, num_experts=None)),
+        control=SimpleNamespace(stop_signal=None, to_save=0, validation=None), progress=Progress(iteration=5),
         mode=SimpleNamespace(
             everybody=SimpleNamespace(sum=add_those_of_others, workers=(0, 3)), seen_documents=None
         ),
-        progress=SimpleNamespace(iteration=5, counters={}),
-        live=SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=parts)),
+        held=SimpleNamespace(live=SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=parts))),
     )  # fmt: skip
 
 

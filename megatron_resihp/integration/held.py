@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this worker holds of the model and of the optimizer's state. May import `plan` and this package's `step`."""
+
+from megatron_resihp.integration.step.optimizer_copy import Kept
+from megatron_resihp.integration.trained import Trained
+from megatron_resihp.integration.world.own_layers import OwnLayout
+from megatron_resihp.plan import Coordinate, Shard
+
+
+class Held:
+    """The state that is current on this worker.
+
+    Attributes:
+        live: the training objects; pretrain's own references stay valid, recovery fills them anew. Missing until
+            Megatron has built them.
+        shards: those whose state `live` is.
+        kept: with the distributed optimizer, what of its state is current here.
+    """
+
+    live: Trained
+
+    def __init__(self, own: OwnLayout) -> None:
+        self._own = own
+        self.shards: tuple[Shard, ...] = ()
+        self.kept: Kept | None = None
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there are training objects."""
+        return hasattr(self, "live")
+
+    @property
+    def coordinate(self) -> Coordinate | None:
+        """The coordinate of the job's own layout whose state this is; None if it is of another layout."""
+        return self._own.coordinate_of(self.shards)
+
+    @property
+    def writes_shard(self) -> bool:
+        """Whether this is just what Megatron has in one file of a checkpoint."""
+        return self.kept is None and self.coordinate is not None

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker knows for the whole job. Imports `config` and modules of this package that know no runtime."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_resihp.config import ResihpConfig
+from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.world.own_layers import OwnLayout, own_layout
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was given to the job at its start.
+
+    Attributes:
+        config: our flags.
+        args: Megatron's arguments. Their sizes are those of the plan in force (`world.heterogeneous_groups.Sizes`).
+        derived: what Megatron derives from them for other tensor-parallel degrees.
+        own: the layout that they gave the job.
+        shares_optimizer: whether the job uses the distributed optimizer where it can.
+        run: what tells this run from others in the same run directory.
+    """
+
+    config: ResihpConfig
+    args: Any
+    derived: DerivedArguments
+    own: OwnLayout
+    shares_optimizer: bool
+    run: str
+
+
+def job_of(config: ResihpConfig, args: Any, derived: DerivedArguments, run: str) -> Job:
+    """Taken down before any plan changes what the validated arguments say."""
+    return Job(config, args, derived, own_layout(args), bool(args.use_distributed_optimizer), run)
