@@ -39,7 +39,7 @@ class Worker:
         from megatron_resihp.integration.probes.probes import Probes
 
         self.probes = Probes(0, make_clock, lambda sheet: None)
-        self.probes.tp_group = object()
+        self.probes.ops.tp_group = object()
         args = SimpleNamespace(dataloader_inter_document_masking=False, sft=False, micro_batch_size=1, seq_length=1)
         pads = SimpleNamespace(pad_op=None, pad_transfer=None)
         self._runtime: Any = SimpleNamespace(probes=self.probes, job=SimpleNamespace(args=args), pads=pads)
@@ -83,7 +83,7 @@ class Worker:
 
     def _plain_forward(self, *_: Any, **__: Any) -> Any:
         for _number in range(BROADCASTS):
-            self._broadcast(None, 0, group=self.probes.tp_group)
+            self._broadcast(None, 0, group=self.probes.ops.tp_group)
         self._run_op()
         return [self._tensors[1]], None
 
@@ -93,7 +93,7 @@ class Worker:
 
     def _run_op(self) -> None:
         for _ in range(COLLECTIVES):
-            self._collective(None, group=self.probes.tp_group)
+            self._collective(None, group=self.probes.ops.tp_group)
         self._work()
 
 

@@ -104,7 +104,7 @@ class MeasuredExchange(GlooExchange):
     ) -> None:
         kind, own = OpKind[message.op.kind], self._own[chunk]
         size = self._size(piece)
-        self._probes.note_transfer(peer, received, kind, own, message.op.micro_batch, posted, done, size)
+        self._probes.transfers.note(peer, received, kind, own, message.op.micro_batch, posted, done, size)
 
 
 def _end(arrival: float, began: float, came: float, emulated: bool) -> float:

@@ -24,7 +24,8 @@ from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange
 from megatron_resihp.integration.ops.micro_batches import MicroBatches
 from megatron_resihp.integration.ops.split_backward import WeightGradient, leaving_weights, remembering_bias
 from megatron_resihp.integration.patches import documents
-from megatron_resihp.integration.probes.probes import PadOp, Probes
+from megatron_resihp.integration.probes.op_notes import PadOp
+from megatron_resihp.integration.probes.probes import Probes
 from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
 from megatron_resihp.integration.world.heterogeneous_groups import as_stage
 from megatron_resihp.pipeline.orders import orders_of
@@ -128,7 +129,7 @@ class MegatronWork:
 
     def forward(self, chunk: int, micro_batch: int, given: torch.Tensor | None) -> torch.Tensor | None:
         last = chunk == self._count - 1
-        self._probes.running_chunk = self._own.index(chunk)
+        self._probes.ops.running_chunk = self._own.index(chunk)
         seen = documents.seen_so_far()
         with as_stage(chunk, self._count), remembering_bias(self._splits):
             output, tokens = schedules.forward_step(

@@ -105,7 +105,7 @@ class Feed:
         numbers = batch.pop(SAMPLE_KEY)
         if not self._is_eval:
             self._runtime.progress.fed.extend(numbers.tolist())
-            self._runtime.probes.batch_came()
+            self._runtime.probes.ops.batch_came()
         return batch
 
 

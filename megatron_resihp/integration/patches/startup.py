@@ -103,13 +103,13 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     runtime.joining = joining
     runtime.preparation = Preparation(control, communicators[0], functools.partial(needs_of, runtime))
     control.on_change = runtime.preparation.begin
-    runtime.probes.watch_garbage_collection()
+    runtime.probes.pauses.watch()
     # What was imported until now stays: looking through it again took a recovery 0.25 s, at any moment of training.
     gc.collect()
     gc.freeze()
     if config.resihp_emulate is not None:
         runtime.pads.padding = padding_of(runtime, config.resihp_emulate)
-        runtime.probes.emulated = True
+        runtime.probes.ops.emulated = True
     if not cpu.installed():
         runtime.pads.slowing = DeviceSlowing(lambda: control.slowness.speed(worker), runtime.probes.event)
     return runtime

@@ -52,7 +52,7 @@ class DeviceSlowing:
     def pad_op(self, kind: OpKind, chunk: int, tokens: float, squares: float, started: float, waited: float) -> float:
         """Let the op that has just been queued last longer, by what the last one of its kind took.
 
-        The first one of each kind only shows how long that is. See `probes.PadOp`.
+        The first one of each kind only shows how long that is. See `op_notes.PadOp`.
         """
         self._read()
         op = (kind, chunk)

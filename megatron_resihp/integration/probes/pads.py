@@ -2,8 +2,9 @@
 """What makes ops and transfers of this worker last longer than they would. May import this package's other modules."""
 
 from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
+from megatron_resihp.integration.probes.op_notes import PadOp
 from megatron_resihp.integration.probes.padding import Padding
-from megatron_resihp.integration.probes.probes import PadOp, PadTransfer
+from megatron_resihp.integration.probes.transfer_notes import PadTransfer
 
 
 class Pads:

@@ -78,7 +78,7 @@ def probe_patches(runtime: Runtime) -> list[Patch]:
 
 def begin_iteration(runtime: Runtime) -> None:
     """Called where an iteration that will be computed begins."""
-    runtime.probes.tp_group = mpu.get_tensor_model_parallel_group()
+    runtime.probes.ops.tp_group = mpu.get_tensor_model_parallel_group()
     view = runtime.view
     runtime.probes.begin(runtime.epoch, runtime.progress.iteration, view.numbering, view.rank_order)
 
@@ -111,12 +111,12 @@ def wrap_forward_step(runtime: Runtime, original: Callable[..., Any]) -> Callabl
                 forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options
             )
         before = documents.seen_so_far()
-        chunk = options.get("vp_stage") or probes.running_chunk
-        probes.open_forward(chunk, options["current_microbatch"], _tensors(input_tensor))
+        chunk = options.get("vp_stage") or probes.ops.running_chunk
+        probes.ops.open_forward(chunk, options["current_microbatch"], _tensors(input_tensor))
         result = original(
             forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options
         )
-        probes.close_forward(result[0], _tensors(result[0]), _workload(runtime, before), runtime.pads.pad_op)
+        probes.ops.close_forward(result[0], _tensors(result[0]), _workload(runtime, before), runtime.pads.pad_op)
         return result
 
     return forward_step
@@ -130,9 +130,9 @@ def wrap_backward_step(runtime: Runtime, original: Callable[..., Any]) -> Callab
     def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any) -> Any:
         if not probes.recording:
             return original(input_tensor, output_tensor, output_tensor_grad, config)
-        probes.open_backward(output_tensor, _tensors(output_tensor_grad))
+        probes.ops.open_backward(output_tensor, _tensors(output_tensor_grad))
         result = original(input_tensor, output_tensor, output_tensor_grad, config)
-        probes.close_backward(_tensors(result), runtime.pads.pad_op)
+        probes.ops.close_backward(_tensors(result), runtime.pads.pad_op)
         return result
 
     return backward_step
@@ -167,13 +167,13 @@ def wrap_collective(runtime: Runtime, original: Callable[..., Any]) -> Callable[
 
     @functools.wraps(original)
     def collective(*positional: Any, **options: Any) -> Any:
-        if options.get("group") is not probes.timed_group:
+        if options.get("group") is not probes.ops.timed_group:
             return original(*positional, **options)
         if options.get("async_op"):
             return _TimedHandle(original(*positional, **options), probes)
         since = probes.mark()
         result = original(*positional, **options)
-        probes.note_wait(since)
+        probes.ops.note_wait(since)
         return result
 
     return collective
@@ -186,8 +186,8 @@ def wrap_broadcast(runtime: Runtime, original: Callable[..., Any]) -> Callable[.
     @functools.wraps(original)
     def broadcast(*positional: Any, **options: Any) -> Any:
         result = original(*positional, **options)
-        if probes.in_op and options.get("group") is probes.tp_group:
-            probes.batch_came()
+        if probes.ops.in_op and options.get("group") is probes.ops.tp_group:
+            probes.ops.batch_came()
         return result
 
     return broadcast
@@ -203,7 +203,7 @@ class _TimedHandle:
     def wait(self, *positional: Any) -> Any:
         since = self._probes.mark()
         result = self._handle.wait(*positional)
-        self._probes.note_wait(since)
+        self._probes.ops.note_wait(since)
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -228,7 +228,7 @@ def wrap_p2p_ops(runtime: Runtime, original: Callable[..., Any]) -> Callable[...
         for (name, kind, received), rank in zip(SLOTS, (previous, previous, following, following), strict=True):
             tensor = call[name]
             if tensor is not None:
-                rows[name] = probes.post(tensor, rank, kind, received, posted)
+                rows[name] = probes.transfers.post(tensor, rank, kind, received, posted)
         return _follow(runtime, requests, rows)
 
     return p2p_ops
@@ -254,7 +254,7 @@ class _TimedRequest:
     def wait(self, *positional: Any) -> Any:
         result = self._request.wait(*positional)
         rows, self._rows = self._rows, ()
-        self._runtime.probes.done(rows, self._runtime.pads.pad_transfer)
+        self._runtime.probes.transfers.done(rows, self._runtime.pads.pad_transfer)
         return result
 
     def __getattr__(self, name: str) -> Any:

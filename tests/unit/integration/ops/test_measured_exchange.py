@@ -50,7 +50,7 @@ class Worker:
         self.rows: list[tuple[Any, ...]] = []
         self.arrivals: list[float] = []
         probes: Any = SimpleNamespace(
-            recording=recording, immediate=True, note_transfer=lambda *row: self.rows.append(row)
+            recording=recording, immediate=True, transfers=SimpleNamespace(note=lambda *row: self.rows.append(row))
         )
         padding: Any = SimpleNamespace(
             transfer_seconds=lambda peer, size: LINK_S[min(peer, me), max(peer, me)], pad_arrival=self.arrivals.append

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from megatron_resihp.integration.patches.data import Feed, NumberedDataset, PlanSampler
+from megatron_resihp.integration.probes.probe_clock import HostClock
+from megatron_resihp.integration.probes.probes import Probes
 from megatron_resihp.integration.progress import Progress
 from megatron_resihp.integration.world.view import UniformView
 from megatron_resihp.plan import ParallelPlan, Replica, deal
@@ -96,7 +98,7 @@ class TestFeed:
         )  # fmt: skip
         return SimpleNamespace(
             job=SimpleNamespace(args=args), view=UniformView(plan, 1, True), progress=Progress(),
-            probes=SimpleNamespace(batch_came=lambda: None),
+            probes=Probes(1, HostClock, lambda sheet: None),
         )  # fmt: skip
 
     @pytest.fixture

@@ -13,6 +13,8 @@ from megatron.training import training
 
 from megatron_resihp.integration.ops import program_schedule
 from megatron_resihp.integration.ops.program_schedule import MegatronWork, ScheduleCall
+from megatron_resihp.integration.probes.probe_clock import HostClock
+from megatron_resihp.integration.probes.probes import Probes
 from megatron_resihp.plan import PlannedOp
 
 Lengths = list[tuple[int, ...]]
@@ -41,7 +43,7 @@ def work(monkeypatch: pytest.MonkeyPatch, own_chunks: tuple[int, ...]) -> Megatr
     monkeypatch.setattr(program_schedule, "get_model_config", lambda model: None)
     view: Any = SimpleNamespace(own_chunks=own_chunks, chunks=range(4))
     steps: Any = [SimpleNamespace(op=PlannedOp("F", chunk, m)) for m in range(3) for chunk in own_chunks]
-    probes: Any = SimpleNamespace(running_chunk=0)
+    probes = Probes(0, HostClock, lambda sheet: None)
     call = ScheduleCall(None, None, [None] * len(own_chunks), 3)
     return MegatronWork(view, steps, call, probes, lambda: None)
 

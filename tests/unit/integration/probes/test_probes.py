@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from megatron_resihp.detector.input.records import IterationRecord, OpKind, SpanKind
+from megatron_resihp.integration.probes.op_notes import SAMPLE
+from megatron_resihp.integration.probes.pauses import MOST_PAUSES
 from megatron_resihp.integration.probes.probe_clock import HostClock
-from megatron_resihp.integration.probes.probes import MOST_PAUSES, SAMPLE, Probes
+from megatron_resihp.integration.probes.probes import Probes
 
 GROUP = object()
 WORKERS = (10, 11, 12, 13)
@@ -50,26 +52,26 @@ def make(
 ) -> tuple[Probes, list[IterationRecord]]:
     sent: list[IterationRecord] = []
     probes = Probes(3, make_clock, lambda sheet: sent.append(sheet.record()), run_delay)
-    probes.tp_group = GROUP
+    probes.ops.tp_group = GROUP
     return probes, sent
 
 
 def run_micro_batch(probes: Probes, index: int, pad: Any = None) -> None:
     """Forward with one collective, then backward, of a stage in the middle."""
     received, output, gradient, to_send = [torch.empty(4) for _ in range(4)]
-    came = probes.post(received, 0, OpKind.F, True, probes.mark())
-    probes.done([came], None)
-    probes.open_forward(0, index, [received])
-    assert probes.timed_group is GROUP or not probes.immediate
-    if probes.timed_group is GROUP:
-        probes.note_wait(probes.mark())
+    came = probes.transfers.post(received, 0, OpKind.F, True, probes.mark())
+    probes.transfers.done([came], None)
+    probes.ops.open_forward(0, index, [received])
+    assert probes.ops.timed_group is GROUP or not probes.immediate
+    if probes.ops.timed_group is GROUP:
+        probes.ops.note_wait(probes.mark())
     outputs = [output]
-    probes.close_forward(outputs, outputs, (32.0, 1024.0), pad)
-    probes.done([probes.post(output, 2, OpKind.F, False, probes.mark())], None)
-    probes.done([probes.post(gradient, 2, OpKind.B, True, probes.mark())], None)
-    probes.open_backward(outputs, [gradient])
-    probes.close_backward([to_send], pad)
-    probes.done([probes.post(to_send, 0, OpKind.B, False, probes.mark())], None)
+    probes.ops.close_forward(outputs, outputs, (32.0, 1024.0), pad)
+    probes.transfers.done([probes.transfers.post(output, 2, OpKind.F, False, probes.mark())], None)
+    probes.transfers.done([probes.transfers.post(gradient, 2, OpKind.B, True, probes.mark())], None)
+    probes.ops.open_backward(outputs, [gradient])
+    probes.ops.close_backward([to_send], pad)
+    probes.transfers.done([probes.transfers.post(to_send, 0, OpKind.B, False, probes.mark())], None)
 
 
 def test_a_record_names_micro_batches_by_their_index_in_the_global_batch() -> None:
@@ -104,36 +106,36 @@ def test_transfers_belong_to_the_op_that_makes_or_takes_the_tensor() -> None:
 def test_waiting_is_told_apart() -> None:
     probes, sent = make()
     probes.begin(0, 1, (0,), WORKERS)
-    probes.open_forward(0, 0, [])
-    probes.note_wait(probes.mark() - 0.5)
-    probes.note_wait(probes.mark() - 0.25)
-    probes.close_forward(object(), [], None, None)
-    assert probes.timed_group is not GROUP, "outside of ops nothing is waited for"
+    probes.ops.open_forward(0, 0, [])
+    probes.ops.note_wait(probes.mark() - 0.5)
+    probes.ops.note_wait(probes.mark() - 0.25)
+    probes.ops.close_forward(object(), [], None, None)
+    assert probes.ops.timed_group is not GROUP, "outside of ops nothing is waited for"
     probes.finish()
     assert sent[0].ops["waited"][0] == pytest.approx(0.75, abs=0.05)
 
 
 def test_on_the_emulated_clock_only_members_who_begin_late_are_waited_for() -> None:
     probes, sent = make()
-    probes.emulated = True
+    probes.ops.emulated = True
     probes.begin(0, 1, (0, 1), WORKERS)
     for index in range(2):
-        probes.open_forward(0, index, [])
-        probes.note_wait(probes.mark() - 0.5)
-        probes.note_wait(probes.mark() - 0.25)
-        probes.close_forward(object(), [], None, None)
+        probes.ops.open_forward(0, index, [])
+        probes.ops.note_wait(probes.mark() - 0.5)
+        probes.ops.note_wait(probes.mark() - 0.25)
+        probes.ops.close_forward(object(), [], None, None)
     probes.finish()
     assert sent[0].ops["waited"] == pytest.approx([0.5, 0.5], abs=0.05)
 
 
 def test_on_the_emulated_clock_what_the_host_holds_up_is_no_work_of_the_device() -> None:
     probes, sent = make()
-    probes.emulated = True
+    probes.ops.emulated = True
     probes.begin(0, 1, (0,), WORKERS)
-    probes.open_forward(0, 0, [])
-    probes.note_wait(probes.mark() - 0.5)
-    probes.note_wait(probes.mark() - 0.25)
-    probes.close_forward(object(), [], None, lambda *_: 9.0)
+    probes.ops.open_forward(0, 0, [])
+    probes.ops.note_wait(probes.mark() - 0.5)
+    probes.ops.note_wait(probes.mark() - 0.25)
+    probes.ops.close_forward(object(), [], None, lambda *_: 9.0)
     probes.finish()
     assert sent[0].ops["waited"] == pytest.approx([9.5], abs=0.05)
 
@@ -150,7 +152,7 @@ def test_on_the_emulated_clock_a_transfer_lasts_as_long_as_on_the_device() -> No
         return 0.2
 
     for received in (True, False):
-        probes.done([probes.post(tensor, 0, OpKind.F, received, probes.mark() - 5.0)], pad)
+        probes.transfers.done([probes.transfers.post(tensor, 0, OpKind.F, received, probes.mark() - 5.0)], pad)
     probes.finish()
     lasted = sent[0].transfers["done"] - sent[0].transfers["posted"]
     assert lasted == pytest.approx([0.3, 5.0], abs=0.05), "only what is received is padded"
@@ -159,10 +161,10 @@ def test_on_the_emulated_clock_a_transfer_lasts_as_long_as_on_the_device() -> No
 def test_an_op_begins_when_its_micro_batch_is_there() -> None:
     probes, sent = make()
     probes.begin(0, 1, (0,), WORKERS)
-    probes.open_forward(0, 0, [])
-    probes.note_wait(probes.mark() - 9.0)
-    probes.batch_came()
-    probes.close_forward(object(), [], None, None)
+    probes.ops.open_forward(0, 0, [])
+    probes.ops.note_wait(probes.mark() - 9.0)
+    probes.ops.batch_came()
+    probes.ops.close_forward(object(), [], None, None)
     probes.finish()
     op, span = sent[0].ops[0], sent[0].spans[0]
     assert op["waited"] == 0
@@ -174,10 +176,10 @@ def test_time_in_which_there_was_no_core_for_it_is_no_wait_for_data(delayed: flo
     delays = iter((3.0, 3.0 + delayed))
     probes, sent = make(run_delay=lambda: next(delays))
     probes.begin(0, 1, (0,), WORKERS)
-    probes.open_forward(0, 0, [])
-    probes._entered -= 0.02
-    probes.batch_came()
-    probes.close_forward(object(), [], None, None)
+    probes.ops.open_forward(0, 0, [])
+    probes.ops._entered -= 0.02
+    probes.ops.batch_came()
+    probes.ops.close_forward(object(), [], None, None)
     probes.finish()
     [span] = sent[0].spans
     assert span["end"] - span["start"] == pytest.approx(told, abs=0.004)
@@ -209,7 +211,7 @@ def test_a_weight_gradient_is_an_op_of_its_own() -> None:
 
     probes.begin(0, 1, (0,), WORKERS)
     run_micro_batch(probes, 0)
-    with probes.weight_gradient(0, 0, pad):
+    with probes.ops.weight_gradient(0, 0, pad):
         pass
     probes.finish()
     assert sent[0].ops["kind"].tolist() == [OpKind.F, OpKind.B, OpKind.W]
@@ -220,10 +222,10 @@ def test_a_broken_iteration_leaves_nothing_in_the_next_record() -> None:
     probes, sent = make()
     probes.begin(0, 4, (0, 1), WORKERS)
     run_micro_batch(probes, 0)
-    probes.open_forward(0, 1, [])
+    probes.ops.open_forward(0, 1, [])
     probes.abandon()
-    assert probes.tp_group is None, "the group of the broken epoch must be free to go"
-    probes.tp_group = GROUP
+    assert probes.ops.tp_group is None, "the group of the broken epoch must be free to go"
+    probes.ops.tp_group = GROUP
     probes.begin(1, 4, (0, 1), WORKERS)
     run_micro_batch(probes, 1)
     probes.finish()
@@ -248,9 +250,9 @@ def test_a_record_that_cannot_be_made_ends_the_measuring_and_not_the_training(ca
 def test_collections_of_a_standby_do_not_pile_up() -> None:
     probes, _ = make()
     for _ in range(3 * MOST_PAUSES):
-        probes._on_collection("start", {})
-        probes._on_collection("stop", {})
-    assert len(probes._pauses) == MOST_PAUSES
+        probes.pauses.on_collection("start", {})
+        probes.pauses.on_collection("stop", {})
+    assert len(probes.pauses._noted) == MOST_PAUSES
 
 
 def test_spans_between_iterations_go_to_the_next_record() -> None:
@@ -306,20 +308,20 @@ def test_many_ops_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_chunk_that_was_run_last_is_none_of_the_next_iterations() -> None:
     """Megatron's own schedule doesn't say which chunk it runs where there is only one."""
     probes = Probes(0, HostClock, lambda sheet: None)
-    probes.running_chunk = 1
+    probes.ops.running_chunk = 1
     probes.begin(1, 3, (0, 1), (0,))
-    assert probes.running_chunk == 0
+    assert probes.ops.running_chunk == 0
 
 
 def test_garbage_collections_are_noted() -> None:
     import gc
 
     probes, sent = make()
-    probes.watch_garbage_collection()
+    probes.pauses.watch()
     try:
         probes.begin(0, 1, (0,), WORKERS)
         gc.collect()
         probes.finish()
     finally:
-        gc.callbacks.remove(probes._on_collection)
+        gc.callbacks.remove(probes.pauses.on_collection)
     assert SpanKind.GARBAGE_COLLECTION in sent[0].spans["kind"].tolist()

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker notes of its ops: when they begin and end, what they wait for in collectives, and their workload.
+
+Called on the training thread: a few assignments for each op, and nothing waits for the device. Imports the probes'
+modules.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_resihp.detector.input.records import OpKind, SpanKind
+from megatron_resihp.integration.probes.page import Page
+from megatron_resihp.integration.probes.probe_sheet import CHUNK, MICRO_BATCH
+from megatron_resihp.integration.probes.transfer_notes import InTransit
+
+NAN = float("nan")
+NOBODY = object()
+"""Stands where no group is."""
+SAMPLE = 4
+"""Where timing a collective costs events, only those of one micro-batch in so many are timed, taking turns."""
+
+STALL_S = 1e-3
+"""A wait for data that is shorter is none to tell of, whatever the thread did meanwhile."""
+
+PadOp = Callable[[OpKind, int, float, float, float, float], float]
+"""(kind, chunk, tokens, squares, started, waited), called at the end of an op, before its end is noted. `started`:
+when, as a mark; `waited`: seconds in tensor-parallel collectives since, on the host's clock only. Returns the seconds
+by which the host has made the op last longer than it would have on the device."""
+
+
+class OpNotes:
+    """Takes the notes of ops, one at a time.
+
+    Args:
+        page: where they go.
+        transit: tensors that are sent or received.
+        run_delay: seconds for which the training thread has waited for a core so far. Those are no wait for data.
+
+    Attributes:
+        running_chunk: which of this worker's chunks is being run, where Megatron's own schedule doesn't say.
+        tp_group: the tensor-parallel group of this epoch.
+        timed_group: the group whose collectives are to be timed now: that one, inside of ops that are sampled.
+        emulated: whether ops are padded. Then an op's first wait in a collective counts, which is that for members who
+            began it later: what collectives take on the device is in its costs, and what they really take is not. What
+            the host has made the op longer by counts as waiting, too: no device would have.
+    """
+
+    def __init__(self, page: Page, transit: InTransit, run_delay: Callable[[], float]) -> None:
+        self.running_chunk = 0
+        self.tp_group: Any = None
+        self.timed_group: Any = NOBODY
+        self.emulated = False
+        self._page, self._transit = page, transit
+        self._run_delay = run_delay
+        self._delay = 0.0
+        self._micro_batches: Sequence[int] = ()
+        self._sampled: set[int] = set()
+        self._op: tuple[OpKind, int, int] | None = None
+        self._entered = self._batch_came = self._opened = self._waited = 0.0
+        self._first_wait = 0
+        self._of_output: dict[int, tuple[int, int]] = {}
+
+    def begin(self, iteration: int, micro_batches: Sequence[int]) -> None:
+        """An iteration begins. `micro_batches`: for each of the replica's own, its index in the global batch."""
+        self._micro_batches = micro_batches
+        self._sampled = {each for turn, each in enumerate(micro_batches) if (iteration + turn) % SAMPLE == 0}
+        self.running_chunk = 0
+
+    def clear(self) -> None:
+        """No op is under way."""
+        self._of_output.clear()
+        self._op, self.timed_group = None, NOBODY
+
+    @property
+    def in_op(self) -> bool:
+        """Whether an op is under way."""
+        return self._op is not None
+
+    def open_forward(self, chunk: int, index: int, inputs: Iterable[Any]) -> None:
+        """A forward op begins. `index`: among the replica's own micro-batches; `inputs`: received tensors or None."""
+        self._delay = self._run_delay()
+        self._open(OpKind.F, chunk, self._micro_batches[index], inputs)
+
+    def open_backward(self, output: Any, gradients: Iterable[Any]) -> None:
+        """A backward op begins. `output`: what `close_forward` was given; `gradients`: received tensors or None."""
+        self._open(OpKind.B, *self._of_output.pop(id(output)), gradients)
+
+    def close_forward(self, output: Any, tensors: Iterable[Any], workload: Any, pad: PadOp | None) -> None:
+        """A forward op ends.
+
+        Args:
+            output: the object by which the schedule will ask for the backward op.
+            tensors: in it, which may be sent.
+            workload: N and Σ l², as numbers or as a tensor of the two; None where they are not known.
+            pad: called before the end is noted.
+        """
+        assert self._op is not None
+        _, chunk, micro_batch = self._op
+        if workload is not None:
+            self._page.sheet.workload[micro_batch] = workload
+        self._of_output[id(output)] = (chunk, micro_batch)
+        self._close(tensors, pad)
+
+    def close_backward(self, tensors: Iterable[Any], pad: PadOp | None) -> None:
+        """A backward op ends. `tensors`: gradients that may be sent."""
+        self._close(tensors, pad)
+
+    @contextmanager
+    def weight_gradient(self, chunk: int, micro_batch: int, pad: PadOp | None) -> Iterator[None]:
+        """An op that computes the weight gradients that a backward op has left, while it lasts."""
+        self._open(OpKind.W, chunk, micro_batch, ())
+        yield
+        self._close((), pad)
+
+    def batch_came(self) -> None:
+        """The micro-batch of the forward op under way is there: what came before was no work of the device."""
+        if self._op is not None and self._op[0] is OpKind.F:
+            self._batch_came = time.monotonic()
+            if self._batch_came - self._entered > STALL_S:
+                self._batch_came = max(self._entered, self._batch_came - (self._run_delay() - self._delay))
+            del self._page.sheet.waits[self._first_wait :]
+            self._waited = 0.0
+            self._opened = self._page.clock.mark()
+
+    def _open(self, kind: OpKind, chunk: int, micro_batch: int, inputs: Iterable[Any]) -> None:
+        self._op = (kind, chunk, micro_batch)
+        for tensor in inputs:
+            row = self._transit.received.pop(id(tensor), None)
+            if row is not None:
+                row[CHUNK], row[MICRO_BATCH] = chunk, micro_batch
+        if self._page.clock.immediate or micro_batch in self._sampled:
+            self.timed_group = self.tp_group
+        self._first_wait = len(self._page.sheet.waits)
+        self._waited = self._batch_came = 0.0
+        self._entered = time.monotonic()
+        self._opened = self._page.clock.mark()
+
+    def _close(self, tensors: Iterable[Any], pad: PadOp | None) -> None:
+        assert self._op is not None
+        kind, chunk, micro_batch = self._op
+        late = 0.0
+        if pad is not None:
+            tokens, squares = self._page.sheet.workload.get(micro_batch, (NAN, NAN))
+            late = pad(kind, chunk, tokens, squares, self._opened, self._waited)
+        end = self._page.clock.mark()
+        waited = NAN if self.timed_group is NOBODY else self._waited + late
+        self._op, self.timed_group = None, NOBODY
+        self._page.sheet.ops.append((kind, chunk, micro_batch, self._opened, end, waited))
+        if self._batch_came:
+            self._page.sheet.spans.append((SpanKind.DATA, self._entered, self._batch_came))
+        for tensor in tensors:
+            self._transit.of_tensor[id(tensor)] = (chunk, micro_batch)
+
+    def note_wait(self, since: float) -> None:
+        """A collective of `timed_group` is over."""
+        now = self._page.clock.mark()
+        if self._page.clock.immediate:
+            if not (self.emulated and self._waited):
+                self._waited += now - since
+        else:
+            self._page.sheet.waits.append((len(self._page.sheet.ops), since, now))
