@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from megatron_resihp.detector.input.replay import Replay
 from megatron_resihp.detector.input.table import Table
-from megatron_resihp.detector.series.follower import FEWEST, Follower, Step
+from megatron_resihp.detector.series.follower import Follower, Step
+from megatron_resihp.detector.series.level_rows import FEWEST
 from megatron_resihp.detector.series.spread import WINDOWS
 from megatron_resihp.detector.series.workload import Workload
 from megatron_resihp.detector.settings import Settings
