@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_resihp.events.log import FILE_NAME, Event, read_events
+from megatron_resihp.events.codec import read_event
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.log import FILE_NAME, read_events
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
@@ -181,7 +183,7 @@ class EventTail:
             return self.events
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        self.events += [json.loads(line) for line in whole.splitlines() if line.strip()]
+        self.events += [read_event(json.loads(line)) for line in whole.splitlines() if line.strip()]
         return self.events
 
 

@@ -28,8 +28,9 @@ from pathlib import Path
 
 from common import END_S, EventTail, SmallJob, all_events, load_average, running, wait_for, worker_processes
 
-from megatron_resihp.events import log as names
-from megatron_resihp.events.log import Event
+from megatron_resihp.events.epochs import FirstStep, Phase, Recovery
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.training import Iteration
 
 PHASES = ("notice", "abort", "agree", "rebuild", "migrate", "ready", "data", "rest")
 WARM_UP = 12
@@ -86,7 +87,7 @@ def kill_in_place(
         load, seen = load_average(), len(_iterations(tail.look(), 0, 0) or ())
         healthy = wait_for("an iteration", lambda: _iterations(tail.look(), 0, seen + 1), launcher, START_S)
         pid = worker_processes(launcher.pid)[victim]
-        time.sleep(fraction * statistics.median(event["duration_s"] for event in healthy[2:]))
+        time.sleep(fraction * _median_s(healthy[2:]))
         killed_at = time.time()
         os.kill(pid, signal.SIGKILL)
         wait_for("recovery", lambda: _iterations(tail.look(), 1, AFTER), launcher, START_S)
@@ -97,31 +98,35 @@ def kill_in_place(
     return measure(events, victim, killed_at, load), events
 
 
-def _iterations(events: Sequence[Event], epoch: int, number: int) -> list[Event] | None:
+def _iterations(events: Sequence[Event], epoch: int, number: int) -> list[Iteration] | None:
     """The iterations of an epoch, once there are so many."""
-    found = [event for event in events if event["event"] == names.ITERATION and event["epoch"] == epoch]
+    found = [event for event in events if isinstance(event, Iteration) and event.epoch == epoch]
     return found if len(found) >= number else None
+
+
+def _median_s(iterations: Sequence[Iteration]) -> float:
+    return statistics.median(event.duration_s for event in iterations if event.duration_s is not None)
 
 
 def measure(events: Sequence[Event], victim: int, killed_at: float, load: float) -> Kill:
     """What the event log says of the kill at `killed_at`."""
-    (recovery,) = (event for event in events if event["event"] == names.RECOVERY)
-    first_steps = [event for event in events if event["event"] == names.FIRST_STEP]
-    iterations = [e for e in events if e["event"] == names.ITERATION and e["epoch"] == recovery["to_epoch"]]
-    iteration_s = statistics.median(event["duration_s"] for event in iterations[1:])
-    total_s = max(event["time"] for event in first_steps) - killed_at
-    redo_s = iteration_s if recovery["steps_redone"] else 0.0
+    (recovery,) = (event for event in events if isinstance(event, Recovery))
+    if recovery.broken_at is None or recovery.resumed_at is None:
+        raise RuntimeError("the event log does not say when the job recovered")
+    iteration_s = _median_s((_iterations(events, recovery.to_epoch, 0) or [])[1:])
+    total_s = max(event.time for event in events if isinstance(event, FirstStep)) - killed_at
+    redo_s = iteration_s if recovery.steps_redone else 0.0
     workers = _phases_by_worker(events)
-    ends = {"notice": recovery["broken_at"] - killed_at}
+    ends = {"notice": recovery.broken_at - killed_at}
     for name in PHASES[1:-1]:
-        ends[name] = recovery["resumed_at"] - killed_at + max(_after_go(name, phases) for phases in workers)
+        ends[name] = recovery.resumed_at - killed_at + max(_after_go(name, phases) for phases in workers)
     ends["rest"] = total_s - redo_s
     starts = [0.0, *ends.values()]
     return Kill(
         victim=victim,
         in_place_s=total_s - redo_s,
         in_place_with_redo_s=total_s,
-        redone=bool(recovery["steps_redone"]),
+        redone=bool(recovery.steps_redone),
         iteration_s=iteration_s,
         phases={name: end - start for (name, end), start in zip(ends.items(), starts, strict=False)},
         longest={name: max(phases[name] for phases in workers) for name in PHASES[1:-1]},
@@ -130,10 +135,10 @@ def measure(events: Sequence[Event], victim: int, killed_at: float, load: float)
 
 
 def _phases_by_worker(events: Sequence[Event]) -> list[dict[str, float]]:
-    found: dict[int, dict[str, float]] = {}
+    found: dict[int | None, dict[str, float]] = {}
     for event in events:
-        if event["event"] == names.PHASE:
-            found.setdefault(event["worker"], {})[event["phase"]] = event["seconds"]
+        if isinstance(event, Phase):
+            found.setdefault(event.worker, {})[event.phase] = event.seconds
     return list(found.values())
 
 

@@ -52,8 +52,9 @@ from common import (
 )
 from kills import PHASES, Kill, kill_in_place
 
-from megatron_resihp.events import log as names
-from megatron_resihp.events.log import Event
+from megatron_resihp.events.epochs import EpochStarted, Phase, Reconfiguration
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, even_chunks, spelled_out
 from megatron_resihp.plan.slices import TIED, WHOLE, Slice, all_shards, cuts_of, slices_of
 
@@ -141,28 +142,28 @@ def _elements(piece: Slice, cuts: int, head: int) -> int:
 
 def summarize(events: Sequence[Event]) -> dict[str, Any]:
     """The figures of all changes of a run."""
-    changes = [event for event in events if event["event"] == names.RECONFIGURATION]
+    changes = [event for event in events if isinstance(event, Reconfiguration)]
     plans = {
-        event["epoch"]: spelled_out(ParallelPlan.from_dict(event["plan"]), OWN)
+        event.epoch: spelled_out(ParallelPlan.from_dict(event.plan), OWN)
         for event in events
-        if event["event"] == names.EPOCH_STARTED
+        if isinstance(event, EpochStarted)
     }
     by_change: dict[str, list[float]] = {}
     least = moved = 0
-    for event in changes:
-        name = Path(event["why"]).stem.partition(" ")[2]
-        by_change.setdefault(name, []).append(event["stood_still_s"])
-        moved += event["bytes_moved"]
-        least += least_bytes(plans[event["from_epoch"]], plans[event["to_epoch"]])
+    for change in changes:
+        name = Path(change.why).stem.partition(" ")[2]
+        by_change.setdefault(name, []).append(change.stood_still_s)
+        moved += change.bytes_moved or 0
+        least += least_bytes(plans[change.from_epoch], plans[change.to_epoch])
     longest: dict[tuple[str, int], float] = {}
     for event in events:
-        if event["event"] == names.PHASE:
-            key = event["phase"], event["to_epoch"]
-            longest[key] = max(longest.get(key, 0.0), event["seconds"])
+        if isinstance(event, Phase):
+            key = event.phase, event.to_epoch
+            longest[key] = max(longest.get(key, 0.0), event.seconds)
     phases = {phase for phase, _ in longest}
     return {
-        "voluntary_stall_s": statistics.median(event["stood_still_s"] for event in changes),
-        "longest_s": max(event["stood_still_s"] for event in changes),
+        "voluntary_stall_s": statistics.median(change.stood_still_s for change in changes),
+        "longest_s": max(change.stood_still_s for change in changes),
         "by_change": {name: statistics.median(seconds) for name, seconds in by_change.items()},
         "phases": {
             phase: statistics.median(seconds for (each, _), seconds in longest.items() if each == phase)
@@ -211,16 +212,16 @@ def _sleeps(pid: int) -> bool:
 
 def summarize_kills(kills: Sequence[tuple[Kill, Sequence[Event]]]) -> dict[str, Any]:
     """The figures of all kills."""
-    planned = [event for _, events in kills for event in events if event["event"] == names.PLANNED]
-    last = [[event for event in events if event["event"] == names.EPOCH_STARTED][-1] for _, events in kills]
+    planned = [event for _, events in kills for event in events if isinstance(event, Planned)]
+    last = [[event for event in events if isinstance(event, EpochStarted)][-1] for _, events in kills]
     measured = [kill for kill, _ in kills]
     return {
         "fail_stop_s": statistics.median(kill.in_place_s for kill in measured),
         "fail_stop_each_s": [kill.in_place_s for kill in measured],
         "fail_stop_phases": {name: statistics.median(kill.phases[name] for kill in measured) for name in PHASES},
-        "planning_s": [event.get("planning_s") for event in planned],
-        "made_ahead": sum(event.get("made_ahead", False) for event in planned),
-        "fail_stop_asymmetric": sum(ParallelPlan.from_dict(event["plan"]).not_uniform is not None for event in last),
+        "planning_s": [event.planning_s for event in planned],
+        "made_ahead": sum(bool(event.made_ahead) for event in planned),
+        "fail_stop_asymmetric": sum(ParallelPlan.from_dict(event.plan).not_uniform is not None for event in last),
         "kills": len(measured),
     }
 

@@ -44,7 +44,9 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.profile import BUILT_IN, DeviceProfile, LayerKind, load_profile
 from megatron_resihp.cost.training import Training
-from megatron_resihp.events.log import Event
+from megatron_resihp.events.epochs import EpochStarted
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.training import Emulation, Iteration
 from megatron_resihp.plan import ParallelPlan, Replica, even_chunks, shortened, spelled_out
 from megatron_resihp.planner.evaluation import Evaluation, evaluate
 from megatron_resihp.planner.health import Health
@@ -201,11 +203,11 @@ def command(case: Case, plans: dict[str, ParallelPlan], profile: Path, directory
 
 def epochs_of(events: Sequence[Event]) -> list[tuple[ParallelPlan, list[tuple[int, float]]]]:
     """For each epoch its plan, and number and seconds of its iterations but the first."""
-    plans = {each["epoch"]: ParallelPlan.from_dict(each["plan"]) for each in events if each["event"] == "epoch_started"}
+    plans = {each.epoch: ParallelPlan.from_dict(each.plan) for each in events if isinstance(each, EpochStarted)}
     found = []
     for epoch, plan in plans.items():
-        own = [each for each in events if each["event"] == "iteration" and each["epoch"] == epoch]
-        found.append((plan, [(each["iteration"], each["duration_s"]) for each in own[1:]]))
+        own = [each for each in events if isinstance(each, Iteration) and each.epoch == epoch]
+        found.append((plan, [(each.iteration, each.duration_s) for each in own[1:] if each.duration_s is not None]))
     return found
 
 
@@ -249,8 +251,8 @@ def run_case(case: Case, profile: Path, cost: JobCost, directory: Path) -> dict[
             found[name] = _measured(seconds, evaluate(plan, case.health, cost))
         else:
             say(f"{case.name}: the plan of {name} was not run")
-    emulated = [event for event in events if event["event"] == "emulation"]
-    late = sum(event["late"] for event in emulated) / max(sum(event["ops"] for event in emulated), 1)
+    emulated = [event for event in events if isinstance(event, Emulation)]
+    late = sum(event.late for event in emulated) / max(sum(event.ops for event in emulated), 1)
     return {**_figures(found, evaluate(plans["joint"], case.health, cost)), "late_percent": 100 * late}
 
 

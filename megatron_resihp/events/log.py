@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run's event log: the names of its events, one writer, one reader.
+"""The run's event log: one writer, one reader.
 
-One JSON object a line in RUN_DIR/events.jsonl; `schema` says what each holds.
-May import: the standard library.
+One JSON object a line in RUN_DIR/events.jsonl; docs/events.md says what each holds.
+May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations
@@ -11,69 +11,17 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from megatron_resihp.events.codec import UnusableEventError, plain, read_event
+from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.job import RunStarted
 from megatron_resihp.events.nonfinite import jsonable
 
-Event = dict[str, Any]
-
 FILE_NAME: Final = "events.jsonl"
-
-RUN_STARTED: Final = "run_started"
-JOB: Final = "job"
-EPOCH_STARTED: Final = "epoch_started"
-ITERATION: Final = "iteration"
-AGREED: Final = "agreed"
-SAMPLES: Final = "samples"
-WORKER_STARTED: Final = "worker_started"
-WORKER_DEAD: Final = "worker_dead"
-WORKER_FAILED: Final = "worker_failed"
-PLAN_FAILED: Final = "plan_failed"
-WORKER_RESTARTED: Final = "worker_restarted"
-WORKER_WAITING: Final = "worker_waiting"
-EXPOSED: Final = "exposed"
-NODE_LEFT: Final = "node_left"
-EPOCH_BROKEN: Final = "epoch_broken"
-PHASE: Final = "phase"
-RECOVERY: Final = "recovery"
-PLAN_CHANGE: Final = "plan_change"
-CHANGE_REFUSED: Final = "change_refused"
-RECONFIGURATION: Final = "reconfiguration"
-MODEL: Final = "model"
-PLANNED: Final = "planned"
-CHANGE_MEASURED: Final = "change_measured"
-WOULD_CHANGE: Final = "would_change"
-PROPOSAL: Final = "proposal"
-POLICY_FAILED: Final = "policy_failed"
-NO_PLAN: Final = "no_plan"
-FIRST_STEP: Final = "first_step"
-DRILL: Final = "drill"
-DRILL_SET: Final = "drill_set"
-DRILL_REFUSED: Final = "drill_refused"
-EMULATION: Final = "emulation"
-OPTIMIZER_COPY: Final = "optimizer_copy"
-EVALUATION: Final = "evaluation"
-RESOURCES: Final = "resources"
-DIGEST: Final = "digest"
-CHECKPOINT: Final = "checkpoint"
-SALVAGE: Final = "salvage"
-STALL: Final = "stall"
-VERDICT: Final = "verdict"
-SUSPICION: Final = "suspicion"
-VALIDATION: Final = "validation"
-NOTICE: Final = "notice"
-DETECTION_RESUMED: Final = "detection_resumed"
-DETECTION: Final = "detection"
-DETECTION_FAILED: Final = "detection_failed"
-LINK_FAILED: Final = "link_failed"
-MESSAGE_DROPPED: Final = "message_dropped"
-LOG_GAP: Final = "log_gap"
-RUN_FINISHED: Final = "run_finished"
-
-PHASES: Final = ("notice", "abort", "agree", "rebuild", "migrate", "data", "ready", "first_step")
-"""The parts of a recovery, in the order in which a worker goes through them."""
 
 
 class EventLog:
@@ -91,13 +39,13 @@ class EventLog:
         self._torn = not _ends_with_newline(self._file)
         """A writer died in the middle of a line, or had no room for the rest: it must not swallow the next."""
 
-    def write(self, event: Mapping[str, Any]) -> None:
+    def write(self, event: Event) -> None:
         """Append one event; `time` is filled in where the caller left it out.
 
         Raises:
             OSError: it can't be written; later ones perhaps can.
         """
-        line = json.dumps(jsonable({"time": self._clock(), **event}), default=_plain, allow_nan=False)
+        line = json.dumps(jsonable(plain(stamped(event, self._clock()))), default=_plain, allow_nan=False)
         with self._lock:
             if self._file is None:
                 raise ValueError(f"{self.path} is closed; no event can be written to it")
@@ -129,6 +77,8 @@ class EventFile(NamedTuple):
     damaged: bool
     """Lines of the last run hold no event. Those of earlier runs don't count, nor does a cut-off last line, as all that
     came before it is there."""
+    ignored: Mapping[str, int]
+    """How many events were left out, by what is wrong with them."""
 
 
 def read_events(path: str | os.PathLike[str]) -> EventFile:
@@ -136,33 +86,41 @@ def read_events(path: str | os.PathLike[str]) -> EventFile:
     lines = Path(path).read_bytes().split(b"\n")
     unfinished = lines.pop()
     events: list[Event] = []
+    ignored: Counter[str] = Counter()
     malformed: list[int] = []
     before_last_run = 0
     for line_number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        event = _parse(line)
-        if event is None:
+        value = _parse(line)
+        if value is None:
             malformed.append(line_number)
-        else:
-            events.append(event)
-            if event["event"] == RUN_STARTED:
-                before_last_run = len(malformed)
+            continue
+        _add(value, events, ignored)
+        if value["event"] == RunStarted.name:
+            before_last_run = len(malformed)
     last = _parse(unfinished)
     if last is not None:
-        events.append(last)
+        _add(last, events, ignored)
     truncated = bool(unfinished.strip()) and last is None
-    return EventFile(events, malformed, truncated, damaged=len(malformed) > before_last_run)
+    return EventFile(events, malformed, truncated, len(malformed) > before_last_run, dict(ignored))
 
 
-def _parse(line: bytes) -> Event | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        event = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if isinstance(event, dict) and isinstance(event.get("event"), str):
-        return event
+    if isinstance(value, dict) and isinstance(value.get("event"), str):
+        return value
     return None
+
+
+def _add(value: Mapping[str, Any], events: list[Event], ignored: Counter[str]) -> None:
+    try:
+        events.append(read_event(value))
+    except UnusableEventError as error:
+        ignored[str(error)] += 1
 
 
 def _plain(value: Any) -> Any:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts, durations and sizes in the words of this package's pages.
 
-May import: the standard library.
+May import: the standard library and the classes of events.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Protocol
+
+from megatron_resihp.events.workers import WorkerStarted
 
 NONE = "-"
 _ADDRESS = re.compile(r"[\d.]+")
@@ -66,11 +68,10 @@ def size(number: int | None) -> str:
     return f"{value:,.1f} TiB"
 
 
-def where(started: Mapping[str, Any]) -> str:
-    """The fields of the event `worker_started`, for example "node7, GPU 2"."""
-    host, gpu = started["host"], started.get("gpu")
-    machine = host if _ADDRESS.fullmatch(host) else host.partition(".")[0]
-    return machine if gpu is None else f"{machine}, GPU {gpu}"
+def where(started: WorkerStarted) -> str:
+    """For example "node7, GPU 2"."""
+    machine = started.host if _ADDRESS.fullmatch(started.host) else started.host.partition(".")[0]
+    return machine if started.gpu is None else f"{machine}, GPU {started.gpu}"
 
 
 def worker_at(worker: int, places: Mapping[int, str]) -> str:
@@ -78,20 +79,38 @@ def worker_at(worker: int, places: Mapping[int, str]) -> str:
     return f"worker {worker} ({places[worker]})" if worker in places else f"worker {worker}"
 
 
-def verdict(found: Mapping[str, Any], places: Mapping[int, str]) -> str:
-    """The fields of a verdict, for example "worker 5 (node7, GPU 2) runs at 80 % of its speed since iteration 60"."""
-    workers = found["workers"]
-    if found["kind"] == "compute":
-        who = worker_at(workers[0], places)
+class SpeedFound(Protocol):
+    """A verdict, in the event log or in a summary."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def change(self) -> str: ...
+    @property
+    def workers(self) -> Sequence[int]: ...
+    @property
+    def speed(self) -> float: ...
+    @property
+    def speed_low(self) -> float | None: ...
+    @property
+    def speed_high(self) -> float | None: ...
+    @property
+    def since(self) -> int: ...
+
+
+def verdict(found: SpeedFound, places: Mapping[int, str]) -> str:
+    """For example "worker 5 (node7, GPU 2) runs at 80 % of its healthy speed since iteration 60"."""
+    if found.kind == "compute":
+        who = worker_at(found.workers[0], places)
     else:
-        ends = (f"{worker} ({places[worker]})" if worker in places else worker for worker in workers)
+        ends = (f"{worker} ({places[worker]})" if worker in places else worker for worker in found.workers)
         who = f"the link between workers {listing(ends)}"
-    if found["change"] == "recovery":
-        return f"{who} is back at full speed since iteration {found['since']}"
-    speed = f"{100 * found['speed']:.0f} %"
-    if found.get("speed_low") is not None and found.get("speed_high") is not None:
-        speed += f" ({100 * found['speed_low']:.0f} to {100 * found['speed_high']:.0f} %)"
-    return f"{who} runs at {speed} of its healthy speed since iteration {found['since']}"
+    if found.change == "recovery":
+        return f"{who} is back at full speed since iteration {found.since}"
+    speed = f"{100 * found.speed:.0f} %"
+    if found.speed_low is not None and found.speed_high is not None:
+        speed += f" ({100 * found.speed_low:.0f} to {100 * found.speed_high:.0f} %)"
+    return f"{who} runs at {speed} of its healthy speed since iteration {found.since}"
 
 
 def rate(samples_per_second: float | None) -> str:

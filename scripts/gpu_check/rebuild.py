@@ -12,6 +12,7 @@ from launching import Launched, launch
 from setting import Row, Setting
 
 from megatron_resihp.events.log import FILE_NAME, read_events
+from megatron_resihp.events.workers import Resources
 
 CASES: Final = {"55-percent": 0.55, "85-percent": 0.85}
 BYTES_PER_PARAMETER: Final = 18
@@ -38,8 +39,9 @@ def _rebuild(setting: Setting, name: str) -> Row:
 
 def _took(job: Launched) -> Row:
     """What old and new state took together, as a share of the old with its gradients."""
-    events = [event for event in read_events(job.run_dir / FILE_NAME).events if event["event"] == "resources"]
-    return {"peak_of_state": [round(event["bytes_most"] / event["bytes_before"], 3) for event in events]}
+    events = [event for event in read_events(job.run_dir / FILE_NAME).events if isinstance(event, Resources)]
+    taken = [(event.bytes_most, event.bytes_before) for event in events]
+    return {"peak_of_state": [round(most / before, 3) for most, before in taken if most and before]}
 
 
 def _layers(share: float, memory_bytes: int) -> int:

@@ -26,7 +26,7 @@ from launched import is_alive
 from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.slices import TIED
-from megatron_resihp.report.run.summary import RunSummary, compare, summarize
+from megatron_resihp.report.run.summary import RunSummary, compare, summarize_log
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRETRAIN = REPOSITORY / "scripts" / "pretrain_gpt.py"
@@ -115,12 +115,13 @@ class Job:
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         if not self.events_path.exists():
             return []
-        return [event for event in read_events(self.events_path).events if name in (None, event["event"])]
+        lines = self.events_path.read_bytes().split(b"\n")[:-1]
+        return [event for event in map(json.loads, lines) if name in (None, event["event"])]
 
     @cached_property
     def summary(self) -> RunSummary:
         """What the report says of it; only asked for once it is over."""
-        return summarize(self.events())
+        return summarize_log(read_events(self.events_path))
 
     def output(self) -> str:
         return _read(self._output_path)

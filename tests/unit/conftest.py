@@ -11,18 +11,25 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from megatron_resihp.events.codec import read_event
+from megatron_resihp.events.event import Event
+
 # Several jobs may share the cores that the tests run on: no example is wrong for being slow.
 settings.register_profile("resihp", deadline=None, max_examples=60)
 settings.load_profile("resihp")
 
-Event = dict[str, Any]
+Line = dict[str, Any]
 
 
 class SyntheticRun:
-    """Events as a run of 8 workers would write them; `events` is the log."""
+    """Events as a run of 8 workers would write them.
+
+    Attributes:
+        lines: of the log, as they are on disk.
+    """
 
     def __init__(self, train_iters: int = 40, batch: int = 16, first_iteration: int = 0, seed: int = 0) -> None:
-        self.events: list[Event] = []
+        self.lines: list[Line] = []
         self.batch = batch
         self.now = 1_750_000_000.0
         self.epoch = 0
@@ -48,10 +55,15 @@ class SyntheticRun:
             first_iteration=first_iteration,
         )
 
-    def write(self, name: str, worker: int | None = None, **fields: Any) -> Event:
-        event = {"event": name, "time": self.now, "epoch": self.epoch, "worker": worker, **fields}
-        self.events.append(event)
-        return event
+    def write(self, name: str, worker: int | None = None, **fields: Any) -> Line:
+        line = {"event": name, "time": self.now, "epoch": self.epoch, "worker": worker, **fields}
+        self.lines.append(line)
+        return line
+
+    @property
+    def events(self) -> list[Event]:
+        """What a reader takes the lines for."""
+        return [read_event(line) for line in self.lines]
 
     def plan(self) -> dict[str, Any]:
         replicas = [{"stages": stages, **self.work[number]} for number, stages in enumerate(self.replicas)]
@@ -188,7 +200,7 @@ def changed_run() -> SyntheticRun:
     and has less to do from the 21st on; it is well again from the 26th on, and does its own work from the 31st on."""
     run = SyntheticRun()
     whole = [[[0, 1], [2, 11]], [[4, 5], [6, 7]]]
-    run.events[-1] |= {"chunks": [[0, 0, 3], [1, 3, 6]]}
+    run.lines[-1] |= {"chunks": [[0, 0, 3], [1, 3, 6]]}
     run.step(5)
     run.die(3)
     run.recover([3], replicas=[[[0, 1], [2]], [[4, 5], [6, 7]]], standbys=[])

@@ -45,6 +45,8 @@ from megatron_resihp.control.transport.node_liveness import Joining, Meeting, No
 from megatron_resihp.control.transport.shipping import Relay, Uplink
 from megatron_resihp.control.transport.store import Store, StoreError, connect, reserve, wait_until_reachable
 from megatron_resihp.control.worker.saved_state import last_save
+from megatron_resihp.events.codec import read_event
+from megatron_resihp.events.event import Event
 from megatron_resihp.protocol.notices import ValidationOrder
 
 LOCAL_HOST: Final = "127.0.0.1"
@@ -59,7 +61,7 @@ CLOSING_S: Final = 5.0
 class NoEvents:
     """An event sink that keeps nothing."""
 
-    def write(self, event: dict[str, Any]) -> None:
+    def write(self, event: Event) -> None:
         pass
 
     def finish(self) -> None:
@@ -306,7 +308,10 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     meeting = None
     if seat.liveness is not None and seat.records is not None:
         meeting = Meeting(*(Address(seat.address.host, s.getsockname()[1]) for s in (seat.liveness, seat.records)))
-    write = seat.sink.write
+    sink = seat.sink
+
+    def write(event: dict[str, Any]) -> None:
+        sink.write(read_event(event))
 
     def judged(event: dict[str, Any]) -> None:
         replanner.note(event)

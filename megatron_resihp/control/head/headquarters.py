@@ -28,6 +28,7 @@ from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.node_liveness import Meeting, publish
 from megatron_resihp.control.transport.store import StoreError, TcpStore, serve
+from megatron_resihp.events.event import Event
 from megatron_resihp.protocol.published import END, JobEnd
 from megatron_resihp.protocol.wire import COORDINATOR
 
@@ -40,7 +41,7 @@ class EventSink(Protocol):
     Where it can't keep or show them it says so and raises nothing: that is no reason to end a job.
     """
 
-    def write(self, event: dict[str, Any]) -> None: ...
+    def write(self, event: Event) -> None: ...
 
     def finish(self) -> None: ...
 

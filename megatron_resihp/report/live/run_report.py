@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from megatron_resihp.events import log as names
-from megatron_resihp.events.log import FILE_NAME, Event, EventLog, read_events
+from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.job import LogGap, RunFinished
+from megatron_resihp.events.log import FILE_NAME, EventLog, read_events
 from megatron_resihp.report.live.progress import Progress
 from megatron_resihp.report.run.summary import summarize_log
 
@@ -38,7 +39,7 @@ class RunReport:
 
     def write(self, event: Event) -> None:
         with self._lock:
-            if event["event"] == names.RUN_FINISHED:
+            if isinstance(event, RunFinished):
                 self._end = event
             try:
                 if self._missing:
@@ -58,12 +59,12 @@ class RunReport:
         self._progress.close()
         found = read_events(self._log.path)
         if self._missing:
-            found.events.append({"time": time.time(), **self._gap()})
+            found.events.append(stamped(self._gap(), time.time()))
             found.events.extend([self._end] if self._end is not None else [])
         render(summarize_log(found), console_for(self._stream))
 
-    def _gap(self) -> Event:
-        return {"event": names.LOG_GAP, "events": self._missing, "since": self._missing_since}
+    def _gap(self) -> LogGap:
+        return LogGap(events=self._missing, since=self._missing_since)
 
     def _miss(self, error: OSError) -> None:
         if not self._missing:

@@ -24,8 +24,11 @@ from megatron_resihp.cost.memory import with_layers
 from megatron_resihp.cost.presets import preset
 from megatron_resihp.cost.running import UnknownCost, cost_of_job
 from megatron_resihp.cost.training import Recompute, Training, TrainingError, training_from_arguments
-from megatron_resihp.events import log as names
-from megatron_resihp.events.log import FILE_NAME, Event, read_events
+from megatron_resihp.events.epochs import EpochStarted
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import Job, RunStarted
+from megatron_resihp.events.job import Model as ModelTold
+from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError
 from megatron_resihp.protocol.planning import KnownJob
 from megatron_resihp.report.plan.flags import SIZES
@@ -170,18 +173,21 @@ def _device(namespace: argparse.Namespace) -> Device:
 def _of_run(run_dir: Path, namespace: argparse.Namespace) -> Source:
     path = run_dir / FILE_NAME
     try:
-        found = read_events(path).events
+        log = read_events(path)
     except OSError:
         raise SourceError(f"{run_dir} has no {FILE_NAME}; give the run directory of a started run") from None
-    started, epoch = _last(found, names.RUN_STARTED), _last(found, names.EPOCH_STARTED)
-    told = {"nproc_per_node", "most_nodes"} <= (started or {}).keys() and {"epoch", "plan"} <= (epoch or {}).keys()
-    if started is None or epoch is None or not told or not started.get("command"):
-        raise SourceError(f"{path} says neither the job's flags nor its plan; give the directory of a run that trained")
-    arguments = megatron_arguments(started["command"])
+    found = log.events
+    started, epoch = _last(found, RunStarted), _last(found, EpochStarted)
+    if started is None or epoch is None or not (started.command and started.nproc_per_node and started.most_nodes):
+        unusable = f" ({', '.join(log.ignored)})" if log.ignored else ""
+        raise SourceError(
+            f"{path} says neither the job's flags nor its plan{unusable}; give the directory of a run that trained"
+        )
+    arguments = megatron_arguments(started.command)
     model = _model(arguments, path)
-    plan = _plan(epoch["plan"], model, path)
-    per_node = started["nproc_per_node"]
-    places = started["most_nodes"] * per_node
+    plan = _plan(epoch.plan, model, path)
+    per_node = started.nproc_per_node
+    places = started.most_nodes * per_node
     cost, costs = _measured(run_dir, found, namespace, places, per_node) or (
         JobCost(
             model=model,
@@ -192,7 +198,7 @@ def _of_run(run_dir: Path, namespace: argparse.Namespace) -> Source:
         ),
         _from_flops(namespace),
     )
-    title = f"{run_dir}, epoch {epoch['epoch']}, {len(plan.members)} live workers"
+    title = f"{run_dir}, epoch {epoch.epoch}, {len(plan.members)} live workers"
     return Source(title, plan, cost, costs, places)
 
 
@@ -200,17 +206,17 @@ def _measured(
     run_dir: Path, found: Sequence[Event], namespace: argparse.Namespace, places: int, per_node: int
 ) -> tuple[JobCost, str] | None:
     """What work costs as the run has it, as for its own planner, and where that is from; None: nothing was measured."""
-    told, model = _last(found, names.JOB), _last(found, names.MODEL)
-    if told is None or model is None or "chunks" not in told:
+    told, model = _last(found, Job), _last(found, ModelTold)
+    if told is None or model is None or told.chunks is None:
         return None
-    own = tuple(Chunk(*chunk) for chunk in told["chunks"])
-    reserve = namespace.memory_reserve
-    if reserve is None:
-        reserve = told.get("memory_reserve", MEMORY_RESERVE)
-    job = KnownJob.of({
-        **told, "arguments": model["arguments"], "memory_reserve": reserve,
-        "device_memory": told.get("device_memory") or int(namespace.memory_gib * 2**30),
-    })  # fmt: skip
+    if told.tensor_parallel is None or told.micro_batches is None:
+        return None
+    own = tuple(Chunk(*chunk) for chunk in told.chunks)
+    job = KnownJob(
+        told.tensor_parallel, told.micro_batches, dict(model.arguments), told.emulated,
+        told.device_memory or int(namespace.memory_gib * 2**30),
+        _first_known(namespace.memory_reserve, told.memory_reserve, MEMORY_RESERVE),
+    )  # fmt: skip
     per_node = namespace.workers_per_node or per_node
     if job.emulated:
         with suppress(UnknownCost):
@@ -238,8 +244,12 @@ def _plan(data: Any, model: Model, path: Path) -> ParallelPlan:
         raise SourceError(f"{path}: the last plan can't be used: {error}; give the directory of another run") from None
 
 
-def _last(found: Sequence[Event], name: str) -> Event | None:
-    return next((event for event in reversed(found) if event["event"] == name), None)
+def _last[E: Event](found: Sequence[Event], kind: type[E]) -> E | None:
+    return next((event for event in reversed(found) if isinstance(event, kind)), None)
+
+
+def _first_known(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
 
 
 def megatron_arguments(command: Sequence[str]) -> dict[str, Any]:

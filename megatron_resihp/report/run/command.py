@@ -83,7 +83,7 @@ def _load(run_dir: Path) -> RunSummary:
     except OSError as error:
         raise _BadInput(f"{path} cannot be read ({error.strerror}); mend that and try again") from None
     unreadable = len(found.malformed) + found.truncated
-    if not found.events:
+    if not found.events and not found.ignored:
         state = f"holds nothing but {unreadable} unreadable line(s)" if unreadable else "is empty"
         raise _BadInput(f"{path} {state}; give the run directory of a started run")
     summary = with_standing(summarize_log(found), launcher_of(run_dir), time.time())

@@ -6,13 +6,14 @@ May import: the standard library and this package's modules.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_resihp.events import log as names
-from megatron_resihp.events.log import Event
-from megatron_resihp.events.nonfinite import number
+from megatron_resihp.events.epochs import EpochStarted, Reconfiguration
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import Job
+from megatron_resihp.events.replanning import PlanFailed
 from megatron_resihp.report.run import shape
 from megatron_resihp.report.run.recoveries import Recovery
 from megatron_resihp.report.run.steps import Step, settled_rate
@@ -57,11 +58,11 @@ def find_plans(
     events: Sequence[Event], recoveries: Iterable[Recovery], steps: Sequence[Step]
 ) -> tuple[PlanInForce, ...]:
     """All plans of a run, in the order in which they were in force; one that broke before anybody went on is none."""
-    job: Event = next((event for event in events if event["event"] == names.JOB), {})
+    job = next((event for event in events if isinstance(event, Job)), None)
     answers = {recovery.to_epoch: recovery for recovery in recoveries}
-    failed = {event.get("epoch") for event in events if event["event"] == names.PLAN_FAILED}
-    changes = {event["to_epoch"]: event for event in events if event["event"] == names.RECONFIGURATION}
-    started = [(event.get("epoch") or 0, event["plan"]) for event in events if event["event"] == names.EPOCH_STARTED]
+    failed = {event.epoch for event in events if isinstance(event, PlanFailed)}
+    changes = {event.to_epoch: event for event in events if isinstance(event, Reconfiguration)}
+    started = [(event.epoch or 0, event.plan) for event in events if isinstance(event, EpochStarted)]
     found: list[PlanInForce] = []
     for epoch, plan in started:
         if found and epoch not in answers and epoch not in changes:
@@ -70,7 +71,7 @@ def find_plans(
             epoch=epoch,
             **(_origin(answers.get(epoch), changes.get(epoch), failed) if found else _start(job)),
             shape=shape.describe(plan),
-            layers=shape.layers(plan, job.get("chunks") or ()),
+            layers=shape.layers(plan, (job.chunks if job else None) or ()),
             micro_batches=shape.micro_batches(plan),
             working=len(shape.working(plan)),
             standbys=len(shape.standbys(plan)),
@@ -80,11 +81,11 @@ def find_plans(
     return tuple(found)
 
 
-def _start(job: Mapping[str, Any]) -> dict[str, Any]:
-    return {"after": job.get("first_iteration") or 0, "why": AT_THE_START, "by_choice": False}
+def _start(job: Job | None) -> dict[str, Any]:
+    return {"after": (job.first_iteration if job else None) or 0, "why": AT_THE_START, "by_choice": False}
 
 
-def _origin(recovery: Recovery | None, change: Event | None, failed: Container[int | None]) -> dict[str, Any]:
+def _origin(recovery: Recovery | None, change: Reconfiguration | None, failed: Container[int | None]) -> dict[str, Any]:
     """`failed`: epochs whose plan has failed in its first step."""
     if recovery is not None:
         dead = [death.worker for death in recovery.dead]
@@ -95,6 +96,6 @@ def _origin(recovery: Recovery | None, change: Event | None, failed: Container[i
         }  # fmt: skip
     assert change is not None
     return {
-        "after": change["resumed_iteration"], "why": change["why"], "by_choice": True,
-        "stood_still_s": number(change["stood_still_s"]), "bytes_moved": change.get("bytes_moved"),
+        "after": change.resumed_iteration, "why": change.why, "by_choice": True,
+        "stood_still_s": change.stood_still_s, "bytes_moved": change.bytes_moved,
     }  # fmt: skip

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which iterations were applied, in which epoch, and how fast.
 
-May import: the standard library and this package's event names.
+May import: the standard library and the classes of events.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
-from megatron_resihp.events import log as names
-from megatron_resihp.events.log import Event
-from megatron_resihp.events.nonfinite import number, optional_number
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.training import Agreed, AgreedStep, Iteration
 
 MEDIAN_OVER = 10
 """Iterations that a throughput before or after a recovery is the median of."""
@@ -39,29 +37,28 @@ class Step:
 
 def applied_attempts(events: Sequence[Event]) -> set[tuple[int, int]]:
     """(iteration, epoch) of every attempt that the workers agreed on; more than one for an iteration is a fault."""
-    reported = {(e["iteration"], agreed_epoch(e)) for e in events if e["event"] == names.ITERATION}
+    reported = {(event.iteration, agreed_epoch(event)) for event in events if isinstance(event, Iteration)}
     known = {iteration for iteration, _ in reported}
     for event in _agreed(events):
-        if event["iteration"] not in known:
-            reported.add((event["iteration"], agreed_epoch(event)))
-            known.add(event["iteration"])
+        if event.iteration not in known:
+            reported.add((event.iteration, agreed_epoch(event)))
+            known.add(event.iteration)
     return reported
 
 
-def agreed_epoch(event: Event) -> int:
-    """Epoch of the attempt that an `iteration` or `agreed` event is about."""
-    epoch = event.get("agreed_epoch")
-    return int(event.get("epoch") or 0) if epoch is None else int(epoch)
+def agreed_epoch(step: AgreedStep) -> int:
+    """Epoch of the attempt that was agreed."""
+    return step.epoch or 0 if step.agreed_epoch is None else step.agreed_epoch
 
 
 def applied_steps(events: Sequence[Event], batch: int | None) -> list[Step]:
     """The applied iterations in ascending order, each once; `batch` is for events that lack their sample count."""
-    first_of: dict[int, Event] = {}
-    for event in [e for e in events if e["event"] == names.ITERATION] + list(_agreed(events)):
-        first_of.setdefault(event["iteration"], event)
+    first_of: dict[int, AgreedStep] = {}
+    for event in [*(each for each in events if isinstance(each, Iteration)), *_agreed(events)]:
+        first_of.setdefault(event.iteration, event)
     steps: list[Step] = []
-    for _, event in sorted(first_of.items()):
-        steps.append(_step(event, steps[-1] if steps else None, batch))
+    for _, first in sorted(first_of.items()):
+        steps.append(_step(first, steps[-1] if steps else None, batch))
     return steps
 
 
@@ -104,30 +101,30 @@ def _median(values: Iterable[float]) -> float | None:
     return median(values) if values else None
 
 
-def _agreed(events: Iterable[Event]) -> Iterable[Event]:
+def _agreed(events: Iterable[Event]) -> Iterable[Agreed]:
     # The record of "nothing agreed yet" is about iteration 0, which is no step.
-    return (e for e in events if e["event"] == names.AGREED and e["iteration"] > 0)
+    return (event for event in events if isinstance(event, Agreed) and event.iteration > 0)
 
 
-def _step(event: Event, previous: Step | None, batch: int | None) -> Step:
-    ended_at = number(event["time"]) if event["event"] == names.ITERATION else None
-    samples = batch if event.get("samples") is None else event["samples"]
-    duration = _duration(event, ended_at, previous)
+def _step(event: AgreedStep, previous: Step | None, batch: int | None) -> Step:
+    ended_at, samples, duration = None, batch, None
+    if isinstance(event, Iteration):
+        ended_at = event.time
+        samples = batch if event.samples is None else event.samples
+        duration = _duration(event, previous) if event.duration_s is None else event.duration_s
     return Step(
-        iteration=event["iteration"],
+        iteration=event.iteration,
         epoch=agreed_epoch(event),
         ended_at=ended_at,
-        loss={name: number(value) for name, value in (event.get("loss") or {}).items()},
-        grad_norm=optional_number(event.get("grad_norm")),
-        skipped=bool(event.get("skipped")),
+        loss=event.loss or {},
+        grad_norm=event.grad_norm,
+        skipped=bool(event.skipped),
         samples_per_second=samples / duration if samples and duration and duration > 0 else None,
     )
 
 
-def _duration(event: dict[str, Any], ended_at: float | None, previous: Step | None) -> float | None:
-    if event.get("duration_s") is not None:
-        return number(event["duration_s"])
-    if ended_at is None or previous is None or previous.ended_at is None:
+def _duration(event: Iteration, previous: Step | None) -> float | None:
+    """A new reporter has no previous iteration of its own, but the log has its predecessor's."""
+    if previous is None or previous.ended_at is None or previous.iteration != event.iteration - 1:
         return None
-    # A new reporter has no previous iteration of its own, but the log has its predecessor's.
-    return ended_at - previous.ended_at if previous.iteration == event["iteration"] - 1 else None
+    return event.time - previous.ended_at

@@ -7,15 +7,19 @@ May import: the standard library and this package's modules.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, Final
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
 
-from megatron_resihp.events import log as names
-from megatron_resihp.events.log import Event, EventFile
-from megatron_resihp.events.nonfinite import number
-from megatron_resihp.events.schema import EVENTS, problems
+from megatron_resihp.events import detection, injections, training
+from megatron_resihp.events import job as job_events
+from megatron_resihp.events.epochs import EpochStarted
+from megatron_resihp.events.event import Event, UnknownEvent
+from megatron_resihp.events.job import LogGap, RunFinished, RunStarted
+from megatron_resihp.events.log import EventFile
+from megatron_resihp.events.training import Checkpoint, Samples
+from megatron_resihp.events.workers import WorkerDead, WorkerFailed, WorkerStarted, WorkerWaiting
 from megatron_resihp.report.run import shape
 from megatron_resihp.report.run.epochs import find_plans
 from megatron_resihp.report.run.recoveries import find_deaths
@@ -45,40 +49,44 @@ __all__ = ["RunSummary", "compare", "summarize", "summarize_log", "with_referenc
 
 def summarize_log(log: EventFile) -> RunSummary:
     """Everything that a report says about the last run in a log, and what is wrong with the log."""
-    return summarize(log.events, len(log.malformed) + log.truncated, log.damaged)
+    return summarize(log.events, len(log.malformed) + log.truncated, log.damaged, log.ignored)
 
 
-def summarize(events: Iterable[Event], unreadable_lines: int = 0, damaged: bool = False) -> RunSummary:
+def summarize(
+    events: Iterable[Event],
+    unreadable_lines: int = 0,
+    damaged: bool = False,
+    ignored: Mapping[str, int] = MappingProxyType({}),
+) -> RunSummary:
     """Everything that a report says about the last run in `events`.
 
     Args:
         unreadable_lines: of the log that they are from.
         damaged: some of those were of the last run, and may have said anything.
+        ignored: how many events of that log could not be used, by what is wrong with them.
     """
-    usable, ignored = _usable(events)
-    run = _last_run(usable)
+    run = _last_run([event for event in events if not isinstance(event, UnknownEvent)])
     job = _job(run)
     steps = applied_steps(run, job.global_batch_size if job else None)
     job = _with_start(job, run, steps)
     deaths, recoveries = find_deaths(run, steps)
-    finish = _last(run, names.RUN_FINISHED) or {}
-    checkpoint = _last(run, names.CHECKPOINT) or {}
+    finish, checkpoint = _last(run, RunFinished), _last(run, Checkpoint)
     loss_name = next((name for step in steps for name in step.loss), None)
     counted = _count_samples(run, job, steps)
     lacking = _lacking(run, job, steps)
-    missing = sum(event["events"] for event in _all(run, names.LOG_GAP))
+    missing = sum(gap.events for gap in _all(run, LogGap))
     damaged = bool(damaged or ignored or lacking or missing)
     return RunSummary(
-        completed=finish.get("exit_code") == 0,
-        exit_code=finish.get("exit_code"),
-        reason=finish.get("reason"),
-        started_at=number(run[0]["time"]) if run else None,
-        last_event_at=max((number(event["time"]) for event in run), default=None),
+        completed=finish is not None and finish.exit_code == 0,
+        exit_code=finish.exit_code if finish else None,
+        reason=finish.reason if finish else None,
+        started_at=run[0].time if run else None,
+        last_event_at=max((event.time for event in run), default=None),
         iterations=_last_iteration(job, steps),
         job=job,
         workers_at_start=_workers_at_start(run),
         workers_at_end=_workers_at_end(run),
-        places={e["worker"]: where(e) for e in _all(run, names.WORKER_STARTED) if e.get("worker") is not None},
+        places={each.worker: where(each) for each in _all(run, WorkerStarted) if each.worker is not None},
         deaths=tuple(deaths),
         came_back=_taken_in(run, anew=True),
         joined=_taken_in(run, anew=False),
@@ -93,22 +101,22 @@ def summarize(events: Iterable[Event], unreadable_lines: int = 0, damaged: bool 
         samples_applied_twice=counted.applied_twice if counted and not damaged else None,
         samples_lost=counted.lost if counted and not damaged else None,
         samples_out_of_place=counted.out_of_place if counted and not damaged else None,
-        evaluations=tuple(_evaluation(event) for event in _all(run, names.EVALUATION)),
-        drills=tuple(_drill(event) for event in _all(run, names.DRILL)),
-        failures=tuple(Failure(event["failed"], event["error"]) for event in _all(run, names.WORKER_FAILED)),
-        salvages=tuple(_salvage(event) for event in _all(run, names.SALVAGE)),
-        verdicts=tuple(_finding(event) for event in _all(run, names.VERDICT)),
-        detection=_detection(_last(run, names.DETECTION)),
+        evaluations=tuple(Evaluation(each.iteration, each.loss) for each in _all(run, training.Evaluation)),
+        drills=tuple(_drill(event) for event in _all(run, injections.Drill)),
+        failures=tuple(Failure(event.failed, event.error) for event in _all(run, WorkerFailed)),
+        salvages=tuple(_salvage(event) for event in _all(run, training.Salvage)),
+        verdicts=tuple(_finding(event) for event in _all(run, detection.Verdict)),
+        detection=_detection(_last(run, detection.Detection)),
         stalls=_stalls(run),
-        last_checkpoint=checkpoint.get("path"),
-        last_checkpoint_iteration=checkpoint.get("iteration"),
+        last_checkpoint=checkpoint.path if checkpoint else None,
+        last_checkpoint_iteration=checkpoint.iteration if checkpoint else None,
         usual_iteration_s=usual_duration(steps),
         last_step_at=max((step.ended_at for step in steps if step.ended_at is not None), default=None),
         log_damaged=damaged,
         events_missing=missing,
         iterations_not_in_log=lacking,
         unreadable_lines=unreadable_lines,
-        ignored_events=ignored,
+        ignored_events=dict(ignored),
     )
 
 
@@ -143,42 +151,32 @@ def _relative_difference(value: float, reference: float) -> float:
     return abs(value - reference) / abs(reference)
 
 
-def _usable(events: Iterable[Event]) -> tuple[list[Event], dict[str, int]]:
-    usable: list[Event] = []
-    ignored: Counter[str] = Counter()
-    for event in events:
-        wrong = problems(event)
-        if wrong:
-            ignored[wrong[0]] += 1
-        elif event["event"] in EVENTS:
-            usable.append(event)
-    return usable, dict(ignored)
-
-
 def _last_run(events: Sequence[Event]) -> list[Event]:
-    starts = [index for index, event in enumerate(events) if event["event"] == names.RUN_STARTED]
+    starts = [index for index, event in enumerate(events) if isinstance(event, RunStarted)]
     return list(events[starts[-1] :]) if starts else list(events)
 
 
-def _all(events: Iterable[Event], name: str) -> list[Event]:
-    return [event for event in events if event["event"] == name]
+def _all[E: Event](events: Iterable[Event], kind: type[E]) -> list[E]:
+    return [event for event in events if isinstance(event, kind)]
 
 
-def _last(events: Iterable[Event], name: str) -> Event | None:
-    return next(reversed(_all(events, name)), None)
+def _last[E: Event](events: Iterable[Event], kind: type[E]) -> E | None:
+    return next(reversed(_all(events, kind)), None)
 
 
 def _job(events: Sequence[Event]) -> Job | None:
-    event = next(iter(_all(events, names.JOB)), None)
-    if event is None:
+    told = next(iter(_all(events, job_events.Job)), None)
+    if told is None or told.global_batch_size is None or told.train_iters is None:
         return None
-    known = {name: event[name] for name in (f.name for f in fields(Job)) if event.get(name) is not None}
-    return Job(**known)
+    return Job(
+        told.global_batch_size, told.train_iters, told.first_iteration or 0, told.tensor_parallel,
+        told.pipeline_parallel, told.micro_batch_size, told.micro_batches, told.seq_length,
+    )  # fmt: skip
 
 
 def _with_start(job: Job | None, events: Sequence[Event], steps: Sequence[Step]) -> Job | None:
     """`job` with the iteration that it began after: Megatron loads checkpoints only after the job event is written."""
-    told = next((event.get("first_iteration") for event in _all(events, names.JOB)), None)
+    told = next((event.first_iteration for event in _all(events, job_events.Job)), None)
     if job is None or told is not None or not steps:
         return job
     return replace(job, first_iteration=steps[0].iteration - 1)
@@ -189,11 +187,11 @@ def _last_iteration(job: Job | None, steps: Sequence[Step]) -> int:
 
 
 def _count_samples(events: Sequence[Event], job: Job | None, steps: Sequence[Step]) -> SampleCount | None:
-    fed = _all(events, names.SAMPLES)
+    fed = _all(events, Samples)
     if not fed or job is None:
         return None
     applied = applied_attempts(events)
-    feeds = [Feed(e["iteration"], e["samples"]) for e in fed if (e["iteration"], e["epoch"]) in applied]
+    feeds = [Feed(each.iteration, each.samples) for each in fed if (each.iteration, each.epoch) in applied]
     return count_samples(feeds, job.first_iteration, _last_iteration(job, steps), job.global_batch_size)
 
 
@@ -203,32 +201,33 @@ def _lacking(events: Sequence[Event], job: Job | None, steps: Sequence[Step]) ->
     if job is None or not steps:
         return ()
     told = {step.iteration for step in steps}
-    fed = {event["iteration"] for event in _all(events, names.SAMPLES)}
+    fed = {event.iteration for event in _all(events, Samples)}
     due = range(job.first_iteration + 1, _last_iteration(job, steps) + 1)
     return tuple(iteration for iteration in due if iteration not in told or (fed and iteration not in fed))
 
 
 def _workers_at_start(events: Sequence[Event]) -> Workers | None:
-    for event in events:
-        if event["event"] == names.EPOCH_STARTED:
-            return _workers(event["plan"], set())
-    started = _last(events, names.RUN_STARTED)
-    return Workers(started["world_size"], 0) if started else None
+    epoch = next(iter(_all(events, EpochStarted)), None)
+    if epoch is not None:
+        return _workers(epoch.plan, set())
+    started = _last(events, RunStarted)
+    return Workers(started.world_size, 0) if started else None
 
 
 def _workers_at_end(events: Sequence[Event]) -> Workers | None:
-    starts = [index for index, event in enumerate(events) if event["event"] == names.EPOCH_STARTED]
-    if not starts:
-        return _workers_at_start(events)
-    died_since = {event["dead"] for event in _all(events[starts[-1] :], names.WORKER_DEAD)}
-    return _workers(events[starts[-1]]["plan"], died_since)
+    plan, died_since = None, set[int]()
+    for event in events:
+        if isinstance(event, EpochStarted):
+            plan, died_since = event.plan, set()
+        elif isinstance(event, WorkerDead):
+            died_since.add(event.dead)
+    return _workers_at_start(events) if plan is None else _workers(plan, died_since)
 
 
 def _taken_in(events: Sequence[Event], anew: bool) -> tuple[int, ...]:
     """Workers that were in no plan at first: those that are not the first in their places, or those that are."""
-    waited = _all(events, names.WORKER_WAITING)
-    asked = {event["waiting"] for event in waited if (event["waiting"] != event["place"]) is anew}
-    plans = [event["plan"] for event in _all(events, names.EPOCH_STARTED)]
+    asked = {each.waiting for each in _all(events, WorkerWaiting) if (each.waiting != each.place) is anew}
+    plans = [event.plan for event in _all(events, EpochStarted)]
     return tuple(sorted({worker for plan in plans for worker in asked & (shape.working(plan) | shape.standbys(plan))}))
 
 
@@ -238,35 +237,31 @@ def _workers(plan: shape.Plan, dead: set[int]) -> Workers:
     return Workers(len(working - dead), len(standbys - dead), shape.describe(plan) if in_force else None)
 
 
-def _evaluation(event: Event) -> Evaluation:
-    return Evaluation(event["iteration"], {name: number(value) for name, value in event["loss"].items()})
+def _drill(event: injections.Drill) -> Drill:
+    return Drill(event.action, event.target, event.iteration, event.point)
 
 
-def _drill(event: Event) -> Drill:
-    return Drill(event["action"], event["target"], event.get("iteration"), event.get("point"))
+def _finding(event: detection.Verdict) -> Finding:
+    return Finding(
+        event.kind, event.change, event.workers, event.speed, event.since, event.iteration, event.speed_low,
+        event.speed_high,
+    )  # fmt: skip
 
 
-def _finding(event: Event) -> Finding:
-    known: dict[str, Any] = {field.name: event.get(field.name) for field in fields(Finding)}
-    return Finding(**{**known, "workers": tuple(event["workers"])})
-
-
-def _detection(event: Event | None) -> Detection | None:
+def _detection(event: detection.Detection | None) -> Detection | None:
     if event is None:
         return None
-    held_up_s = event.get("held_up_s") or {}
-    return Detection(event["iterations"], event["records"], event["faults"], event["warm"], held_up_s)
+    return Detection(event.iterations, event.records, event.faults, event.warm, event.held_up_s or {})
 
 
 def _stalls(events: Sequence[Event]) -> tuple[Stall, ...]:
     """Each once, as it was told last."""
-    found: dict[int, Stall] = {}
-    for event in _all(events, names.STALL):
-        seconds, usual_s = number(event["seconds"]), number(event["usual_s"])
-        found[event["iteration"]] = Stall(event["iteration"], seconds, usual_s, event["over"], event.get("meanwhile"))
+    found = {
+        event.iteration: Stall(event.iteration, event.seconds, event.usual_s, event.over, event.meanwhile)
+        for event in _all(events, job_events.Stall)
+    }
     return tuple(found.values())
 
 
-def _salvage(event: Event) -> Salvage:
-    missing = tuple((stage, rank) for stage, rank in event.get("missing") or ())
-    return Salvage(event["iteration"], event["path"], event["complete"], missing)
+def _salvage(event: training.Salvage) -> Salvage:
+    return Salvage(event.iteration, event.path, event.complete, event.missing or ())

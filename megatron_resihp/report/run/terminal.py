@@ -7,7 +7,6 @@ May import: the standard library, rich and this package's modules.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from datetime import datetime
 
 from rich import box
@@ -102,7 +101,7 @@ def _speeds(summary: RunSummary) -> Iterator[str]:
         warm = "" if summary.detection.warm else ", too few to learn what is normal"
         yield f"no worker or link was found slow ({judged} judged{warm})"
     for found in summary.verdicts[-MAX_ROWS:]:
-        yield f"iteration {found.iteration:,}: {verdict(asdict(found), summary.places)}"
+        yield f"iteration {found.iteration:,}: {verdict(found, summary.places)}"
     if len(summary.verdicts) > MAX_ROWS:
         yield f"the last {MAX_ROWS} of {len(summary.verdicts):,} verdicts; --json has them all"
     if summary.detection is not None and summary.detection.faults:

@@ -159,8 +159,8 @@ SMALL: dict[str, Any] = {"replicas": [{"stages": [[0]], "micro_batches": [0]}], 
 def write_run(run_dir: Path, command: list[str], plans: list[dict[str, Any]], *told: dict[str, Any]) -> Path:
     run_dir.mkdir()
     started = {
-        "time": 0.0, "epoch": 0, "worker": None, "event": "run_started", "nproc_per_node": 8, "most_nodes": 1,
-        "command": command,
+        "time": 0.0, "epoch": 0, "worker": None, "event": "run_started", "world_size": 8,
+        "nproc_per_node": 8, "most_nodes": 1, "command": command,
     }  # fmt: skip
     epochs = [
         {"time": 1.0 + number, "epoch": number, "worker": None, "event": "epoch_started", "plan": each}
@@ -318,8 +318,8 @@ def test_a_runs_sizes_are_not_given_by_flags(
     [
         ([{"replicas": [{"stages": [[0]]}], "standbys": {}}], "the plan lacks 'micro_batches'"),
         ([{"replicas": [{"stages": [[0]], "micro_batches": [0]}]}], "the plan lacks 'standbys'"),
-        ([{}], "the plan lacks 'replicas'"),
-        ([None], "this is no plan"),
+        ([{}], "its plan (epoch_started has a plan that is no plan)"),
+        ([None], "its plan (epoch_started lacks plan)"),
     ],
 )
 def test_a_run_whose_plan_is_damaged_is_told(

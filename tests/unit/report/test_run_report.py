@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_resihp.events import log as events
+from megatron_resihp.events.job import LogGap
 from megatron_resihp.events.log import read_events
 from megatron_resihp.report.live.run_report import RunReport
 from megatron_resihp.report.run.summary import summarize_log
@@ -84,8 +85,8 @@ def test_the_log_goes_on_where_there_is_room_again(
     play(run, report, told)
     report.finish()
     found = read_events(tmp_path / "events.jsonl")
-    (gap,) = [event for event in found.events if event["event"] == "log_gap"]
-    assert gap["events"] == 3 and len(found.malformed) == 1
+    (gap,) = [event for event in found.events if isinstance(event, LogGap)]
+    assert gap.events == 3 and len(found.malformed) == 1
     summary = summarize_log(found)
     assert (summary.iterations, summary.completed, summary.log_damaged) == (40, True, True)
     assert capsys.readouterr().err.count("\n") == 1

@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import pytest
 from megatron_resihp.control.commands import contact
 from megatron_resihp.control.worker.noticeboard import Noticeboard
 from megatron_resihp.control.worker.saved_state import LastSave
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import RunStarted
 from megatron_resihp.events.log import EventLog
 from megatron_resihp.report.run.command import add_arguments, run
 
@@ -39,7 +41,7 @@ def reference_dir(tmp_path: Path, synthetic_run: Callable[..., Any]) -> Path:
     return _written(tmp_path / "reference", reference.events)
 
 
-def _written(directory: Path, events: list[dict[str, Any]]) -> Path:
+def _written(directory: Path, events: Sequence[Event]) -> Path:
     directory.mkdir()
     with EventLog(directory / "events.jsonl") as log:
         for event in events:
@@ -127,7 +129,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     (directory / "events.jsonl").mkdir(parents=True)
     barren = tmp_path / "barren"
     barren.mkdir()
-    started = _written(tmp_path / "started", [{"event": "run_started", "world_size": 8}])
+    started = _written(tmp_path / "started", [RunStarted(world_size=8)])
     cases: dict[str, tuple[object, ...]] = {
         "is no directory": (tmp_path / "nowhere",),
         "has no events.jsonl": (barren,),

@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_resihp.events.codec import read_event
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import Job
+from megatron_resihp.events.training import Iteration, Samples
 from megatron_resihp.report.run.samples import Feed, count_samples
 from megatron_resihp.report.run.summary import summarize
 
@@ -59,7 +64,7 @@ def _fed(iteration: int, batch: int) -> st.SearchStrategy[list[int]]:
     return st.one_of(st.just(right), st.lists(st.integers(0, 7 * batch), max_size=2 * batch))
 
 
-def _events(batch: int, made: list[Attempt]) -> list[dict[str, Any]]:
+def _events(batch: int, made: list[Attempt]) -> list[Event]:
     events: list[dict[str, Any]] = [{"event": "job", "time": 0.0, "global_batch_size": batch, "train_iters": 9}]
     for attempt in made:
         base = {"time": 0.0, "iteration": attempt.iteration, "epoch": attempt.epoch}
@@ -71,7 +76,7 @@ def _events(batch: int, made: list[Attempt]) -> list[dict[str, Any]]:
             events.append({**late, "event": "iteration"})
         elif attempt.known_by is not None:
             events.append({**base, "event": attempt.known_by})
-    return events
+    return list(map(read_event, events))
 
 
 @settings(max_examples=300)
@@ -88,12 +93,14 @@ def test_a_run_of_random_attempts_is_counted_by_what_was_agreed(run: tuple[int, 
     assert summary.samples_lost == sum(1 for sample in range(last * batch) if sample not in times)
 
 
-def _step(iteration: int, epoch: int, first: int, last: int) -> list[dict[str, Any]]:
-    base = {"time": 0.0, "iteration": iteration, "epoch": epoch}
-    return [{**base, "event": "samples", "samples": [[first, last]]}, {**base, "event": "iteration"}]
+def _step(iteration: int, epoch: int, first: int, last: int) -> list[Event]:
+    return [
+        Samples(iteration=iteration, epoch=epoch, samples=((first, last),)),
+        Iteration(iteration=iteration, epoch=epoch),
+    ]
 
 
-JOB = {"event": "job", "time": 0.0, "global_batch_size": 4, "train_iters": 2}
+JOB = Job(global_batch_size=4, train_iters=2)
 
 
 def test_a_step_that_was_applied_in_two_epochs_shows() -> None:
@@ -112,10 +119,10 @@ def test_samples_swapped_between_iterations_show() -> None:
 
 
 def test_a_job_that_starts_from_a_checkpoint_owes_only_what_comes_after() -> None:
-    summary = summarize([{**JOB, "first_iteration": 1}, *_step(2, 0, 4, 7)])
+    summary = summarize([replace(JOB, first_iteration=1), *_step(2, 0, 4, 7)])
     assert (summary.samples_consumed, summary.samples_lost) == (4, 0)
 
 
 def test_nothing_is_claimed_about_samples_that_were_not_recorded() -> None:
-    summary = summarize([JOB, {"event": "iteration", "time": 0.0, "iteration": 1}])
+    summary = summarize([JOB, Iteration(iteration=1)])
     assert (summary.samples_consumed, summary.samples_applied_twice, summary.samples_lost) == (None, None, None)

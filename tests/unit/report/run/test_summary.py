@@ -6,11 +6,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_resihp.report.run.summary import RunSummary, compare, summarize, with_reference
+from megatron_resihp.events.log import read_events
+from megatron_resihp.events.training import Iteration, Samples
+from megatron_resihp.report.run.summary import RunSummary, compare, summarize, summarize_log, with_reference
 
 
 def test_a_run_without_failures(synthetic_run: Callable[..., Any]) -> None:
@@ -120,7 +123,7 @@ def test_without_a_first_step_event_the_total_is_taken_from_the_iteration(synthe
     run.die(3)
     run.recover([3], [[[4, 5], [6, 7]]], [0, 1, 2])
     run.step(2)
-    ended = [event["time"] for event in run.events if event["event"] == "iteration"][3]
+    ended = [event.time for event in run.events if isinstance(event, Iteration)][3]
     assert summarize(run.events).recoveries[0].total_s == pytest.approx(ended - died_at)
 
 
@@ -159,8 +162,8 @@ def test_the_coordinators_record_stands_in_for_a_dead_reporter(synthetic_run: Ca
 
 
 def test_an_attempt_that_was_not_agreed_applied_nothing(recovered_run: Any) -> None:
-    fed = [e for e in recovered_run.events if e["event"] == "samples" and e["iteration"] == 11]
-    assert {event["epoch"] for event in fed} == {0, 1}, "the run has an attempt that broke"
+    fed = [each for each in recovered_run.events if isinstance(each, Samples) and each.iteration == 11]
+    assert {event.epoch for event in fed} == {0, 1}, "the run has an attempt that broke"
     summary = summarize(recovered_run.events)
     assert (summary.samples_consumed, summary.samples_applied_twice) == (640, 0)
 
@@ -204,20 +207,24 @@ def test_of_several_runs_in_one_log_the_last_counts(recovered_run: Any, syntheti
 def test_a_run_that_goes_on_from_a_checkpoint_lost_nothing(synthetic_run: Callable[..., Any]) -> None:
     run = synthetic_run(first_iteration=10)
     run.step(5)
-    for event in run.events:
-        event.pop("first_iteration", None)
+    for line in run.lines:
+        line.pop("first_iteration", None)
     summary = summarize(run.events)
     assert summary.job is not None
     assert (summary.job.first_iteration, summary.samples_consumed, summary.samples_lost) == (10, 80, 0)
 
 
-def test_events_that_cannot_be_used_are_counted_by_what_is_wrong(synthetic_run: Callable[..., Any]) -> None:
+def test_events_that_cannot_be_used_are_counted_by_what_is_wrong(
+    synthetic_run: Callable[..., Any], tmp_path: Path
+) -> None:
     run = synthetic_run()
     run.step(2)
     run.write("iteration", loss={})
     run.write("iteration", loss={})
     run.write("of_a_later_version", anything=1)
-    summary = summarize(run.events)
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in run.lines))
+    summary = summarize_log(read_events(path))
     assert summary.ignored_events == {"iteration lacks iteration": 2}
     assert summary.iterations == 2
 

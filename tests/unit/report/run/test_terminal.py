@@ -115,14 +115,14 @@ def test_who_was_lost_in_a_damaged_log_cannot_be_told(synthetic_run: Callable[..
     run.step(40)
     run.finish()
     whole = summarize(run.events)
-    of_two = [event for event in run.events if event["event"] == "samples" and event["iteration"] == 7]
-    run.events.remove(of_two[0])
+    of_two = [line for line in run.lines if line["event"] == "samples" and line["iteration"] == 7]
+    run.lines.remove(of_two[0])
     assert "samples: 8 LOST" in page(summarize(run.events)), "nothing is wrong with this log"
     page_of_damaged = page(summarize(run.events, 1, damaged=True))
     assert page_of_damaged.startswith("Reached iteration 40 of 40; ")
     assert "; samples: can't tell: log damaged\n" in page_of_damaged
-    for event in of_two[1:]:
-        run.events.remove(event)
+    for line in of_two[1:]:
+        run.lines.remove(line)
     lacking = page(summarize(run.events))
     assert "; samples: can't tell: log damaged\n" in lacking
     assert "the event log lacks what it should say of iteration 7\n" in lacking

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of the job as a whole: what it is, when it stands still, and how it ends.
+
+May import: the standard library and this package's modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from megatron_resihp.events.event import Event, event
+
+
+@event("run_started", written_by="coordinator")
+class RunStarted(Event):
+    """The launcher has started. A log that holds several runs is read from the last of these."""
+
+    world_size: Annotated[int, "workers at the start"]
+    nnodes: Annotated[int | None, "nodes at the start"] = None
+    most_nodes: Annotated[int | None, "those and the nodes that may join later"] = None
+    nproc_per_node: Annotated[int | None, "workers per node"] = None
+    command: Annotated[tuple[str, ...] | None, "the command line of a worker"] = None
+
+
+@event("job", written_by="a worker")
+class Job(Event):
+    """Megatron's arguments are known. The first of a run counts."""
+
+    tensor_parallel: Annotated[int | None, "tensor-parallel degree at the start"] = None
+    pipeline_parallel: Annotated[int | None, "pipeline stages at the start"] = None
+    chunks: Annotated[
+        tuple[tuple[int, int, int], ...] | None, "`[stage, first, end]`: the layers of each stage at the start"
+    ] = None
+    pipeline_last: Annotated[bool | None, "Megatron's default order of ranks, not --use-tp-pp-dp-mapping"] = None
+    tied: Annotated[bool | None, "the head shares the word embeddings"] = None
+    micro_batch_size: Annotated[int | None, "samples in a micro-batch"] = None
+    global_batch_size: Annotated[int | None, "samples in an iteration"] = None
+    micro_batches: Annotated[int | None, "micro-batches in an iteration, over all replicas"] = None
+    seq_length: Annotated[int | None, "tokens in a sample"] = None
+    sequence_parallel: Annotated[bool | None, "members of a stage share the tokens between layers"] = None
+    train_iters: Annotated[int | None, "iterations to reach; null: not known"] = None
+    ends_early: Annotated[bool | None, "the job may end before, with --exit-interval"] = None
+    eval_interval: Annotated[int | None, "iterations from one evaluation to the next; null: none"] = None
+    save_interval: Annotated[int | None, "iterations from one checkpoint to the next; null: none"] = None
+    distributed_optimizer: Annotated[bool | None, "replicas share the optimizer's state out"] = None
+    strategy: Annotated[str | None, "who plans when workers die"] = None
+    plan_wait: Annotated[float | None, "how long a recovery waits for that, in seconds"] = None
+    act: Annotated[str | None, "what is done when another plan is faster: observe, ask or act"] = None
+    begins_with_a_plan: Annotated[bool | None, "another plan is asked for as the job begins"] = None
+    seconds_between_changes: Annotated[float | None, "least time between changes by choice"] = None
+    device_memory: Annotated[int | None, "bytes of each device; null: not known"] = None
+    memory_reserve: Annotated[float | None, "percent of that which plans leave free"] = None
+    gemm: Annotated[tuple[int, ...] | None, "m, n and k of a matrix product of the training"] = None
+    transfer_bytes: Annotated[int | None, "size of a micro-batch's activations"] = None
+    false_alarms_per_job: Annotated[float | None, "what the detector may get wrong, on average"] = None
+    cost_model: Annotated[str | None, "file that the detector was to start from; null: none named"] = None
+    emulated: Annotated[str | None, "device profile of the emulated clock; null: none"] = None
+    first_iteration: Annotated[int | None, "already done at the start; null: as the first step shows"] = None
+
+
+@event("model", written_by="coordinator")
+class Model(Event):
+    """What a worker has told of the model, for planning."""
+
+    arguments: Annotated[Mapping[str, Any], "Megatron's arguments by name, those that work and memory depend on"]
+
+
+@event("exposed", written_by="coordinator")
+class Exposed(Event):
+    """Which single losses would end the job as it is placed at the start."""
+
+    nodes: Annotated[tuple[int, ...], "of these nodes, with node 0, whose coordinator ends with it"]
+    workers: Annotated[tuple[int, ...], "of these workers, alone"]
+    said: Annotated[str, "in words, with what would mend it"]
+
+
+@event("stall", written_by="the launcher on node 0")
+class Stall(Event):
+    """No iteration was finished for three times as long as one usually takes. Told again while that lasts, and at its
+    end."""
+
+    iteration: Annotated[int, "last step before it"]
+    seconds: Annotated[float, "since that step"]
+    usual_s: Annotated[float, "what an iteration usually takes"]
+    over: Annotated[bool, "whether an iteration was finished now"]
+    meanwhile: Annotated[
+        str | None, "what goes on or is due then: recovery, change of plan, evaluation, checkpoint"
+    ] = None
+
+
+@event("message_dropped", written_by="coordinator")
+class MessageDropped(Event):
+    """A message to the coordinator was malformed and had no effect. After the tenth no more are told."""
+
+    reason: Annotated[str, "what is wrong with it"]
+    text: Annotated[str, "how it begins"]
+
+
+@event("log_gap", written_by="the launcher on node 0")
+class LogGap(Event):
+    """The log could not be written for a while, on a full disk perhaps, and lacks what happened then."""
+
+    events: Annotated[int, "how many events are missing"]
+    since: Annotated[float, "when the first of them could not be written, in Unix seconds"]
+
+
+@event("run_finished", written_by="coordinator")
+class RunFinished(Event):
+    """The run is over."""
+
+    exit_code: Annotated[int, "exit code of the launcher; 0: all went well"]
+    reason: Annotated[str | None, "why it ended"] = None
