@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -26,6 +27,10 @@ from megatron_resihp.detector.input.wire import unpack
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.service import DetectionService
 from megatron_resihp.detector.settings import Settings
+from megatron_resihp.events.detection import Detection
+from megatron_resihp.events.epochs import EpochStarted
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import Job, RunStarted
 
 WARM_UP: Final = Settings.skipped + Settings.warm_up
 MEASURED: Final = 56
@@ -80,14 +85,12 @@ class Coordinator:
         self._workers = workers
         self._service = DetectionService(directory, lambda order: None)
         self._iteration = 0
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
         self.sent = 0
         nodes = workers.count // TENSOR_PARALLEL
-        self._service.note({
-            "event": "run_started", "world_size": workers.count, "nproc_per_node": TENSOR_PARALLEL, "most_nodes": nodes,
-        })  # fmt: skip
-        self._service.note({"event": "job", "train_iters": 100_000})
-        self._service.note({"event": "epoch_started", "epoch": 0, "plan": workers.plan().to_dict()})
+        self._service.note(RunStarted(world_size=workers.count, nproc_per_node=TENSOR_PARALLEL, most_nodes=nodes))
+        self._service.note(Job(train_iters=100_000))
+        self._service.note(EpochStarted(epoch=0, plan=workers.plan().to_dict()))
 
     def run(self, iterations: int, watch: Stopwatch) -> None:
         """Make the messages of each iteration, and time what the service does with them."""
@@ -104,9 +107,9 @@ class Coordinator:
     def finish(self) -> None:
         """Raises RuntimeError if it did not judge all that it was given, or found something in healthy workers."""
         self.events += self._service.finish()
-        seen = [event for event in self.events if event["event"] == "detection"]
-        expected = {"iterations": self._iteration, "records": self.sent, "faults": {}, "warm": True}
-        if len(self.events) > 1 or [seen[0][name] for name in expected] != list(expected.values()):
+        expected = Detection(iterations=self._iteration, records=self.sent, faults={}, warm=True)
+        seen = [replace(event, held_up_s=None) for event in self.events if isinstance(event, Detection)]
+        if len(self.events) > 1 or seen != [expected]:
             raise RuntimeError(f"instead of {expected} alone the detector said {self.events}")
 
 

@@ -2,13 +2,13 @@
 """The detector of a running job: records and the run's events in; verdicts, as events, out.
 
 On node 0 in a thread of its own (`control.head.detection`). Everything that comes is kept in the run directory, so that
-`resihp detect` can judge it again. Imports numpy, `plan`, `cost` and this package.
+`resihp detect` can judge it again. Imports numpy, `plan`, `cost`, `events` and this package.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from megatron_resihp.config import FALSE_ALARMS_PER_JOB
 from megatron_resihp.cost.fitted.store import FILE_NAME as COST_MODEL_NAME
@@ -24,11 +24,15 @@ from megatron_resihp.detector.keeper import Keeper
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Verdict
+from megatron_resihp.events import detection as told
+from megatron_resihp.events.codec import plain
+from megatron_resihp.events.detection import Detection, DetectionFailed, DetectionResumed, Validation
+from megatron_resihp.events.epochs import EpochStarted
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import Job, RunStarted
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.places import node_of
 from megatron_resihp.protocol.notices import ValidationOrder
-
-Event = dict[str, Any]
 
 MOST_KEPT: Final = 4 << 30
 """Bytes of records that are kept with a run: 24 hours of 256 workers with iterations of ten seconds."""
@@ -52,7 +56,7 @@ class DetectionService:
         self.callbacks: list[Callable[[Verdict], None]] = []
         self._run_dir = run_dir
         self._places = self._workers_per_node = 1
-        self._job: Event = {}
+        self._job: Job | None = None
         self._recorder: Recorder | None = None
         self._assembler = Assembler()
         self._monitor: Monitor | None = None
@@ -67,21 +71,22 @@ class DetectionService:
 
     def note(self, event: Event) -> list[Event]:
         """Learn of the job, or of an epoch that begins."""
-        match event["event"]:
-            case "run_started":
-                self._workers_per_node = event["nproc_per_node"]
-                self._places = event["most_nodes"] * self._workers_per_node
-            case "job":
+        match event:
+            case RunStarted(nproc_per_node=int(workers_per_node), most_nodes=int(nodes)):
+                self._workers_per_node = workers_per_node
+                self._places = nodes * workers_per_node
+            case Job():
                 self._job = event
-                if event.get("gemm") is not None:
-                    self._inquiries = Inquiries(tuple(event["gemm"]), event["transfer_bytes"])
-                return self._open_recording() + self._load()
-            case "epoch_started":
-                plan = ParallelPlan.from_dict(event["plan"])
+                if event.gemm is not None and event.transfer_bytes is not None:
+                    m, n, k = event.gemm
+                    self._inquiries = Inquiries((m, n, k), event.transfer_bytes)
+                return self._open_recording(event) + self._load(event.cost_model)
+            case EpochStarted():
+                plan = ParallelPlan.from_dict(event.plan)
                 self._standbys = frozenset(plan.standbys)
-                nodes = {worker: node_of(worker, self._places, self._workers_per_node) for worker in plan.members}
-                return self._begin(layout_of(plan, event["epoch"], nodes))
-            case "validation":
+                node_of_each = {each: node_of(each, self._places, self._workers_per_node) for each in plan.members}
+                return self._begin(layout_of(plan, event.epoch or 0, node_of_each))
+            case Validation():
                 return self._settle(event)
         return []
 
@@ -100,11 +105,10 @@ class DetectionService:
         events += self._save_model()
         events += self._record(Recorder.close)
         if self._monitor is not None:
-            events.append({
-                "event": "detection", "iterations": self._judged, "records": self._assembler.counters.received,
-                "faults": self._faults(), "warm": self._monitor.model is not None,
-                "held_up_s": self._held_up.totals(),
-            })  # fmt: skip
+            events.append(Detection(
+                iterations=self._judged, records=self._assembler.counters.received, faults=self._faults(),
+                warm=self._monitor.model is not None, held_up_s=self._held_up.totals(),
+            ))  # fmt: skip
         return events
 
     def _faults(self) -> dict[str, int]:
@@ -119,8 +123,10 @@ class DetectionService:
         if self._inquiries is not None:
             self._inquiries.drop()
         if self._monitor is None:
-            budget = self._job.get("false_alarms_per_job", FALSE_ALARMS_PER_JOB)
-            self._monitor = Monitor(layout, budget, self._job["train_iters"], known=self._known)
+            assert self._job is not None and self._job.train_iters is not None
+            budget = self._job.false_alarms_per_job
+            budget = FALSE_ALARMS_PER_JOB if budget is None else budget
+            self._monitor = Monitor(layout, budget, self._job.train_iters, known=self._known)
         else:
             self._monitor.change_layout(layout)
         self._keeper.begin(layout)
@@ -144,9 +150,7 @@ class DetectionService:
         if self._known_from is None or (self._monitor.resumed and not self._monitor.watching):
             return []
         path, self._known_from = self._known_from, None
-        return [{
-            "event": "detection_resumed", "path": str(path), "fits": self._monitor.resumed, "iteration": iteration,
-        }]  # fmt: skip
+        return [DetectionResumed(path=str(path), fits=self._monitor.resumed, iteration=iteration)]
 
     def _learn(self, observations: IterationObservations) -> list[Event]:
         try:
@@ -157,7 +161,7 @@ class DetectionService:
         return self._save_model() if complete else []
 
     def _tell(self, verdicts: Iterable[Verdict]) -> list[Event]:
-        events = []
+        events: list[Event] = []
         for verdict in verdicts:
             events.append(verdict_event(verdict))
             for callback in self.callbacks:
@@ -175,26 +179,26 @@ class DetectionService:
         if order is None:
             return []
         self._order(order)
-        return [_suspicion(suspicion, iteration) for suspicion in self._inquiries.asked if not suspicion.idle]
+        return [_suspicion(each, iteration, tested=False) for each in self._inquiries.asked if not each.idle]
 
-    def _settle(self, event: Event) -> list[Event]:
+    def _settle(self, event: Validation) -> list[Event]:
         """A suspect has measured."""
-        if self._inquiries is None or self._monitor is None:
+        if self._inquiries is None or self._monitor is None or event.worker is None:
             return []
-        settled = self._inquiries.answer(event["number"], event["worker"], event["gemm_seconds"])
-        events = []
+        settled = self._inquiries.answer(event.number, event.worker, event.gemm_seconds)
+        events: list[Event] = []
         for suspicion, found in settled:
             events += self._tell(self._monitor.settle(suspicion, found))
             if not found and not suspicion.idle:
-                events.append({**_suspicion(suspicion, event["iteration"]), "tested": True})
+                events.append(_suspicion(suspicion, event.iteration, tested=True))
         return events
 
     # ---- files
 
-    def _open_recording(self) -> list[Event]:
-        job = {name: value for name, value in self._job.items() if name != "event"}
+    def _open_recording(self, job: Job) -> list[Event]:
         try:
-            self._recorder = Recorder(self._run_dir / FILE_NAME, job)
+            known = {name: value for name, value in plain(job).items() if name != "event"}
+            self._recorder = Recorder(self._run_dir / FILE_NAME, known)
         except (OSError, RecordingError) as error:
             return [_failed("recording", error)]
         return []
@@ -220,9 +224,8 @@ class DetectionService:
             return [self._stop_recording(error)]
         return []
 
-    def _load(self) -> list[Event]:
+    def _load(self, named: str | None) -> list[Event]:
         """What an earlier run has learned: the one that was named, or the one that used this directory before."""
-        named = self._job.get("cost_model")
         path = Path(named) if named else self._run_dir / COST_MODEL_NAME
         if self._monitor is not None or (named is None and not path.exists()):
             return []
@@ -244,17 +247,21 @@ class DetectionService:
         return []
 
 
-def verdict_event(verdict: Verdict) -> Event:
+def verdict_event(verdict: Verdict) -> told.Verdict:
     """A verdict as the event log holds it."""
-    return {"event": "verdict", **verdict.to_dict()}
+    return told.Verdict(
+        epoch=verdict.epoch, kind=verdict.kind, change=verdict.change, workers=verdict.workers, speed=verdict.speed,
+        speed_low=verdict.speed_low, speed_high=verdict.speed_high, since=verdict.since, iteration=verdict.iteration,
+        evidence=verdict.evidence,
+    )  # fmt: skip
 
 
-def _suspicion(suspicion: Suspicion, iteration: int) -> Event:
-    return {
-        "event": "suspicion", "workers": list(suspicion.workers), "speed": 1 - suspicion.slowdown,
-        "since": suspicion.since, "iteration": iteration, "tested": False,
-    }  # fmt: skip
+def _suspicion(suspicion: Suspicion, iteration: int, tested: bool) -> told.Suspicion:
+    return told.Suspicion(
+        workers=suspicion.workers, speed=1 - suspicion.slowdown, since=suspicion.since, iteration=iteration,
+        tested=tested,
+    )  # fmt: skip
 
 
-def _failed(part: str, error: Exception) -> Event:
-    return {"event": "detection_failed", "part": part, "error": f"{type(error).__name__}: {error}"}
+def _failed(part: str, error: Exception) -> DetectionFailed:
+    return DetectionFailed(part=part, error=f"{type(error).__name__}: {error}")

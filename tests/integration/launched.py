@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,8 +28,8 @@ from megatron_resihp.control.coordination import coordinator
 from megatron_resihp.control.node import agent
 from megatron_resihp.control.transport.address import parse_address
 from megatron_resihp.control.transport.store import TcpStore, connect
-
-Event = dict[str, Any]
+from megatron_resihp.events.epochs import EpochStarted
+from megatron_resihp.events.event import Event
 
 WAIT_S = 20.0
 TINY_WORKER = Path(__file__).with_name("tiny_worker.py")
@@ -63,7 +64,7 @@ class ToldJudge:
         self._begun = False
 
     def note(self, event: Event) -> list[Event]:
-        self._begun = self._begun or event["event"] == "epoch_started"
+        self._begun = self._begun or isinstance(event, EpochStarted)
         return []
 
     def take(self, message: bytes, now: float) -> list[Event]:
@@ -71,7 +72,7 @@ class ToldJudge:
 
     def look(self, now: float) -> list[Event]:
         told, self._events = (self._events, []) if self._begun else ([], self._events)
-        return [{"epoch": 0, **event} for event in told]
+        return [replace(event, epoch=0) for event in told]
 
     def finish(self) -> list[Event]:
         return []

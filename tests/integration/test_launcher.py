@@ -23,6 +23,8 @@ from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.commands import launcher
 from megatron_resihp.control.transport import node_liveness
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.events.detection import Verdict
+from megatron_resihp.events.training import Iteration
 from megatron_resihp.plan import ParallelPlan, Replica, deal
 from megatron_resihp.protocol.published import END, JobEnd
 
@@ -135,12 +137,11 @@ def test_survivors_are_planned_for_by_a_strategy(launch: Launch, tmp_path: Path,
 @pytest.mark.parametrize("act", ["observe", "ask", "act"])
 def test_a_slow_worker_gets_less_to_do_if_that_is_wanted(launch: Launch, tmp_path: Path, act: str) -> None:
     """From a verdict of the detector to another plan."""
-    slow = {"kind": "compute", "change": "onset", "workers": [2], "speed": 0.25, "since": 1, "iteration": 1}
+    slow = Verdict(kind="compute", change="onset", workers=(2,), speed=0.25, since=1, iteration=1)
     (tmp_path / "run").mkdir()
     job = {"strategy": "greyhound", "act": act, "train_iters": 1000}
     (tmp_path / "run" / "job").write_text(json.dumps(job))
-    iteration = {"event": "iteration", "iteration": 2, "duration_s": 60.0}
-    run = launch(judged=[{"event": "verdict", **slow}, iteration])
+    run = launch(judged=[slow, Iteration(iteration=2, duration_s=60.0)])
     begun(run)
     if act == "ask":
         proposal = run.await_event("proposal")

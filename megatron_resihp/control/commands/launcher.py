@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Final
+from typing import Final
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands import open_files
@@ -45,7 +45,7 @@ from megatron_resihp.control.transport.node_liveness import Joining, Meeting, No
 from megatron_resihp.control.transport.shipping import Relay, Uplink
 from megatron_resihp.control.transport.store import Store, StoreError, connect, reserve, wait_until_reachable
 from megatron_resihp.control.worker.saved_state import last_save
-from megatron_resihp.events.codec import read_event
+from megatron_resihp.events.codec import plain
 from megatron_resihp.events.event import Event
 from megatron_resihp.protocol.notices import ValidationOrder
 
@@ -308,13 +308,10 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     meeting = None
     if seat.liveness is not None and seat.records is not None:
         meeting = Meeting(*(Address(seat.address.host, s.getsockname()[1]) for s in (seat.liveness, seat.records)))
-    sink = seat.sink
+    write = seat.sink.write
 
-    def write(event: dict[str, Any]) -> None:
-        sink.write(read_event(event))
-
-    def judged(event: dict[str, Any]) -> None:
-        replanner.note(event)
+    def judged(event: Event) -> None:
+        replanner.note(plain(event))
         write(event)
 
     detection = Detection(lambda order: _make_judge(seat.run_dir, order), judged)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the coordinator decides: the actions that `membership` returns and `coordinator` carries out, as plain values.
 
-What is published for all (`protocol.published`) is an action as it is. May import `plan` and `protocol`.
+What is published for all (`protocol.published`) is an action as it is. May import `plan`, `protocol` and
+`events`.
 """
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
+from megatron_resihp.events.event import Event
 from megatron_resihp.protocol.answers import Answer
 from megatron_resihp.protocol.notices import Notice
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
@@ -51,7 +52,7 @@ class Reopen:
 
 @dataclass(frozen=True)
 class Log:
-    event: dict[str, Any]
+    event: Event
 
 
 @dataclass(frozen=True)

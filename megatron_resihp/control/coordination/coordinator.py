@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The coordinator: feeds messages to the pure state machine in `membership` and carries out what it decides.
 
-Runs in a thread of node 0's agent, never in a worker. May import `plan`, this package's other modules and the event
-log's writer, which is handed in.
+Runs in a thread of node 0's agent, never in a worker. May import `plan`, `protocol`, `events` and this package's
+other modules; the event log's writer is handed in.
 """
 
 import queue
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 from megatron_resihp.config import ConfigError, Slowdown
 from megatron_resihp.control import keys
@@ -25,15 +25,20 @@ from megatron_resihp.control.coordination.actions import (
     Reopen,
     Reply,
 )
-from megatron_resihp.control.coordination.door import read_message
+from megatron_resihp.control.coordination.door import Heard, Reported, read_message
 from megatron_resihp.control.coordination.membership import Membership
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
 from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.control.transport.absence import Absence
 from megatron_resihp.control.transport.store import Store, StoreError
+from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.injections import Drill, DrillRefused, DrillSet
+from megatron_resihp.events.job import MessageDropped, RunStarted
+from megatron_resihp.events.training import Iteration
+from megatron_resihp.events.workers import WorkerDead
 from megatron_resihp.protocol import answers
-from megatron_resihp.protocol.messages import EventsReported, JobStarted, Message, PlanRequest, SlowdownRequest
+from megatron_resihp.protocol.messages import JobStarted, PlanRequest, SlowdownRequest
 from megatron_resihp.protocol.notices import NOTICES, ValidationOrder
 from megatron_resihp.protocol.published import DECISIONS, END, GO, EmergencyCheckpointOrder, EpochPlan, Go, JobEnd
 from megatron_resihp.protocol.wire import COORDINATOR, MalformedError, shown
@@ -72,7 +77,7 @@ class Coordinator:
 
     Args:
         store: a connection of its own.
-        write_event: takes finished events (dicts) for the run's log.
+        write_event: takes the run's events, each with its time.
         size: of the job.
         command: what was started, for the log.
         limits: bounds of waiting.
@@ -86,7 +91,7 @@ class Coordinator:
     def __init__(
         self,
         store: Store,
-        write_event: Callable[[dict[str, Any]], None],
+        write_event: Callable[[Event], None],
         size: JobSize,
         command: list[str],
         limits: Limits | None = None,
@@ -124,10 +129,10 @@ class Coordinator:
             Exception: a second error.
         """
         size = self._membership.size
-        self._log({
-            "event": "run_started", "world_size": size.workers, "nproc_per_node": size.workers_per_node,
-            "nnodes": size.nodes, "most_nodes": size.most_nodes, "command": self._command,
-        })  # fmt: skip
+        self._log(RunStarted(
+            world_size=size.workers, nproc_per_node=size.workers_per_node, nnodes=size.nodes,
+            most_nodes=size.most_nodes, command=tuple(self._command),
+        ))  # fmt: skip
         try:
             return self._serve([])
         except StoreError:
@@ -173,7 +178,7 @@ class Coordinator:
         message = self._read(text)
         return [] if message is None else self._react(message)
 
-    def _read(self, text: str) -> Message | None:
+    def _read(self, text: str) -> Heard | None:
         """A message from the store, in which any process may write; None: it is none, and dropped."""
         try:
             letter = read_message(text, self._membership.size, self._membership.joining.may_exist)
@@ -182,7 +187,7 @@ class Coordinator:
             self._dropped += 1
             if self._dropped <= DROPPED_SHOWN:
                 more = "" if self._dropped < DROPPED_SHOWN else "; further ones are dropped without a word"
-                self._log({"event": "message_dropped", "reason": f"{error}{more}", "text": shown(text)})
+                self._log(MessageDropped(reason=f"{error}{more}", text=shown(text)))
             return None
 
     def _is_new(self, letter: str | None) -> bool:
@@ -196,8 +201,8 @@ class Coordinator:
             del self._recent[next(iter(self._recent))]
         return True
 
-    def _react(self, message: Message) -> list[Action]:
-        if isinstance(message, EventsReported):
+    def _react(self, message: Heard) -> list[Action]:
+        if isinstance(message, Reported):
             self._write_events(message)
             return []
         if isinstance(message, SlowdownRequest):
@@ -221,16 +226,15 @@ class Coordinator:
         except ConfigError as error:
             answer = answers.Refused(str(error))
             if number is not None:
-                actions = [Log({"event": "drill_refused", "workers": request.workers, "reason": str(error)})]
+                actions = [Log(DrillRefused(workers=request.workers, reason=str(error)))]
         return actions if request.answer is None else [*actions, Reply(request.answer, answer)]
 
-    def _injection_set(self, slowdown: Slowdown) -> dict[str, Any]:
+    def _injection_set(self, slowdown: Slowdown) -> DrillSet:
         speeds = {str(worker): speed for worker, speed in self._slowness.holds.speeds.items()}
         links = {f"{one}-{other}": factor for (one, other), factor in self._slowness.holds.links.items()}
-        return {
-            "event": "drill_set", "workers": slowdown.workers, "factor": slowdown.factor,
-            "iteration": slowdown.iteration, "speeds": speeds, "links": links,
-        }  # fmt: skip
+        return DrillSet(
+            workers=slowdown.workers, factor=slowdown.factor, iteration=slowdown.iteration, speeds=speeds, links=links
+        )
 
     def _carry_out(self, action: Action) -> int | None:
         match action:
@@ -275,28 +279,23 @@ class Coordinator:
             if (text := self._store.pop(keys.INBOX, 0.0)) is None:
                 break
             message = self._read(text)
-            if isinstance(message, EventsReported):
+            if isinstance(message, Reported):
                 self._write_events(message)
 
-    def _write_events(self, message: EventsReported) -> None:
+    def _write_events(self, message: Reported) -> None:
         for event in message.events:
-            self._note_injection(event)
-            if event["event"] == "iteration":
-                self._membership.progressed(event["iteration"])
+            match event:
+                case Drill(action=action, target=int(worker)) if action in FATAL:
+                    self._struck[worker] = event.time
+                case Iteration(iteration=iteration):
+                    self._membership.progressed(iteration)
             self._write_event(event)
 
-    def _note_injection(self, event: dict[str, Any]) -> None:
-        if event["event"] == "drill" and event["action"] in FATAL:
-            self._struck[event["target"]] = event["time"]
-
-    def _log(self, event: dict[str, Any]) -> None:
-        if event["event"] == "worker_dead" and event["dead"] in self._struck:
+    def _log(self, event: Event) -> None:
+        if isinstance(event, WorkerDead) and event.dead in self._struck:
             # The victim of a fault injection says when it strikes; its agent sees it only after the kernel has taken it
             # down.
-            struck_at = self._struck[event["dead"]]
-            event = {
-                **event,
-                "died_at": min(event["died_at"], struck_at),
-                "cause": f"fault injection, {event['cause']}",
-            }
-        self._write_event({"time": time.time(), "epoch": self._membership.epoch, "worker": None, **event})
+            struck_at = self._struck[event.dead]
+            died_at = struck_at if event.died_at is None else min(event.died_at, struck_at)
+            event = replace(event, died_at=died_at, cause=f"fault injection, {event.cause}")
+        self._write_event(stamped(event, time.time(), self._membership.epoch))

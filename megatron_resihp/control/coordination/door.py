@@ -3,11 +3,12 @@
 
 All processes of a job write to one store, and a broken or foreign one may write anything. `protocol.wire` checks what
 types say; here is checked what only this job knows: its workers and nodes, its layers, and which events are a worker's.
-May import `coding`, `plan`, `protocol`, what `cost` knows of models, and this package's other pure modules.
+May import `coding`, `plan`, `protocol`, `events`, what `cost` knows of models, and this package's other pure modules.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
@@ -15,6 +16,22 @@ from typing import Annotated, Any, Final
 from megatron_resihp.coding import Between, Tolerance, WrongValueError, decode
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
+from megatron_resihp.events.codec import UnusableEventError, read_event
+from megatron_resihp.events.detection import Validation
+from megatron_resihp.events.epochs import FirstStep, Phase
+from megatron_resihp.events.event import Event, UnknownEvent
+from megatron_resihp.events.injections import Drill
+from megatron_resihp.events.training import (
+    Checkpoint,
+    Digest,
+    Emulation,
+    Evaluation,
+    Iteration,
+    OptimizerCopy,
+    Salvage,
+    Samples,
+)
+from megatron_resihp.events.workers import Resources, WorkerStarted
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.layers import check_chunks
 from megatron_resihp.protocol.messages import (
@@ -30,51 +47,37 @@ from megatron_resihp.protocol.messages import (
     SaveRequest,
     SlowdownRequest,
     StopRequest,
+    WordOfAgent,
+    WordOfWorker,
     WorkerRestarted,
 )
-from megatron_resihp.protocol.values import MOST_LAYERS, Natural, Seconds, UnixTime, Worker
+from megatron_resihp.protocol.values import MOST_LAYERS, Natural, UnixTime, Worker
 from megatron_resihp.protocol.wire import Letter, MalformedError
 
 
 @dataclass(frozen=True)
-class _Event:
-    """What each event of a worker has. Most are only written down; somebody on node 0 reacts to the ones below."""
+class Reported:
+    """Events of a worker."""
 
-    event: str
-    time: UnixTime
-    epoch: Annotated[int, Between(-1)] | None
-    worker: Worker | None
+    worker: int
+    events: tuple[Event, ...]
 
 
-@dataclass(frozen=True)
-class _Iteration(_Event):
-    iteration: Natural
-    duration_s: float | None
+Heard = WordOfWorker | WordOfAgent | PlanRequest | SlowdownRequest | Reported
+"""What reaches the coordinator."""
 
-
-@dataclass(frozen=True)
-class _Validation(_Event):
-    number: Natural
-    iteration: Natural
-    worker: Worker
-    gemm_seconds: tuple[Seconds, ...]
-
-
-@dataclass(frozen=True)
-class _Injection(_Event):
-    target: Natural
-    action: str
-
-
-_EVENTS: Final[Mapping[str, type[_Event]]] = {"iteration": _Iteration, "validation": _Validation, "drill": _Injection}
-_WITH_OTHERS: Final = Tolerance(unknown=True)
-"""Events have fields that nobody here knows of."""
-_OTHERS_EVENTS: Final = frozenset({
-    "run_started", "job", "model", "epoch_started", "epoch_broken", "recovery", "agreed", "plan_change",
-    "change_refused", "reconfiguration", "worker_dead", "worker_failed", "worker_restarted", "worker_waiting",
-    "node_left", "exposed", "run_finished", "verdict", "plan_failed",
-})  # fmt: skip
-"""Events that no worker writes, and to which somebody on node 0 reacts, or a reader of the log."""
+_BOUNDS: Final[Mapping[type[Event], Mapping[str, Any]]] = {
+    Event: {"time": UnixTime, "epoch": Annotated[int, Between(-1)] | None, "worker": Worker | None},
+    Iteration: {"iteration": Natural},
+    Validation: {"number": Natural, "iteration": Natural, "worker": Worker},
+    Drill: {"target": Natural},
+}
+"""What somebody on node 0 relies on, beyond what the classes of events say; most are only written down."""
+_OF_WORKERS: Final = (
+    Iteration, Samples, WorkerStarted, Phase, FirstStep, Drill, Emulation, OptimizerCopy, Evaluation, Resources,
+    Digest, Checkpoint, Salvage, Validation, UnknownEvent,
+)  # fmt: skip
+"""Events that workers write; those of a later version are only written down."""
 
 
 def _are_arguments(value: Mapping[str, Any]) -> bool:
@@ -91,19 +94,27 @@ def _are_arguments(value: Mapping[str, Any]) -> bool:
     return True
 
 
-def _wrong_event(event: Mapping[str, Any]) -> str | None:
-    """What is wrong with an event that a worker has sent."""
-    try:
-        name = event.get("event")
-        known = _EVENTS.get(name, _Event) if isinstance(name, str) else _Event
-        if decode(known, event, _WITH_OTHERS).event in _OTHERS_EVENTS:
-            return f"no worker writes {name!r}"
-    except WrongValueError as error:
-        return str(error)
-    return None
+def _event(value: Mapping[str, Any]) -> Event:
+    """An event that a worker has sent.
+
+    Raises:
+        UnusableEventError, WrongValueError: what is wrong with it.
+    """
+    event = read_event(value)
+    if not isinstance(event, _OF_WORKERS):
+        raise UnusableEventError(f"no worker writes {event.name!r}")
+    for name, bounds in {**_BOUNDS[Event], **_BOUNDS.get(type(event), {})}.items():
+        try:
+            decode(bounds, getattr(event, name))
+        except WrongValueError as error:
+            error.where.insert(0, name)
+            raise
+    if isinstance(event, Validation) and not all(map(math.isfinite, event.gemm_seconds)):
+        raise UnusableEventError("'gemm_seconds' are not all finite")
+    return event
 
 
-def read_message(text: str, size: JobSize, may_exist: Callable[[int], bool]) -> Letter[Message]:
+def read_message(text: str, size: JobSize, may_exist: Callable[[int], bool]) -> Letter[Heard]:
     """A message to the coordinator.
 
     Args:
@@ -117,7 +128,19 @@ def read_message(text: str, size: JobSize, may_exist: Callable[[int], bool]) -> 
     wrong = _wrong_names(message, size, may_exist) or _wrong_content(message)
     if wrong is not None:
         raise MalformedError(f"{type(message).__name__} from {letter.sender}: {wrong}")
-    return letter
+    if isinstance(message, EventsReported):
+        return Letter(letter.sender, Reported(message.worker, _events(message, letter.sender)), letter.id)
+    return Letter(letter.sender, message, letter.id)
+
+
+def _events(message: EventsReported, sender: str) -> tuple[Event, ...]:
+    events: list[Event] = []
+    try:
+        for value in message.events:
+            events.append(_event(value))
+    except (UnusableEventError, WrongValueError) as error:
+        raise MalformedError(f"EventsReported from {sender}: 'events.{len(events)}': {error}") from None
+    return tuple(events)
 
 
 def _wrong_names(message: Message, size: JobSize, may_exist: Callable[[int], bool]) -> str | None:
@@ -146,7 +169,4 @@ def _wrong_content(message: Message) -> str | None:
                 return f"'job.chunks': {error}"
         case ModelBuilt(arguments=arguments):
             return None if _are_arguments(arguments) else "'arguments' are none that a model is made of"
-        case EventsReported(events=events):
-            wrong = ((number, _wrong_event(event)) for number, event in enumerate(events))
-            return next((f"'events.{number}': {found}" for number, found in wrong if found is not None), None)
     return None

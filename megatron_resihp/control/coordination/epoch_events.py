@@ -1,58 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the coordinator writes to the event log when one epoch follows another.
+"""What the coordinator writes to the event log when a job begins, and when one epoch follows another.
 
-Pure; imports `plan` and this package.
+Pure; imports `plan`, `protocol`, `events` and this package.
 """
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from megatron_resihp.control.replanning.change import Change
+from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
+from megatron_resihp.events.job import Job
+from megatron_resihp.events.training import Agreed
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import Ready
 from megatron_resihp.protocol.records import Commit, Outcome
 
-Event = dict[str, Any]
 Reports = Collection[Ready]
 """What the members of an epoch reported when they were ready for it."""
 
 
-def epoch_started(epoch: int, plan: ParallelPlan) -> Event:
+def job_described(worker: int, job: JobDescription) -> Job:
+    """A worker has said what is to be trained."""
+    return Job(
+        worker=worker,
+        tensor_parallel=job.tensor_parallel,
+        pipeline_parallel=job.pipeline_parallel,
+        micro_batches=job.micro_batches,
+        chunks=job.chunks,
+        seq_length=job.seq_length,
+        sequence_parallel=job.sequence_parallel,
+        pipeline_last=job.pipeline_last,
+        train_iters=job.train_iters,
+        ends_early=job.ends_early,
+        eval_interval=job.eval_interval,
+        save_interval=job.save_interval,
+        tied=job.tied,
+        micro_batch_size=job.micro_batch_size,
+        global_batch_size=job.global_batch_size,
+        emulated=job.emulated,
+        gemm=job.gemm,
+        transfer_bytes=job.transfer_bytes,
+        false_alarms_per_job=job.false_alarms_per_job,
+        distributed_optimizer=job.distributed_optimizer,
+        strategy=job.strategy,
+        plan_wait=job.plan_wait,
+        act=job.act,
+        begins_with_a_plan=job.begins_with_a_plan,
+        seconds_between_changes=job.seconds_between_changes,
+        device_memory=job.device_memory,
+        memory_reserve=job.memory_reserve,
+        cost_model=job.cost_model,
+    )
+
+
+def epoch_started(epoch: int, plan: ParallelPlan) -> EpochStarted:
     """The plan of an epoch is in force."""
-    return {"event": "epoch_started", "epoch": epoch, "plan": plan.to_dict(), "digest": plan.digest}
+    return EpochStarted(epoch=epoch, plan=plan.to_dict(), digest=plan.digest)
 
 
-def agreed(epoch: int, commit: Commit, outcome: Outcome) -> Event:
+def agreed(epoch: int, commit: Commit, outcome: Outcome) -> Agreed:
     """What counts as applied when an epoch was left."""
-    return {
-        "event": "agreed", "epoch": epoch, "iteration": commit.iteration, "agreed_epoch": outcome.epoch,
-        "loss": outcome.means, "grad_norm": outcome.grad_norm, "skipped": outcome.skipped,
-    }  # fmt: skip
+    return Agreed(
+        epoch=epoch, iteration=commit.iteration, agreed_epoch=outcome.epoch, loss=outcome.means,
+        grad_norm=outcome.grad_norm, skipped=outcome.skipped,
+    )  # fmt: skip
 
 
-def recovery(epoch: int, commit: Commit, ready: Reports, dead: Iterable[int], broken_at: float, now: float) -> Event:
+def recovery(epoch: int, commit: Commit, ready: Reports, dead: Iterable[int], broken_at: float, now: float) -> Recovery:
     """Training goes on after a failure."""
-    return {
-        "event": "recovery", **_moved(epoch, commit, ready), "dead": sorted(dead), "broken_at": broken_at,
-        "resumed_at": now,
-    }  # fmt: skip
+    return Recovery(
+        epoch=epoch, from_epoch=epoch - 1, to_epoch=epoch, resumed_iteration=commit.iteration,
+        dead=tuple(sorted(dead)), bytes_moved=_bytes_moved(ready), steps_redone=_steps_redone(ready),
+        broken_at=broken_at, resumed_at=now,
+    )  # fmt: skip
 
 
 def reconfiguration(
     epoch: int, commit: Commit, ready: Reports, change: Change, groups_made_ahead: bool, now: float
-) -> Event:
+) -> Reconfiguration:
     """Training goes on after a change by choice."""
     left_at = now if change.first_reported_at is None else change.first_reported_at
-    return {
-        "event": "reconfiguration", **_moved(epoch, commit, ready), "number": change.number, "why": change.why,
-        "left_at": left_at, "resumed_at": now, "stood_still_s": now - left_at,
-        "groups_made_ahead": groups_made_ahead,
-    }  # fmt: skip
+    return Reconfiguration(
+        epoch=epoch, number=change.number, why=change.why, from_epoch=epoch - 1, to_epoch=epoch,
+        resumed_iteration=commit.iteration, bytes_moved=_bytes_moved(ready), steps_redone=_steps_redone(ready),
+        left_at=left_at, resumed_at=now, stood_still_s=now - left_at, groups_made_ahead=groups_made_ahead,
+    )  # fmt: skip
 
 
-def _moved(epoch: int, commit: Commit, ready: Reports) -> Event:
-    return {
-        "epoch": epoch, "from_epoch": epoch - 1, "to_epoch": epoch, "resumed_iteration": commit.iteration,
-        "bytes_moved": sum(message.bytes_received for message in ready),
-        "steps_redone": max(message.steps_redone for message in ready),
-    }  # fmt: skip
+def _bytes_moved(ready: Reports) -> int:
+    return sum(message.bytes_received for message in ready)
+
+
+def _steps_redone(ready: Reports) -> int:
+    return max(message.steps_redone for message in ready)

@@ -46,6 +46,11 @@ from megatron_resihp.control.replanning.next_plan import (
     uniform_or_less,
     uniform_plan,
 )
+from megatron_resihp.events import replanning
+from megatron_resihp.events.epochs import EpochBroken
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import RunFinished
+from megatron_resihp.events.workers import LinkFailed, NodeLeft, WorkerDead
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, spelled_out
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError
@@ -169,7 +174,7 @@ class Epochs:
         try:
             change = self._new_change(request)
         except ChangeRefused as error:
-            refused = Log({"event": "change_refused", "why": request.why, "reason": str(error)})
+            refused = Log(replanning.ChangeRefused(why=request.why, reason=str(error)))
             return [refused, *_reply(request.answer, Refused(str(error)))]
         return self._begin(change, request.answer)
 
@@ -179,10 +184,10 @@ class Epochs:
         lines = changes(self.plan, change.plan, self.own)
         self._change, self._changes, self._prepared = change, change.number, set()
         return [
-            Log({
-                "event": "plan_change", "number": change.number, "why": change.why, "from_digest": self.plan.digest,
-                "to_digest": change.plan.digest, "changes": lines,
-            }),
+            Log(replanning.PlanChange(
+                number=change.number, why=change.why, from_digest=self.plan.digest, to_digest=change.plan.digest,
+                changes=tuple(lines),
+            )),
             Notify(PlanChange(change.number, self.epoch, change.plan)),
             *_reply(answer, Accepted(f"change {change.number} begins after an iteration", lines)),
         ]  # fmt: skip
@@ -239,7 +244,7 @@ class Epochs:
         try:
             check_memory(plan, self.plan, self.own, self.job)
         except PlanError as error:
-            return [Log({"event": "change_refused", "why": why, "reason": str(error)})]
+            return [Log(replanning.ChangeRefused(why=why, reason=str(error)))]
         return self._begin(Change(self._changes + 1, plan, why)) if taken else []
 
     # Nodes that leave
@@ -276,7 +281,7 @@ class Epochs:
             self.dead.update(dict.fromkeys(workers, "left"))
             self.departures.left.update(workers)
             self.joining.waiting.difference_update(workers)
-            actions.append(Log({"event": "node_left", "node": node, "left": workers}))
+            actions.append(Log(NodeLeft(node=node, left=tuple(workers))))
             actions.append(Notify(NodeReleased(agent, tuple(workers))))
         return actions
 
@@ -295,10 +300,10 @@ class Epochs:
         self.dead.update(fresh)
         self.joining.waiting -= fresh.keys()
         actions: list[Action] = [
-            Log({
-                "event": "worker_dead", "epoch": self.epoch, "dead": worker, "node": self.joining.node_of(worker),
-                "cause": cause, "died_at": died_at, "noticed_at": now,
-            })
+            Log(WorkerDead(
+                epoch=self.epoch, dead=worker, node=self.joining.node_of(worker), cause=cause, died_at=died_at,
+                noticed_at=now,
+            ))
             for worker, cause in fresh.items()
         ]  # fmt: skip
         for worker in fresh:
@@ -331,7 +336,7 @@ class Epochs:
         why, without = f"left out, because {separated.why}", sorted(separated.without)
         self._links.left_out.update(without)
         return [
-            Log({"event": "link_failed", "reason": separated.why, "left_out": without}),
+            Log(LinkFailed(reason=separated.why, left_out=tuple(without))),
             Notify(WorkersGivenUp(tuple(without), why, for_good=True)),
             *self._die(dict.fromkeys(without, why), now, now),
         ]
@@ -364,7 +369,7 @@ class Epochs:
 
     def _broken(self, cause: str, probe: bool = False) -> list[Action]:
         return [
-            Log({"event": "epoch_broken", "epoch": self.epoch, "broken_epoch": self.epoch, "cause": cause}),
+            Log(EpochBroken(epoch=self.epoch, broken_epoch=self.epoch, cause=cause)),
             Notify(EpochIsBroken(self.epoch, cause, probe)),
         ]
 
@@ -418,7 +423,7 @@ class Epochs:
         published = EpochPlan(self.epoch, plan, commit, held, self._made_ahead, leaving, on_trial)
         return [*map(Log, told), *step, published, *called, *self._let_go()]
 
-    def _plan_after(self, held: WhoHolds, now: float) -> tuple[ParallelPlan, WhoHolds, list[dict[str, Any]]]:
+    def _plan_after(self, held: WhoHolds, now: float) -> tuple[ParallelPlan, WhoHolds, list[Event]]:
         """The next plan, what its members hold, and what to write to the log. Who is to leave has no part in it, if
         there is such a plan and no change is under way that has.
 
@@ -448,9 +453,7 @@ class Epochs:
         failed = self._first_steps.failed
         return Survivors(self.shape, self.own, held, self.plan, self._running, self.job, self.size.places, failed)
 
-    def _next_plan(
-        self, change: Change | None, held: WhoHolds, now: float
-    ) -> tuple[ParallelPlan, list[dict[str, Any]]]:
+    def _next_plan(self, change: Change | None, held: WhoHolds, now: float) -> tuple[ParallelPlan, list[Event]]:
         """What was asked for, if all that it was asked for are still there; and what to write to the log.
 
         Raises:
@@ -467,7 +470,7 @@ class Epochs:
                 return self.plan, []
         return self._plan_for(held)
 
-    def _plan_for(self, held: WhoHolds) -> tuple[ParallelPlan, list[dict[str, Any]]]:
+    def _plan_for(self, held: WhoHolds) -> tuple[ParallelPlan, list[Event]]:
         """Raises NoPlanError."""
         if self._running is not None and self._optimizer_is_shared_out:
             require_all_parts(self._running, held)
@@ -529,7 +532,7 @@ class Epochs:
         self.phase = Phase.ENDED
         return [
             Notify(JobEnds(code, reason)),
-            Log({"event": "run_finished", "exit_code": code, "reason": reason}),
+            Log(RunFinished(exit_code=code, reason=reason)),
             # Who has not told of a job hears no notice either.
             End(code, reason, at_once=self.shape is None and code != exit_codes.FINISHED),
         ]

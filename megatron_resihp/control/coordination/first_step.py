@@ -6,13 +6,14 @@ answered once, by a plan that is known to run: after a change by choice the plan
 error that strikes there again is none of the plan's. Pure; may import `plan` and this package's other modules.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from megatron_resihp.control.replanning.change import Change, with_standbys
 from megatron_resihp.control.replanning.inventory import lacking
-from megatron_resihp.control.replanning.next_plan import Event, Survivors, uniform_or_less, was_chosen
+from megatron_resihp.control.replanning.next_plan import Survivors, uniform_or_less, was_chosen
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.replanning import PlanFailed
 from megatron_resihp.plan import ParallelPlan, spelled_out
 from megatron_resihp.plan.spelling import trimmed
 
@@ -45,9 +46,7 @@ class FirstSteps:
     failed: dict[str, str] = field(default_factory=dict)
     _unanswered: OnTrial | None = None
 
-    def published(
-        self, plan: ParallelPlan, before: ParallelPlan, change: Change | None, told: Sequence[Mapping[str, Any]]
-    ) -> bool:
+    def published(self, plan: ParallelPlan, before: ParallelPlan, change: Change | None, told: Sequence[Event]) -> bool:
         """A plan follows another; returns whether its first step may be answered for.
 
         Args:
@@ -60,17 +59,14 @@ class FirstSteps:
             self.on_trial = OnTrial(plan) if was_chosen(told) else None
         return self.on_trial is not None
 
-    def fail(self, worker: int, error: str) -> Event | None:
+    def fail(self, worker: int, error: str) -> PlanFailed | None:
         """A worker says that the first step has failed; what to write to the log. None: the plan is not on trial."""
         trial, self.on_trial = self.on_trial, None
         if trial is None:
             return None
         self.failed[trial.plan.work_digest] = error
         self._unanswered = trial
-        return {
-            "event": "plan_failed", "failed": worker, "error": error, "digest": trial.plan.digest,
-            "number": trial.number,
-        }  # fmt: skip
+        return PlanFailed(failed=worker, error=error, digest=trial.plan.digest, number=trial.number)
 
     def answer(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]] | None:
         """What follows a plan that has failed, once; None: none has.

@@ -12,8 +12,12 @@ from megatron_resihp.control import exit_codes
 from megatron_resihp.control.causes import ending
 from megatron_resihp.control.coordination.actions import Action, Log, Notify, Phase, Reopen
 from megatron_resihp.control.coordination.digests import differing, name_of, shards_of_key
+from megatron_resihp.control.coordination.epoch_events import job_described
 from megatron_resihp.control.coordination.epochs import Epochs
 from megatron_resihp.control.coordination.exposure import exposure, in_words
+from megatron_resihp.events import workers as events
+from megatron_resihp.events.job import Exposed, Model
+from megatron_resihp.events.workers import WorkerFailed, WorkerWaiting
 from megatron_resihp.plan import Chunk
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 from megatron_resihp.protocol.job import JobDescription
@@ -155,7 +159,7 @@ class Membership(Epochs):
         except NoPlanError as error:
             return self._end(exit_codes.REFUSED, str(error))
         return [
-            Log({"event": "job", **self.job, "worker": message.worker}),
+            Log(job_described(message.worker, job)),
             EpochPlan(0, self.plan, None),
         ]
 
@@ -174,16 +178,16 @@ class Membership(Epochs):
             return [*self._die({worker: reason}, now, now), dismissed]
         place = self.joining.heard_of(worker)
         self.joining.waiting.add(worker)
-        return [Log({"event": "worker_waiting", "waiting": worker, "place": place}), *self._grow()]
+        return [Log(WorkerWaiting(waiting=worker, place=place)), *self._grow()]
 
     def _on_restarted(self, message: WorkerRestarted) -> list[Action]:
         worker, before = message.worker, message.instead_of
         self.joining.heard_of(worker)
-        return [Log({"event": "worker_restarted", "restarted": worker, "instead_of": before})]
+        return [Log(events.WorkerRestarted(restarted=worker, instead_of=before))]
 
     def _on_model(self, message: ModelBuilt) -> list[Action]:
         self.job["arguments"] = message.arguments
-        return [Log({"event": "model", "arguments": message.arguments})]
+        return [Log(Model(arguments=message.arguments))]
 
     def _on_ready(self, message: Ready, now: float) -> list[Action]:
         here = message.epoch == self.epoch and message.worker in self.living
@@ -214,9 +218,9 @@ class Membership(Epochs):
         assert self.shape is not None
         shared = bool(self.job.get("distributed_optimizer"))
         found = exposure(self.shape, self.size.workers, self.job["pipeline_last"], shared)
-        nodes = [0, *found.nodes] if self.size.nodes > 1 else []
+        nodes = (0, *found.nodes) if self.size.nodes > 1 else ()
         said = in_words(self.size.nodes, found)
-        return Log({"event": "exposed", "nodes": nodes, "workers": list(found.workers), "said": said})
+        return Log(Exposed(nodes=nodes, workers=tuple(found.workers), said=said))
 
     def _invitations(self) -> list[Action]:
         """Nodes that may join, once there is something to join."""
@@ -306,7 +310,7 @@ class Membership(Epochs):
             return self._die({worker: f"failed before it was taken in: {error}"}, now, now)
         refused = self.phase is Phase.STARTING and code == exit_codes.REFUSED
         return [
-            Log({"event": "worker_failed", "failed": worker, "error": error}),
+            Log(WorkerFailed(failed=worker, error=error)),
             *self._end(exit_codes.REFUSED if refused else exit_codes.FAILED, f"worker {worker} failed: {error}"),
         ]
 

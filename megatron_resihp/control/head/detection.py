@@ -12,15 +12,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from megatron_resihp.control.transport.shipping import Inbox
+from megatron_resihp.events.detection import DetectionFailed, Validation
+from megatron_resihp.events.epochs import EpochStarted
+from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.job import Job, RunStarted
 from megatron_resihp.protocol.messages import PlanRequest
 from megatron_resihp.protocol.notices import ValidationOrder
 
-Event = dict[str, Any]
-
-TOLD: Final = ("run_started", "job", "epoch_started", "validation")
+TOLD: Final = (RunStarted, Job, EpochStarted, Validation)
 """Events that judging needs."""
 LOOK_S: Final = 0.2
 WAITING: Final = 4096
@@ -75,7 +77,7 @@ class Detection:
 
     def note(self, event: Event) -> None:
         """Tell of an event of the run; from any thread, at once."""
-        if event["event"] in TOLD:
+        if isinstance(event, TOLD):
             self._news.put(event)
 
     def close(self, timeout_s: float) -> None:
@@ -91,7 +93,7 @@ class Detection:
             self._serve()
         except Exception as error:
             traceback.print_exc()
-            self._tell([{"event": "detection_failed", "part": "verdicts", "error": f"{type(error).__name__}: {error}"}])
+            self._tell([DetectionFailed(part="verdicts", error=f"{type(error).__name__}: {error}")])
         while not self._closing.is_set():
             # Whoever sends does not have to know.
             self.inbox.take(LOOK_S)
@@ -118,7 +120,7 @@ class Detection:
 
     def _tell(self, events: Iterable[Event]) -> None:
         for event in events:
-            self._write({"time": time.time(), "worker": None, **event})
+            self._write(stamped(event, time.time()))
 
 
 def _ignore(event: Event) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.coordination.actions import Limits
@@ -28,7 +28,9 @@ from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.node_liveness import Meeting, publish
 from megatron_resihp.control.transport.store import StoreError, TcpStore, serve
-from megatron_resihp.events.event import Event
+from megatron_resihp.events.codec import plain
+from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.job import RunFinished, Stall
 from megatron_resihp.protocol.published import END, JobEnd
 from megatron_resihp.protocol.wire import COORDINATOR
 
@@ -77,7 +79,7 @@ class Headquarters:
         self,
         address: Address,
         listener: socket.socket,
-        write: Callable[[dict[str, Any]], None],
+        write: Callable[[Event], None],
         job: Job,
         meeting: Meeting | None,
         detection: Detection,
@@ -105,8 +107,7 @@ class Headquarters:
         if not ending.agreed:
             if self._connection is not None:
                 self._connection.close()
-            finished = {"event": "run_finished", "time": time.time(), "exit_code": ending.code, "reason": ending.reason}
-            self._write(finished)
+            self._write(RunFinished(time=time.time(), exit_code=ending.code, reason=ending.reason))
         self._replanner.close(timeout_s)
         self._thread.join(timeout_s)
         self.detection.close(timeout_s)
@@ -131,7 +132,7 @@ class Headquarters:
     def _end(self, store: TcpStore, reason: str) -> None:
         """In the place of a coordinator that has failed, again while survivors were to write what they hold."""
         code = exit_codes.RETRY
-        self._write({"event": "run_finished", "time": time.time(), "exit_code": code, "reason": reason})
+        self._write(RunFinished(time=time.time(), exit_code=code, reason=reason))
         try:
             store.set(keys.END, END.write(JobEnd(code, reason, FAILED_GRACE_S), COORDINATOR))
         except StoreError as error:
@@ -152,9 +153,9 @@ class Headquarters:
         self._connection = self._served.clone()
         return self._connection
 
-    def _write(self, event: dict[str, Any]) -> None:
+    def _write(self, event: Event) -> None:
         self.detection.note(event)
-        self._replanner.note(event)
+        self._replanner.note(plain(event))
         stalls = self._stalls.note(event, time.monotonic())
         self._write_event(event)
         self._tell_stalls(stalls)
@@ -163,6 +164,6 @@ class Headquarters:
         """Only once all is heard: what has been said, and not heard yet, may be that an iteration is done."""
         self._tell_stalls(self._stalls.look(time.monotonic()))
 
-    def _tell_stalls(self, stalls: Iterable[dict[str, Any]]) -> None:
+    def _tell_stalls(self, stalls: Iterable[Stall]) -> None:
         for stall in stalls:
-            self._write_event({"time": time.time(), "worker": None, **stall})
+            self._write_event(stamped(stall, time.time()))

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from megatron_resihp.control.transport.absence import Absence
-
-Event = dict[str, Any]
+from megatron_resihp.events.epochs import EpochBroken, Reconfiguration, Recovery
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import Job, RunFinished, Stall
+from megatron_resihp.events.replanning import PlanChange
+from megatron_resihp.events.training import Iteration
 
 STALLED_AFTER: Final = 3.0
 """Usual iteration times."""
@@ -42,7 +45,7 @@ CHECKPOINT: Final = "checkpoint"
 class StallWatch:
     """Feed it all events with `note`, call `look` often; both return events to write. Times are monotonic seconds."""
 
-    _job: Event = field(default_factory=dict)
+    _job: Job | None = None
     _iteration: int | None = None
     _last_at: float | None = None
     _absence: Absence = field(default_factory=lambda: Absence(AWAY_S))
@@ -55,29 +58,29 @@ class StallWatch:
     """How long the stall that goes on has to last to be told again; None: there is none."""
     _ended: bool = False
 
-    def note(self, event: Event, now: float) -> list[Event]:
+    def note(self, event: Event, now: float) -> list[Stall]:
         """Something happened in the run."""
-        match event["event"]:
-            case "job":
+        match event:
+            case Job():
                 self._job = self._job or event
-            case "epoch_broken":
+            case EpochBroken():
                 self._busy_with = RECOVERY
-            case "plan_change":
+            case PlanChange():
                 self._busy_with = self._busy_with or CHANGE
-            case "recovery" | "reconfiguration":
+            case Recovery() | Reconfiguration():
                 self._goes_on = True
-            case "run_finished":
+            case RunFinished():
                 self._ended = True
-            case "iteration":
-                return self._step(event["iteration"], event.get("duration_s"), now)
+            case Iteration():
+                return self._step(event.iteration, event.duration_s, now)
         return []
 
-    def look(self, now: float) -> list[Event]:
+    def look(self, now: float) -> list[Stall]:
         """Time has passed."""
         if self._last_at is not None:
             # Nobody is late for what this process could not hear.
             self._last_at = min(self._last_at + self._absence.before(now), now)
-        if self._ended or self._last_at is None or self._iteration == self._job.get("train_iters"):
+        if self._ended or self._last_at is None or (self._job and self._iteration == self._job.train_iters):
             return []
         usual_s, lasted = self.usual_s, now - self._last_at
         if usual_s is None or lasted < (self._limit(usual_s) if self._next_s is None else self._next_s):
@@ -90,7 +93,7 @@ class StallWatch:
         """Median seconds of the latest iterations; None: too few are known."""
         return median(self._usual) if len(self._usual) >= FEWEST else None
 
-    def _step(self, iteration: int, took_s: Any, now: float) -> list[Event]:
+    def _step(self, iteration: int, took_s: float | None, now: float) -> list[Stall]:
         told, usual_s, found = self._next_s is not None, self.usual_s, []
         if self._last_at is not None:
             lasted, due = now - self._last_at, self._due()
@@ -100,18 +103,15 @@ class StallWatch:
                 self._longest_due[what] = max(lasted, self._longest_due.get(what, 0.0))
             if not due and not told and not (self._busy_with and self._goes_on):
                 # Events may come in bursts: their reporter knows better how long an iteration took.
-                self._usual.append(float(took_s) if isinstance(took_s, int | float) else lasted)
+                self._usual.append(lasted if took_s is None else took_s)
         self._iteration, self._last_at, self._next_s = iteration, now, None
         if self._goes_on:
             self._busy_with, self._goes_on = None, False
         return found
 
-    def _stall(self, lasted: float, usual_s: float, over: bool) -> Event:
+    def _stall(self, lasted: float, usual_s: float, over: bool) -> Stall:
         meanwhile = self._busy_with or " and ".join(self._due()) or None
-        return {
-            "event": "stall", "iteration": self._iteration, "seconds": lasted, "usual_s": usual_s,
-            "meanwhile": meanwhile, "over": over,
-        }  # fmt: skip
+        return Stall(iteration=self._iteration or 0, seconds=lasted, usual_s=usual_s, meanwhile=meanwhile, over=over)
 
     def _limit(self, usual_s: float) -> float:
         limit = max(STALLED_AFTER * usual_s, LEAST_S)
@@ -124,5 +124,7 @@ class StallWatch:
 
     def _due(self) -> list[str]:
         """What the job does after this iteration beside training."""
-        every = {EVALUATION: self._job.get("eval_interval"), CHECKPOINT: self._job.get("save_interval")}
+        if self._job is None:
+            return []
+        every = {EVALUATION: self._job.eval_interval, CHECKPOINT: self._job.save_interval}
         return [what for what, count in every.items() if count and self._iteration and self._iteration % count == 0]

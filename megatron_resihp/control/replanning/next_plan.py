@@ -16,13 +16,13 @@ from megatron_resihp.config import PLAN_WAIT_S, UNIFORM
 from megatron_resihp.control.replanning.change import check_ops, with_standbys
 from megatron_resihp.control.replanning.fallback import plan_for_few
 from megatron_resihp.control.replanning.inventory import Held, lacking, plan_for_survivors
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.plan.places import names_of_places, place_of, renamed
 from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.planner import JobShape, NoPlanError
 from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer
-
-Event = dict[str, Any]
 
 WITHOUT_UNIFORM_S: Final = 30.0
 """How long a recovery waits for a strategy's plan where there is no other."""
@@ -97,7 +97,7 @@ def uniform_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
         plan = plan_for_few(survivors.own, survivors.held, survivors.running, survivors.job, survivors.places, per_node)
     except NoPlanError as error:
         raise NoPlanError(f"{too_few}; {error}") from None
-    return plan, [{"event": "planned", "strategy": FALLBACK, "instead_of": UNIFORM, "reason": too_few}]
+    return plan, [Planned(strategy=FALLBACK, instead_of=UNIFORM, reason=too_few)]
 
 
 def first_again(first: ParallelPlan, survivors: Survivors) -> ParallelPlan | None:
@@ -125,14 +125,13 @@ class StrategicPlan:
             plan, found, heard = self._strategic(strategy, survivors)
         except (_Unusable, PlanError) as error:
             plan, told = uniform_or_less(survivors)
-            refused = {"event": "planned", "strategy": UNIFORM, "instead_of": strategy, "reason": str(error)}
-            overtaken = {"overtaken": True} if isinstance(error, _TooLate) else {}
-            return plan, [{**refused, **overtaken}, *told]
+            late = isinstance(error, _TooLate) or None
+            return plan, [Planned(strategy=UNIFORM, instead_of=strategy, reason=str(error), overtaken=late), *told]
         numbers = {
             "planning_s": found.planning_s, "waited_s": heard.waited_s, "made_ahead": heard.made_ahead,
             "iteration_s": found.iteration_s, "bound_s": found.bound_s, "moving_s": found.moving_s,
         }  # fmt: skip
-        return plan, [{"event": "planned", "strategy": strategy, **numbers}]
+        return plan, [Planned(strategy=strategy, **numbers)]
 
     def _strategic(self, strategy: str, survivors: Survivors) -> tuple[ParallelPlan, PlanFound, Heard]:
         own, held, running = survivors.own, survivors.held, survivors.running
@@ -152,9 +151,9 @@ class StrategicPlan:
         return plan, found, heard
 
 
-def was_chosen(told: Iterable[Mapping[str, Any]]) -> bool:
+def was_chosen(told: Iterable[Event]) -> bool:
     """Whether a plan is one of a strategy, of which all that was told is this; others need no more than sizes."""
-    return any(event["event"] == "planned" and "instead_of" not in event for event in told)
+    return any(isinstance(event, Planned) and event.instead_of is None for event in told)
 
 
 class _Unusable(Exception):

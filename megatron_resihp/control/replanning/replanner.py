@@ -29,6 +29,8 @@ from megatron_resihp.control.replanning.planner_process import PlannerProcess
 from megatron_resihp.control.replanning.policy import ACT, ASK, OBSERVE, Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.replanning.precomputed import PrecomputedPlans
 from megatron_resihp.control.replanning.trial import Outcome
+from megatron_resihp.events import event as events
+from megatron_resihp.events import replanning as told
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
@@ -79,7 +81,7 @@ class Replanner:
         self,
         run_dir: Path,
         size: JobSize,
-        write: Callable[[Event], None],
+        write: Callable[[events.Event], None],
         order: Callable[[PlanRequest], None],
     ) -> None:
         self.next_plan = StrategicPlan(self._plan_for_survivors)
@@ -172,7 +174,7 @@ class Replanner:
         except Exception as error:
             # Whatever it is, training goes on without changes by choice.
             traceback.print_exc()
-            self._write({"event": "policy_failed", "error": f"{type(error).__name__}: {error}"})
+            self._tell(told.PolicyFailed(error=f"{type(error).__name__}: {error}"))
 
     def _have_planned_what_is_wanted(self) -> bool:
         """False: nothing is."""
@@ -259,7 +261,7 @@ class Replanner:
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Outcome):
-                self._tell({"event": "change_measured", **asdict(action)})
+                self._tell(told.ChangeMeasured(number=action.number, before_s=action.before_s, after_s=action.after_s))
             elif isinstance(action, Recommend):
                 self._recommend(action)
             else:
@@ -271,7 +273,7 @@ class Replanner:
         strategy = FOR_LOOKING_ON if strategy == UNIFORM else strategy
         answer = self._plan_by_choice(strategy, asked.plan, asked.speeds, asked.links)
         if isinstance(answer, NoPlan):
-            self._tell({"event": "no_plan", "reason": answer.reason})
+            self._tell(told.NoPlan(reason=answer.reason))
         # Verdicts come in groups: one that has come meanwhile makes this answer worthless.
         if self._hear_all():
             assert self._policy is not None
@@ -315,9 +317,9 @@ class Replanner:
             self._order(PlanRequest(found.plan.to_dict(), found.why))
         elif found.act == ASK:
             path = self._propose(Proposal(**numbers, plan=found.plan))
-            self._tell({"event": "proposal", **numbers, "path": str(path)})
+            self._tell(told.Proposal(**numbers, path=str(path)))
         else:
-            self._tell({"event": "would_change", **numbers, "plan": found.plan.to_dict()})
+            self._tell(told.WouldChange(**numbers, plan=found.plan.to_dict()))
 
     def _propose(self, proposal: Proposal) -> Path:
         directory = self._run_dir / PROPOSALS
@@ -327,8 +329,8 @@ class Replanner:
         path.write_text(json.dumps(encode(proposal)) + "\n")
         return path
 
-    def _tell(self, event: Event) -> None:
-        self._write({"time": time.time(), "worker": None, **event})
+    def _tell(self, event: events.Event) -> None:
+        self._write(events.stamped(event, time.time()))
 
 
 def _own(job: Mapping[str, Any]) -> tuple[Chunk, ...]:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which notices are worth a word: told once they have cost something, and again when that has grown.
 
-Imports this package.
+Imports `events` and this package.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.detector.notices import Notice
+from megatron_resihp.events import detection as told
 
 TOLD_FROM_S: Final = 1.0
 """What a kind of notice has to have cost in all, to be told."""
@@ -34,7 +35,7 @@ class HeldUp:
     def __init__(self) -> None:
         self._kinds: dict[SpanKind, _Kind] = {}
 
-    def add(self, notice: Notice) -> list[dict[str, Any]]:
+    def add(self, notice: Notice) -> list[told.Notice]:
         """The event to write, if this one makes it worth one."""
         kind = self._kinds.setdefault(notice.what, _Kind())
         worse = notice.seconds >= max(TOLD_FROM_S, WORSE * kind.longest_s)
@@ -47,10 +48,10 @@ class HeldUp:
         while kind.told_from_s <= kind.total_s:
             kind.told_from_s *= TOLD_AGAIN
         workers, kind.workers = sorted(kind.workers), set()
-        return [{
-            "event": "notice", "what": notice.what.name.lower(), "workers": workers, "seconds": notice.seconds,
-            "iteration": notice.iteration, "times": kind.times, "total_s": kind.total_s, "longest_s": kind.longest_s,
-        }]  # fmt: skip
+        return [told.Notice(
+            what=notice.what.name.lower(), workers=tuple(workers), seconds=notice.seconds, iteration=notice.iteration,
+            times=kind.times, total_s=kind.total_s, longest_s=kind.longest_s,
+        )]  # fmt: skip
 
     def totals(self) -> dict[str, float]:
         """Seconds that each kind has cost in all."""

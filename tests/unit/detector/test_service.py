@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.service import COST_MODEL_NAME, DetectionService
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
-from megatron_resihp.events.schema import problems
+from megatron_resihp.events.codec import plain, read_event
+from megatron_resihp.events.event import stamped
+from megatron_resihp.events.job import RunStarted
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.protocol.notices import ValidationOrder
 
@@ -82,14 +85,14 @@ class Job:
     def __init__(self, run_dir: Path, **job: Any) -> None:
         self.orders: list[ValidationOrder] = []
         self.service = DetectionService(run_dir, self.orders.append)
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Any] = []
         self.tell(event="run_started", world_size=REPLICAS, nproc_per_node=REPLICAS, most_nodes=1)
         self.tell(event="job", global_batch_size=16, train_iters=1000, false_alarms_per_job=0.01,
                   gemm=[64, 64, 64], transfer_bytes=4096, **job)  # fmt: skip
         self.tell(event="epoch_started", epoch=0, plan=plan().to_dict())
 
     def tell(self, **event: Any) -> None:
-        self.events += self.service.note(event)
+        self.events += self.service.note(read_event({"time": 0.0, **event}))
 
     def run(
         self, iterations: range, workers: Sequence[int] = range(REPLICAS), slow: bool = False, **changes: Any
@@ -105,7 +108,7 @@ class Job:
         self.events += self.service.finish()
 
     def named(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["event"] == name]
+        return [event for event in self.events if event.name == name]
 
 
 @pytest.fixture
@@ -113,15 +116,15 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job = Job(tmp_path)
     yield job
     for event in job.events:
-        assert not problems({"time": 0.0, **event}), event
+        assert read_event(json.loads(json.dumps(plain(stamped(event, 1.0))))).name == event.name
 
 
 def test_a_healthy_job_has_a_summary_and_no_verdict(job: Job, tmp_path: Path) -> None:
     job.run(range(1, LEARNED + 40))
     job.finish()
     (summary,) = job.events
-    assert summary["event"] == "detection" and summary["warm"] and not summary["faults"]
-    assert summary["iterations"] == LEARNED + 39 and summary["records"] == REPLICAS * (LEARNED + 39)
+    assert summary.name == "detection" and summary.warm and not summary.faults
+    assert summary.iterations == LEARNED + 39 and summary.records == REPLICAS * (LEARNED + 39)
     assert (tmp_path / COST_MODEL_NAME).exists()
 
 
@@ -132,11 +135,11 @@ def test_a_slow_worker_is_named_to_the_log_and_to_callbacks_and_its_recovery_too
     job.run(range(LEARNED, LEARNED + 20), slow=True)
     job.run(range(LEARNED + 20, LEARNED + 50))
     onset, *_, recovery = job.named("verdict")
-    assert onset["workers"] == [SLOW] and onset["kind"] == "compute" and onset["change"] == "onset"
-    assert onset["speed_low"] <= SPEED <= onset["speed_high"]
-    assert LEARNED <= onset["iteration"] <= LEARNED + 5
-    assert recovery["change"] == "recovery" and recovery["workers"] == [SLOW]
-    assert [verdict.workers for verdict in told] == [tuple(event["workers"]) for event in job.named("verdict")]
+    assert onset.workers == (SLOW,) and onset.kind == "compute" and onset.change == "onset"
+    assert onset.speed_low <= SPEED <= onset.speed_high
+    assert LEARNED <= onset.iteration <= LEARNED + 5
+    assert recovery.change == "recovery" and recovery.workers == (SLOW,)
+    assert [verdict.workers for verdict in told] == [event.workers for event in job.named("verdict")]
 
 
 def test_a_stalled_data_loader_is_a_notice_told_once_and_no_verdict(job: Job) -> None:
@@ -144,7 +147,7 @@ def test_a_stalled_data_loader_is_a_notice_told_once_and_no_verdict(job: Job) ->
     job.run(range(LEARNED, LEARNED + 5), stall=1.0)
     job.run(range(LEARNED + 5, LEARNED + 10))
     (notice,) = job.named("notice")
-    assert notice["what"] == "data" and notice["iteration"] == LEARNED and notice["seconds"] == pytest.approx(1.0)
+    assert notice.what == "data" and notice.iteration == LEARNED and notice.seconds == pytest.approx(1.0)
     assert not job.named("verdict")
 
 
@@ -152,7 +155,7 @@ def test_damaged_messages_are_counted(job: Job) -> None:
     job.run(range(1, 4))
     job.events += job.service.take(b"no record at all, but long enough to hold the header of one, if it were", 4.0)
     job.finish()
-    assert job.named("detection")[0]["faults"] == {"foreign": 1}
+    assert job.named("detection")[0].faults == {"foreign": 1}
 
 
 def test_the_next_epoch_is_judged_by_its_own_layout(job: Job) -> None:
@@ -161,7 +164,7 @@ def test_the_next_epoch_is_judged_by_its_own_layout(job: Job) -> None:
     job.run(range(LEARNED, LEARNED + 40), workers=range(REPLICAS - 1), epoch=1)
     job.finish()
     assert not job.named("verdict")
-    assert job.named("detection")[0]["iterations"] == LEARNED + 39
+    assert job.named("detection")[0].iterations == LEARNED + 39
 
 
 def test_slowness_and_recovery_are_seen_across_a_plan_of_unlike_stages(job: Job) -> None:
@@ -169,11 +172,11 @@ def test_slowness_and_recovery_are_seen_across_a_plan_of_unlike_stages(job: Job)
     job.run(range(LEARNED, LEARNED + 20), slow=True)
     job.tell(event="epoch_started", epoch=1, plan=unlike_plan().to_dict())
     job.run(range(LEARNED + 20, LEARNED + 60), slow=True, epoch=1)
-    assert {event["change"] for event in job.named("verdict")} <= {"onset", "severity"}
+    assert {event.change for event in job.named("verdict")} <= {"onset", "severity"}
     job.run(range(LEARNED + 60, LEARNED + 90), epoch=1)
     job.finish()
     recovery = job.named("verdict")[-1]
-    assert recovery["change"] == "recovery" and recovery["workers"] == [SLOW]
+    assert recovery.change == "recovery" and recovery.workers == (SLOW,)
     assert not job.named("detection_failed")
 
 
@@ -195,10 +198,12 @@ def test_suspects_are_ordered_to_measure_and_the_culprit_is_named(job: Job, monk
     (order,) = job.orders
     assert order.gemms[0].workers == (0, 1) and order.epoch == 0
     for worker, seconds in ((0, 0.01), (1, 0.02)):
-        job.tell(event="validation", number=order.number, worker=worker, iteration=4, gemm_seconds=[seconds] * 5)
-    assert [event["workers"] for event in job.named("verdict")] == [[1]]
+        job.tell(
+            event="validation", seconds=1.0, number=order.number, worker=worker, iteration=4, gemm_seconds=[seconds] * 5
+        )
+    assert [event.workers for event in job.named("verdict")] == [(1,)]
     (told,) = job.named("suspicion")
-    assert told["workers"] == [0, 1] and told["speed"] == 0.5 and not told["tested"]
+    assert told.workers == (0, 1) and told.speed == 0.5 and not told.tested
 
 
 def test_who_was_slow_and_has_no_work_is_measured_now_and_then_until_it_is_well(job: Job) -> None:
@@ -213,9 +218,14 @@ def test_who_was_slow_and_has_no_work_is_measured_now_and_then_until_it_is_well(
         assert [gemm.workers for gemm in order.gemms] == [(0, SLOW)] and not order.transfers
         for worker, measured in ((0, 0.01), (SLOW, seconds)):
             job.tell(
-                event="validation", number=order.number, worker=worker, iteration=first, gemm_seconds=[measured] * 5
+                event="validation",
+                seconds=1.0,
+                number=order.number,
+                worker=worker,
+                iteration=first,
+                gemm_seconds=[measured] * 5,
             )
-        assert (job.named("verdict")[-1]["change"] == "recovery") == recovered
+        assert (job.named("verdict")[-1].change == "recovery") == recovered
         first += PAUSE + 2
     job.orders.clear()
     job.run(range(first, first + PAUSE + 2), workers=(0, 1, 3), epoch=1)
@@ -234,8 +244,8 @@ def test_a_validation_that_names_nobody_is_told(job: Job, monkeypatch: pytest.Mo
     monkeypatch.setattr(Monitor, "suspicions", lambda self: [Suspicion((0, 1), 0.5, 2, 3)])
     job.run(range(1, 4))
     for worker in (0, 1):
-        job.tell(event="validation", number=1, worker=worker, iteration=4, gemm_seconds=[0.01] * 5)
-    assert [(event["tested"], event["iteration"]) for event in job.named("suspicion")] == [(False, 1), (True, 4)]
+        job.tell(event="validation", seconds=1.0, number=1, worker=worker, iteration=4, gemm_seconds=[0.01] * 5)
+    assert [(event.tested, event.iteration) for event in job.named("suspicion")] == [(False, 1), (True, 4)]
     assert not job.named("verdict")
 
 
@@ -253,9 +263,9 @@ def test_a_directory_that_cannot_be_written_ends_the_recording_and_not_the_judgi
     job = Job(tmp_path / "missing")
     job.run(range(1, LEARNED))
     job.run(range(LEARNED, LEARNED + 10), slow=True)
-    parts = [event["part"] for event in job.named("detection_failed")]
+    parts = [event.part for event in job.named("detection_failed")]
     assert parts == ["recording", "cost model"]
-    assert [event["workers"] for event in job.named("verdict")][:1] == [[SLOW]]
+    assert [event.workers for event in job.named("verdict")][:1] == [(SLOW,)]
 
 
 def test_the_costs_of_ops_and_iterations_and_their_errors_are_kept(job: Job, tmp_path: Path) -> None:
@@ -274,9 +284,8 @@ def test_a_resumed_job_needs_no_warm_up(job: Job, tmp_path: Path, same_directory
     resumed.run(range(LEARNED, LEARNED + 15))
     resumed.run(range(LEARNED + 15, LEARNED + 25), slow=True)
     (told,) = resumed.named("detection_resumed")
-    assert told["path"] == str(path) and told["fits"] and told["iteration"] == LEARNED + 9
-    assert not problems({"time": 0.0, **told})
-    assert [event["workers"] for event in resumed.named("verdict")][:1] == [[SLOW]]
+    assert told.path == str(path) and told.fits and told.iteration == LEARNED + 9
+    assert [event.workers for event in resumed.named("verdict")][:1] == [(SLOW,)]
 
 
 def test_a_resumed_job_that_ends_early_keeps_what_was_known(job: Job, tmp_path: Path) -> None:
@@ -295,8 +304,8 @@ def test_a_damaged_file_in_the_directory_is_told_and_the_job_warms_up(tmp_path: 
     job.run(range(1, LEARNED))
     job.finish()
     (failure,) = job.named("detection_failed")
-    assert failure["part"] == "cost model" and "is not JSON" in failure["error"]
-    assert job.named("detection")[0]["warm"] and load(tmp_path / COST_MODEL_NAME)
+    assert failure.part == "cost model" and "is not JSON" in failure.error
+    assert job.named("detection")[0].warm and load(tmp_path / COST_MODEL_NAME)
 
 
 def test_what_cannot_be_predicted_is_judged_and_kept_all_the_same(
@@ -308,17 +317,17 @@ def test_what_cannot_be_predicted_is_judged_and_kept_all_the_same(
     monkeypatch.setattr(prediction, "Prediction", fail)
     job.run(range(1, LEARNED))
     job.run(range(LEARNED, LEARNED + 10), slow=True)
-    assert [event["part"] for event in job.named("detection_failed")] == ["cost model"]
-    assert [event["workers"] for event in job.named("verdict")][:1] == [[SLOW]] and load(tmp_path / COST_MODEL_NAME)
+    assert [event.part for event in job.named("detection_failed")] == ["cost model"]
+    assert [event.workers for event in job.named("verdict")][:1] == [(SLOW,)] and load(tmp_path / COST_MODEL_NAME)
 
 
 def test_a_recording_does_not_grow_for_ever(job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(service, "MOST_KEPT", 10_000)
     job.run(range(1, 10))
     job.finish()
-    assert [event["part"] for event in job.named("detection_failed")] == ["recording"]
+    assert [event.part for event in job.named("detection_failed")] == ["recording"]
     assert 5_000 < (tmp_path / FILE_NAME).stat().st_size < 15_000
-    assert job.named("detection")[0]["records"] == 9 * REPLICAS
+    assert job.named("detection")[0].records == 9 * REPLICAS
 
 
 def test_who_came_back_is_on_the_node_of_its_place(job: Job, tmp_path: Path) -> None:
@@ -331,5 +340,5 @@ def test_who_came_back_is_on_the_node_of_its_place(job: Job, tmp_path: Path) -> 
 
 def test_nothing_is_said_of_a_run_without_the_plugin(tmp_path: Path) -> None:
     desk = DetectionService(tmp_path, lambda order: None)
-    desk.note({"event": "run_started", "world_size": 8, "nproc_per_node": 8, "most_nodes": 1})
+    desk.note(RunStarted(world_size=8, nproc_per_node=8, most_nodes=1))
     assert desk.look(1.0) == desk.finish() == []

@@ -89,10 +89,10 @@ def trained_until_a_death() -> list[Message | float]:
 def dead_after(*script: Message | float) -> list[int]:
     """Who was given up in a job in which worker 3 dies, and this follows."""
     store = Played(*trained_until_a_death(), *script, END)
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     limits = Limits(report_s=REPORT_S)
     Coordinator(store, events.append, JobSize(4, 1), [], limits, clock=lambda: store.now).run()  # type: ignore[arg-type]
-    return [event["dead"] for event in events if event["event"] == "worker_dead"]
+    return [event.dead for event in events if event.name == "worker_dead"]
 
 
 HALF_SECONDS = [0.5] * int(2 * REPORT_S + 1)
@@ -128,14 +128,14 @@ def salvaged(worker: int) -> EmergencyCheckpointWritten:
 REPORTED = (report(0), report(1), report(2))
 
 
-def ends_after(store: Played, code: int = exit_codes.RETRY, **options: Any) -> list[dict[str, Any]]:
+def ends_after(store: Played, code: int = exit_codes.RETRY, **options: Any) -> list[Any]:
     """The events of a job that ends with this code."""
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     options = {"clock": lambda: store.now, **options}
     made = Coordinator(store, events.append, JobSize(4, 1), [], Limits(), **options)  # type: ignore[arg-type]
     assert made.run() == code
     assert published.END.read(store.values["end"]).body.code == code
-    assert events[-1]["event"] == "run_finished"
+    assert events[-1].name == "run_finished"
     return events
 
 
@@ -152,7 +152,7 @@ def test_an_error_of_its_own_has_survivors_save_what_they_hold(capsys: pytest.Ca
     store = Played(*trained_until_a_death(), *REPORTED, salvaged(0))
     events = ends_after(store, next_plan=next_plan)
     order = order_in(store, 1)
-    assert events[-1]["reason"] == "the coordinator failed: ZeroDivisionError: a bug" == order.reason
+    assert events[-1].reason == "the coordinator failed: ZeroDivisionError: a bug" == order.reason
     assert order.writers == {0: (Shard(0, 3, 0, 1),)}, "each shard once"
     assert "a bug" in capsys.readouterr().err
 
@@ -168,7 +168,7 @@ def test_a_plan_that_can_not_be_published_has_them_save_too(monkeypatch: pytest.
         return put(key, value)
 
     monkeypatch.setattr(store, "set_once", set_once)
-    assert "the store takes values up to" in ends_after(store)[-1]["reason"]
+    assert "the store takes values up to" in ends_after(store)[-1].reason
     assert order_in(store, 1)
 
 
@@ -176,14 +176,14 @@ def test_a_go_that_somebody_else_has_given_binds_nobody() -> None:
     store = Played(*trained_until_a_death(), *REPORTED, *(ready(worker, 1) for worker in range(3)),
                    *(replace(each, epoch=1) for each in REPORTED), salvaged(0))  # fmt: skip
     store.values["go/1"] = '{"ports": []}'
-    assert "'go/1' was in the store before" in ends_after(store)[-1]["reason"]
+    assert "'go/1' was in the store before" in ends_after(store)[-1].reason
     assert order_in(store, 2)
 
 
 def test_before_the_first_iteration_there_is_nothing_to_save() -> None:
     store = Played(STARTED)
     store.values["plan/0"] = "{}"
-    assert "'plan/0' was in the store before" in ends_after(store)[-1]["reason"]
+    assert "'plan/0' was in the store before" in ends_after(store)[-1].reason
 
 
 @pytest.mark.parametrize(
@@ -200,17 +200,17 @@ def test_the_cause_of_a_death_is_told_where_it_is_known(
     *trained, death = trained_until_a_death()
     assert isinstance(death, ProcessExited)
     store = Played(*trained, injection(action, 3, struck_at=0.25), replace(death, **exited), END)
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     Coordinator(store, events.append, JobSize(4, 1), [], clock=lambda: store.now).run()  # type: ignore[arg-type]
-    (dead,) = [event for event in events if event["event"] == "worker_dead"]
-    assert (dead["cause"], dead["died_at"]) == (cause, died_at)
+    (dead,) = [event for event in events if event.name == "worker_dead"]
+    assert (dead.cause, dead.died_at) == (cause, died_at)
 
 
 def test_what_is_sent_again_counts_once() -> None:
-    event = {"event": "samples", "time": 1.0, "epoch": 0, "worker": 1}
+    event = {"event": "samples", "time": 1.0, "epoch": 0, "worker": 1, "iteration": 1, "samples": [[0, 3]]}
     once = Letter[Message]("worker 1", EventsReported(1, (event,)), "a.1")
     events = ends_after(Played(once, once, replace(once, id="a.2"), END), code=exit_codes.FAILED)
-    assert [each["event"] for each in events].count("samples") == 2
+    assert [each.name for each in events].count("samples") == 2
 
 
 def test_who_is_given_up_is_named_to_its_agent() -> None:
@@ -225,7 +225,7 @@ def test_who_looks_for_stalls_is_asked_only_once_all_is_heard() -> None:
     heard: list[str] = []
     store = Played(STARTED, injection("stop", 1, 0.5), 0.5, END)
     Coordinator(
-        store, lambda event: heard.append(event["event"]), JobSize(4, 1), [], clock=lambda: store.now,  # type: ignore[arg-type]
+        store, lambda event: heard.append(event.name), JobSize(4, 1), [], clock=lambda: store.now,  # type: ignore[arg-type]
         on_heard=lambda: heard.append("all"),
     ).run()  # fmt: skip
     assert "drill" in heard[: heard.index("all")]

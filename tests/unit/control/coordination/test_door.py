@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import queue
+import re
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -19,12 +20,13 @@ from protocol_instances import malformed
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.coordination.coordinator import DROPPED_SHOWN, Coordinator
-from megatron_resihp.control.coordination.door import read_message
+from megatron_resihp.control.coordination.door import Heard, Reported, read_message
 from megatron_resihp.control.coordination.membership import Membership
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node import link
 from megatron_resihp.control.node.mailbox import Ending, GivenUp
 from megatron_resihp.control.worker.client import JobEnded, WorkerControl
+from megatron_resihp.events.codec import plain, read_event
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import (
@@ -139,13 +141,40 @@ BAD_TEXTS = (
 )  # fmt: skip
 
 
-def read(text: str) -> Message:
+def read(text: str) -> Heard:
     return read_message(text, SIZE, Membership(SIZE).joining.may_exist).body
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"iteration": None}, "iteration lacks iteration"),
+        ({"iteration": -1}, "'iteration' is -1"),
+        ({"epoch": -2}, "'epoch' is -2"),
+        ({"time": "nan"}, "'time' is nan"),
+        ({"worker": -1}, "'worker' is -1"),
+        ({"event": "no_plan", "reason": "none"}, "no worker writes 'no_plan'"),
+        ({"event": "drill", "action": "kill", "target": -1}, "'target' is -1"),
+        ({"event": "validation", "number": 1, "seconds": 1.0, "gemm_seconds": ["inf"]}, "'gemm_seconds' are not all"),
+    ],
+)
+def test_an_event_that_no_worker_can_mean_goes_no_further(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(MalformedError, match=re.escape(f"EventsReported from a process: 'events.1': {problem}")):
+        read(written(EventsReported(3, (EVENT, {**EVENT, **change}))))
+
+
+def test_an_event_of_a_later_version_goes_through_as_it_came() -> None:
+    event = {"event": "straggler", "time": 9.0, "epoch": 0, "worker": 3, "mood": "bad"}
+    heard = read(written(EventsReported(3, (event,))))
+    assert isinstance(heard, Reported) and [plain(each) for each in heard.events] == [event]
 
 
 def test_each_message_that_somebody_sends_gets_through() -> None:
     for message in TOLD:
-        assert read(written(message)) == message
+        if isinstance(message, EventsReported):
+            assert read(written(message)) == Reported(message.worker, tuple(map(read_event, message.events)))
+        else:
+            assert read(written(message)) == message
     assert {type(message) for message in TOLD} == set(MESSAGES.classes)
 
 
@@ -244,30 +273,30 @@ def test_a_job_trains_on_through_malformed_messages() -> None:
     real = [written(message) for message in STARTING]
     end = written(ScriptFailed(1, "enough", 3))
     store = Memory(*(text for one in real for text in (*BAD_TEXTS, one)), *BAD_TEXTS, end)
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     assert Coordinator(store, events.append, SIZE, ["train.py"]).run() == 1
-    names = [event["event"] for event in events]
+    names = [event.name for event in events]
     assert "epoch_started" in names and "go/0" in store.values
     assert names.count("message_dropped") == DROPPED_SHOWN
-    dropped = [event for event in events if event["event"] == "message_dropped"]
-    assert dropped[0]["reason"] == "a message from somebody: it is not JSON (JSONDecodeError)"
-    assert dropped[-1]["reason"].endswith("further ones are dropped without a word")
-    assert events[-1]["reason"] == "worker 1 failed: enough"
+    dropped = [event for event in events if event.name == "message_dropped"]
+    assert dropped[0].reason == "a message from somebody: it is not JSON (JSONDecodeError)"
+    assert dropped[-1].reason.endswith("further ones are dropped without a word")
+    assert events[-1].reason == "worker 1 failed: enough"
 
 
 def test_a_job_trains_on_through_every_kind_of_message_malformed_in_every_way() -> None:
     bad = [text for message in TOLD for text in malformed(MESSAGES, message, "worker 1")]
     iteration = written(EventsReported(3, (EVENT,)))
     store = Memory(*map(written, STARTING), *bad, iteration, written(ScriptFailed(1, "enough", 3)))
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     coordinator = Coordinator(store, events.append, SIZE, ["train.py"])
     assert coordinator.run() == 1
-    after_go = [event["event"] for event in events][[event["event"] for event in events].index("epoch_started") :]
+    after_go = [event.name for event in events][[event.name for event in events].index("epoch_started") :]
     assert coordinator._dropped == len(bad) > 200
     assert after_go == [
         "epoch_started", "exposed", *DROPPED_SHOWN * ["message_dropped"], "iteration", "worker_failed", "run_finished",
     ]  # fmt: skip
-    dropped = [event["reason"] for event in events if event["event"] == "message_dropped"]
+    dropped = [event.reason for event in events if event.name == "message_dropped"]
     assert dropped[0] == "JobStarted from worker 1: 'worker' is missing"
 
 

@@ -10,6 +10,7 @@ from test_membership import LIMITS, OTHER_LAYERS, UNLIKE, Job, events, notices, 
 
 from megatron_resihp.control.coordination.actions import Action, Phase
 from megatron_resihp.control.replanning.next_plan import Survivors, uniform_or_less
+from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.protocol.messages import CommunicationFailed, FirstStepFailed, PlanRequest, ScriptFailed
 from megatron_resihp.protocol.notices import EpochIsBroken
@@ -40,8 +41,8 @@ def test_after_a_change_by_choice_the_plan_before_follows(running: bool) -> None
         only(Go, job.ready(*job.members))
     actions = failing(job)
     [failed] = events(actions, "plan_failed")
-    assert (failed["failed"], failed["error"], failed["number"]) == (1, ERROR, 1)
-    assert failed["digest"] == UNLIKE.digest
+    assert (failed.failed, failed.error, failed.number) == (1, ERROR, 1)
+    assert failed.digest == UNLIKE.digest
     assert notices(actions) == [EpochIsBroken]
     assert not events(failing(job, 2), "plan_failed"), "one word is enough"
     job.at = {}
@@ -71,7 +72,7 @@ def test_a_plan_that_has_failed_is_not_chosen_again_except_by_people() -> None:
     job.report(0, 1, 2, 3)
     job.ready(*job.members)
     [refused] = events(job.tell(PlanRequest(UNLIKE.to_dict(), "iterations 25 % shorter")), "change_refused")
-    assert refused["reason"] == f"this plan has failed in the first step: {ERROR}"
+    assert refused.reason == f"this plan has failed in the first step: {ERROR}"
     assert events(job.apply(UNLIKE), "plan_change")
 
 
@@ -114,7 +115,7 @@ def after_a_death(job: Job) -> list[Action]:
         asked.append(survivors)
         if len(asked) > 1:
             pytest.fail("the planner is asked again")
-        return CHOSEN, [{"event": "planned", "strategy": "joint"}]
+        return CHOSEN, [Planned(strategy="joint")]
 
     job.membership.next_plan = choose
     job.kill(0)
@@ -127,7 +128,7 @@ def test_after_a_loss_uniform_plans_follow() -> None:
     job = Job().start()
     after_a_death(job)
     only(Go, job.ready(1, 2, 3))
-    assert events(failing(job), "plan_failed")[0]["number"] is None
+    assert events(failing(job), "plan_failed")[0].number is None
     published = only(EpochPlan, job.report(1, 2, 3))
     assert published.plan.not_uniform is None and not published.on_trial
     assert published.commit.iteration == 4, "the iteration is computed again"
@@ -151,7 +152,7 @@ def test_where_there_are_no_uniform_plans_state_is_saved() -> None:
     job.leave(0, 1)
     job.ready(0, 1)
     job.membership.next_plan = lambda _: (
-        plan_of((((0,),), (Chunk(0, 0, 6),)), counts=(4,)), [{"event": "planned", "strategy": "joint"}]
+        plan_of((((0,),), (Chunk(0, 0, 6),)), counts=(4,)), [Planned(strategy="joint")]
     )  # fmt: skip
     job.kill(1)
     job.at = {}
@@ -160,7 +161,7 @@ def test_where_there_are_no_uniform_plans_state_is_saved() -> None:
     failing(job, 0)
     order = only(EmergencyCheckpointOrder, job.report(0))
     assert order.writers == {0: job.held[0]}
-    [ended] = [event for event in events(job.actions, "epoch_broken") if ERROR in event["cause"]]
+    [ended] = [event for event in events(job.actions, "epoch_broken") if ERROR in event.cause]
     assert ended
 
 
@@ -173,7 +174,7 @@ def test_recoveries_of_an_iteration_stay_bounded() -> None:
     def choose(survivors: Survivors) -> Any:
         layers = (Chunk(0, 0, 1 + next(made) % 4), Chunk(1, 1, 6))
         chunks = (layers[0], Chunk(1, layers[0].end, 6))
-        return plan_of((((2,), (1,)), chunks), counts=(4,)), [{"event": "planned", "strategy": "joint"}]
+        return plan_of((((2,), (1,)), chunks), counts=(4,)), [Planned(strategy="joint")]
 
     job.membership.next_plan = choose
     for recovery in range(2 * LIMITS.recoveries_per_iteration):

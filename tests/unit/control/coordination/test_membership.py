@@ -26,6 +26,7 @@ from megatron_resihp.control.coordination.actions import (
 )
 from megatron_resihp.control.coordination.membership import Membership
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.events.workers import LinkFailed
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, deal, rules, spelled_out
 from megatron_resihp.plan.places import renamed
 from megatron_resihp.protocol.answers import Refused
@@ -205,8 +206,8 @@ def only(kind: type, actions: list[Action]) -> Any:
     return found[0]
 
 
-def events(actions: list[Action], name: str) -> list[dict[str, Any]]:
-    return [action.event for action in actions if isinstance(action, Log) and action.event["event"] == name]
+def events(actions: list[Action], name: str) -> list[Any]:
+    return [action.event for action in actions if isinstance(action, Log) and action.event.name == name]
 
 
 def notices(actions: list[Action]) -> list[type]:
@@ -223,7 +224,7 @@ class TestStartUp:
         assert not job.ready(0, 1, 2)
         actions = job.ready(3)
         assert only(Go, actions).ports == (9000, 9001, 9002, 9003)
-        assert events(actions, "epoch_started")[0]["epoch"] == 0
+        assert events(actions, "epoch_started")[0].epoch == 0
         assert not events(actions, "recovery")
 
     @pytest.mark.parametrize("described", [False, True])
@@ -299,8 +300,8 @@ class TestRecovery:
         actions = job.kill(0)
         assert notices(actions) == [EpochIsBroken]
         dead = events(actions, "worker_dead")[0]
-        assert (dead["dead"], dead["node"], dead["cause"], dead["noticed_at"]) == (0, 0, "exit signal 9", 100.0)
-        assert events(actions, "epoch_broken")[0]["broken_epoch"] == 0
+        assert (dead.dead, dead.node, dead.cause, dead.noticed_at) == (0, 0, "exit signal 9", 100.0)
+        assert events(actions, "epoch_broken")[0].broken_epoch == 0
         assert not job.report(1, 2)
         published = only(EpochPlan, job.report(3))
         assert published.epoch == 1
@@ -314,9 +315,9 @@ class TestRecovery:
         actions = job.ready(3, bytes_received=7)
         assert only(Go, actions).epoch == 1
         recovery = events(actions, "recovery")[0]
-        assert (recovery["from_epoch"], recovery["to_epoch"], recovery["dead"]) == (0, 1, [0])
-        assert (recovery["resumed_iteration"], recovery["steps_redone"], recovery["bytes_moved"]) == (4, 1, 7)
-        assert (recovery["broken_at"], recovery["resumed_at"]) == (100.0, 101.5)
+        assert (recovery.from_epoch, recovery.to_epoch, recovery.dead) == (0, 1, (0,))
+        assert (recovery.resumed_iteration, recovery.steps_redone, recovery.bytes_moved) == (4, 1, 7)
+        assert (recovery.broken_at, recovery.resumed_at) == (100.0, 101.5)
 
     def test_a_step_that_somebody_agreed_on_is_everybodys(self) -> None:
         job = Job().start()
@@ -326,7 +327,7 @@ class TestRecovery:
         published = only(EpochPlan, actions)
         assert (published.commit.iteration, published.commit.replay) == (5, True)
         agreed = events(actions, "agreed")[0]
-        assert (agreed["iteration"], agreed["epoch"], agreed["loss"]) == (5, 0, {"lm loss": 2.0})
+        assert (agreed.iteration, agreed.epoch, agreed.loss) == (5, 0, {"lm loss": 2.0})
 
     def test_a_worker_that_reports_breaks_the_epoch(self) -> None:
         """Its agent's message about the death may come later."""
@@ -370,7 +371,7 @@ class TestRecovery:
         job.now = 20.0
         job.kill(3)
         job.report(1, 2)
-        assert events(job.ready(1, 2), "recovery")[0]["broken_at"] == 10.0
+        assert events(job.ready(1, 2), "recovery")[0].broken_at == 10.0
 
     def test_a_suspicion_without_a_death(self) -> None:
         """A connection that failed costs a rebuild, and nobody's work."""
@@ -424,7 +425,7 @@ class TestGivenUp:
         job.report(1, 2)
         assert not job.wait(9.9)
         actions = job.wait(0.2)
-        assert events(actions, "worker_dead")[0]["cause"] == "did not report within 10 s"
+        assert events(actions, "worker_dead")[0].cause == "did not report within 10 s"
         assert only(EpochPlan, actions).plan.members == (1, 2)
 
     def test_who_keeps_others_from_becoming_ready(self) -> None:
@@ -435,11 +436,11 @@ class TestGivenUp:
         job.ready(1)
         assert not job.wait(99.0)
         actions = job.wait(2.0)
-        assert events(actions, "epoch_broken")[0]["cause"] == "not ready within 100 s: 2, 3"
+        assert events(actions, "epoch_broken")[0].cause == "not ready within 100 s: 2, 3"
         assert notices(actions) == [EpochIsBroken] and not events(actions, "worker_dead")
         job.report(1, 2)
         actions = job.wait(10.1)
-        assert [event["dead"] for event in events(actions, "worker_dead")] == [3]
+        assert [event.dead for event in events(actions, "worker_dead")] == [3]
         assert only(EpochPlan, actions).plan.members == (1, 2)
 
     def test_nothing_is_late_while_training(self) -> None:
@@ -449,7 +450,7 @@ class TestGivenUp:
         """What it says when it wakes up is heard by nobody, and the plan has no place for it."""
         job = Job().start()
         actions = job.tell(HeartbeatsMissing(3, silence_s=30.04, time=0.0))
-        assert events(actions, "worker_dead")[0]["cause"] == "no heartbeat for 30.0 s"
+        assert events(actions, "worker_dead")[0].cause == "no heartbeat for 30.0 s"
         published = only(EpochPlan, job.report(0, 1, 2))
         assert 3 not in published.plan.members
         job.ready(0, 1, 2)
@@ -475,8 +476,8 @@ class TestGivenUp:
     def test_a_node_is_lost(self) -> None:
         job = Job().start()
         actions = job.tell(NodeLost(node=1, cause="connection lost", time=0.0))
-        assert [event["dead"] for event in events(actions, "worker_dead")] == [2, 3]
-        assert "node lost: connection lost" in events(actions, "epoch_broken")[0]["cause"]
+        assert [event.dead for event in events(actions, "worker_dead")] == [2, 3]
+        assert "node lost: connection lost" in events(actions, "epoch_broken")[0].cause
         order = only(EmergencyCheckpointOrder, job.report(0, 1))
         assert order.missing == (Shard(3, 6, 0, 1),)
 
@@ -487,12 +488,12 @@ class TestGivenUp:
 
     def test_connection_lost(self) -> None:
         actions = Job().start().tell(ConnectionLost(2, time=0.0))
-        assert events(actions, "worker_dead")[0]["cause"] == "connection lost" and notices(actions) == [EpochIsBroken]
+        assert events(actions, "worker_dead")[0].cause == "connection lost" and notices(actions) == [EpochIsBroken]
 
     def test_a_living_worker_that_fences_itself(self) -> None:
         job = Job().start()
         actions = job.tell(ProcessExited(2, code=exit_codes.FENCED, time=0.0))
-        assert events(actions, "worker_dead")[0]["cause"] == "fenced itself"
+        assert events(actions, "worker_dead")[0].cause == "fenced itself"
 
     def test_one_death_is_told_once(self) -> None:
         job = Job().start()
@@ -510,7 +511,7 @@ class TestEnd:
             assert not job.tell(ScriptEnded(worker))
         actions = job.tell(ScriptEnded(3))
         assert only(End, actions) == End(0, "finished")
-        assert notices(actions) == [JobEnds] and events(actions, "run_finished")[0]["exit_code"] == 0
+        assert notices(actions) == [JobEnds] and events(actions, "run_finished")[0].exit_code == 0
 
     def test_a_word_alone_ends_nothing_before_the_last_iteration(self) -> None:
         """Not with all workers' names under it; and what agents say ends it as what it is."""
@@ -584,7 +585,7 @@ class TestEnd:
         actions = Job().start().tell(ScriptFailed(2, error="ValueError: x", code=1))
         end = only(End, actions)
         assert end.code == 1 and end.reason == "worker 2 failed: ValueError: x"
-        assert events(actions, "worker_failed")[0]["failed"] == 2
+        assert events(actions, "worker_failed")[0].failed == 2
         assert EpochIsBroken not in notices(actions)
 
     def test_a_bad_exit_code(self) -> None:
@@ -684,7 +685,7 @@ class TestFailedLinks:
         assert only(EpochPlan, self.fail(job, (1, 2))).plan == before, "it may pass"
         actions = self.fail(job, (1, 2))
         why = "workers 2, 3 (node 1) and workers 4, 5 (node 2) can't reach each other"
-        assert events(actions, "link_failed") == [{"event": "link_failed", "reason": why, "left_out": [4, 5]}]
+        assert events(actions, "link_failed") == [LinkFailed(reason=why, left_out=(4, 5))]
         [given_up] = [each.notice for each in actions if isinstance(each, Notify)]
         assert isinstance(given_up, WorkersGivenUp) and given_up.workers == (4, 5) and given_up.for_good
         assert only(EpochPlan, actions).plan.members == (0, 1, 2, 3)
@@ -696,13 +697,13 @@ class TestFailedLinks:
         job = Job(workers=8).start().recover([2])
         for _ in range(2):
             actions = self.fail(job, (1, 3))
-        assert events(actions, "link_failed")[0]["left_out"] == [3]
+        assert events(actions, "link_failed")[0].left_out == (3,)
 
     def test_a_node_that_is_cut_off_from_most(self) -> None:
         job = Job(workers=8, pipeline=1, micro_batches=24).start()
         for _ in range(2):
             actions = self.fail(job, (1, 2), (1, 3))
-        assert [each["left_out"] for each in events(actions, "link_failed")] == [[2, 3]]
+        assert [each.left_out for each in events(actions, "link_failed")] == [(2, 3)]
         assert only(EpochPlan, actions).plan.members == (0, 1, 4, 5, 6, 7)
 
     def test_one_worker_that_others_can_not_reach(self) -> None:
@@ -710,7 +711,7 @@ class TestFailedLinks:
         for _ in range(2):
             job.tell(CommunicationFailed(0, epoch=job.membership.epoch, error="Timed out waiting 600000ms"))
             actions = [a for w in range(6) for a in job.report(w, unreachable=[3] if w > 3 else [])]
-        assert events(actions, "link_failed")[0]["left_out"] == [3]
+        assert events(actions, "link_failed")[0].left_out == (3,)
 
     def test_with_a_death_counting_begins_anew(self) -> None:
         job = Job(workers=8).start()
@@ -757,7 +758,7 @@ class TestNoPlan:
         actions = job.report(0, 1)
         assert only(EmergencyCheckpointOrder, actions).commit.iteration == 5
         [step] = events(actions, "agreed")
-        assert (step["iteration"], step["epoch"], step["loss"]) == (5, 0, {"lm loss": 2.0})
+        assert (step.iteration, step.epoch, step.loss) == (5, 0, {"lm loss": 2.0})
 
     def test_who_does_not_finish_writing_is_not_waited_for_forever(self) -> None:
         job, _ = self.lose_a_shard()
@@ -841,7 +842,7 @@ class TestChangeByChoice:
         assert answer.key == "answer/1" and "change 1 begins" in answer.answer.line
         assert "replica 0: layers 3, 3 → 2, 4" in answer.answer.changes
         [change] = events(actions, "plan_change")
-        assert change["to_digest"] == UNLIKE.digest and change["changes"] == answer.answer.changes
+        assert change.to_digest == UNLIKE.digest and change.changes == answer.answer.changes
         [notice] = [action.notice for action in actions if isinstance(action, Notify)]
         assert notice == PlanChange(1, 0, UNLIKE)
         assert job.membership.phase is Phase.RUNNING
@@ -857,8 +858,8 @@ class TestChangeByChoice:
         only(Go, actions)
         assert not events(actions, "recovery")
         [done] = events(actions, "reconfiguration")
-        assert (done["number"], done["from_epoch"], done["to_epoch"]) == (1, 0, 1)
-        assert (done["stood_still_s"], done["steps_redone"], done["bytes_moved"]) == (0.25, 0, 12)
+        assert (done.number, done.from_epoch, done.to_epoch) == (1, 0, 1)
+        assert (done.stood_still_s, done.steps_redone, done.bytes_moved) == (0.25, 0, 12)
 
     @pytest.mark.parametrize("late", [None, 2], ids=["all", "all but one"])
     def test_groups_made_ahead_are_used_by_all_or_by_nobody(self, late: int | None) -> None:
@@ -871,7 +872,7 @@ class TestChangeByChoice:
         if late is not None:
             job.tell(GroupsPrepared(late, number=1))
         [done] = events(job.ready(*job.members), "reconfiguration")
-        assert done["groups_made_ahead"] == (late is None)
+        assert done.groups_made_ahead == (late is None)
 
     def test_groups_made_ahead_are_of_no_use_after_a_death(self) -> None:
         """The next change asks for others."""
@@ -926,7 +927,7 @@ class TestChangeByChoice:
         job = Job().start()
         actions = job.apply(asked)
         assert reason in only(Reply, actions).answer.reason
-        assert reason in events(actions, "change_refused")[0]["reason"]
+        assert reason in events(actions, "change_refused")[0].reason
         assert not notices(actions) and job.membership.phase is Phase.RUNNING
         self.change(job, UNLIKE)
 
@@ -1022,7 +1023,7 @@ class TestChangeByChoice:
         for number, plan in enumerate(plans, 1):
             actions = job.ready(*job.members)
             only(Go, actions)
-            assert [change["number"] for change in events(actions, "plan_change")] == [number]
+            assert [change.number for change in events(actions, "plan_change")] == [number]
             job.leave(*job.members)
             assert job.membership.plan is not None and job.membership.plan.replicas == plan.replicas
         assert not events(job.ready(*job.members), "plan_change")
@@ -1053,7 +1054,7 @@ class TestChangeByChoice:
         published = only(EpochPlan, job.leave(2, 3))
         assert published.plan.not_uniform is None and published.plan.members == (1, 2, 3)
         [recovery] = events(job.ready(1, 2, 3), "recovery")
-        assert recovery["broken_at"] == job.now
+        assert recovery.broken_at == job.now
 
     def test_who_does_not_leave_is_interrupted_and_then_given_up(self) -> None:
         """It may evaluate or save after the step, which others are done with or have no part in."""
@@ -1064,10 +1065,10 @@ class TestChangeByChoice:
         assert not job.wait(LIMITS.leave_s - 1.0)
         actions = job.wait(2.0)
         assert notices(actions) == [EpochIsBroken] and not events(actions, "worker_dead")
-        assert "not all have left for change 1" in events(actions, "epoch_broken")[0]["cause"]
+        assert "not all have left for change 1" in events(actions, "epoch_broken")[0].cause
         assert not job.wait(9.0)
         actions = job.wait(2.0)
-        assert events(actions, "worker_dead")[0]["cause"] == "did not report within 10 s"
+        assert events(actions, "worker_dead")[0].cause == "did not report within 10 s"
         assert only(EpochPlan, actions).plan.members == (0, 1, 2)
 
     def test_a_death_while_the_new_plan_is_built(self) -> None:
@@ -1081,7 +1082,7 @@ class TestChangeByChoice:
         assert published.plan.not_uniform is None and published.epoch == 2
         assert published.held == {0: (Shard(0, 3, 0, 1),), 1: (Shard(0, 3, 0, 1),), 2: (Shard(3, 6, 0, 1),)}
         [recovery] = events(job.ready(0, 1, 2), "recovery")
-        assert recovery["broken_at"] == 30.0
+        assert recovery.broken_at == 30.0
 
     def test_state_that_differs_after_the_move_leads_back(self) -> None:
         """What was held before is still there: no reason to end the job."""
@@ -1091,7 +1092,7 @@ class TestChangeByChoice:
         job.ready(0, 1, 2)
         actions = job.ready(3, state="garbled on the way")
         assert notices(actions) == [EpochIsBroken]
-        assert "layer 2" in events(actions, "epoch_broken")[0]["cause"]
+        assert "layer 2" in events(actions, "epoch_broken")[0].cause
         published = only(EpochPlan, job.report(0, 1, 2, 3))
         assert published.plan.not_uniform is None
         only(Go, job.ready(0, 1, 2, 3))
@@ -1138,12 +1139,12 @@ class TestLateNodes:
         job = self.job().start()
         assert not notices(job.come_back(4))
         [change] = events(job.come_back(5), "plan_change")
-        assert change["why"] == "workers 4, 5 joined"
+        assert change.why == "workers 4, 5 joined"
         published = only(EpochPlan, job.leave(0, 1, 2, 3))
         assert [len(each.micro_batches) for each in published.plan.replicas] == [2, 1, 1]
         assert published.plan.replicas[2].stages == ((4,), (5,)) and published.held[4] == ()
         only(Go, job.ready(*job.members))
-        assert [event["resumed_iteration"] for event in events(job.actions, "reconfiguration")] == [5]
+        assert [event.resumed_iteration for event in events(job.actions, "reconfiguration")] == [5]
 
     def test_it_waits_where_each_replica_has_one_micro_batch(self) -> None:
         job = self.job(micro_batches=2).start()
@@ -1159,7 +1160,7 @@ class TestLateNodes:
         assert only(EpochPlan, job.report(0, 1, 2, 3)).plan.members == (0, 1, 2, 3)
         job.ready(0, 1, 2, 3)
         self.take_in(job, 12, 13)
-        assert events(job.actions, "plan_change")[-1]["why"] == "workers 12, 13 came back"
+        assert events(job.actions, "plan_change")[-1].why == "workers 12, 13 came back"
 
     def test_it_is_lost_before_its_workers_were_ready(self) -> None:
         """The job has not even begun to count on them."""
@@ -1180,7 +1181,7 @@ class TestLateNodes:
         job = self.job().start()
         job.come_back(4)
         [died] = events(job.tell(ScriptFailed(4, error="no such file", code=1)), "worker_dead")
-        assert died["cause"] == "failed before it was taken in: no such file"
+        assert died.cause == "failed before it was taken in: no such file"
         assert job.membership.phase is Phase.RUNNING
 
     def test_it_takes_the_place_of_who_died_and_is_joined_by_who_comes_back(self) -> None:
@@ -1190,7 +1191,7 @@ class TestLateNodes:
         assert job.membership.plan is not None and len(job.membership.plan.replicas) == 2
         assert not notices(job.come_back(11)), "alone it makes no replica"
         [change] = events(job.come_back(6), "plan_change")
-        assert change["why"] == "worker 11 came back, worker 6 joined"
+        assert change.why == "worker 11 came back, worker 6 joined"
 
     def take_in(self, job: Job, *workers: int) -> None:
         for worker in workers:
@@ -1207,11 +1208,11 @@ class TestComingBack:
         first = job.membership.plan
         assert first is not None
         job.recover([3])
-        assert events(job.tell(WorkerRestarted(7, 3, 0.0)), "worker_restarted")[0]["restarted"] == 7
+        assert events(job.tell(WorkerRestarted(7, 3, 0.0)), "worker_restarted")[0].restarted == 7
         actions = job.come_back(7)
-        assert events(actions, "worker_waiting")[0]["place"] == 3
+        assert events(actions, "worker_waiting")[0].place == 3
         [change] = events(actions, "plan_change")
-        assert change["why"] == "worker 7 came back"
+        assert change.why == "worker 7 came back"
         assert notices(actions) == [PlanChange] and job.membership.phase is Phase.RUNNING
         assert not notices(job.leave(0, 1)), "workers stand still, as for any change"
         actions = job.leave(2)
@@ -1287,7 +1288,7 @@ class TestComingBack:
         if called:
             job.leave(0, 1, 2)
         actions = job.tell(told)
-        assert events(actions, "worker_dead")[0]["dead"] == 7
+        assert events(actions, "worker_dead")[0].dead == 7
         assert not [action for action in actions if isinstance(action, End)]
 
     def test_its_errors_end_the_job_afterwards(self) -> None:
@@ -1335,7 +1336,7 @@ class TestComingBack:
         job = Job().start().recover([3])
         self.take_in(job, 7)
         actions = job.tell(NodeLost(node=1, cause="gone", time=0.0))
-        assert [event["dead"] for event in events(actions, "worker_dead")] == [2, 7]
+        assert [event.dead for event in events(actions, "worker_dead")] == [2, 7]
         assert only(Reopen, actions) == Reopen(1, (6, 11)), "ids that nobody has had"
 
     def test_a_plan_by_hand_can_give_it_work(self) -> None:
@@ -1363,7 +1364,7 @@ class TestLeaving:
         job = Job().start_with(**REPLICA_PER_NODE)
         begun = self.leave(job, 1)
         assert notices(begun) == [PlanChange]
-        assert events(begun, "plan_change")[0]["why"] == "node 1 leaves"
+        assert events(begun, "plan_change")[0].why == "node 1 leaves"
         left = job.leave(0, 1, 2, 3)
         published = only(EpochPlan, left)
         assert published.plan.members == (0, 1) and published.held.keys() == {0, 1} and published.leaving == (2, 3)
@@ -1372,7 +1373,7 @@ class TestLeaving:
         ]
         assert not job.tell(ProcessExited(2, code=0, time=job.now)) and not job.tell(ScriptEnded(3))
         done = job.ready(0, 1)
-        assert events(done, "reconfiguration")[0]["steps_redone"] == 1 and not events(done, "recovery")
+        assert events(done, "reconfiguration")[0].steps_redone == 1 and not events(done, "recovery")
         gone = job.tell(NodeLost(node=1, cause="connection lost", time=job.now))
         assert gone == [Reopen(1, (6, 7))], "nobody has died, and the node may come back"
 
@@ -1406,7 +1407,7 @@ class TestLeaving:
         assert published.plan.working == (2, 3) and published.leaving == (4, 5)
         assert notices(actions) == [NodeReleased]
         [recovery] = events(job.ready(*job.members), "recovery")
-        assert recovery["dead"] == [1]
+        assert recovery.dead == (1,)
 
     def test_a_node_that_is_told_during_a_recovery_has_no_part_in_the_next_plan(self) -> None:
         job = Job(workers=6, micro_batches=6).start_with(**REPLICA_PER_NODE)

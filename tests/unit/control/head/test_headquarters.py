@@ -20,7 +20,7 @@ from megatron_resihp.protocol.published import END
 HEARD_S = 30.0
 
 
-Events = queue.SimpleQueue[dict[str, Any]]
+Events = queue.SimpleQueue[Any]
 
 
 def headquarters(
@@ -42,11 +42,11 @@ def headquarters(
 def test_a_coordinator_that_fails_leaves_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     made, address, events, _ = headquarters(ZeroDivisionError("twice"), monkeypatch, tmp_path)
     event = events.get(timeout=HEARD_S)
-    assert (event["event"], event["exit_code"]) == ("run_finished", exit_codes.RETRY)
-    assert event["reason"] == "the coordinator failed: ZeroDivisionError: twice"
+    assert (event.name, event.exit_code) == ("run_finished", exit_codes.RETRY)
+    assert event.reason == "the coordinator failed: ZeroDivisionError: twice"
     end = END.read(connect(*address, HEARD_S).get(keys.END, HEARD_S)).body
-    assert (end.code, end.reason) == (exit_codes.RETRY, event["reason"])
-    made.close(Ending(1, event["reason"], agreed=True), HEARD_S)
+    assert (end.code, end.reason) == (exit_codes.RETRY, event.reason)
+    made.close(Ending(1, event.reason, agreed=True), HEARD_S)
     assert events.empty()
 
 
@@ -57,4 +57,4 @@ def test_a_coordinator_that_is_cut_off_from_the_store_ends_the_job(
     ending = ends.get(timeout=HEARD_S)
     assert (ending.code, ending.reason) == (exit_codes.RETRY, "the coordinator is cut off: the connection is lost")
     made.close(ending, HEARD_S)
-    assert events.get(timeout=HEARD_S)["event"] == "run_finished"
+    assert events.get(timeout=HEARD_S).name == "run_finished"

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control.head.stalls import StallWatch
-from megatron_resihp.events.schema import problems
+from megatron_resihp.events.codec import read_event
+from megatron_resihp.events.job import Stall
 
 LOOK_S = 0.5
+WENT_ON = {"from_epoch": 0, "to_epoch": 1, "resumed_iteration": 10}
 
 
 class Run:
@@ -20,11 +22,11 @@ class Run:
         self.watch = StallWatch()
         self.now = 1000.0
         self.iteration = 0
-        self.told: list[dict[str, Any]] = []
+        self.told: list[Stall] = []
         self.note("job", train_iters=100, **job)
 
     def note(self, name: str, **fields: Any) -> None:
-        self.told += self.watch.note({"event": name, **fields}, self.now)
+        self.told += self.watch.note(read_event({"event": name, "time": self.now, **fields}), self.now)
 
     def wait(self, seconds: float) -> None:
         end = self.now + seconds
@@ -40,7 +42,7 @@ class Run:
 
     @property
     def seconds(self) -> list[float]:
-        return [round(event["seconds"], 1) for event in self.told]
+        return [round(event.seconds, 1) for event in self.told]
 
 
 def test_a_stall_is_said_while_it_lasts_and_when_it_ends() -> None:
@@ -49,10 +51,9 @@ def test_a_stall_is_said_while_it_lasts_and_when_it_ends() -> None:
     run.step(seconds=26.0)
     run.step(20)
     assert run.seconds == [1.5, 4.5, 13.5, 26.0], "after 3 usual iterations, each time that has tripled, at the end"
-    assert [event["over"] for event in run.told] == [False, False, False, True]
-    assert {event["iteration"] for event in run.told} == {20}
-    assert run.told[0]["usual_s"] == pytest.approx(0.4) and run.told[0]["meanwhile"] is None
-    assert not any(problems({"time": 1.0, **event}) for event in run.told)
+    assert [event.over for event in run.told] == [False, False, False, True]
+    assert {event.iteration for event in run.told} == {20}
+    assert run.told[0].usual_s == pytest.approx(0.4) and run.told[0].meanwhile is None
 
 
 def test_iterations_that_vary_are_no_stall() -> None:
@@ -89,29 +90,29 @@ def test_a_long_stall_goes_on_being_said() -> None:
 def test_a_recovery_is_a_stall_only_where_it_takes_long() -> None:
     run = Run()
     run.step(10)
-    run.note("epoch_broken")
+    run.note("epoch_broken", cause="a death")
     run.wait(3.0)
-    run.note("recovery")
+    run.note("recovery", dead=[], **WENT_ON)
     run.step(seconds=1.0)
     assert run.told == []
     run.step(10)
-    run.note("epoch_broken")
+    run.note("epoch_broken", cause="a death")
     run.wait(12.0)
-    assert [event["meanwhile"] for event in run.told] == ["recovery"]
+    assert [event.meanwhile for event in run.told] == ["recovery"]
 
 
 def test_a_change_stands_still_some_iterations_after_it_was_asked_for() -> None:
     run = Run()
     run.step(10)
-    run.note("plan_change")
+    run.note("plan_change", number=1, why="by hand", from_digest="0", to_digest="1", changes=[])
     run.step(3)
     run.wait(3.0)
-    run.note("reconfiguration")
+    run.note("reconfiguration", number=1, why="by hand", stood_still_s=3.0, **WENT_ON)
     run.step(seconds=1.0)
     assert run.told == []
     run.step(10)
     run.step(seconds=3.0)
-    assert [event["meanwhile"] for event in run.told] == [None, None], "the change is over"
+    assert [event.meanwhile for event in run.told] == [None, None], "the change is over"
 
 
 def test_evaluations_and_checkpoints_take_their_time() -> None:
@@ -126,7 +127,7 @@ def test_evaluations_and_checkpoints_take_their_time() -> None:
     run = Run(eval_interval=10)
     run.step(10)
     run.wait(40.0)
-    assert [event["meanwhile"] for event in run.told] == ["evaluation"]
+    assert [event.meanwhile for event in run.told] == ["evaluation"]
 
 
 def test_nothing_is_late_after_the_last_iteration_or_the_end() -> None:
@@ -135,7 +136,7 @@ def test_nothing_is_late_after_the_last_iteration_or_the_end() -> None:
     run.wait(60)
     run = Run()
     run.step(10)
-    run.note("run_finished")
+    run.note("run_finished", exit_code=0)
     run.wait(60)
     assert run.told == []
 

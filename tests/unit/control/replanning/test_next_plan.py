@@ -10,6 +10,7 @@ import pytest
 
 from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan, Survivors
 from megatron_resihp.control.replanning.planning import answer
+from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, even_chunks, rules, spelled_out
 from megatron_resihp.planner import JobShape, initial_plan
 from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerAnswer, PlannerRequest
@@ -51,7 +52,7 @@ UNLIKE = ParallelPlan((Replica(((2,), (1, 3)), (0, 1, 2, 3), (Chunk(0, 0, 2), Ch
 def test_a_strategys_plan_is_taken() -> None:
     plan, told = strategic(found(UNLIKE))(survivors(1, 2, 3))
     assert plan == UNLIKE
-    assert told == [{"event": "planned", "strategy": "joint", **NUMBERS}]
+    assert told == [Planned(strategy="joint", **NUMBERS)]
 
 
 def test_who_gets_no_work_keeps_its_state_where_there_is_room() -> None:
@@ -81,8 +82,8 @@ def test_uniform_plans_where_there_is_no_such_plan(said: PlannerAnswer, changed:
     plan, told = strategic(said)(survivors(1, 2, 3, **changed))
     assert plan.not_uniform is None and plan.members == (1, 2, 3)
     [planned] = told
-    assert (planned["strategy"], planned["instead_of"]) == ("uniform", "joint")
-    assert reason in planned["reason"]
+    assert (planned.strategy, planned.instead_of) == ("uniform", "joint")
+    assert reason in planned.reason
 
 
 class TestWaiting:
@@ -107,8 +108,8 @@ class TestWaiting:
         self, job: dict[str, Any], timeout_s: float
     ) -> None:
         waited_s, [planned] = self.late(1, 2, 3, **job)
-        assert waited_s == timeout_s and planned["overtaken"] and planned["strategy"] == "uniform"
-        assert planned["reason"] == f"no plan within {timeout_s:g} s"
+        assert waited_s == timeout_s and planned.overtaken and planned.strategy == "uniform"
+        assert planned.reason == f"no plan within {timeout_s:g} s"
 
     def test_where_no_uniform_plan_exists_the_plan_is_worth_waiting_for(self) -> None:
         """The one worker that is left has everything, and the job's own layout has two stages."""
@@ -126,7 +127,7 @@ class TestWaiting:
 
     def test_no_plan_at_all_is_not_a_late_one(self) -> None:
         _, [planned] = strategic(TOO_LITTLE)(survivors(1, 2, 3))
-        assert "overtaken" not in planned
+        assert planned.overtaken is None
 
 
 def test_uniform_plans_where_its_ops_would_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,7 @@ def test_uniform_plans_where_its_ops_would_wait_for_each_other(monkeypatch: pyte
     monkeypatch.setattr(rules, "stuck_op", lambda *_: None)
     plan, [planned] = strategic(found(ParallelPlan.from_dict(asked)))(survivors(1, 2, 3))
     assert plan.not_uniform is None
-    assert "op B0.0 waits for an op that waits for it" in planned["reason"]
+    assert "op B0.0 waits for an op that waits for it" in planned.reason
 
 
 def test_no_strategy_is_asked_unless_wanted() -> None:
@@ -184,4 +185,4 @@ def test_a_plan_whose_first_step_has_failed_is_not_taken_again() -> None:
     failed = {replace(UNLIKE, standbys={5: None}).work_digest: "RuntimeError: no such kernel"}
     plan, told = strategic(found(UNLIKE))(replace(survivors(1, 2, 3), failed=failed))
     assert plan.not_uniform is None
-    assert told[0]["reason"] == "its plan has failed in the first step: RuntimeError: no such kernel"
+    assert told[0].reason == "its plan has failed in the first step: RuntimeError: no such kernel"

@@ -17,6 +17,8 @@ from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning import replanner
 from megatron_resihp.control.replanning.next_plan import Survivors
 from megatron_resihp.control.replanning.replanner import Replanner
+from megatron_resihp.events.codec import plain
+from megatron_resihp.events.event import stamped
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, spelled_out
 from megatron_resihp.planner import JobShape
 from megatron_resihp.protocol.job import JobDescription
@@ -182,7 +184,7 @@ def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
     def tell(message: Any) -> None:
         for action in membership.handle(message, 0.0):
             if isinstance(action, Log):
-                told.append({"time": 0.0, "epoch": membership.epoch, "worker": None, **action.event})
+                told.append(plain(stamped(action.event, 0.0, membership.epoch)))
                 desk.replanner.note(told[-1])
 
     tell(JobStarted(0, JobDescription(**{**SIZES, "chunks": OWN})))
@@ -225,7 +227,7 @@ def test_who_has_come_back_is_known_by_its_place(desk: Desk) -> None:
     desk.train(plan)
     assert sorted(map(sorted, desk.speeds_ahead(4))) == [sorted(without(lost)) for lost in (3, 2, 1, 0)]
     found, planned = desk.recover(plan, 2, 3, 5)
-    assert planned["made_ahead"] and sorted(found.working) == [2, 3, 5]
+    assert planned.made_ahead and sorted(found.working) == [2, 3, 5]
 
 
 def test_a_slow_link_of_who_has_come_back_is_known_by_its_places(desk: Desk) -> None:
@@ -285,7 +287,7 @@ def test_who_is_slow_by_now_is_asked_about_anew(desk: Desk) -> None:
     desk.replanner.note(verdict(2))
     found, planned = desk.recover(plan, 1, 2, 3)
     said.set()
-    assert not planned["made_ahead"] and found.working == (1, 2, 3)
+    assert not planned.made_ahead and found.working == (1, 2, 3)
     assert desk.asked.get_nowait().speeds == {1: 1.0, 2: 0.5, 3: 1.0}
 
 
@@ -295,7 +297,7 @@ def test_where_there_was_no_plan_another_one_is_asked_for(desk: Desk) -> None:
     desk.train(plan)
     desk.speeds_ahead(4)
     _, planned = desk.recover(plan, 1, 2, 3)
-    assert planned["strategy"] == "joint" and not planned["made_ahead"]
+    assert planned.strategy == "joint" and not planned.made_ahead
     assert desk.asked.get_nowait().speeds == without(0)
 
 

@@ -15,6 +15,12 @@ from hypothesis import strategies as st
 from megatron_resihp.control.head.detection import Detection
 from megatron_resihp.control.transport.shipping import LARGEST, LENGTH, Frames, Inbox, Outbox, Relay, Uplink
 from megatron_resihp.control.transport.store import reserve
+from megatron_resihp.events.detection import Detection as DetectionEvent
+from megatron_resihp.events.detection import DetectionFailed
+from megatron_resihp.events.epochs import EpochStarted
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import Job
+from megatron_resihp.events.training import Iteration
 
 WAIT_S = 10.0
 
@@ -172,41 +178,42 @@ class FakeJudge:
         self.fail = fail
         self.noted: list[str] = []
 
-    def note(self, event: dict[str, Any]) -> list[dict[str, Any]]:
-        self.noted.append(event["event"])
+    def note(self, event: Event) -> list[Event]:
+        self.noted.append(event.name)
         return []
 
-    def take(self, message: bytes, now: float) -> list[dict[str, Any]]:
+    def take(self, message: bytes, now: float) -> list[Event]:
         if self.fail:
             raise RuntimeError("no judgement")
-        return [{"event": "verdict", "of": message.decode(), "after": list(self.noted)}]
+        return [DetectionFailed(part=message.decode(), error=" ".join(self.noted))]
 
-    def look(self, now: float) -> list[dict[str, Any]]:
+    def look(self, now: float) -> list[Event]:
         return []
 
-    def finish(self) -> list[dict[str, Any]]:
-        return [{"event": "detection"}]
+    def finish(self) -> list[Event]:
+        return [DetectionEvent(iterations=1, records=1, faults={}, warm=True)]
 
 
 def test_what_was_told_before_a_record_is_known_when_it_is_judged() -> None:
-    written: list[dict[str, Any]] = []
+    written: list[Any] = []
     detection = Detection(lambda order: FakeJudge(), written.append)
-    for name in ("job", "iteration", "epoch_started"):
-        detection.note({"event": name})
+    plan: dict[str, Any] = {"replicas": [], "standbys": {}}
+    for event in (Job(train_iters=9), Iteration(iteration=1), EpochStarted(plan=plan)):
+        detection.note(event)
     detection.inbox.deliver(b"1")
     detection.close(WAIT_S)
-    assert [event["event"] for event in written] == ["verdict", "detection"]
-    assert written[0]["after"] == ["job", "epoch_started"] and written[0]["of"] == "1"
-    assert all(event["worker"] is None and event["time"] > 0 for event in written)
+    assert [type(event) for event in written] == [DetectionFailed, DetectionEvent]
+    assert written[0].error == "job epoch_started" and written[0].part == "1"
+    assert all(event.worker is None and event.time > 0 for event in written)
 
 
 def test_a_judge_that_fails_is_told_of_once_and_records_are_taken_all_the_same(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    written: list[dict[str, Any]] = []
+    written: list[Any] = []
     detection = Detection(lambda order: FakeJudge(fail=True), written.append)
     for _ in range(5000):
         assert detection.inbox.deliver(b"record")
     detection.close(WAIT_S)
-    assert [event["event"] for event in written] == ["detection_failed"]
-    assert "no judgement" in written[0]["error"]
+    (failed,) = written
+    assert isinstance(failed, DetectionFailed) and "no judgement" in failed.error
