@@ -127,11 +127,11 @@ class StrategicPlan:
             plan, told = uniform_or_less(survivors)
             late = isinstance(error, _TooLate) or None
             return plan, [Planned(strategy=UNIFORM, instead_of=strategy, reason=str(error), overtaken=late), *told]
-        numbers = {
-            "planning_s": found.planning_s, "waited_s": heard.waited_s, "made_ahead": heard.made_ahead,
-            "iteration_s": found.iteration_s, "bound_s": found.bound_s, "moving_s": found.moving_s,
-        }  # fmt: skip
-        return plan, [Planned(strategy=strategy, **numbers)]
+        planned = Planned(
+            strategy=strategy, planning_s=found.planning_s, waited_s=heard.waited_s, made_ahead=heard.made_ahead,
+            iteration_s=found.iteration_s, bound_s=found.bound_s, moving_s=found.moving_s,
+        )  # fmt: skip
+        return plan, [planned]
 
     def _strategic(self, strategy: str, survivors: Survivors) -> tuple[ParallelPlan, PlanFound, Heard]:
         own, held, running = survivors.own, survivors.held, survivors.running

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's side of the control plane: what it tells the coordinator, and the thread that hears notices.
 
-May import `plan` and this package's other modules.
+May import `plan`, `protocol`, `events` and this package's other modules.
 """
 
 import secrets
@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.transport.address import Address, parse_address
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.control.worker.reach import unreachable
+from megatron_resihp.events.codec import plain
+from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.plan import ParallelPlan, Shard
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import (
@@ -157,15 +158,11 @@ class WorkerControl:
             assert self._end is not None
             raise self._end from error
 
-    def event(self, name: str, **fields: Any) -> None:
-        """Write an event to the run's log."""
-        event = {"event": name, "time": time.time(), "epoch": self.epoch, "worker": self.worker, **fields}
-        self.tell(EventsReported(self.worker, (event,)))
-
-    def events(self, events: list[dict[str, Any]]) -> None:
-        """Write several events at once; each needs at least `event`."""
-        common = {"time": time.time(), "epoch": self.epoch, "worker": self.worker}
-        self.tell(EventsReported(self.worker, tuple({**common, **event} for event in events)))
+    def event(self, *events: Event) -> None:
+        """Write events to the run's log, all at once."""
+        now = time.time()
+        lines = tuple(plain(stamped(event, now, self.epoch, self.worker)) for event in events)
+        self.tell(EventsReported(self.worker, lines))
 
     @property
     def members(self) -> tuple[int, ...]:

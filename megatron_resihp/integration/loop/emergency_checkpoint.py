@@ -22,6 +22,7 @@ from megatron.training.checkpointing import generate_state_dict, get_checkpoint_
 
 from megatron_resihp.control.node.environment import RUN_DIR
 from megatron_resihp.control.worker.saved_state import DIRECTORY
+from megatron_resihp.events.training import Salvage
 from megatron_resihp.integration.patches.counting import count_again, restore_counters
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.slice_state import slice_states
@@ -43,13 +44,10 @@ def salvage(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
     if runtime.held.writes_shard and runtime.control.count("salvaged") == len(order.writers) and not order.missing:
         # Only when all shards are there may a later start find them.
         name_latest(directory, order.commit.iteration)
-    runtime.control.event(
-        "salvage",
-        iteration=order.commit.iteration,
-        path=str(path),
-        complete=not order.missing,
-        missing=[runtime.job.own.coordinate_of((shard,)) for shard in order.missing],
-    )
+    runtime.control.event(Salvage(
+        iteration=order.commit.iteration, path=str(path), complete=not order.missing,
+        missing=tuple(place for each in order.missing if (place := runtime.job.own.coordinate_of((each,))) is not None),
+    ))  # fmt: skip
     runtime.control.tell(EmergencyCheckpointWritten(runtime.worker))
 
 

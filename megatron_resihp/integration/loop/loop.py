@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import training
 
 from megatron_resihp.detector.input.records import SpanKind
+from megatron_resihp.events.training import Checkpoint, Emulation
 from megatron_resihp.integration.loop.course import follow
 from megatron_resihp.integration.loop.recovery import TakenIn, leave_if_agreed
 from megatron_resihp.integration.loop.telemetry import report_iteration
@@ -78,7 +79,7 @@ def _finish(runtime: Runtime) -> None:
     torch.cuda.synchronize()
     runtime.probes.flush()
     if runtime.pads.padding is not None:
-        runtime.control.event("emulation", ops=runtime.pads.padding.ops, late=runtime.pads.padding.late)
+        runtime.control.event(Emulation(ops=runtime.pads.padding.ops, late=runtime.pads.padding.late))
     tell_cost(runtime)
     record_digests(runtime)
     progress = runtime.progress
@@ -209,7 +210,7 @@ def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]
             args.data_parallel_size = 1
         if runtime.view.reports:
             runtime.control.event(
-                "checkpoint", iteration=iteration, path=args.save, seconds=time.time() - start, format=used
+                Checkpoint(iteration=iteration, path=args.save, seconds=time.time() - start, format=used)
             )
         return result
 

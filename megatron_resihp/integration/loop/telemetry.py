@@ -4,10 +4,12 @@
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from megatron_resihp.events.epochs import FirstStep, Phase
+from megatron_resihp.events.training import Iteration
+from megatron_resihp.events.workers import Resources
 from megatron_resihp.integration.runtime import Runtime
 
 
@@ -16,18 +18,17 @@ def report_iteration(runtime: Runtime) -> None:
     iteration, now = runtime.progress.iteration, time.time()
     outcome = runtime.progress.outcomes[iteration]
     if runtime.view.reports:
-        runtime.control.event(
-            "iteration", iteration=iteration, agreed_epoch=outcome.epoch, loss=outcome.means,
+        runtime.control.event(Iteration(
+            iteration=iteration, agreed_epoch=outcome.epoch, loss=outcome.means,
             grad_norm=outcome.grad_norm, skipped=outcome.skipped, loss_scale=_scale(runtime),
             samples=runtime.job.args.global_batch_size,
             duration_s=None if runtime.recovery.last_step_at is None else now - runtime.recovery.last_step_at,
-        )  # fmt: skip
+        ))  # fmt: skip
     runtime.recovery.last_step_at = now
     if runtime.recovery.since is not None:
-        runtime.control.event(
-            "first_step", to_epoch=runtime.epoch, iteration=iteration,
-            seconds_since_death=now - runtime.recovery.since, redone_compute_s=None,
-        )  # fmt: skip
+        runtime.control.event(FirstStep(
+            to_epoch=runtime.epoch, iteration=iteration, seconds_since_death=now - runtime.recovery.since
+        ))  # fmt: skip
     report_recovered(runtime)
 
 
@@ -42,18 +43,14 @@ def report_recovered(runtime: Runtime) -> None:
     if runtime.recovery.since is None:
         return
     to_epoch = runtime.epoch
-    events: list[dict[str, Any]] = [
-        {"event": "phase", "phase": name, "seconds": spent, "to_epoch": to_epoch}
-        for name, spent in runtime.recovery.phases.items()
-    ]
+    phases = [Phase(phase=name, seconds=spent, to_epoch=to_epoch) for name, spent in runtime.recovery.phases.items()]
     runtime.recovery.since = None
     runtime.communicators.release()
     left_behind = runtime.communicators.left_behind
     took, runtime.recovery.footprint = runtime.recovery.footprint, None
     memory = {} if took is None else {"bytes_before": took.before, "bytes_new": took.new, "bytes_most": took.most}
-    resources_now = {"to_epoch": to_epoch, "left_behind": left_behind, **resources(), **memory}
-    events.append({"event": "resources", **resources_now})
-    runtime.control.events(events)
+    held = Resources(to_epoch=to_epoch, left_behind=left_behind, **resources(), **memory)
+    runtime.control.event(*phases, held)
 
 
 def resources() -> dict[str, int]:

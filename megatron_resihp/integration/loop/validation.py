@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_resihp.detector.input.records import SpanKind
+from megatron_resihp.events.detection import Validation
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.protocol.notices import MatrixProduct, Transfer
 
@@ -30,10 +31,10 @@ def validate(runtime: Runtime) -> None:
     with runtime.probes.span(SpanKind.VALIDATION):
         gemm_seconds = [seconds for gemm in gemms for seconds in _time_gemm(runtime, gemm)]
         timed = [_time_transfer(runtime, each) for each in transfers]
-    runtime.control.event(
-        "validation", number=order.number, iteration=runtime.progress.iteration, seconds=time.monotonic() - began,
-        gemm_seconds=gemm_seconds, transfers=timed,
-    )  # fmt: skip
+    runtime.control.event(Validation(
+        number=order.number, iteration=runtime.progress.iteration, seconds=time.monotonic() - began,
+        gemm_seconds=tuple(gemm_seconds), transfers=tuple(timed),
+    ))  # fmt: skip
 
 
 def _time_gemm(runtime: Runtime, gemm: MatrixProduct) -> list[float]:

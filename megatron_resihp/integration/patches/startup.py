@@ -35,6 +35,7 @@ from megatron_resihp.control.worker.identity import Identity, check_in
 from megatron_resihp.control.worker.reach import Door, own_address_towards
 from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.detector.input.wire import pack
+from megatron_resihp.events.workers import WorkerStarted
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.integration.job import Job, job_of
 from megatron_resihp.integration.loop import nccl_watch
@@ -134,7 +135,7 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
     @functools.wraps(original)
     def initialize_megatron(*positional: Any, **options: Any) -> Any:
         args = runtime.job.args
-        runtime.control.event("worker_started", **whereabouts(args.local_rank))
+        runtime.control.event(WorkerStarted(**whereabouts(args.local_rank)))
         if runtime.joining:
             torch.cuda.set_device(args.local_rank)
             build_lonely_world(runtime)

@@ -3,6 +3,7 @@
 
 from megatron_resihp.config import Injection, ResihpConfig, Slowdown
 from megatron_resihp.control.worker.client import WorkerControl
+from megatron_resihp.events.injections import Drill
 from megatron_resihp.integration.probes.fault_injection import Injections, ScheduledSlowdowns
 from megatron_resihp.integration.progress import Progress
 from megatron_resihp.plan.files import read_plan
@@ -39,13 +40,9 @@ class Scheduled:
         self.plans = [(each, plan) for each, plan in self.plans if each.iteration > iteration]
 
     def _announce_injection(self, injection: Injection) -> None:
-        self._control.event(
-            "drill",
-            action=injection.action,
-            target=injection.worker,
-            iteration=self._progress.iteration,
-            point=injection.point,
-        )
+        self._control.event(Drill(
+            action=injection.action, target=injection.worker, iteration=self._progress.iteration, point=injection.point,
+        ))  # fmt: skip
 
     def _ask_for_slowdown(self, index: int, slowdown: Slowdown) -> None:
         self._control.tell(SlowdownRequest(slowdown.workers, slowdown.factor, slowdown.iteration, index))

@@ -4,6 +4,7 @@
 Keys are those of `control.coordination.digests`. May import torch and this package.
 """
 
+from megatron_resihp.events.training import Digest
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.shard import shard_tensors
@@ -22,4 +23,4 @@ def record_digests(runtime: Runtime) -> None:
     """Write them to the event log, if that is asked for."""
     if runtime.job.config.resihp_record_digests and runtime.held.is_built:
         digests = runtime.mode.state.digests(runtime.held.live)
-        runtime.control.event("digest", iteration=runtime.progress.iteration, digests=digests)
+        runtime.control.event(Digest(iteration=runtime.progress.iteration, digests=digests))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_resihp.events.training import OptimizerCopy
 from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors, tell_all
 from megatron_resihp.integration.runtime import Runtime
@@ -83,11 +84,11 @@ def tell_cost(runtime: Runtime) -> None:
     bytes_kept, cost = copy.nbytes, copy.cost  # in this order: the last step may still be under way
     if not cost.steps:
         return
-    runtime.control.event(
-        "optimizer_copy", owner=copy.owner, steps=cost.steps, bytes_kept=bytes_kept,
+    runtime.control.event(OptimizerCopy(
+        owner=copy.owner, steps=cost.steps, bytes_kept=bytes_kept,
         bytes_per_step=cost.bytes_sent // cost.steps, exchange_s=cost.exchange_s / cost.steps,
         step_s=cost.step_s / cost.steps,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 # ---- at the start of an epoch

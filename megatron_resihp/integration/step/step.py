@@ -12,6 +12,7 @@ from megatron.core import mpu
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_resihp.detector.input.records import SpanKind
+from megatron_resihp.events.training import Samples
 from megatron_resihp.integration.patches import expert_metrics
 from megatron_resihp.integration.patches.counting import settings_of
 from megatron_resihp.integration.progress import LOSS_SLOTS
@@ -78,10 +79,11 @@ def _record_samples(runtime: Runtime) -> None:
     """Say what was fed before anybody can agree on it: a step that counts is never without its samples in the log."""
     progress, view = runtime.progress, runtime.view
     if runtime.job.config.resihp_record_samples and progress.fed and view.is_first_stage:
-        runtime.control.event(
-            "samples", iteration=progress.iteration, replica=view.replica, samples=_ranges(progress.fed),
-            micro_batches=list(view.read_order),
-        )  # fmt: skip
+        runtime.control.event(Samples(
+            epoch=runtime.epoch, iteration=progress.iteration, replica=view.replica,
+            samples=tuple((first, last) for first, last in _ranges(progress.fed)),
+            micro_batches=view.read_order,
+        ))  # fmt: skip
 
 
 def _ranges(numbers: list[int]) -> list[list[int]]:

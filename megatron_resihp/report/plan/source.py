@@ -215,7 +215,7 @@ def _measured(
     job = KnownJob(
         told.tensor_parallel, told.micro_batches, dict(model.arguments), told.emulated,
         told.device_memory or int(namespace.memory_gib * 2**30),
-        _first_known(namespace.memory_reserve, told.memory_reserve, MEMORY_RESERVE),
+        next(each for each in (namespace.memory_reserve, told.memory_reserve, MEMORY_RESERVE) if each is not None),
     )  # fmt: skip
     per_node = namespace.workers_per_node or per_node
     if job.emulated:
@@ -246,10 +246,6 @@ def _plan(data: Any, model: Model, path: Path) -> ParallelPlan:
 
 def _last[E: Event](found: Sequence[Event], kind: type[E]) -> E | None:
     return next((event for event in reversed(found) if isinstance(event, kind)), None)
-
-
-def _first_known(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
 
 
 def megatron_arguments(command: Sequence[str]) -> dict[str, Any]:
