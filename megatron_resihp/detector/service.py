@@ -45,15 +45,11 @@ class DetectionService:
     Args:
         run_dir: where records and the cost model are kept.
         order: takes notices that all workers are to get.
-
-    Attributes:
-        callbacks: called with each verdict, in this object's thread.
     """
 
     def __init__(self, run_dir: Path, order: Callable[[ValidationOrder], None]) -> None:
         self._order = order
         self._inquiries: Inquiries | None = None
-        self.callbacks: list[Callable[[Verdict], None]] = []
         self._run_dir = run_dir
         self._places = self._workers_per_node = 1
         self._job: Job | None = None
@@ -161,12 +157,7 @@ class DetectionService:
         return self._save_model() if complete else []
 
     def _tell(self, verdicts: Iterable[Verdict]) -> list[Event]:
-        events: list[Event] = []
-        for verdict in verdicts:
-            events.append(verdict_event(verdict))
-            for callback in self.callbacks:
-                callback(verdict)
-        return events
+        return [verdict_event(verdict) for verdict in verdicts]
 
     def _inquire(self, iteration: int) -> list[Event]:
         """Have suspects validated, where evidence leaves several."""

@@ -25,6 +25,7 @@ from megatron_resihp.control.commands.claim import ClaimedError, living_owner, t
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact
 from megatron_resihp.control.commands.launch_options import RUNS, LaunchError, LaunchOptions, check, options_of
 from megatron_resihp.control.coordination.actions import Limits
+from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head import returning
 from megatron_resihp.control.head.detection import Detection, Judge
 from megatron_resihp.control.head.headquarters import EventSink, Headquarters, Job
@@ -45,6 +46,7 @@ from megatron_resihp.control.transport.node_liveness import Joining, Meeting, No
 from megatron_resihp.control.transport.shipping import Relay, Uplink
 from megatron_resihp.control.transport.store import Store, StoreError, connect, reserve, wait_until_reachable
 from megatron_resihp.control.worker.saved_state import last_save
+from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.codec import plain
 from megatron_resihp.events.event import Event
 from megatron_resihp.protocol.notices import ValidationOrder
@@ -61,7 +63,7 @@ CLOSING_S: Final = 5.0
 class NoEvents:
     """An event sink that keeps nothing."""
 
-    def write(self, event: Event) -> None:
+    def follow(self, bus: EventBus) -> None:
         pass
 
     def finish(self) -> None:
@@ -308,18 +310,15 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     meeting = None
     if seat.liveness is not None and seat.records is not None:
         meeting = Meeting(*(Address(seat.address.host, s.getsockname()[1]) for s in (seat.liveness, seat.records)))
-    write = seat.sink.write
-
-    def judged(event: Event) -> None:
-        replanner.note(plain(event))
-        write(event)
-
-    detection = Detection(lambda order: _make_judge(seat.run_dir, order), judged)
-    size = options.size
-    replanner = Replanner(seat.run_dir, size, write, lambda order: detection.orders.put(order))
+    bus, requests, size = EventBus(), Requests(), options.size
+    # First of all, so that the log never has an answer before what it answers.
+    seat.sink.follow(bus)
+    detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate), bus)
+    replanner = Replanner(seat.run_dir, size, bus.publish, requests.change_plan)
+    bus.subscribe(lambda event: replanner.note(plain(event)), Event)
     limits = Limits(options.survivor_timeout_s)
     job = Job(size, list(options.command), limits, seat.token, seat.run_dir)
-    return Headquarters(seat.address, seat.listener, write, job, meeting, detection, replanner, mailbox.end)
+    return Headquarters(seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, mailbox.end)
 
 
 def _make_judge(run_dir: Path, order: Callable[[ValidationOrder], None]) -> Judge:

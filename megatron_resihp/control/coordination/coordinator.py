@@ -5,7 +5,6 @@ Runs in a thread of node 0's agent, never in a worker. May import `plan`, `proto
 other modules; the event log's writer is handed in.
 """
 
-import queue
 import time
 import traceback
 from collections import deque
@@ -27,6 +26,7 @@ from megatron_resihp.control.coordination.actions import (
 )
 from megatron_resihp.control.coordination.door import Heard, Reported, read_message
 from megatron_resihp.control.coordination.membership import Membership
+from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
 from megatron_resihp.control.slowness import SlownessDesk
@@ -39,7 +39,7 @@ from megatron_resihp.events.training import Iteration
 from megatron_resihp.events.workers import WorkerDead
 from megatron_resihp.protocol import answers
 from megatron_resihp.protocol.messages import JobStarted, PlanRequest, SlowdownRequest
-from megatron_resihp.protocol.notices import NOTICES, ValidationOrder
+from megatron_resihp.protocol.notices import NOTICES
 from megatron_resihp.protocol.published import DECISIONS, END, GO, EmergencyCheckpointOrder, EpochPlan, Go, JobEnd
 from megatron_resihp.protocol.wire import COORDINATOR, MalformedError, shown
 
@@ -65,9 +65,6 @@ RECENT = 10_000
 """Ids of so many messages are remembered."""
 
 
-Order = ValidationOrder | PlanRequest
-
-
 class ForeignWriterError(RuntimeError):
     """Somebody else writes to this job's store."""
 
@@ -81,7 +78,7 @@ class Coordinator:
         size: of the job.
         command: what was started, for the log.
         limits: bounds of waiting.
-        to_notify: what all workers are to measure, and requests for plans.
+        requests: what others on node 0 want.
         next_plan: who plans when workers have died.
         reopen: lets a node that was lost, or has never been there, come with workers of these ids.
         clock: seconds that bounded waits count; nobody may set it.
@@ -95,7 +92,7 @@ class Coordinator:
         size: JobSize,
         command: list[str],
         limits: Limits | None = None,
-        to_notify: queue.SimpleQueue[Order] | None = None,
+        requests: Requests | None = None,
         next_plan: NextPlan = uniform_or_less,
         reopen: Callable[[int, Sequence[int]], None] = lambda node, workers: None,
         clock: Callable[[], float] = time.monotonic,
@@ -106,7 +103,7 @@ class Coordinator:
         self._membership = Membership(size, limits or Limits(), next_plan)
         self._command = command
         self._reopen = reopen
-        self._to_notify = to_notify or queue.SimpleQueue()
+        self._requests = requests or Requests()
         self._notices = 0
         self._struck: dict[int, float] = {}
         self._dropped = 0
@@ -168,11 +165,8 @@ class Coordinator:
             yield self._take_in(text)
         passed_s, self._ticked_at = now - self._ticked_at, now
         yield self._membership.tick(passed_s - self._absence.before(now), time.time())
-        for order in self._waiting_orders():
-            yield self._react(order) if isinstance(order, PlanRequest) else [Notify(order)]
-
-    def _waiting_orders(self) -> list[Order]:
-        return [self._to_notify.get() for _ in range(self._to_notify.qsize())]
+        for request in self._requests.take():
+            yield self._react(request) if isinstance(request, PlanRequest) else [Notify(request)]
 
     def _take_in(self, text: str) -> list[Action]:
         message = self._read(text)

@@ -15,15 +15,12 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from megatron_resihp.control.transport.shipping import Inbox
+from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import DetectionFailed, Validation
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.job import Job, RunStarted
-from megatron_resihp.protocol.messages import PlanRequest
-from megatron_resihp.protocol.notices import ValidationOrder
 
-TOLD: Final = (RunStarted, Job, EpochStarted, Validation)
-"""Events that judging needs."""
 LOOK_S: Final = 0.2
 WAITING: Final = 4096
 """Records that wait to be judged; when there are more, agents stop reading, and workers drop what they can't send."""
@@ -53,40 +50,29 @@ class Detection:
     """Runs a judge.
 
     Args:
-        make_judge: called in the thread when the first record or event comes; may take a while. It is given a function
-            that takes notices to all workers.
-        write: takes the judge's events; from any thread.
+        make_judge: called in the thread when the first record or event comes; may take a while.
+        bus: tells of what judging needs, and takes the judge's events.
 
     Attributes:
         inbox: where records arrive.
-        orders: the judge's notices, which wait for the coordinator to send them.
     """
 
-    def __init__(
-        self, make_judge: Callable[[Callable[[ValidationOrder], None]], Judge], write: Callable[[Event], None]
-    ) -> None:
+    def __init__(self, make_judge: Callable[[], Judge], bus: EventBus) -> None:
         self.inbox = Inbox(WAITING)
-        self.orders: queue.SimpleQueue[ValidationOrder | PlanRequest] = queue.SimpleQueue()
         self._make_judge = make_judge
-        self._write = write
+        self._bus = bus
         self._judge: Judge | None = None
         self._news: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._closing = threading.Event()
+        bus.subscribe(self._news.put, RunStarted, Job, EpochStarted, Validation)
         self._thread = threading.Thread(target=self._run, name="resihp-detection", daemon=True)
         self._thread.start()
-
-    def note(self, event: Event) -> None:
-        """Tell of an event of the run; from any thread, at once."""
-        if isinstance(event, TOLD):
-            self._news.put(event)
 
     def close(self, timeout_s: float) -> None:
         """Judge what has come, and end."""
         self._closing.set()
         self._thread.join(timeout_s)
         self.inbox.close()
-        # A thread that is still at it must not write to a log that is closed.
-        self._write = _ignore
 
     def _run(self) -> None:
         try:
@@ -115,13 +101,9 @@ class Detection:
 
     def _the_judge(self) -> Judge:
         if self._judge is None:
-            self._judge = self._make_judge(self.orders.put)
+            self._judge = self._make_judge()
         return self._judge
 
     def _tell(self, events: Iterable[Event]) -> None:
         for event in events:
-            self._write(stamped(event, time.time()))
-
-
-def _ignore(event: Event) -> None:
-    pass
+            self._bus.publish(stamped(event, time.time()))

@@ -19,17 +19,18 @@ from typing import Final, Protocol
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.coordinator import Coordinator
+from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head import returning
 from megatron_resihp.control.head.detection import Detection
-from megatron_resihp.control.head.stalls import StallWatch
+from megatron_resihp.control.head.stalls import FOLLOWED, StallWatch
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.mailbox import Ending
 from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.node_liveness import Meeting, publish
 from megatron_resihp.control.transport.store import StoreError, TcpStore, serve
-from megatron_resihp.events.codec import plain
-from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.bus import EventBus
+from megatron_resihp.events.event import stamped
 from megatron_resihp.events.job import RunFinished, Stall
 from megatron_resihp.protocol.published import END, JobEnd
 from megatron_resihp.protocol.wire import COORDINATOR
@@ -38,12 +39,9 @@ FAILED_GRACE_S: Final = 5.0
 
 
 class EventSink(Protocol):
-    """Takes the run's events, from any thread; `finish` is called once, when nothing more comes.
+    """Keeps or shows the run's events; `finish` is called once, when nothing more comes."""
 
-    Where it can't keep or show them it says so and raises nothing: that is no reason to end a job.
-    """
-
-    def write(self, event: Event) -> None: ...
+    def follow(self, bus: EventBus) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -69,9 +67,10 @@ class Headquarters:
 
     Args:
         listener: bound to the port of `address`.
-        write: takes the events, from any thread.
+        bus: takes the run's events; closed at the end.
+        requests: what others on node 0 want of the coordinator.
         meeting: where agents of other nodes connect; None where there are none.
-        detection, replanner: told of all events.
+        detection, replanner: ended at the end.
         on_end: told, in this object's thread, if the store can't be served.
     """
 
@@ -79,7 +78,8 @@ class Headquarters:
         self,
         address: Address,
         listener: socket.socket,
-        write: Callable[[Event], None],
+        bus: EventBus,
+        requests: Requests,
         job: Job,
         meeting: Meeting | None,
         detection: Detection,
@@ -88,7 +88,8 @@ class Headquarters:
     ) -> None:
         self._address = address
         self._listener = listener
-        self._write_event = write
+        self._bus = bus
+        self._requests = requests
         self._job = job
         self._meeting = meeting
         self.detection = detection
@@ -97,6 +98,7 @@ class Headquarters:
         self._served: TcpStore | None = None
         self._connection: TcpStore | None = None
         self._stalls = StallWatch()
+        bus.subscribe(lambda event: self._tell_stalls(self._stalls.note(event, time.monotonic())), *FOLLOWED)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resihp-coordinator", daemon=True)
         self._thread.start()
@@ -107,10 +109,11 @@ class Headquarters:
         if not ending.agreed:
             if self._connection is not None:
                 self._connection.close()
-            self._write(RunFinished(time=time.time(), exit_code=ending.code, reason=ending.reason))
+            self._bus.publish(RunFinished(time=time.time(), exit_code=ending.code, reason=ending.reason))
         self._replanner.close(timeout_s)
         self._thread.join(timeout_s)
         self.detection.close(timeout_s)
+        self._bus.close()
         if self._served is not None:
             self._served.close()
 
@@ -132,7 +135,7 @@ class Headquarters:
     def _end(self, store: TcpStore, reason: str) -> None:
         """In the place of a coordinator that has failed, again while survivors were to write what they hold."""
         code = exit_codes.RETRY
-        self._write(RunFinished(time=time.time(), exit_code=code, reason=reason))
+        self._bus.publish(RunFinished(time=time.time(), exit_code=code, reason=reason))
         try:
             store.set(keys.END, END.write(JobEnd(code, reason, FAILED_GRACE_S), COORDINATOR))
         except StoreError as error:
@@ -141,8 +144,8 @@ class Headquarters:
     def _coordinator(self, store: TcpStore) -> Coordinator:
         job = self._job
         return Coordinator(
-            store, self._write, job.size, job.command, job.limits,
-            to_notify=self.detection.orders, next_plan=self._replanner.next_plan,
+            store, self._bus.publish, job.size, job.command, job.limits,
+            requests=self._requests, next_plan=self._replanner.next_plan,
             reopen=partial(returning.offer, job.run_dir), on_heard=self._look_for_stalls,
         )  # fmt: skip
 
@@ -153,17 +156,10 @@ class Headquarters:
         self._connection = self._served.clone()
         return self._connection
 
-    def _write(self, event: Event) -> None:
-        self.detection.note(event)
-        self._replanner.note(plain(event))
-        stalls = self._stalls.note(event, time.monotonic())
-        self._write_event(event)
-        self._tell_stalls(stalls)
-
     def _look_for_stalls(self) -> None:
         """Only once all is heard: what has been said, and not heard yet, may be that an iteration is done."""
         self._tell_stalls(self._stalls.look(time.monotonic()))
 
     def _tell_stalls(self, stalls: Iterable[Stall]) -> None:
         for stall in stalls:
-            self._write_event(stamped(stall, time.time()))
+            self._bus.publish(stamped(stall, time.time()))

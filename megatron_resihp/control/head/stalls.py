@@ -18,6 +18,8 @@ from megatron_resihp.events.job import Job, RunFinished, Stall
 from megatron_resihp.events.replanning import PlanChange
 from megatron_resihp.events.training import Iteration
 
+FOLLOWED: Final = (Job, EpochBroken, PlanChange, Recovery, Reconfiguration, RunFinished, Iteration)
+"""Events that tell whether training goes on."""
 STALLED_AFTER: Final = 3.0
 """Usual iteration times."""
 LEAST_S: Final = 1.0
@@ -43,7 +45,10 @@ CHECKPOINT: Final = "checkpoint"
 
 @dataclass
 class StallWatch:
-    """Feed it all events with `note`, call `look` often; both return events to write. Times are monotonic seconds."""
+    """Feed it the events in FOLLOWED with `note`, call `look` often; both return events to write.
+
+    Times are monotonic seconds.
+    """
 
     _job: Job | None = None
     _iteration: int | None = None

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.job import LogGap, RunFinished
 from megatron_resihp.events.log import FILE_NAME, EventLog, read_events
@@ -20,7 +21,7 @@ from megatron_resihp.report.run.summary import summarize_log
 
 
 class RunReport:
-    """Takes a run's events, from any thread; `finish` prints what they say of the whole run.
+    """Writes a run's events to its log, and shows them; `finish` prints what they say of the whole run.
 
     Raises:
         OSError: the log can't be opened.
@@ -37,7 +38,12 @@ class RunReport:
         self._warned = False
         self._end: Event | None = None
 
-    def write(self, event: Event) -> None:
+    def follow(self, bus: EventBus) -> None:
+        """Take the run's events, from any thread."""
+        bus.subscribe(self._write, Event)
+        bus.subscribe(self._progress.feed, Event)
+
+    def _write(self, event: Event) -> None:
         with self._lock:
             if isinstance(event, RunFinished):
                 self._end = event
@@ -48,7 +54,6 @@ class RunReport:
                 self._log.write(event)
             except OSError as error:
                 self._miss(error)
-        self._progress.feed(event)
 
     def finish(self) -> None:
         """Close the log and print what it says of the whole run, and what it lacks."""

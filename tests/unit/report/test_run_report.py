@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_resihp.events import log as events
+from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.job import LogGap
 from megatron_resihp.events.log import read_events
 from megatron_resihp.report.live.run_report import RunReport
@@ -41,8 +42,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def play(run: Any, report: RunReport, already: int = 0) -> int:
+    bus = EventBus()
+    report.follow(bus)
     for event in run.events[already:]:
-        report.write(event)
+        bus.publish(event)
     return len(run.events)
 
 

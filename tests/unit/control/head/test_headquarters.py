@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control import exit_codes, keys
+from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head.headquarters import Headquarters, Job
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.mailbox import Ending
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.store import StoreError, connect, reserve
+from megatron_resihp.events.bus import EventBus
+from megatron_resihp.events.event import Event
 from megatron_resihp.protocol.published import END
 
 HEARD_S = 30.0
@@ -32,11 +35,13 @@ def headquarters(
         raise error
 
     monkeypatch.setattr(Headquarters, "_coordinator", lambda self, store: SimpleNamespace(run=run))
-    beside: Any = SimpleNamespace(note=lambda event: None, close=lambda timeout_s: None)
+    beside: Any = SimpleNamespace(close=lambda timeout_s: None)
     listener, events, ends = reserve("127.0.0.1", 0), Events(), queue.SimpleQueue[Ending]()
     address = Address("127.0.0.1", listener.getsockname()[1])
+    bus = EventBus()
+    bus.subscribe(events.put, Event)
     job = Job(JobSize(1, 1), [], SimpleNamespace(), "token", tmp_path)  # type: ignore[arg-type]
-    return Headquarters(address, listener, events.put, job, None, beside, beside, ends.put), address, events, ends
+    return Headquarters(address, listener, bus, Requests(), job, None, beside, beside, ends.put), address, events, ends
 
 
 def test_a_coordinator_that_fails_leaves_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_resihp.control.head.detection import Detection
 from megatron_resihp.control.transport.shipping import LARGEST, LENGTH, Frames, Inbox, Outbox, Relay, Uplink
 from megatron_resihp.control.transport.store import reserve
+from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Detection as DetectionEvent
 from megatron_resihp.events.detection import DetectionFailed
 from megatron_resihp.events.epochs import EpochStarted
@@ -196,10 +197,12 @@ class FakeJudge:
 
 def test_what_was_told_before_a_record_is_known_when_it_is_judged() -> None:
     written: list[Any] = []
-    detection = Detection(lambda order: FakeJudge(), written.append)
+    bus = EventBus()
+    detection = Detection(FakeJudge, bus)
+    bus.subscribe(written.append, DetectionFailed, DetectionEvent)
     plan: dict[str, Any] = {"replicas": [], "standbys": {}}
     for event in (Job(train_iters=9), Iteration(iteration=1), EpochStarted(plan=plan)):
-        detection.note(event)
+        bus.publish(event)
     detection.inbox.deliver(b"1")
     detection.close(WAIT_S)
     assert [type(event) for event in written] == [DetectionFailed, DetectionEvent]
@@ -211,7 +214,9 @@ def test_a_judge_that_fails_is_told_of_once_and_records_are_taken_all_the_same(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     written: list[Any] = []
-    detection = Detection(lambda order: FakeJudge(fail=True), written.append)
+    bus = EventBus()
+    bus.subscribe(written.append, Event)
+    detection = Detection(lambda: FakeJudge(fail=True), bus)
     for _ in range(5000):
         assert detection.inbox.deliver(b"record")
     detection.close(WAIT_S)

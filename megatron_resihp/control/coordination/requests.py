@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What others on node 0 ask of the coordinator, which takes it up in its own thread.
+
+May import: the standard library and `protocol`.
+"""
+
+from __future__ import annotations
+
+import queue
+
+from megatron_resihp.protocol.messages import PlanRequest
+from megatron_resihp.protocol.notices import ValidationOrder
+
+
+class Requests:
+    """Calls from any thread, in their order."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[ValidationOrder | PlanRequest] = queue.SimpleQueue()
+
+    def validate(self, order: ValidationOrder) -> None:
+        """Have workers measure."""
+        self._waiting.put(order)
+
+    def change_plan(self, request: PlanRequest) -> None:
+        """Have another plan taken."""
+        self._waiting.put(request)
+
+    def take(self) -> list[ValidationOrder | PlanRequest]:
+        """All that have come since the last call; for the coordinator."""
+        return [self._waiting.get() for _ in range(self._waiting.qsize())]
