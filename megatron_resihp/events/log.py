@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from megatron_resihp.events.codec import UnusableEventError, plain, read_event
-from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import RunStarted
 from megatron_resihp.events.nonfinite import jsonable
 
@@ -45,7 +45,7 @@ class EventLog:
         Raises:
             OSError: it can't be written; later ones perhaps can.
         """
-        line = json.dumps(jsonable(plain(stamped(event, self._clock()))), default=_plain, allow_nan=False)
+        line = json.dumps(jsonable(plain(event, self._clock())), default=_plain, allow_nan=False)
         with self._lock:
             if self._file is None:
                 raise ValueError(f"{self.path} is closed; no event can be written to it")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 from megatron_resihp.coding import Between, WrongValueError, decode
 from megatron_resihp.control.job_size import JobSize
@@ -51,7 +51,7 @@ from megatron_resihp.protocol.messages import (
     WordOfWorker,
     WorkerRestarted,
 )
-from megatron_resihp.protocol.values import MOST_LAYERS, Natural, UnixTime, Worker
+from megatron_resihp.protocol.values import MOST_LAYERS
 from megatron_resihp.protocol.wire import Letter, MalformedError
 
 
@@ -66,13 +66,8 @@ class Reported:
 Heard = WordOfWorker | WordOfAgent | PlanRequest | SlowdownRequest | Reported
 """What reaches the coordinator."""
 
-_BOUNDS: Final[Mapping[type[Event], Mapping[str, Any]]] = {
-    Event: {"time": UnixTime, "epoch": Annotated[int, Between(-1)] | None, "worker": Worker | None},
-    Iteration: {"iteration": Natural},
-    Validation: {"number": Natural, "iteration": Natural, "worker": Worker},
-    Drill: {"target": Natural},
-}
-"""What somebody on node 0 relies on, beyond what the classes of events say; most are only written down."""
+_MOST: Final = 1 << 63
+"""Numbers that a job can have are below."""
 _OF_WORKERS: Final = (
     Iteration, Samples, WorkerStarted, Phase, FirstStep, Drill, Emulation, OptimizerCopy, Evaluation, Resources,
     Digest, Checkpoint, Salvage, Validation, UnknownEvent,
@@ -98,20 +93,38 @@ def _event(value: Mapping[str, Any]) -> Event:
     """An event that a worker has sent.
 
     Raises:
-        UnusableEventError, WrongValueError: what is wrong with it.
+        UnusableEventError: what is wrong with it.
     """
     event = read_event(value)
     if not isinstance(event, _OF_WORKERS):
         raise UnusableEventError(f"no worker writes {event.name!r}")
-    for name, bounds in {**_BOUNDS[Event], **_BOUNDS.get(type(event), {})}.items():
-        try:
-            decode(bounds, getattr(event, name))
-        except WrongValueError as error:
-            error.where.insert(0, name)
-            raise
-    if isinstance(event, Validation) and not all(map(math.isfinite, event.gemm_seconds)):
-        raise UnusableEventError("'gemm_seconds' are not all finite")
+    wrong = _out_of_bounds(event)
+    if wrong is not None:
+        raise UnusableEventError(f"{wrong!r} is {value.get(wrong)!r}")
     return event
+
+
+def _out_of_bounds(event: Event) -> str | None:
+    """The field with which nobody on node 0 can do anything; what is only written down may be anything."""
+    epoch, worker = event.epoch, event.worker
+    if not math.isfinite(event.time):
+        return "time"
+    if epoch is not None and not -1 <= epoch < _MOST:
+        return "epoch"
+    if worker is not None and not 0 <= worker < _MOST:
+        return "worker"
+    match event:
+        case Iteration(iteration=number) | Validation(iteration=number) if not 0 <= number < _MOST:
+            return "iteration"
+        case Validation(number=number) if not 0 <= number < _MOST:
+            return "number"
+        case Validation() if worker is None:
+            return "worker"
+        case Validation(gemm_seconds=seconds) if not all(map(math.isfinite, seconds)):
+            return "gemm_seconds"
+        case Drill(target=target) if not (isinstance(target, int) and 0 <= target < _MOST):
+            return "target"
+    return None
 
 
 def read_message(text: str, size: JobSize, may_exist: Callable[[int], bool]) -> Letter[Heard]:
@@ -138,7 +151,7 @@ def _events(message: EventsReported, sender: str) -> tuple[Event, ...]:
     try:
         for value in message.events:
             events.append(_event(value))
-    except (UnusableEventError, WrongValueError) as error:
+    except UnusableEventError as error:
         raise MalformedError(f"EventsReported from {sender}: 'events.{len(events)}': {error}") from None
     return tuple(events)
 

@@ -17,7 +17,7 @@ from megatron_resihp.control.transport.address import Address, parse_address
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.control.worker.reach import unreachable
 from megatron_resihp.events.codec import plain
-from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.event import Event
 from megatron_resihp.plan import ParallelPlan, Shard
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import (
@@ -161,7 +161,7 @@ class WorkerControl:
     def event(self, *events: Event) -> None:
         """Write events to the run's log, all at once."""
         now = time.time()
-        lines = tuple(plain(stamped(event, now, self.epoch, self.worker)) for event in events)
+        lines = tuple(plain(event, now, self.epoch, self.worker) for event in events)
         self.tell(EventsReported(self.worker, lines))
 
     @property

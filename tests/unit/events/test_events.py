@@ -199,6 +199,8 @@ def test_who_writes_an_event_down_fills_in_what_it_does_not_say() -> None:
     assert stamped(DRILL, 2.0, 3, 4) == Drill(time=2.0, epoch=3, worker=4, action="kill", target=3)
     said = Drill(time=1.0, epoch=0, worker=0, action="kill", target=3)
     assert stamped(said, 2.0, 3, 4) == said
+    for event in (DRILL, said):
+        assert plain(event, 2.0, 3, 4) == plain(stamped(event, 2.0, 3, 4))
 
 
 def test_a_wrong_field_is_a_type_error() -> None:

@@ -151,11 +151,11 @@ def read(text: str) -> Heard:
         ({"iteration": None}, "iteration lacks iteration"),
         ({"iteration": -1}, "'iteration' is -1"),
         ({"epoch": -2}, "'epoch' is -2"),
-        ({"time": "nan"}, "'time' is nan"),
+        ({"time": "nan"}, "'time' is 'nan'"),
         ({"worker": -1}, "'worker' is -1"),
         ({"event": "no_plan", "reason": "none"}, "no worker writes 'no_plan'"),
         ({"event": "drill", "action": "kill", "target": -1}, "'target' is -1"),
-        ({"event": "validation", "number": 1, "seconds": 1.0, "gemm_seconds": ["inf"]}, "'gemm_seconds' are not all"),
+        ({"event": "validation", "number": 1, "seconds": 1.0, "gemm_seconds": ["inf"]}, "'gemm_seconds' is ['inf']"),
     ],
 )
 def test_an_event_that_no_worker_can_mean_goes_no_further(change: dict[str, Any], problem: str) -> None:
