@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run's event log: what every event holds, one writer and one reader.
+"""The events of a run: a class for each, the bus that tells of them, and the log that keeps them.
 
 Imports nothing of this package.
 """

@@ -59,7 +59,7 @@ def test_offline_rooms_need_nothing_of_the_extra(main: Main) -> None:
 def test_report(main: Main, synthetic_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = synthetic_run()
     run.step(4)
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run.events))
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run.lines))
     assert main(["report", str(tmp_path)]) == 0
     assert "iteration 4 of 40" in capsys.readouterr().out
 

@@ -10,6 +10,7 @@ import pytest
 from megatron_resihp.coding import decode
 from megatron_resihp.control.replanning.fallback import plan_for_few
 from megatron_resihp.control.replanning.next_plan import Survivors, uniform_or_less
+from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Schedule, Shard, even_chunks, spelled_out
 from megatron_resihp.planner import JobShape, NoPlanError
 
@@ -87,7 +88,9 @@ class TestNextPlan:
     def test_too_few_go_on_and_it_is_said_why(self) -> None:
         plan, [told] = self.ask(0, 2, 3)
         assert plan.members == (0, 2, 3)
-        assert told["instead_of"] == "uniform" and told["reason"] == "3 survivors are fewer than TP x PP = 4"
+        assert told == Planned(
+            strategy="fallback", instead_of="uniform", reason="3 survivors are fewer than TP x PP = 4"
+        )
 
     def test_what_is_lost_is_lost(self) -> None:
         with pytest.raises(NoPlanError, match="held by no survivor") as caught:
