@@ -47,8 +47,6 @@ from megatron_resihp.control.transport.shipping import Relay, Uplink
 from megatron_resihp.control.transport.store import Store, StoreError, connect, reserve, wait_until_reachable
 from megatron_resihp.control.worker.saved_state import last_save
 from megatron_resihp.events.bus import EventBus
-from megatron_resihp.events.codec import plain
-from megatron_resihp.events.event import Event
 from megatron_resihp.protocol.notices import ValidationOrder
 
 LOCAL_HOST: Final = "127.0.0.1"
@@ -314,8 +312,7 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     # First of all, so that the log never has an answer before what it answers.
     seat.sink.follow(bus)
     detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate), bus)
-    replanner = Replanner(seat.run_dir, size, bus.publish, requests.change_plan)
-    bus.subscribe(lambda event: replanner.note(plain(event)), Event)
+    replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
     limits = Limits(options.survivor_timeout_s)
     job = Job(size, list(options.command), limits, seat.token, seat.run_dir)
     return Headquarters(seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, mailbox.end)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatron_resihp.coding import Between, WrongValueError, decode
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
 from megatron_resihp.events.codec import UnusableEventError, read_event

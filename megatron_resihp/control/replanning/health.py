@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast workers and links are, as far as the detector has said. Pure; imports the standard library."""
+"""How fast workers and links are, as far as the detector has said. Pure; imports `events`."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from megatron_resihp.events.detection import Verdict
 
 Link = tuple[int, int]
 
@@ -14,11 +16,9 @@ class Speeds:
         self._workers: dict[int, float] = {}
         self._links: dict[Link, float] = {}
 
-    def note(self, verdict: Mapping[str, Any]) -> None:
-        """Take in a `verdict` event."""
-        speed, workers = float(verdict["speed"]), verdict["workers"]
-        if verdict["change"] == "recovery":
-            speed = 1.0
+    def note(self, verdict: Verdict) -> None:
+        """Take in what the detector has found."""
+        workers, speed = verdict.workers, 1.0 if verdict.change == "recovery" else verdict.speed
         if len(workers) == 1:
             self._workers = _with(self._workers, workers[0], speed)
         else:

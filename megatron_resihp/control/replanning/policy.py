@@ -5,19 +5,22 @@ Slowness may pass, and a change costs a stand-still, so waiting and changing are
 made once the time that it would have saved so far is as much as it costs. No order of events can then cost more than
 twice what knowing the future would have saved. Besides, what is left of the job has to be long enough to pay for it.
 
-May import `plan`, `protocol` and this package's other pure modules.
+May import `events`, `plan`, `protocol` and this package's other pure modules.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from megatron_resihp.control.replanning.health import Speeds
 from megatron_resihp.control.replanning.trial import Outcome, Trial
+from megatron_resihp.events.detection import Verdict
+from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import Job
+from megatron_resihp.events.replanning import ChangeRefused, PlanChange, PlanFailed, Planned
+from megatron_resihp.events.training import Iteration
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.protocol.planning import NoPlan, PlannerAnswer
-
-Event = Mapping[str, Any]
 
 OBSERVE, ASK, ACT = "observe", "ask", "act"
 LEAST_GAIN: Final = 0.01
@@ -139,43 +142,44 @@ class Policy:
         return [*self._react(event, now), *([] if outcome is None else self._judged(outcome, now))]
 
     def _react(self, event: Event, now: float) -> list[Action]:
-        match event["event"]:
-            case "job":
-                self._train_iters = event["train_iters"]
-            case "epoch_started":
-                self._plan = ParallelPlan.from_dict(event["plan"])
+        match event:
+            case Job():
+                self._train_iters = event.train_iters
+            case EpochStarted():
+                self._plan = ParallelPlan.from_dict(event.plan)
                 self._drop()
-                self._beginning = self._settings.begins_with_a_plan and event["epoch"] == 0
+                self._beginning = self._settings.begins_with_a_plan and event.epoch == 0
                 return self._ask() if self._beginning else []
-            case "plan_change":
+            case PlanChange():
                 self._changing = True
-                if self._recommended is not None and event["why"] == self._recommended[0]:
-                    self._tried = event.get("number"), self._recommended[1]
-                self._before = self._plan if event["why"] == self._said else None
-            case "planned":
-                self._overtaken, self._tried_late = bool(event.get("overtaken")), False
-            case "plan_failed" if self._tried is not None and event["number"] == self._tried[0]:
+                if self._recommended is not None and event.why == self._recommended[0]:
+                    self._tried = event.number, self._recommended[1]
+                self._before = self._plan if event.why == self._said else None
+            case Planned():
+                self._overtaken, self._tried_late = bool(event.overtaken), False
+            case PlanFailed() if self._tried is not None and event.number == self._tried[0]:
                 self._failed.append(self._tried[1])
-            case "recovery":
+            case Recovery():
                 self._before = None
-                self._stand_still_s = event["resumed_at"] - event["broken_at"]
+                if event.resumed_at is not None and event.broken_at is not None:
+                    self._stand_still_s = event.resumed_at - event.broken_at
                 # Uniform plans are not the best that survivors can do. Who only looks on need not know how much better.
                 wanted = self._overtaken or self._settings.act != OBSERVE or self._somebody_is_slow()
                 return self._ask() if wanted else []
-            case "reconfiguration":
+            case Reconfiguration():
                 self._overtaken, self._tried_late = False, self._overtaken
-                self._stand_still_s, self._changed_at = event["stood_still_s"], now
+                self._stand_still_s, self._changed_at = event.stood_still_s, now
                 # What was found for a verdict that came on the way was a change of the plan before.
                 return self._ask() if self._heard else []
-            case "change_refused":
+            case ChangeRefused():
                 self._changed_at, self._heard = now, True
                 return self._ask()
-            case "verdict":
+            case Verdict():
                 self._speeds.note(event)
                 self._heard, self._tried_late = True, False
-                self._since = event["since"] if self._since is None else min(self._since, event["since"])
+                self._since = event.since if self._since is None else min(self._since, event.since)
                 return self._ask()
-            case "iteration":
+            case Iteration():
                 return self._iterated(event, now)
         return []
 
@@ -231,10 +235,10 @@ class Policy:
         self._candidate, self._lost_s, self._since = None, 0.0, None
         self._changing = False
 
-    def _iterated(self, event: Event, now: float) -> list[Action]:
-        self._iteration = event["iteration"]
-        if event.get("duration_s"):
-            self._iteration_s = float(event["duration_s"])
+    def _iterated(self, event: Iteration, now: float) -> list[Action]:
+        self._iteration = event.iteration
+        if event.duration_s:
+            self._iteration_s = event.duration_s
             if self._candidate is not None:
                 self._lost_s += self._iteration_s * self._candidate.gain
                 self._counted = self._iteration

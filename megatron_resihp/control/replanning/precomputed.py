@@ -2,21 +2,27 @@
 """Which losses are likely, and what the planner has answered about them before they happen.
 
 Pure: whoever asks the planner hands in the question and the answer. May import the standard library, `coding`,
-`config`, `plan`, `protocol` and this package's other pure modules.
+`config`, `events`, `plan`, `protocol` and this package's other pure modules.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 from megatron_resihp.coding import encode
 from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.replanning.inventory import lacking
+from megatron_resihp.events.detection import Verdict
+from megatron_resihp.events.epochs import EpochBroken, EpochStarted
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import Job
+from megatron_resihp.events.replanning import PlanChange
+from megatron_resihp.events.training import Iteration
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
 from megatron_resihp.plan.places import node_of
 from megatron_resihp.protocol.planning import PlanFound, PlannerAnswer, PlannerRequest
@@ -68,27 +74,27 @@ class PrecomputedPlans:
         self._losses: Iterator[Loss] = iter(())
         self._answers: dict[str, PlanFound] = {}
 
-    def note(self, event: Mapping[str, Any], learned: float | None) -> None:
+    def note(self, event: Event, learned: float | None) -> None:
         """Something happened in the run.
 
         Args:
             event: of the run.
             learned: changes when the costs do that plans are compared by.
         """
-        match event["event"]:
-            case "job" if event.get("strategy", UNIFORM) != UNIFORM:
-                self._own = tuple(Chunk(*chunk) for chunk in event["chunks"])
-            case "epoch_started":
+        match event:
+            case Job() if event.chunks is not None and (event.strategy or UNIFORM) != UNIFORM:
+                self._own = tuple(Chunk(*chunk) for chunk in event.chunks)
+            case EpochStarted():
                 self._stop()
-                self._epoch, self._plan = event["epoch"], ParallelPlan.from_dict(event["plan"])
+                self._epoch, self._plan = event.epoch, ParallelPlan.from_dict(event.plan)
                 self._answers = {}
-            case "epoch_broken" | "plan_change":
+            case EpochBroken() | PlanChange():
                 # What was answered is kept: the recovery that may follow asks about this plan.
                 self._stop()
-            case "verdict":
+            case Verdict():
                 self._answers = {}
                 self._begin()
-            case "iteration" if event.get("epoch") == self._epoch and not (self._trains and learned == self._learned):
+            case Iteration() if event.epoch == self._epoch and not (self._trains and learned == self._learned):
                 self._trains, self._learned = True, learned
                 self._begin()
 

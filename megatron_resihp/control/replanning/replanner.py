@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_resihp.coding import encode
-from megatron_resihp.config import UNIFORM
+from megatron_resihp.config import MEMORY_RESERVE, UNIFORM
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.change import arrival
 from megatron_resihp.control.replanning.health import Speeds
@@ -29,19 +29,23 @@ from megatron_resihp.control.replanning.planner_process import PlannerProcess
 from megatron_resihp.control.replanning.policy import ACT, ASK, OBSERVE, Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.replanning.precomputed import PrecomputedPlans
 from megatron_resihp.control.replanning.trial import Outcome
-from megatron_resihp.events import event as events
 from megatron_resihp.events import replanning as told
+from megatron_resihp.events.bus import EventBus
+from megatron_resihp.events.detection import Verdict
+from megatron_resihp.events.epochs import EpochBroken, EpochStarted, Reconfiguration, Recovery
+from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.job import Job, Model
+from megatron_resihp.events.training import Iteration
+from megatron_resihp.events.workers import WorkerDead, WorkerWaiting
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 from megatron_resihp.protocol.messages import PlanRequest
 from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerAnswer, PlannerRequest
 
-Event = dict[str, Any]
-
-FOLLOWED: Final = (
-    "job", "model", "epoch_started", "recovery", "epoch_broken", "plan_change", "reconfiguration", "change_refused",
-    "verdict", "iteration", "worker_waiting", "worker_dead", "planned", "plan_failed",
+FOLLOWED: Final[tuple[type[Event], ...]] = (
+    Job, Model, EpochStarted, Recovery, EpochBroken, told.PlanChange, Reconfiguration, told.ChangeRefused, Verdict,
+    Iteration, WorkerWaiting, WorkerDead, told.Planned, told.PlanFailed,
 )  # fmt: skip
 """Events that planning needs."""
 BY_CHOICE_S: Final = 600.0
@@ -70,29 +74,25 @@ class Replanner:
     Args:
         run_dir: where proposals are written and the detector keeps what it learns.
         size: of the job.
-        write: takes events; from any thread.
+        bus: where events come from and go to.
         order: takes requests for the coordinator.
 
     Attributes:
         next_plan: who plans when workers have died.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        size: JobSize,
-        write: Callable[[events.Event], None],
-        order: Callable[[PlanRequest], None],
-    ) -> None:
+    def __init__(self, run_dir: Path, size: JobSize, bus: EventBus, order: Callable[[PlanRequest], None]) -> None:
         self.next_plan = StrategicPlan(self._plan_for_survivors)
         self._run_dir = run_dir
         self._workers = size.workers
         self._sizes = size.places, size.workers_per_node
-        self._write = write
+        self._bus = bus
         self._order = order
         self._speeds = Speeds()
         self._precomputed = PrecomputedPlans(*self._sizes)
-        self._job: Event = {}
+        self._job: Job | None = None
+        self._arguments: Mapping[str, Any] | None = None
+        """Megatron's, that the model is made of."""
         self._plan: ParallelPlan | None = None
         self._joining: set[int] = set()
         self._dead: set[int] = set()
@@ -106,13 +106,13 @@ class Replanner:
         self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="resihp-policy", daemon=True)
         self._thread.start()
+        bus.subscribe(self._note, *FOLLOWED)
 
-    def note(self, event: Event) -> None:
-        """Tell of an event of the run; from any thread, at once."""
-        if event["event"] == "verdict":
+    def _note(self, event: Event) -> None:
+        """Called in any thread."""
+        if isinstance(event, Verdict):
             self._speeds.note(event)
-        if event["event"] in FOLLOWED:
-            self._news.put(event)
+        self._news.put(event)
 
     def close(self, timeout_s: float) -> None:
         """End thread and processes."""
@@ -125,7 +125,8 @@ class Replanner:
         self, strategy: str, survivors: Survivors, running: ParallelPlan, timeout_s: float
     ) -> Heard:
         alive = survivors.held.keys()
-        request = self._request(strategy, survivors.job, running, self._speeds.of(alive), self._speeds.links(alive))
+        job, speeds, links = KnownJob.of(survivors.job), self._speeds.of(alive), self._speeds.links(alive)
+        request = self._request(strategy, job, survivors.own, running, speeds, links)
         known = self._precomputed.answer(request)
         began = time.monotonic()
         answer = self._in_recoveries.ask(request, timeout_s) if known is None else known
@@ -135,23 +136,22 @@ class Replanner:
     def _plan_by_choice(
         self, strategy: str, plan: ParallelPlan, speeds: Mapping[int, float], links: Mapping[tuple[int, int], float]
     ) -> PlannerAnswer:
-        request = self._request(strategy, self._job, plan, speeds, links)
+        request = self._request(strategy, *self._known(), plan, speeds, links)
         return self._named(self._by_choice.ask(request, BY_CHOICE_S), speeds)
 
     def _request(
-        self, strategy: str, job: Mapping[str, Any], plan: ParallelPlan, speeds: Mapping[int, float],
+        self, strategy: str, job: KnownJob, own: tuple[Chunk, ...], plan: ParallelPlan, speeds: Mapping[int, float],
         links: Mapping[tuple[int, int], float],
     ) -> PlannerRequest:  # fmt: skip
         """What to ask a planner. Those know places: that a worker was started anew is nothing to them.
 
         Args:
-            job: all that workers have told of it.
             speeds: of all live workers.
             links: slow ones.
         """
         places, workers_per_node = self._sizes
         return PlannerRequest(
-            strategy, KnownJob.of(job), _own(job), places, workers_per_node,
+            strategy, job, own, places, workers_per_node,
             plan=renamed(plan, lambda worker: place_of(worker, places)),
             speeds={place_of(worker, places): speed for worker, speed in speeds.items()},
             links=tuple((*ends, speed) for ends, speed in links_of_places(links, places).items()),
@@ -164,6 +164,21 @@ class Replanner:
             return answer
         names = names_of_places(alive, self._sizes[0])
         return replace(answer, plan=renamed(answer.plan, lambda place: names.get(place, place)))
+
+    @property
+    def _strategy(self) -> str:
+        """Who plans when workers die."""
+        return (self._job.strategy if self._job is not None else None) or UNIFORM
+
+    def _known(self) -> tuple[KnownJob, tuple[Chunk, ...]]:
+        """What costs depend on, and the job's own split into layers."""
+        job = self._job
+        assert job is not None and job.chunks is not None, "somebody asks before there is a job"
+        assert job.tensor_parallel is not None and job.micro_batches is not None
+        arguments = None if self._arguments is None else dict(self._arguments)
+        reserve = MEMORY_RESERVE if job.memory_reserve is None else job.memory_reserve
+        known = KnownJob(job.tensor_parallel, job.micro_batches, arguments, job.emulated, job.device_memory, reserve)
+        return known, tuple(Chunk(*chunk) for chunk in job.chunks)
 
     def _run(self) -> None:
         try:
@@ -200,7 +215,7 @@ class Replanner:
         alive = [worker for worker in self._plan.members if worker not in lost]
         speeds, links = self._speeds.of(alive), self._speeds.links(alive)
         # The same question as in a recovery; its answer is about places, too.
-        request = self._request(self._job["strategy"], self._job, self._plan, speeds, links)
+        request = self._request(self._strategy, *self._known(), self._plan, speeds, links)
         answer = self._by_choice.ask(request, BY_CHOICE_S)
         if isinstance(answer, NoPlan) and answer.unanswered:
             self._precomputed.give_up()
@@ -210,52 +225,48 @@ class Replanner:
 
     def _follow(self, event: Event) -> None:
         self._precomputed.note(event, _written_at(self._run_dir / COST_MODEL))
-        match event["event"]:
-            case "job":
-                self._job = dict(event)
-                defaults = Settings()
-                between = event.get("seconds_between_changes", defaults.seconds_between_changes)
-                begins = event.get("begins_with_a_plan", defaults.begins_with_a_plan)
-                self._policy = Policy(Settings(event.get("act", defaults.act), between, begins))
-                if self._job.get("strategy", UNIFORM) != UNIFORM:
+        match event:
+            case Job():
+                self._job = event
+                self._policy = Policy(_settings(event))
+                if self._strategy != UNIFORM:
                     self._in_recoveries.start()
-            case "model":
-                self._job["arguments"] = event["arguments"]
-                self._rehearse()
-            case "epoch_started":
-                self._plan = ParallelPlan.from_dict(event["plan"])
+            case Model() if self._job is not None:
+                self._arguments = event.arguments
+                self._rehearse(self._job)
+            case EpochStarted():
+                self._plan = ParallelPlan.from_dict(event.plan)
                 self._joining.difference_update(self._plan.members)
                 self._to_take_in = True
-            case "worker_waiting":
-                self._joining.add(event["waiting"])
+            case WorkerWaiting():
+                self._joining.add(event.waiting)
                 self._to_take_in = True
-            case "worker_dead":
-                self._joining.discard(event["dead"])
-                self._dead.add(event["dead"])
+            case WorkerDead():
+                self._joining.discard(event.dead)
+                self._dead.add(event.dead)
                 self._to_take_in = True
-            case "verdict":
+            case Verdict():
                 self._to_take_in = True
         if self._policy is not None:
             self._do(self._policy.note(event, time.monotonic()))
 
-    def _rehearse(self) -> None:
+    def _rehearse(self, job: Job) -> None:
         """The first plan takes longer: machine code is loaded or, once per installation, made for most of a minute. No
         recovery shall wait for that, and no change that pays; plans that are made ahead may. So this job's own plans,
         for somebody slow and for a death, are practised while the workers build the model."""
-        job, strategy = self._job, self._job.get("strategy", UNIFORM)
-        if strategy == UNIFORM:
+        if self._strategy == UNIFORM:
             return
-        shape = JobShape(job["tensor_parallel"], job["pipeline_parallel"], job["micro_batches"], self._sizes[1])
+        known, own = self._known()
+        shape = JobShape(known.tensor_parallel, job.pipeline_parallel or 1, known.micro_batches, self._sizes[1])
         try:
-            plan = initial_plan(shape, self._workers, job["pipeline_last"])
+            plan = initial_plan(shape, self._workers, bool(job.pipeline_last))
         except NoPlanError:
             return  # the coordinator ends the job for that
         well = dict.fromkeys(plan.members, 1.0)
         slow, alive = {**well, plan.members[0]: REHEARSED_SPEED}, dict(list(well.items())[:-1])
-        known, own = KnownJob.of(job), _own(job)
-        requests = [PlannerRequest(strategy, known, own, *self._sizes, plan, speeds) for speeds in (slow, alive)]
+        requests = [PlannerRequest(self._strategy, known, own, *self._sizes, plan, speeds) for speeds in (slow, alive)]
         self._in_recoveries.rehearse(*requests)
-        if job.get("act", OBSERVE) != OBSERVE:
+        if (job.act or OBSERVE) != OBSERVE:
             self._by_choice.rehearse(*requests)
 
     def _do(self, actions: list[Action]) -> None:
@@ -269,8 +280,7 @@ class Replanner:
 
     def _have_planned(self, asked: AskPlanner) -> None:
         self._to_plan = None
-        strategy = self._job.get("strategy", UNIFORM)
-        strategy = FOR_LOOKING_ON if strategy == UNIFORM else strategy
+        strategy = FOR_LOOKING_ON if self._strategy == UNIFORM else self._strategy
         answer = self._plan_by_choice(strategy, asked.plan, asked.speeds, asked.links)
         if isinstance(answer, NoPlan):
             self._tell(told.NoPlan(reason=answer.reason))
@@ -292,15 +302,14 @@ class Replanner:
     def _take_in(self) -> None:
         """Ask for a plan that gives work to those that came; uniform plans the coordinator makes of them itself."""
         self._to_take_in = False
-        strategy = self._job.get("strategy", UNIFORM)
-        if not self._joining or self._plan is None or strategy == UNIFORM:
+        if not self._joining or self._plan is None or self._strategy == UNIFORM:
             return
         if self._dead.intersection(self._plan.members):
             return  # the others recover, and what they will do next is not known
         standbys = {**self._plan.standbys, **dict.fromkeys(self._joining)}
         plan = replace(self._plan, standbys=standbys)
         speeds, links = self._speeds.of(plan.members), self._speeds.links(plan.members)
-        answer = self._plan_by_choice(strategy, plan, speeds, links)
+        answer = self._plan_by_choice(self._strategy, plan, speeds, links)
         # The workers of a node come one by one: of others, or of how fast one is, this answer knows nothing.
         if not self._hear_all() or self._to_take_in:
             return
@@ -329,13 +338,17 @@ class Replanner:
         path.write_text(json.dumps(encode(proposal)) + "\n")
         return path
 
-    def _tell(self, event: events.Event) -> None:
-        self._write(events.stamped(event, time.time()))
+    def _tell(self, event: Event) -> None:
+        self._bus.publish(stamped(event, time.time()))
 
 
-def _own(job: Mapping[str, Any]) -> tuple[Chunk, ...]:
-    """Its own split into layers."""
-    return tuple(Chunk(*chunk) for chunk in job["chunks"])
+def _settings(job: Job) -> Settings:
+    """How the job wants changes made; what its workers have not said is as usual."""
+    usual, between = Settings(), job.seconds_between_changes
+    return Settings(
+        job.act or usual.act, usual.seconds_between_changes if between is None else between,
+        bool(job.begins_with_a_plan),
+    )  # fmt: skip
 
 
 def _written_at(path: Path) -> float | None:

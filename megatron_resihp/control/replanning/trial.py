@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a change of plan by choice has paid: iterations before and after it. Pure; imports the standard library."""
+"""Whether a change of plan by choice has paid: iterations before and after it. Pure; imports `events`."""
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final
+from typing import Final
+
+from megatron_resihp.events.detection import Verdict
+from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.replanning import PlanChange
+from megatron_resihp.events.training import Iteration
 
 COMPARED: Final = 16
 """Iterations after a change, and at most so many before it."""
@@ -39,25 +44,25 @@ class Trial:
         self._number: int | None = None
         """The change that is being judged."""
 
-    def note(self, event: Mapping[str, Any]) -> Outcome | None:
+    def note(self, event: Event) -> Outcome | None:
         """Something happened; what it says of the last change."""
-        match event["event"]:
-            case "plan_change":
+        match event:
+            case PlanChange():
                 enough = len(self._newest) >= FEWEST
                 self._before = self._median() if enough else None
-            case "epoch_started":
+            case EpochStarted():
                 self._newest.clear()
                 self._to_skip, self._number = SKIPPED, None
-            case "reconfiguration" if self._before is not None:
-                self._number = event["number"]
-            case "recovery":
+            case Reconfiguration() if self._before is not None:
+                self._number = event.number
+            case Recovery():
                 self._before = None
-            case "verdict":
-                kept = [each for each in self._newest if each[0] >= event["since"]]
+            case Verdict():
+                kept = [each for each in self._newest if each[0] >= event.since]
                 self._newest = deque(kept, maxlen=COMPARED)
                 self._before = self._number = None
-            case "iteration" if event.get("duration_s"):
-                return self._iterated(event["iteration"], float(event["duration_s"]))
+            case Iteration() if event.duration_s:
+                return self._iterated(event.iteration, event.duration_s)
         return None
 
     def _iterated(self, iteration: int, seconds: float) -> Outcome | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from made_up_events import made_up
 
 from megatron_resihp.control.replanning.policy import Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.replanning.trial import Outcome
@@ -32,7 +33,7 @@ class Run:
         self.began = self.tell("epoch_started", plan=PLAN.to_dict(), epoch=0)
 
     def tell(self, name: str, **fields: Any) -> list[Action]:
-        return self.policy.note({"event": name, **fields}, self.now)
+        return self.policy.note(made_up(name, **fields), self.now)
 
     def verdict(self, change: str = "onset", speed: float = 0.5, late: int = 0) -> AskPlanner:
         """Worker 3's speed changed, which is known so many iterations later."""

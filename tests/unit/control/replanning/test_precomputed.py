@@ -7,19 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from made_up_events import made_up
 
 from megatron_resihp.control.replanning import precomputed
 from megatron_resihp.control.replanning.precomputed import PrecomputedPlans, likely_losses
+from megatron_resihp.events.event import Event
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica
 from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerRequest
 
 OWN = (Chunk(0, 0, 4),)
 STAGES = (Chunk(0, 0, 2), Chunk(1, 2, 4))
 PLAN = ParallelPlan(tuple(Replica(((worker,),), (worker,)) for worker in range(4)))
-JOB = {"event": "job", "strategy": "joint", "chunks": [[0, 0, 4]]}
-STARTED = {"event": "epoch_started", "epoch": 3, "plan": PLAN.to_dict()}
-ITERATION = {"event": "iteration", "epoch": 3}
-VERDICT = {"event": "verdict"}
+JOB = made_up("job", strategy="joint", chunks=((0, 0, 4),))
+STARTED = made_up("epoch_started", epoch=3, plan=PLAN.to_dict())
+ITERATION = made_up("iteration", epoch=3)
+VERDICT = made_up("verdict")
 ALONE = [{0}, {1}, {2}, {3}]
 
 
@@ -33,7 +35,7 @@ def found_after(seconds: float) -> PlanFound:
     return PlanFound(PLAN, seconds, iteration_s=1.0, current_s=None, healthy_s=1.0, moving_s=1.0, bound_s=1.0)
 
 
-def told(*events: dict[str, Any], learned: float | None = None) -> PrecomputedPlans:
+def told(*events: Event, learned: float | None = None) -> PrecomputedPlans:
     found = PrecomputedPlans(4, 2)
     for event in events:
         found.note(event, learned)
@@ -73,7 +75,7 @@ class TestWhen:
     def test_the_job_trains(self) -> None:
         found = told(JOB, STARTED)
         assert not asked(found)
-        found.note({**ITERATION, "epoch": 2}, None)
+        found.note(replace(ITERATION, epoch=2), None)
         assert not asked(found), "an iteration of the plan before"
         found.note(ITERATION, None)
         assert asked(found)[:4] == ALONE
@@ -82,18 +84,17 @@ class TestWhen:
 
     @pytest.mark.parametrize("changed", [{"strategy": "uniform"}, {"strategy": None}])
     def test_not_for_uniform_plans(self, changed: dict[str, Any]) -> None:
-        job = {name: value for name, value in {**JOB, **changed}.items() if value is not None}
-        assert not asked(told(job, STARTED, ITERATION, VERDICT))
+        assert not asked(told(replace(JOB, **changed), STARTED, ITERATION, VERDICT))
 
     @pytest.mark.parametrize("kind", ["epoch_broken", "plan_change"])
     def test_not_while_another_plan_is_on_its_way(self, kind: str) -> None:
-        found = told(JOB, STARTED, ITERATION, {"event": kind})
+        found = told(JOB, STARTED, ITERATION, made_up(kind))
         assert not asked(found)
         found.note(VERDICT, None)
         found.note(ITERATION, 1.0)
         assert not asked(found), "iterations may be told late"
-        found.note({**STARTED, "epoch": 4}, None)
-        found.note({**ITERATION, "epoch": 4}, None)
+        found.note(replace(STARTED, epoch=4), None)
+        found.note(replace(ITERATION, epoch=4), None)
         assert asked(found)
 
     def test_again_when_somebody_is_slow(self) -> None:
@@ -154,7 +155,7 @@ class TestAnswers:
     def test_a_recovery_finds_what_was_answered_before(self) -> None:
         found = told(JOB, STARTED, ITERATION)
         found.keep(request(), found_after(0.0))
-        found.note({"event": "epoch_broken"}, None)
+        found.note(made_up("epoch_broken"), None)
         assert found.answer(request()) == found_after(0.0)
 
     @pytest.mark.parametrize("event", [VERDICT, STARTED])

@@ -6,10 +6,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_events import made_up
 
 from megatron_resihp.control.coordination.actions import Log
 from megatron_resihp.control.coordination.membership import Membership
@@ -17,8 +19,10 @@ from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning import replanner
 from megatron_resihp.control.replanning.next_plan import Survivors
 from megatron_resihp.control.replanning.replanner import Replanner
-from megatron_resihp.events.codec import plain
-from megatron_resihp.events.event import stamped
+from megatron_resihp.events import replanning as policy_events
+from megatron_resihp.events.bus import EventBus
+from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, spelled_out
 from megatron_resihp.planner import JobShape
 from megatron_resihp.protocol.job import JobDescription
@@ -32,17 +36,14 @@ WAIT_S = 30.0
 OWN = (Chunk(0, 0, 4),)
 SHAPE = JobShape(tensor_parallel=1, pipeline_parallel=1, micro_batches=4, workers_per_node=4)
 SIZES: dict[str, Any] = {
-    "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batches": 4, "chunks": [[0, 0, 4]], "pipeline_last": True,
+    "tensor_parallel": 1, "pipeline_parallel": 1, "micro_batches": 4, "chunks": ((0, 0, 4),), "pipeline_last": True,
     "strategy": "joint", "train_iters": 100, "seq_length": 8, "sequence_parallel": False,
 }  # fmt: skip
 Answer = Callable[[PlannerRequest], PlannerAnswer]
 
 
-def verdict(worker: int) -> dict[str, Any]:
-    return {
-        "event": "verdict", "kind": "compute", "change": "onset", "workers": [worker], "speed": 0.5, "since": 2,
-        "iteration": 4,
-    }  # fmt: skip
+def verdict(*workers: int) -> Event:
+    return made_up("verdict", kind="compute", change="onset", workers=workers, speed=0.5, since=2, iteration=4)
 
 
 def found(plan: ParallelPlan, iteration_s: float = 1.0) -> PlanFound:
@@ -64,7 +65,7 @@ def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypa
         def ask(self, request: PlannerRequest, timeout_s: float) -> PlannerAnswer:
             asked.append(request.speeds)
             if len(asked) == 1:
-                desk.note(verdict(1))
+                bus.publish(verdict(1))
             return found(NEXT, iteration_s=0.5)
 
         def rehearse(self, *requests: PlannerRequest) -> None:
@@ -74,11 +75,12 @@ def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypa
             pass
 
     monkeypatch.setattr(replanner, "PlannerProcess", Planner)
-    desk = Replanner(tmp_path, JobSize(1, 2), lambda event: None, orders.put)
-    desk.note({"event": "job", **SIZES, "act": "act", "seconds_between_changes": 0.0})
-    desk.note({"event": "epoch_started", "epoch": 0, "plan": PLAN.to_dict()})
-    desk.note({"event": "iteration", "iteration": 3, "duration_s": 1.0})
-    desk.note(verdict(0))
+    bus = EventBus()
+    desk = Replanner(tmp_path, JobSize(1, 2), bus, orders.put)
+    bus.publish(made_up("job", **SIZES, act="act", seconds_between_changes=0.0))
+    bus.publish(made_up("epoch_started", epoch=0, plan=PLAN.to_dict()))
+    bus.publish(made_up("iteration", iteration=3, duration_s=1.0))
+    bus.publish(verdict(0))
     order = orders.get(timeout=30.0)
     desk.close(30.0)
     assert asked == [{0: 0.5, 1: 1.0}, {0: 0.5, 1: 0.5}]
@@ -138,12 +140,14 @@ class Desk:
                 pass
 
         monkeypatch.setattr(replanner, "PlannerProcess", Planner)
-        self.events: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.bus = EventBus()
+        self.bus.subscribe(self.events.put, policy_events.NoPlan, policy_events.PolicyFailed)
         self.orders: queue.Queue[PlanRequest] = queue.Queue()
-        self.replanner = Replanner(run_dir, JobSize(1, 4), self.events.put, self.orders.put)
+        self.replanner = Replanner(run_dir, JobSize(1, 4), self.bus, self.orders.put)
 
     def note(self, event: str, **fields: Any) -> None:
-        self.replanner.note({"time": 0.0, "epoch": 0, "worker": None, "event": event, **fields})
+        self.bus.publish(made_up(event, epoch=0, **fields))
 
     def train(self, plan: ParallelPlan, **job: Any) -> None:
         """Tell of a job that has made a step."""
@@ -179,13 +183,13 @@ def without(*lost: int) -> dict[int, float]:
 def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
     """From the job's first message to the death of one of its workers."""
     membership = Membership(JobSize(1, 4), next_plan=desk.replanner.next_plan)
-    told: list[dict[str, Any]] = []
+    told: list[Event] = []
 
     def tell(message: Any) -> None:
         for action in membership.handle(message, 0.0):
             if isinstance(action, Log):
-                told.append(plain(stamped(action.event, 0.0, membership.epoch)))
-                desk.replanner.note(told[-1])
+                told.append(stamped(action.event, 0.0, membership.epoch))
+                desk.bus.publish(told[-1])
 
     tell(JobStarted(0, JobDescription(**{**SIZES, "chunks": OWN})))
     tell(ModelBuilt(0, {"num_layers": 2}))
@@ -198,8 +202,8 @@ def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
     for worker in (3, 2, 0):
         record = Record(1, IterationPhase.COMPUTE, True, outcomes, counters)
         tell(SurvivorReport(worker, 0, record, (Shard(0, 4, 0, 1),)))
-    [planned] = [event for event in told if event["event"] == "planned"]
-    assert planned["made_ahead"] and planned["planning_s"] == 0.1
+    [planned] = [event for event in told if isinstance(event, Planned)]
+    assert planned.made_ahead and planned.planning_s == 0.1
     assert desk.asked.empty()
     assert membership.plan is not None and membership.plan.working == (0, 2, 3)
 
@@ -233,7 +237,7 @@ def test_who_has_come_back_is_known_by_its_place(desk: Desk) -> None:
 def test_a_slow_link_of_who_has_come_back_is_known_by_its_places(desk: Desk) -> None:
     """Worker 6 has the place of worker 2: the smaller id, 3, is the end with the larger place."""
     plan = replicas(0, 1, 6, 3)
-    desk.replanner.note({**verdict(3), "kind": "link", "workers": [3, 6]})
+    desk.bus.publish(replace(verdict(3, 6), kind="link"))
     desk.recover(plan, 1, 3, 6)
     assert desk.asked.get_nowait().links == ((2, 3, 0.5),)
 
@@ -284,7 +288,7 @@ def test_who_is_slow_by_now_is_asked_about_anew(desk: Desk) -> None:
     desk.answer_ahead = answer_ahead
     desk.train(plan)
     desk.speeds_ahead(4)
-    desk.replanner.note(verdict(2))
+    desk.bus.publish(verdict(2))
     found, planned = desk.recover(plan, 1, 2, 3)
     said.set()
     assert not planned.made_ahead and found.working == (1, 2, 3)
@@ -307,7 +311,7 @@ def test_news_is_followed_before_the_next_loss(desk: Desk) -> None:
 
     def answer_ahead(request: PlannerRequest) -> PlannerAnswer:
         for event in noted:
-            desk.replanner.note(event)
+            desk.bus.publish(event)
         return replicas_of_the_living(request)
 
     desk.answer_ahead = answer_ahead
@@ -322,7 +326,7 @@ def test_a_planner_that_has_ended_is_left_alone(desk: Desk) -> None:
     desk.answer_ahead = lambda request: NoPlan("no plan within 600 s", unanswered=True)
     desk.train(replicas(0, 1, 2, 3))
     assert desk.speeds_ahead(1) == [without(0)]
-    desk.replanner.note(verdict(3))
+    desk.bus.publish(verdict(3))
     assert desk.speeds_ahead(1) == [without() | {3: 0.5}], "the policy asks"
     desk.events.get(timeout=WAIT_S)  # it has no plan
     desk.replanner.close(WAIT_S)
@@ -331,7 +335,7 @@ def test_a_planner_that_has_ended_is_left_alone(desk: Desk) -> None:
 
 def test_nothing_is_made_ahead_for_uniform_plans(desk: Desk) -> None:
     desk.train(replicas(0, 1, 2, 3), strategy="uniform")
-    desk.replanner.note(verdict(3))
+    desk.bus.publish(verdict(3))
     assert desk.speeds_ahead(1) == [without() | {3: 0.5}], "what a strategy would make of it"
     desk.replanner.close(WAIT_S)
     assert desk.asked_ahead.empty()
