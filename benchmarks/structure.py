@@ -26,7 +26,7 @@ from typing import Final
 PACKAGE: Final = "megatron_resihp"
 MODE_NAMES: Final = frozenset({"heterogeneous", "optimizer_is_shared_out", "shares_optimizer", "not_uniform"})
 """What code tests to learn whether Megatron's own groups can run the plan in force."""
-MODE_MODULES: Final = ("integration/modes/",)
+MODE_MODULES: Final = ("integration/modes/", "control/replanning/modes.py")
 MESSAGE_NAMES: Final = frozenset({"message", "notice", "answer", "request", "letter", "order", "event", "data"})
 """What the code calls things that came from another process."""
 PROTOCOL: Final = ("protocol/", "events/")

@@ -33,12 +33,11 @@ from megatron_resihp.control.replanning.change import (
     changes,
     check_degrees,
     check_memory,
-    check_ops,
     plan_of,
     plan_to_change_to,
-    without_parts_kept,
 )
 from megatron_resihp.control.replanning.inventory import Held, require_all_parts, written_once
+from megatron_resihp.control.replanning.modes import UNIFORM_MODE, mode_of
 from megatron_resihp.control.replanning.next_plan import (
     NextPlan,
     Survivors,
@@ -147,7 +146,8 @@ class Epochs:
     def _optimizer_is_shared_out(self) -> bool:
         """Whether each replica has a part of the optimizer's state only, under the plan that was run last."""
         ran = self._running
-        return bool(self.job.get("distributed_optimizer")) and (ran is None or ran.not_uniform is None)
+        mode = UNIFORM_MODE if ran is None else mode_of(ran)
+        return bool(self.job.get("distributed_optimizer")) and mode.shares_optimizer_out
 
     def _go(self, plan: ParallelPlan, now: float) -> list[Action]:
         ports = tuple(sorted({port for ready in self._ready.values() for port in ready.ports}))
@@ -199,13 +199,13 @@ class Epochs:
         asked, degree = plan_of(request.plan), self.shape.tensor_parallel
         plan = plan_to_change_to(asked, self.plan, self.own, degree, self.living | self.joining.waiting)
         if self._optimizer_is_shared_out:
-            plan = without_parts_kept(plan)
+            plan = mode_of(plan).without_parts_kept(plan)
         error = self._first_steps.failed.get(plan.work_digest)
         if error is not None and request.answer is None:  # people may know better
             raise ChangeRefused(f"this plan has failed in the first step: {error}")
         try:
             check_degrees(plan, self.job)
-            check_ops(plan, self.own, self.job)
+            mode_of(plan).check_ops(plan, self.own, self.job)
             check_memory(plan, self.plan, self.own, self.job)
         except PlanError as error:
             raise ChangeRefused(str(error)) from None
@@ -476,7 +476,7 @@ class Epochs:
             require_all_parts(self._running, held)
         survivors = self._survivors(held)
         plan, told = self._first_steps.answer(survivors) or self.next_plan(survivors)
-        return (without_parts_kept(plan) if self._optimizer_is_shared_out else plan), told
+        return (mode_of(plan).without_parts_kept(plan) if self._optimizer_is_shared_out else plan), told
 
     def _salvage(self, reason: str, now: float, missing: tuple[Shard, ...] = ()) -> list[Action]:
         held = {worker: self._held[worker] for worker in self.living if self._held.get(worker)}

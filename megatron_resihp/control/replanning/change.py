@@ -3,7 +3,7 @@
 
 The plan says who works where. Who is alive and has no work is a standby and keeps what it holds, whatever the plan says
 of standbys: it can't keep what it doesn't hold, and nobody drops state without need.
-May import `plan`, what `cost` knows of models, `executor`'s check of ops, and this package's modules.
+May import `plan`, what `cost` knows of models, and this package's modules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,12 @@ from typing import Any
 
 from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.control.replanning.inventory import lacking
+from megatron_resihp.control.replanning.modes import degrees_of, in_short
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
 from megatron_resihp.cost.parts import ShardError
 from megatron_resihp.cost.training import TrainingError, training_from_arguments
-from megatron_resihp.executor.route_check import check_plan
-from megatron_resihp.executor.routes import RouteError
-from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, differences, shortened, spelled_out
-from megatron_resihp.plan.spelling import coordinate_at, trimmed
+from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, differences, spelled_out
+from megatron_resihp.plan.spelling import trimmed
 
 
 class ChangeRefused(Exception):
@@ -106,35 +105,6 @@ def _checked(
     return working
 
 
-def check_ops(plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
-    """Called before a plan is published: what its workers send and receive must match, so that nobody waits forever.
-
-    Where members of a stage share the tokens between layers, Megatron wants as many for each of them. Its own schedules
-    run uniform plans; there is nothing to check.
-
-    Args:
-        own: the job's own split into layers.
-        job: what workers have told of it.
-
-    Raises:
-        PlanError: it doesn't.
-    """
-    if plan.not_uniform is None:
-        return
-    tokens = job["seq_length"]
-    for degree in _degrees(plan) if job["sequence_parallel"] else ():
-        if tokens % degree:
-            raise PlanError(f"{degree} TP members can't share the {tokens} tokens of a sequence evenly")
-    try:
-        check_plan(spelled_out(plan, own), job["sequence_parallel"], tokens)
-    except RouteError as error:
-        raise PlanError(f"the plan's ops don't fit together: {error}") from None
-
-
-def _degrees(plan: ParallelPlan) -> list[int]:
-    return sorted({degree for replica in plan.replicas for degree in replica.shape} - {0})
-
-
 def check_degrees(plan: ParallelPlan, job: Mapping[str, Any]) -> None:
     """Called before a plan is taken that somebody asks for; planners look for themselves.
 
@@ -153,7 +123,7 @@ def check_degrees(plan: ParallelPlan, job: Mapping[str, Any]) -> None:
     except ModelError:
         return  # Megatron can build more than is known of here
     try:
-        for degree in _degrees(plan):
+        for degree in degrees_of(plan):
             model.require_even(degree)
     except ShardError as error:
         raise PlanError(f"{error}; ask for stages of another number of members") from None
@@ -191,30 +161,14 @@ def with_standbys(
 ) -> ParallelPlan:
     """The plan with all others who are alive as standbys, in short where it says no more than the job's own arguments.
 
-    Such a plan is run by Megatron's own groups, in which a standby keeps a shard of the job's own layout or nothing.
-
     Args:
         working: says its layers, and nothing of standbys.
         held: what each living worker holds.
         own, degree: the job's own split, and its tensor-parallel degree.
     """
-    idle = sorted(held.keys() - set(working.working))
-    short = shortened(working, own)
-    if short.not_uniform is None and short.tensor_parallel == degree:
-        fitting: dict[int, Kept] = {worker: coordinate_at(own, held[worker], degree) for worker in idle}
-        return replace(short, standbys=fitting)
-    return replace(working, standbys={worker: held[worker] or None for worker in idle})
-
-
-def without_parts_kept(plan: ParallelPlan) -> ParallelPlan:
-    """A plan that is run after one in which a distributed optimizer was shared out.
-
-    Under a heterogeneous plan who has no work goes on with the objects that it has; these have a part of the state
-    only.
-    """
-    if plan.not_uniform is None:
-        return plan
-    return replace(plan, standbys=dict.fromkeys(plan.standbys))
+    plan, mode = in_short(working, own, degree)
+    idle = {worker: held[worker] for worker in sorted(held.keys() - set(working.working))}
+    return replace(plan, standbys=mode.standbys(idle, own, degree))
 
 
 def changes(before: ParallelPlan, after: ParallelPlan, own: tuple[Chunk, ...]) -> tuple[str, ...]:

@@ -10,8 +10,9 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from megatron_resihp.control.replanning.change import check_ops, with_standbys
+from megatron_resihp.control.replanning.change import with_standbys
 from megatron_resihp.control.replanning.inventory import Held
+from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, deal, even_counts, spelled_out
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.protocol.planning import KnownJob
@@ -37,7 +38,7 @@ def plan_for_few(
     for working in _candidates(own, held, running, job["micro_batches"]):
         plan = with_standbys(working, held, own, job["tensor_parallel"])
         try:
-            check_ops(plan, own, job)
+            mode_of(plan).check_ops(plan, own, job)
             _check_memory(plan, own, job, workers, workers_per_node)
         except PlanError as error:
             reason = str(error)

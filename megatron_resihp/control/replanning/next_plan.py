@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megatron_resihp.config import PLAN_WAIT_S, UNIFORM
-from megatron_resihp.control.replanning.change import check_ops, with_standbys
+from megatron_resihp.control.replanning.change import with_standbys
 from megatron_resihp.control.replanning.fallback import plan_for_few
 from megatron_resihp.control.replanning.inventory import Held, lacking, plan_for_survivors
+from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
@@ -145,7 +146,7 @@ class StrategicPlan:
         if isinstance(found, NoPlan):
             raise (_TooLate if found.unanswered else _Unusable)(found.reason)
         plan = planned(found.plan, held, own, survivors.shape.tensor_parallel)
-        check_ops(plan, own, survivors.job)
+        mode_of(plan).check_ops(plan, own, survivors.job)
         if plan.work_digest in survivors.failed:
             raise _Unusable(f"its plan has failed in the first step: {survivors.failed[plan.work_digest]}")
         return plan, found, heard
