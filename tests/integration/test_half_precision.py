@@ -133,6 +133,7 @@ def test_without_the_plugin_megatron_trains_the_same(jobs: Jobs, tmp_path: Path,
 
 
 def told(log: str) -> list[list[str]]:
-    """What Megatron's log says of each iteration, but for times."""
-    lines = [line.split("] ", 1)[1].split(" | ") for line in log.splitlines() if "loss scale:" in line]
+    """What Megatron's log says of each iteration, but for times. Another process may have written before it, without an
+    end of line yet."""
+    lines = [line.rsplit("] ", 1)[1].split(" | ") for line in log.splitlines() if "loss scale:" in line]
     return [[" ".join(part.split()) for part in line if "elapsed time" not in part] for line in lines]
