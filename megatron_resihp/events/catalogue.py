@@ -46,7 +46,6 @@ _ALL: Final[tuple[type[Event], ...]] = (
     injections.DrillRefused,
     training.Emulation,
     training.OptimizerCopy,
-    training.Evaluation,
     workers.Resources,
     training.Digest,
     training.Checkpoint,

@@ -56,7 +56,6 @@ class Job(Event):
     false_alarms_per_job: Annotated[float | None, "what the detector may get wrong, on average"] = None
     cost_model: Annotated[str | None, "file that the detector was to start from; null: none named"] = None
     emulated: Annotated[str | None, "device profile of the emulated clock; null: none"] = None
-    first_iteration: Annotated[int | None, "already done at the start; null: as the first step shows"] = None
 
 
 @event("model", written_by="coordinator")

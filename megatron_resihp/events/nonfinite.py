@@ -23,17 +23,3 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [jsonable(item) for item in value]
     return value
-
-
-def is_number(value: Any) -> bool:
-    """Whether `number` can read `value`; True and False are not numbers here."""
-    return (isinstance(value, (int, float)) and not isinstance(value, bool)) or value in SPELLINGS
-
-
-def number(value: Any) -> float:
-    """The float that `jsonable` or json.loads made `value` from."""
-    return float(value)
-
-
-def optional_number(value: Any) -> float | None:
-    return None if value is None else number(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training did: steps, samples, evaluations, and what was saved.
+"""What training did: steps, samples, and what was saved.
 
 May import: the standard library and this package's modules.
 """
@@ -52,14 +52,6 @@ class Samples(Event):
     micro_batches: Annotated[
         tuple[int, ...] | None, "the replica's micro-batches, as indices into the global batch"
     ] = None
-
-
-@event("evaluation", written_by="the reporting worker")
-class Evaluation(Event):
-    """An evaluation on held-out data."""
-
-    iteration: Annotated[int, "last step before it"]
-    loss: Annotated[Mapping[str, float], "loss by name"]
 
 
 @event("checkpoint", written_by="the reporting worker")

@@ -52,7 +52,6 @@ class SyntheticRun:
             micro_batches=batch // 2,
             seq_length=64,
             train_iters=train_iters,
-            first_iteration=first_iteration,
         )
 
     def write(self, name: str, worker: int | None = None, **fields: Any) -> Line:

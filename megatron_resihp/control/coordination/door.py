@@ -24,7 +24,6 @@ from megatron_resihp.events.training import (
     Checkpoint,
     Digest,
     Emulation,
-    Evaluation,
     Iteration,
     OptimizerCopy,
     Salvage,
@@ -68,7 +67,7 @@ Heard = WordOfWorker | WordOfAgent | PlanRequest | SlowdownRequest | Reported
 _MOST: Final = 1 << 63
 """Numbers that a job can have are below."""
 _OF_WORKERS: Final = (
-    Iteration, Samples, WorkerStarted, Phase, FirstStep, Drill, Emulation, OptimizerCopy, Evaluation, Resources,
+    Iteration, Samples, WorkerStarted, Phase, FirstStep, Drill, Emulation, OptimizerCopy, Resources,
     Digest, Checkpoint, Salvage, Validation, UnknownEvent,
 )  # fmt: skip
 """Events that workers write; those of a later version are only written down."""

@@ -103,9 +103,10 @@ class HeterogeneousMode(Mode):
         return dist.group.WORLD
 
     def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
-        optimizer, (work, model, count) = self._runtime.held.live.optimizer, self._work(self._routes, call)
-        with scaled_losses(self.averaging, optimizer, model, count):
-            run_training(work, self._routes, self._exchange, model)
+        asked = _schedule_call(call)
+        work = self._work(self._routes, asked)
+        with scaled_losses(self.averaging, self._runtime.held.live.optimizer, asked.model, asked.count):
+            run_training(work, self._routes, self._exchange, asked.model)
         counts = self.view.tp_rank == 0  # its peers have seen the same
         self._tokens = work.tokens if counts else 0.0
         self.seen_documents = work.documents if counts else None
@@ -118,15 +119,13 @@ class HeterogeneousMode(Mode):
         args = self._runtime.job.args
         rows, row = boundary_of(args, args.eval_micro_batch_size)
         steps = evaluation_routes(self.view, call["num_microbatches"], self._runtime.job.own.sequence_parallel, rows)
-        work, _, _ = self._work(steps, call)
+        work = self._work(steps, _schedule_call(call))
         run_evaluation(work, steps, self._exchange, row)
         return work.reported
 
-    def _work(self, steps: tuple[Step, ...], call: dict[str, Any]) -> tuple[MegatronWork, Any, int]:
-        model, count = call["model"], call["num_microbatches"]
-        asked = ScheduleCall(call["forward_step_func"], call["data_iterator"], model, count)
+    def _work(self, steps: tuple[Step, ...], asked: ScheduleCall) -> MegatronWork:
         runtime = self._runtime
-        return MegatronWork(self.view, steps, asked, runtime.probes, lambda: runtime.pads.pad_op), model, count
+        return MegatronWork(self.view, steps, asked, runtime.probes, lambda: runtime.pads.pad_op)
 
     def share_gradients(self) -> None:
         self._runtime.reach("grad-sync")  # Megatron's own is never called
@@ -147,6 +146,10 @@ class HeterogeneousMode(Mode):
         documents.forget()
         found, self._runtime.progress.documents = self._runtime.progress.documents, NO_DOCUMENTS
         return (None, None) if found == NO_DOCUMENTS else found
+
+
+def _schedule_call(call: dict[str, Any]) -> ScheduleCall:
+    return ScheduleCall(call["forward_step_func"], call["data_iterator"], call["model"], call["num_microbatches"])
 
 
 class HeterogeneousState(ModeState):

@@ -15,20 +15,18 @@ from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.step.optimizer_shards import gather_parameters, step_part
 from megatron_resihp.integration.step.optimizer_whole import are_there_parts, share_out
 from megatron_resihp.integration.trained import Trained, parts_of
-from megatron_resihp.integration.world.view import UniformView
 from megatron_resihp.protocol.published import EpochPlan
 
 
 class SharedOutMode(UniformMode):
     """A uniform plan whose replicas step their own parts and then gather the parameters."""
 
-    def __init__(self, runtime: Runtime, view: UniformView, make_group: MakeSideGroup) -> None:
-        super().__init__(runtime, view, make_group)
-        self.state = SharedOutState(runtime, view)
+    def _make_state(self, runtime: Runtime) -> "SharedOutState":
+        return SharedOutState(runtime, self.view)
 
     def _join(self, make_group: MakeSideGroup) -> None:
         coordinate = self.view.plan.coordinate_of(self.view.worker)
-        self._buddies = self._ring = None
+        self._ring = None
         if coordinate is not None:
             self._ring = join_ring(self.view.plan, coordinate, self.view.worker, make_group)
 

@@ -36,11 +36,14 @@ class UniformMode(Mode):
 
     def __init__(self, runtime: Runtime, view: UniformView, make_group: MakeSideGroup) -> None:
         self.view = view
-        self.state = UniformState(runtime, view)
+        self.state = self._make_state(runtime)
         self.everybody = make_group("everybody", view.plan.members)
         self.averaging = averaging_of(runtime, len(view.plan.replicas))
         self._runtime = runtime
         self._join(make_group)
+
+    def _make_state(self, runtime: Runtime) -> "UniformState":
+        return UniformState(runtime, self.view)
 
     def _join(self, make_group: MakeSideGroup) -> None:
         coordinate = self.view.plan.coordinate_of(self.view.worker)

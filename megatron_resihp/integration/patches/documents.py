@@ -13,9 +13,8 @@ from collections.abc import Callable
 import torch
 from megatron.training import training
 
+from megatron_resihp.integration.modes.mode import DocumentCounts
 from megatron_resihp.integration.runtime import Runtime
-
-Counts = tuple[float | None, float | None]
 
 
 def seen_so_far() -> torch.Tensor | None:
@@ -39,11 +38,11 @@ def forget() -> None:
     training._seqlen_stats_active = False
 
 
-def wrap_consume(runtime: Runtime, original: Callable[[], Counts]) -> Callable[[], Counts]:
+def wrap_consume(runtime: Runtime, original: Callable[[], DocumentCounts]) -> Callable[[], DocumentCounts]:
     """The replacement: as the plan's mode counts."""
 
     @functools.wraps(original)
-    def consume_seqlen_stats_in_iteration() -> Counts:
+    def consume_seqlen_stats_in_iteration() -> DocumentCounts:
         return runtime.mode.consume_documents(original)
 
     return consume_seqlen_stats_in_iteration

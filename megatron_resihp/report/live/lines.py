@@ -32,7 +32,7 @@ from megatron_resihp.events.replanning import (
     Proposal,
     WouldChange,
 )
-from megatron_resihp.events.training import Checkpoint, Evaluation
+from megatron_resihp.events.training import Checkpoint
 from megatron_resihp.events.workers import LinkFailed, NodeLeft, WorkerFailed, WorkerRestarted, WorkerWaiting
 from megatron_resihp.report.words import count, duration, listing, verdict, worker_at
 
@@ -90,12 +90,6 @@ def _stall(event: Stall, places: Places) -> list[str]:
     meanwhile = f"; {event.meanwhile} under way or due" if event.meanwhile else ""
     after = f"after iteration {event.iteration}"
     return [f"no iteration finished for {lasted} {after}; one usually takes {usual}{meanwhile}"]
-
-
-@lines_of.register
-def _evaluation(event: Evaluation, places: Places) -> list[str]:
-    losses = [f"{name} {value:.4f}" for name, value in event.loss.items()]
-    return [f"evaluation after iteration {event.iteration}: {listing(losses)}"] if losses else []
 
 
 @lines_of.register

@@ -147,7 +147,6 @@ class _Run:
     @feed.register
     def _job(self, event: Job) -> list[str]:
         self._train_iters = event.train_iters
-        self._iteration = max(self._iteration, event.first_iteration or 0)
         return []
 
     @feed.register

@@ -69,7 +69,7 @@ def find_plans(
             continue
         found.append(PlanInForce(
             epoch=epoch,
-            **(_origin(answers.get(epoch), changes.get(epoch), failed) if found else _start(job)),
+            **(_origin(answers.get(epoch), changes.get(epoch), failed) if found else _start(steps)),
             shape=shape.describe(plan),
             layers=shape.layers(plan, (job.chunks if job else None) or ()),
             micro_batches=shape.micro_batches(plan),
@@ -81,8 +81,8 @@ def find_plans(
     return tuple(found)
 
 
-def _start(job: Job | None) -> dict[str, Any]:
-    return {"after": (job.first_iteration if job else None) or 0, "why": AT_THE_START, "by_choice": False}
+def _start(steps: Sequence[Step]) -> dict[str, Any]:
+    return {"after": steps[0].iteration - 1 if steps else 0, "why": AT_THE_START, "by_choice": False}
 
 
 def _origin(recovery: Recovery | None, change: Reconfiguration | None, failed: Container[int | None]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from megatron_resihp.events.nonfinite import jsonable, number
+from megatron_resihp.events.nonfinite import jsonable
 from megatron_resihp.report.run.epochs import PlanInForce
 from megatron_resihp.report.run.recoveries import Death, Recovery
 
@@ -51,12 +51,6 @@ class Failure:
 
     worker: int
     error: str
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    iteration: int
-    loss: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -157,7 +151,6 @@ class RunSummary:
     samples_applied_twice: int | None = None
     samples_lost: int | None = None
     samples_out_of_place: int | None = None
-    evaluations: tuple[Evaluation, ...] = ()
     drills: tuple[Drill, ...] = ()
     failures: tuple[Failure, ...] = ()
     salvages: tuple[Salvage, ...] = ()
@@ -209,15 +202,11 @@ def _each(decode: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _by_iteration(values: Mapping[str, Any]) -> dict[int, float]:
-    return {int(iteration): number(value) for iteration, value in values.items()}
+    return {int(iteration): float(value) for iteration, value in values.items()}
 
 
 def _recovery(value: Mapping[str, Any]) -> Recovery:
     return Recovery(**{**value, "dead": tuple(Death(**death) for death in value["dead"])})
-
-
-def _evaluation(value: Mapping[str, Any]) -> Evaluation:
-    return Evaluation(value["iteration"], {name: number(loss) for name, loss in value["loss"].items()})
 
 
 def _salvage(value: Mapping[str, Any]) -> Salvage:
@@ -240,7 +229,6 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "grad_norm": _by_iteration,
     "samples_per_second": _by_iteration,
     "skipped_iterations": tuple,
-    "evaluations": _each(_evaluation),
     "drills": _each(lambda value: Drill(**value)),
     "failures": _each(lambda value: Failure(**value)),
     "salvages": _each(_salvage),
@@ -248,6 +236,6 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "stalls": _each(lambda value: Stall(**value)),
     "detection": lambda value: Detection(**value),
     "loss_reference": _by_iteration,
-    "loss_max_relative_difference": number,
-    "loss_bound": number,
+    "loss_max_relative_difference": float,
+    "loss_bound": float,
 }

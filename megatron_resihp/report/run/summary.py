@@ -28,7 +28,6 @@ from megatron_resihp.report.run.run_summary import (
     REORDERED,
     Detection,
     Drill,
-    Evaluation,
     Failure,
     Finding,
     Job,
@@ -68,7 +67,7 @@ def summarize(
     run = _last_run([event for event in events if not isinstance(event, UnknownEvent)])
     job = _job(run)
     steps = applied_steps(run, job.global_batch_size if job else None)
-    job = _with_start(job, run, steps)
+    job = _with_start(job, steps)
     deaths, recoveries = find_deaths(run, steps)
     finish, checkpoint = _last(run, RunFinished), _last(run, Checkpoint)
     loss_name = next((name for step in steps for name in step.loss), None)
@@ -101,7 +100,6 @@ def summarize(
         samples_applied_twice=counted.applied_twice if counted and not damaged else None,
         samples_lost=counted.lost if counted and not damaged else None,
         samples_out_of_place=counted.out_of_place if counted and not damaged else None,
-        evaluations=tuple(Evaluation(each.iteration, each.loss) for each in _all(run, training.Evaluation)),
         drills=tuple(_drill(event) for event in _all(run, injections.Drill)),
         failures=tuple(Failure(event.failed, event.error) for event in _all(run, WorkerFailed)),
         salvages=tuple(_salvage(event) for event in _all(run, training.Salvage)),
@@ -169,17 +167,14 @@ def _job(events: Sequence[Event]) -> Job | None:
     if told is None or told.global_batch_size is None or told.train_iters is None:
         return None
     return Job(
-        told.global_batch_size, told.train_iters, told.first_iteration or 0, told.tensor_parallel,
+        told.global_batch_size, told.train_iters, 0, told.tensor_parallel,
         told.pipeline_parallel, told.micro_batch_size, told.micro_batches, told.seq_length,
     )  # fmt: skip
 
 
-def _with_start(job: Job | None, events: Sequence[Event], steps: Sequence[Step]) -> Job | None:
+def _with_start(job: Job | None, steps: Sequence[Step]) -> Job | None:
     """`job` with the iteration that it began after: Megatron loads checkpoints only after the job event is written."""
-    told = next((event.first_iteration for event in _all(events, job_events.Job)), None)
-    if job is None or told is not None or not steps:
-        return job
-    return replace(job, first_iteration=steps[0].iteration - 1)
+    return replace(job, first_iteration=steps[0].iteration - 1) if job and steps else job
 
 
 def _last_iteration(job: Job | None, steps: Sequence[Step]) -> int:

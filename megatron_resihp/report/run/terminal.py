@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_resihp.events.nonfinite import number
 from megatron_resihp.report.run.epochs import PlanInForce
 from megatron_resihp.report.run.headline import headline, in_order, stopped
 from megatron_resihp.report.run.recoveries import Death, Recovery
@@ -120,7 +119,7 @@ def _stalls(summary: RunSummary) -> Iterator[str]:
         yield f"the last {MAX_ROWS} of {len(stalls):,} times that it stood still; --json has them all"
     for what, seconds in (summary.detection.held_up_s if summary.detection is not None else {}).items():
         if seconds >= 1:
-            yield f"{what.replace('_', ' ')} held up workers for {duration(number(seconds))} in all"
+            yield f"{what.replace('_', ' ')} held up workers for {duration(float(seconds))} in all"
 
 
 def _trouble(summary: RunSummary) -> Iterator[str]:

@@ -47,8 +47,9 @@ def test_verdicts_of_one_moment_share_a_mark(synthetic_run: Callable[..., Any]) 
 
 def test_a_death_that_ended_the_run_is_marked_as_such(synthetic_run: Callable[..., Any]) -> None:
     run = synthetic_run(first_iteration=100)
+    run.step()
     run.die(3)
-    assert [(mark.after, mark.recovered) for mark in find_marks(summarize(run.events))] == [(100, False)]
+    assert [(mark.after, mark.recovered) for mark in find_marks(summarize(run.events))] == [(101, False)]
 
 
 def test_the_picture_holds_the_labels(recovered_run: Any, synthetic_run: Callable[..., Any], tmp_path: Path) -> None:

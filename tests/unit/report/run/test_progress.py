@@ -86,7 +86,6 @@ def test_whatever_befalls_a_run_is_told(synthetic_run: Callable[..., Any]) -> No
     run = synthetic_run()
     run.write("drill", action="kill", target=3, iteration=10, point="forward")
     run.write("worker_failed", failed=2, error="ValueError: no")
-    run.write("evaluation", iteration=10, loss={"lm loss": 3.25})
     run.write("checkpoint", iteration=10, path="saved", seconds=1.5)
     run.write("planned", strategy="joint", planning_s=1.5)
     run.write("planned", strategy="joint", planning_s=2.5, made_ahead=True)
@@ -109,7 +108,6 @@ def test_whatever_befalls_a_run_is_told(synthetic_run: Callable[..., Any]) -> No
     assert lines[1:-1] == [
         "injected: kill 3 at iteration 10 (forward)",
         "worker 2 raised: ValueError: no",
-        "evaluation after iteration 10: lm loss 3.2500",
         "checkpoint of iteration 10 written in 1.5 s: saved",
         "planned by joint in 1.5 s",
         "planned ahead by joint in 2.5 s",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -119,7 +118,7 @@ def test_samples_swapped_between_iterations_show() -> None:
 
 
 def test_a_job_that_starts_from_a_checkpoint_owes_only_what_comes_after() -> None:
-    summary = summarize([replace(JOB, first_iteration=1), *_step(2, 0, 4, 7)])
+    summary = summarize([JOB, *_step(2, 0, 4, 7)])
     assert (summary.samples_consumed, summary.samples_lost) == (4, 0)
 
 
