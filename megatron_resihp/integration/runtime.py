@@ -44,7 +44,7 @@ class Runtime:
         probes, pads: what measures its iterations, and what makes them longer.
         scheduled: what flags schedule.
         joining: whether it was started anew and no plan has been run with it yet.
-        on_trial: whether no step has been agreed on under a plan that was chosen (`control.coordination.first_step`).
+        on_trial: whether no step has been agreed on under a plan that was chosen.
     """
 
     preparation: Preparation

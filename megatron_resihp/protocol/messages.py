@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the coordinator is told, by workers, agents and commands.
 
-`control.coordination.membership` says what follows from each. May import `coding` and this package's other modules.
+`control.coordination.state_machine` says what follows from each. May import `coding` and this package's other modules.
 """
 
 from __future__ import annotations

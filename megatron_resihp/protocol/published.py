@@ -25,7 +25,7 @@ class EpochPlan:
     Attributes:
         groups_of_change: number of the change for which all members have made this plan's groups ahead; None: not all.
         leaving: workers that were in the epoch before and leave the job in order.
-        on_trial: whether another plan follows if the first step fails; see `control.coordination.first_step`.
+        on_trial: whether another plan follows if the first step fails.
     """
 
     epoch: Epoch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The coordinator: a pure state machine, and the loop that carries out what it decides.
 
-`epochs` says which epoch holds and what comes after it, `membership` who is alive; `coordinator` is the loop.
+`state_machine` decides, `coordinator` is the loop, `door` refuses messages that can't be.
 """

@@ -25,8 +25,8 @@ from megatron_resihp.control.coordination.actions import (
     Reply,
 )
 from megatron_resihp.control.coordination.door import Heard, Reported, read_message
-from megatron_resihp.control.coordination.membership import Membership
 from megatron_resihp.control.coordination.requests import Requests
+from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
 from megatron_resihp.control.slowness import SlownessDesk
@@ -100,7 +100,7 @@ class Coordinator:
     ) -> None:
         self._store = store
         self._write_event = write_event
-        self._membership = Membership(size, limits or Limits(), next_plan)
+        self._membership = Membership(size, limits, next_plan)
         self._command = command
         self._reopen = reopen
         self._requests = requests or Requests()
@@ -125,7 +125,7 @@ class Coordinator:
             StoreError: the store is gone.
             Exception: a second error.
         """
-        size = self._membership.size
+        size = self._membership.state.job.size
         self._log(RunStarted(
             world_size=size.workers, nproc_per_node=size.workers_per_node, nnodes=size.nodes,
             most_nodes=size.most_nodes, command=tuple(self._command),
@@ -175,7 +175,7 @@ class Coordinator:
     def _read(self, text: str) -> Heard | None:
         """A message from the store, in which any process may write; None: it is none, and dropped."""
         try:
-            letter = read_message(text, self._membership.size, self._membership.joining.may_exist)
+            letter = read_message(text, self._membership.state.job.size, self._membership.state.joining.may_exist)
             return letter.body if self._is_new(letter.id) else None
         except MalformedError as error:
             self._dropped += 1
@@ -214,7 +214,7 @@ class Coordinator:
         actions: list[Action] = []
         try:
             slowdown = Slowdown(request.workers, request.factor, request.iteration)
-            self._slowness.take(slowdown, self._membership.dead, self._membership.living)
+            self._slowness.take(slowdown, self._membership.state.dead, self._membership.state.living)
             answer: answers.Answer = answers.Accepted(str(slowdown))
             actions = [Log(self._injection_set(slowdown)), Notify(self._slowness.notice())]
         except ConfigError as error:
@@ -247,7 +247,7 @@ class Coordinator:
                 self._publish(keys.go_key(epoch), GO.write(action, COORDINATOR))
             case End(code, reason, at_once):
                 self._drain_events()
-                last = self._membership.plan
+                last = self._membership.state.plan
                 # Workers that were started anew and are in no plan yet have nothing to bring to an end.
                 end = JobEnd(code, reason, GRACE_S, None if last is None else last.members)
                 if at_once:
@@ -292,4 +292,4 @@ class Coordinator:
             struck_at = self._struck[event.dead]
             died_at = struck_at if event.died_at is None else min(event.died_at, struck_at)
             event = replace(event, died_at=died_at, cause=f"fault injection, {event.cause}")
-        self._write_event(stamped(event, time.time(), self._membership.epoch))
+        self._write_event(stamped(event, time.time(), self._membership.state.epoch))

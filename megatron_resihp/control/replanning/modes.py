@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the coordinator has to mind in either mode of running a plan; `integration.modes` has the modes themselves.
 
-Pure. May import `plan` and `executor`'s check of ops.
+Pure. May import `plan`, `executor`'s check of ops and `inventory`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from megatron_resihp.control.replanning.inventory import Held, require_all_parts, written_once
 from megatron_resihp.executor.route_check import check_plan
 from megatron_resihp.executor.routes import RouteError
 from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, shortened, spelled_out
@@ -18,13 +19,7 @@ Holders = Mapping[int, tuple[Shard, ...]]
 
 
 class PlanMode(ABC):
-    """The rules of a mode.
-
-    Attributes:
-        shares_optimizer_out: whether a distributed optimizer's state is in parts, of which each replica has one.
-    """
-
-    shares_optimizer_out: bool
+    """The rules of a mode."""
 
     @abstractmethod
     def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
@@ -48,14 +43,21 @@ class PlanMode(ABC):
         """
 
     @abstractmethod
+    def optimizer_after(self, ran: ParallelPlan | None, distributed: bool) -> "OptimizerState":
+        """Where the optimizer's state is once a plan of this mode has been run.
+
+        Args:
+            ran: the plan; None: none has been run yet.
+            distributed: whether the job has Megatron's distributed optimizer.
+        """
+
+    @abstractmethod
     def without_parts_kept(self, plan: ParallelPlan) -> ParallelPlan:
-        """A plan that is run after one in which a distributed optimizer was shared out."""
+        """`plan`, run after one whose members hold parts of a distributed optimizer's state."""
 
 
 class _Uniform(PlanMode):
     """Megatron's own groups and schedules run it; a standby keeps a shard of the job's own layout or nothing."""
-
-    shares_optimizer_out = True
 
     def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
         """There is nothing to check."""
@@ -63,14 +65,15 @@ class _Uniform(PlanMode):
     def standbys(self, held: Holders, own: tuple[Chunk, ...], degree: int) -> dict[int, Kept]:
         return {worker: coordinate_at(own, shards, degree) for worker, shards in held.items()}
 
+    def optimizer_after(self, ran: ParallelPlan | None, distributed: bool) -> "OptimizerState":
+        return OptimizerInParts(ran) if distributed else WholeOptimizer()
+
     def without_parts_kept(self, plan: ParallelPlan) -> ParallelPlan:
         return plan
 
 
 class _Heterogeneous(PlanMode):
     """A standby goes on with the objects that it has, of whatever layout."""
-
-    shares_optimizer_out = False
 
     def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
         """Where members of a stage share the tokens between layers, Megatron wants as many for each of them."""
@@ -86,9 +89,58 @@ class _Heterogeneous(PlanMode):
     def standbys(self, held: Holders, own: tuple[Chunk, ...], degree: int) -> dict[int, Kept]:
         return {worker: shards or None for worker, shards in held.items()}
 
+    def optimizer_after(self, ran: ParallelPlan | None, distributed: bool) -> "OptimizerState":
+        return WholeOptimizer()
+
     def without_parts_kept(self, plan: ParallelPlan) -> ParallelPlan:
         """The objects of standbys have a part of the state only."""
         return replace(plan, standbys=dict.fromkeys(plan.standbys))
+
+
+class OptimizerState(ABC):
+    """Where the optimizer's state is, and so what can be made of what survivors hold."""
+
+    @abstractmethod
+    def require_all(self, survivors: Iterable[int]) -> None:
+        """Raises NoPlanError if a part of the state died with its copy."""
+
+    @abstractmethod
+    def without_parts_kept(self, plan: ParallelPlan) -> ParallelPlan:
+        """`plan`, whose standbys keep nothing that it can't use."""
+
+    @abstractmethod
+    def writers(self, held: Held) -> dict[int, tuple[Shard, ...]]:
+        """Which worker writes which shards into an emergency checkpoint."""
+
+
+class WholeOptimizer(OptimizerState):
+    """Every holder of a shard has all of the optimizer's state of that shard."""
+
+    def require_all(self, survivors: Iterable[int]) -> None:
+        """A holder of each shard is enough."""
+
+    def without_parts_kept(self, plan: ParallelPlan) -> ParallelPlan:
+        return plan
+
+    def writers(self, held: Held) -> dict[int, tuple[Shard, ...]]:
+        return written_once(held)
+
+
+class OptimizerInParts(OptimizerState):
+    """Each replica has its own part of a distributed optimizer's state. `ran`: the plan that was run last."""
+
+    def __init__(self, ran: ParallelPlan | None) -> None:
+        self._ran = ran
+
+    def require_all(self, survivors: Iterable[int]) -> None:
+        if self._ran is not None:
+            require_all_parts(self._ran, survivors)
+
+    def without_parts_kept(self, plan: ParallelPlan) -> ParallelPlan:
+        return mode_of(plan).without_parts_kept(plan)
+
+    def writers(self, held: Held) -> dict[int, tuple[Shard, ...]]:
+        return dict(held)
 
 
 UNIFORM_MODE: Final = _Uniform()
@@ -98,6 +150,12 @@ HETEROGENEOUS_MODE: Final = _Heterogeneous()
 def mode_of(plan: ParallelPlan) -> PlanMode:
     """The mode in which a plan is run."""
     return UNIFORM_MODE if plan.not_uniform is None else HETEROGENEOUS_MODE
+
+
+def optimizer_after(ran: ParallelPlan | None, distributed: bool) -> OptimizerState:
+    """As `PlanMode.optimizer_after` of the plan's mode; a job begins with a uniform plan."""
+    mode = UNIFORM_MODE if ran is None else mode_of(ran)
+    return mode.optimizer_after(ran, distributed)
 
 
 def in_short(working: ParallelPlan, own: tuple[Chunk, ...], degree: int) -> tuple[ParallelPlan, PlanMode]:

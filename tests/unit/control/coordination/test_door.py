@@ -21,7 +21,7 @@ from protocol_instances import malformed
 from megatron_resihp.control import keys
 from megatron_resihp.control.coordination.coordinator import DROPPED_SHOWN, Coordinator
 from megatron_resihp.control.coordination.door import Heard, Reported, read_message
-from megatron_resihp.control.coordination.membership import Membership
+from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node import link
 from megatron_resihp.control.node.mailbox import Ending, GivenUp
@@ -142,7 +142,7 @@ BAD_TEXTS = (
 
 
 def read(text: str) -> Heard:
-    return read_message(text, SIZE, Membership(SIZE).joining.may_exist).body
+    return read_message(text, SIZE, Membership(SIZE).state.joining.may_exist).body
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_whatever_comes_in_the_state_machine_stands(texts: list[str]) -> None:
         membership = Membership(SIZE)
         for text in [*(written(message) for message in TOLD[:told] if not isinstance(message, JoinRequest)), *texts]:
             try:
-                message = read_message(text, SIZE, membership.joining.may_exist).body
+                message = read_message(text, SIZE, membership.state.joining.may_exist).body
             except MalformedError:
                 continue
             if not isinstance(message, EventsReported | SlowdownRequest):

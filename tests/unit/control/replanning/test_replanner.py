@@ -14,7 +14,7 @@ import pytest
 from made_up_events import made_up
 
 from megatron_resihp.control.coordination.actions import Log
-from megatron_resihp.control.coordination.membership import Membership
+from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning import replanner
 from megatron_resihp.control.replanning.next_plan import Survivors
@@ -188,7 +188,7 @@ def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
     def tell(message: Any) -> None:
         for action in membership.handle(message, 0.0):
             if isinstance(action, Log):
-                told.append(stamped(action.event, 0.0, membership.epoch))
+                told.append(stamped(action.event, 0.0, membership.state.epoch))
                 desk.bus.publish(told[-1])
 
     tell(JobStarted(0, JobDescription(**{**SIZES, "chunks": OWN})))
@@ -205,7 +205,7 @@ def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
     [planned] = [event for event in told if isinstance(event, Planned)]
     assert planned.made_ahead and planned.planning_s == 0.1
     assert desk.asked.empty()
-    assert membership.plan is not None and membership.plan.working == (0, 2, 3)
+    assert membership.state.plan is not None and membership.state.plan.working == (0, 2, 3)
 
 
 def test_the_planner_of_recoveries_has_practised_this_jobs_plans_before_the_first_iteration(desk: Desk) -> None:

@@ -20,14 +20,14 @@ ERROR = "ValueError: shards (2) must be >= tensor_model_parallel_size (4)."
 
 
 def failing(job: Job, worker: int = 1, error: str = ERROR) -> list[Action]:
-    return job.tell(FirstStepFailed(worker, epoch=job.membership.epoch, error=error))
+    return job.tell(FirstStepFailed(worker, epoch=job.state.epoch, error=error))
 
 
 def changed(plan: ParallelPlan = UNLIKE, **asked: Any) -> Job:
     """A job that has just begun with a plan by choice."""
     job = Job().start()
     job.apply(plan, **asked)
-    published = only(EpochPlan, job.leave(*sorted(job.membership.living)))
+    published = only(EpochPlan, job.leave(*sorted(job.state.living)))
     assert published.on_trial
     return job
 
@@ -35,7 +35,7 @@ def changed(plan: ParallelPlan = UNLIKE, **asked: Any) -> Job:
 @pytest.mark.parametrize("running", [False, True], ids=["as it is built", "in its first step"])
 def test_after_a_change_by_choice_the_plan_before_follows(running: bool) -> None:
     job = Job().start()
-    before = job.membership.plan
+    before = job.state.plan
     job = changed()
     if running:
         only(Go, job.ready(*job.members))
@@ -50,7 +50,7 @@ def test_after_a_change_by_choice_the_plan_before_follows(running: bool) -> None
     assert published.plan == before and not published.on_trial
     actions = job.ready(*job.members)
     only(Go, actions)
-    assert events(actions, "recovery") and job.membership.phase is Phase.RUNNING
+    assert events(actions, "recovery") and job.state.phase is Phase.RUNNING
 
 
 def test_the_same_error_again_is_none_of_the_plans() -> None:
@@ -62,7 +62,7 @@ def test_the_same_error_again_is_none_of_the_plans() -> None:
     job.ready(*job.members)
     assert failing(job) == []
     job.tell(ScriptFailed(1, error=ERROR, code=1))
-    assert job.membership.phase is Phase.ENDED
+    assert job.state.phase is Phase.ENDED
 
 
 def test_a_plan_that_has_failed_is_not_chosen_again_except_by_people() -> None:
@@ -86,12 +86,12 @@ def test_standbys_of_the_plan_before_keep_what_they_hold_now() -> None:
     job.ready(*job.members)
     failing(job, 3)
     job.at = {}
-    published = only(EpochPlan, job.report(*sorted(job.membership.living)))
+    published = only(EpochPlan, job.report(*sorted(job.state.living)))
     assert published.plan.working == (0, 2)
     for worker, kept in published.plan.standbys.items():
         assert kept is None or worker == 2 or published.held[worker], worker
     job.ready(*job.members)
-    assert job.membership.phase is Phase.RUNNING
+    assert job.state.phase is Phase.RUNNING
 
 
 def test_if_somebody_dies_meanwhile_uniform_plans_follow() -> None:
@@ -117,7 +117,7 @@ def after_a_death(job: Job) -> list[Action]:
             pytest.fail("the planner is asked again")
         return CHOSEN, [Planned(strategy="joint")]
 
-    job.membership.next_plan = choose
+    job.next_plan = choose
     job.kill(0)
     actions = job.report(1, 2, 3)
     assert only(EpochPlan, actions).on_trial
@@ -133,12 +133,12 @@ def test_after_a_loss_uniform_plans_follow() -> None:
     assert published.plan.not_uniform is None and not published.on_trial
     assert published.commit.iteration == 4, "the iteration is computed again"
     only(Go, job.ready(*job.members))
-    assert job.membership.phase is Phase.RUNNING
+    assert job.state.phase is Phase.RUNNING
 
 
 def test_uniform_plans_after_a_loss_are_not_on_trial() -> None:
     job = Job().start()
-    job.membership.next_plan = uniform_or_less
+    job.next_plan = uniform_or_less
     job.kill(0)
     assert not only(EpochPlan, job.report(1, 2, 3)).on_trial
     job.ready(*job.members)
@@ -151,7 +151,7 @@ def test_where_there_are_no_uniform_plans_state_is_saved() -> None:
     job.apply(plan_of((((0,),), (Chunk(0, 0, 6),)), counts=(4,)))
     job.leave(0, 1)
     job.ready(0, 1)
-    job.membership.next_plan = lambda _: (
+    job.next_plan = lambda _: (
         plan_of((((0,),), (Chunk(0, 0, 6),)), counts=(4,)), [Planned(strategy="joint")]
     )  # fmt: skip
     job.kill(1)
@@ -176,12 +176,12 @@ def test_recoveries_of_an_iteration_stay_bounded() -> None:
         chunks = (layers[0], Chunk(1, layers[0].end, 6))
         return plan_of((((2,), (1,)), chunks), counts=(4,)), [Planned(strategy="joint")]
 
-    job.membership.next_plan = choose
+    job.next_plan = choose
     for recovery in range(2 * LIMITS.recoveries_per_iteration):
-        job.ready(*sorted(job.membership.living))
+        job.ready(*sorted(job.state.living))
         failing(job)
-        job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="connection reset"))
-        actions = job.report(*sorted(job.membership.living))
+        job.tell(CommunicationFailed(1, epoch=job.state.epoch, error="connection reset"))
+        actions = job.report(*sorted(job.state.living))
         if any(isinstance(action, EmergencyCheckpointOrder) for action in actions):
             assert recovery <= LIMITS.recoveries_per_iteration
             return
@@ -189,4 +189,4 @@ def test_recoveries_of_an_iteration_stay_bounded() -> None:
 
 
 def test_other_layers_by_hand_are_on_trial_too() -> None:
-    assert changed(plan_of((((0,), (2,)), OTHER_LAYERS), counts=(4,))).membership.phase is Phase.BUILDING
+    assert changed(plan_of((((0,), (2,)), OTHER_LAYERS), counts=(4,))).membership.state.phase is Phase.BUILDING

@@ -4,7 +4,7 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from megatron_resihp.control.coordination.joining import JoiningWorkers
+from megatron_resihp.control.coordination.state_machine.joining import JoiningWorkers
 
 
 @dataclass

@@ -24,8 +24,11 @@ from megatron_resihp.control.coordination.actions import (
     Reopen,
     Reply,
 )
-from megatron_resihp.control.coordination.membership import Membership
+from megatron_resihp.control.coordination.state_machine.membership import Membership
+from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.replanning.next_plan import NextPlan, Survivors, uniform_or_less
+from megatron_resihp.events.event import Event
 from megatron_resihp.events.workers import LinkFailed
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, deal, rules, spelled_out
 from megatron_resihp.plan.places import renamed
@@ -82,7 +85,8 @@ class Job:
         self, workers: int = 4, pipeline: int = 2, tensor: int = 1, micro_batches: int = 4, late_nodes: int = 0
     ) -> None:
         per_node = 2 if workers % 2 == 0 else 1
-        self.membership = Membership(JobSize(workers // per_node, per_node, late_nodes), limits=LIMITS)
+        self.membership = Membership(JobSize(workers // per_node, per_node, late_nodes), LIMITS, self._plan)
+        self.next_plan: NextPlan = uniform_or_less
         self.own = tuple(Chunk(stage, 3 * stage, 3 * stage + 3) for stage in range(pipeline))
         self.description = JobDescription(tensor, pipeline, micro_batches, self.own, 8, False, True)
         self.now = 0.0
@@ -90,6 +94,13 @@ class Job:
         self.at: dict[int, tuple[int, IterationPhase]] = {}
         self.held: dict[int, tuple[Shard, ...]] = {}
         self.actions: list[Action] = []
+
+    @property
+    def state(self) -> State:
+        return self.membership.state
+
+    def _plan(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
+        return self.next_plan(survivors)
 
     def tell(self, message: Any) -> list[Action]:
         return self._take(self.membership.handle(message, self.now))
@@ -102,10 +113,10 @@ class Job:
         self.actions += actions
         for action in actions:
             if isinstance(action, Go):
-                assert self.membership.plan is not None
+                assert self.state.plan is not None
                 # Only now do workers let go of what they held.
-                full = spelled_out(self.membership.plan, self.own)
-                waiting = dict.fromkeys(self.membership.joining.waiting, ())
+                full = spelled_out(self.state.plan, self.own)
+                waiting = dict.fromkeys(self.state.joining.waiting, ())
                 self.held = {**waiting, **{w: full.shards_of(w) for w in full.members}}
         return actions
 
@@ -119,7 +130,7 @@ class Job:
             action
             for worker in workers
             for action in self.tell(replace(
-                Ready(worker, self.membership.epoch, self.digests(worker, state), (9000 + worker,), 0, 1), **fields
+                Ready(worker, self.state.epoch, self.digests(worker, state), (9000 + worker,), 0, 1), **fields
             ))
         ]  # fmt: skip
 
@@ -128,12 +139,12 @@ class Job:
             action
             for worker in workers
             for action in self.tell(replace(
-                SurvivorReport(worker, self.membership.epoch, self.record(worker), self.held[worker]), **fields
+                SurvivorReport(worker, self.state.epoch, self.record(worker), self.held[worker]), **fields
             ))
         ]  # fmt: skip
 
     def digests(self, worker: int, state: str) -> dict[str, str]:
-        plan = self.membership.plan
+        plan = self.state.plan
         if plan is None:
             return {}
         if plan.not_uniform is None:
@@ -150,7 +161,7 @@ class Job:
     def record(self, worker: int) -> Record:
         iteration, stage = self.at.get(worker, (self.iteration, IterationPhase.COMPUTE))
         known = [n for n in (iteration - 1, iteration) if n < iteration or stage >= IterationPhase.AGREED]
-        plan = self.membership.plan
+        plan = self.state.plan
         return Record(
             iteration, stage, plan is None or plan.replica_of(worker) is not None,
             {n: Outcome(0, 1.5, ((8.0, 4.0),), ("lm loss",)) for n in known},
@@ -163,7 +174,7 @@ class Job:
 
     def leave(self, *workers: int) -> list[Action]:
         """Workers report after the step that all have agreed on."""
-        self.at = {worker: (self.iteration, IterationPhase.STEPPED) for worker in self.membership.living}
+        self.at = {worker: (self.iteration, IterationPhase.STEPPED) for worker in self.state.living}
         return self.report(*workers)
 
     def kill(self, worker: int, number: int = signal.SIGKILL) -> list[Action]:
@@ -181,22 +192,22 @@ class Job:
 
     def start_with(self, **changed: Any) -> Job:
         self.describe(0, **changed)
-        self.ready(*range(self.membership.size.workers))
-        assert self.membership.phase is Phase.RUNNING
+        self.ready(*range(self.state.job.size.workers))
+        assert self.state.phase is Phase.RUNNING
         return self
 
     def recover(self, died: Iterable[int]) -> Job:
         for worker in died:
             self.kill(worker)
-        self.report(*sorted(self.membership.living))
+        self.report(*sorted(self.state.living))
         self.ready(*self.members)
-        assert self.membership.phase is Phase.RUNNING
+        assert self.state.phase is Phase.RUNNING
         return self
 
     @property
     def members(self) -> tuple[int, ...]:
-        assert self.membership.plan is not None
-        return self.membership.plan.members
+        assert self.state.plan is not None
+        return self.state.plan.members
 
 
 def only(kind: type, actions: list[Action]) -> Any:
@@ -343,7 +354,7 @@ class TestRecovery:
         job.ready(2)
         assert notices(job.kill(3)) == [EpochIsBroken]
         job.ready(1, epoch=1)
-        assert job.membership.phase is Phase.REPORTING, "ready for an epoch that broke is worth nothing"
+        assert job.state.phase is Phase.REPORTING, "ready for an epoch that broke is worth nothing"
         published = only(EpochPlan, job.report(1, 2))
         assert (published.epoch, published.plan.working, published.commit.iteration) == (2, (1, 2), 4)
         assert only(Go, job.ready(1, 2)).epoch == 2
@@ -376,7 +387,7 @@ class TestRecovery:
     def test_a_suspicion_without_a_death(self) -> None:
         """A connection that failed costs a rebuild, and nobody's work."""
         job = Job().start()
-        before = job.membership.plan
+        before = job.state.plan
         assert notices(job.tell(CommunicationFailed(2, epoch=0, error="connection reset"))) == [EpochIsBroken]
         assert not job.tell(CommunicationFailed(3, epoch=0, error="me too"))
         published = only(EpochPlan, job.report(0, 1, 2, 3))
@@ -386,33 +397,33 @@ class TestRecovery:
     def test_a_suspicion_of_an_older_epoch(self) -> None:
         job = Job().start().recover([0])
         assert not job.tell(CommunicationFailed(1, epoch=0, error="late"))
-        assert job.membership.phase is Phase.RUNNING
+        assert job.state.phase is Phase.RUNNING
 
     def test_a_report_from_an_older_epoch(self) -> None:
         """A worker that is late with an epoch that nobody waits for breaks no newer one."""
         job = Job().start().recover([0])
         assert not job.report(1, epoch=0)
-        assert job.membership.phase is Phase.RUNNING
+        assert job.state.phase is Phase.RUNNING
 
     def test_the_second_loss_finds_a_second_holder(self) -> None:
         job = Job().start().recover([0]).recover([3])
-        assert job.membership.plan is not None
-        assert job.membership.plan.working == (1, 2) and job.membership.epoch == 2
+        assert job.state.plan is not None
+        assert job.state.plan.working == (1, 2) and job.state.epoch == 2
 
     def test_counting_recoveries_without_a_step(self) -> None:
         job = Job().start()
         for _ in range(LIMITS.recoveries_per_iteration):
-            job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="flaky"))
+            job.tell(CommunicationFailed(1, epoch=job.state.epoch, error="flaky"))
             job.report(0, 1, 2, 3)
             job.ready(0, 1, 2, 3)
-        job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="flaky"))
+        job.tell(CommunicationFailed(1, epoch=job.state.epoch, error="flaky"))
         order = only(EmergencyCheckpointOrder, job.report(0, 1, 2, 3))
         assert "3 recoveries without a step after iteration 4" in order.reason
 
     def test_a_step_starts_the_count_anew(self) -> None:
         job = Job().start()
         for _ in range(3 * LIMITS.recoveries_per_iteration):
-            job.tell(CommunicationFailed(1, epoch=job.membership.epoch, error="flaky"))
+            job.tell(CommunicationFailed(1, epoch=job.state.epoch, error="flaky"))
             job.report(0, 1, 2, 3)
             only(Go, job.ready(0, 1, 2, 3))
             job.iteration += 1
@@ -468,7 +479,7 @@ class TestGivenUp:
             ConnectionLost(3, 1.0),
         ):
             assert job.tell(late) == []
-            assert job.membership.phase is Phase.RUNNING
+            assert job.state.phase is Phase.RUNNING
         # Also not later: the next death is recovered from as if it had not spoken.
         job.kill(1)
         assert only(EpochPlan, job.report(0, 2)).plan.working == (0, 2)
@@ -521,7 +532,7 @@ class TestEnd:
         job.membership.progressed(7)
         for worker in (*range(4), *range(4)):
             assert job.tell(ScriptEnded(worker)) == []
-        assert job.membership.living == {0, 1, 2, 3}
+        assert job.state.living == {0, 1, 2, 3}
         actions = [job.tell(ProcessExited(worker, code=0, time=0.0)) for worker in range(4)][-1]
         assert only(End, actions) == End(1, "the workers ended after iteration 7 of 20; see their logs")
 
@@ -539,8 +550,8 @@ class TestEnd:
 
     def test_standbys_and_dead_are_not_waited_for(self) -> None:
         job = Job().start().recover([0])
-        assert job.membership.plan is not None
-        first, second = job.membership.plan.working
+        assert job.state.plan is not None
+        first, second = job.state.plan.working
         job.tell(ScriptEnded(first))
         assert only(End, job.tell(ProcessExited(second, code=0, time=0.0))).code == 0
 
@@ -559,7 +570,7 @@ class TestEnd:
         job.kill(2)
         only(EpochPlan, job.report(1, 3))
         assert not job.tell(ProcessExited(0, code=0, time=0.0))
-        assert job.membership.phase is Phase.BUILDING
+        assert job.state.phase is Phase.BUILDING
 
     def test_a_standby_that_loses_its_peers_while_they_build(self) -> None:
         """Training is over and they are not: without it no epoch comes about."""
@@ -567,18 +578,18 @@ class TestEnd:
         job.tell(TrainingFinished(1, iteration=5))
         job.kill(0)
         job.report(1, 2, 3)
-        [standby] = job.membership.plan.standbys if job.membership.plan else []
+        [standby] = job.state.plan.standbys if job.state.plan else []
         assert EpochIsBroken in notices(job.tell(CommunicationFailed(standby, epoch=1, error="connection closed")))
-        assert job.membership.phase is Phase.REPORTING
+        assert job.state.phase is Phase.REPORTING
 
     def test_standbys_suspect_those_who_leave(self) -> None:
         job = Job().start().recover([0])
-        assert job.membership.plan is not None
-        (standby,) = job.membership.plan.standbys
-        job.tell(TrainingFinished(job.membership.plan.working[0], iteration=5))
+        assert job.state.plan is not None
+        (standby,) = job.state.plan.standbys
+        job.tell(TrainingFinished(job.state.plan.working[0], iteration=5))
         answer = job.tell(CommunicationFailed(standby, epoch=1, error="connection closed by peer"))
         assert answer == [Notify(OthersFinish())]
-        assert job.membership.phase is Phase.RUNNING
+        assert job.state.phase is Phase.RUNNING
 
     def test_a_worker_fails(self) -> None:
         """A user's bug is raised as in stock Megatron: no recovery."""
@@ -624,7 +635,7 @@ class TestEnd:
         job.kill(0)
         job.report(2, 3)
         actions = job.tell(ScriptEnded(1))
-        assert job.membership.phase is not Phase.REPORTING
+        assert job.state.phase is not Phase.REPORTING
         assert only(EmergencyCheckpointOrder, actions).missing == (Shard(0, 3, 0, 1),)
 
     def test_who_finished_is_not_planned_with(self) -> None:
@@ -657,7 +668,7 @@ class TestAfterTraining:
         job.kill(0)
         job.report(1, 2, 3)
         job.ready(1, 2, 3)
-        [standby] = job.membership.plan.standbys if job.membership.plan else []
+        [standby] = job.state.plan.standbys if job.state.plan else []
         job.tell(TrainingFinished(1, iteration=5))
         assert notices(job.tell(CommunicationFailed(standby, epoch=1, error="connection closed"))) == [OthersFinish]
 
@@ -667,8 +678,8 @@ class TestFailedLinks:
 
     def fail(self, job: Job, *links: tuple[int, int]) -> list[Action]:
         """Node by node; all members report whom they have not reached."""
-        waiting = sorted(job.membership.living)
-        timed_out = CommunicationFailed(waiting[0], job.membership.epoch, "Timed out waiting 600000ms")
+        waiting = sorted(job.state.living)
+        timed_out = CommunicationFailed(waiting[0], job.state.epoch, "Timed out waiting 600000ms")
         broken = job.tell(timed_out)
         notice = next(each for each in broken if isinstance(each, Notify)).notice
         assert isinstance(notice, EpochIsBroken) and notice.probe
@@ -681,7 +692,7 @@ class TestFailedLinks:
 
     def test_one_side_is_left_out_after_the_second_failure(self) -> None:
         job = Job(workers=6, micro_batches=12).start()
-        before = job.membership.plan
+        before = job.state.plan
         assert only(EpochPlan, self.fail(job, (1, 2))).plan == before, "it may pass"
         actions = self.fail(job, (1, 2))
         why = "workers 2, 3 (node 1) and workers 4, 5 (node 2) can't reach each other"
@@ -690,7 +701,7 @@ class TestFailedLinks:
         assert isinstance(given_up, WorkersGivenUp) and given_up.workers == (4, 5) and given_up.for_good
         assert only(EpochPlan, actions).plan.members == (0, 1, 2, 3)
         job.ready(0, 1, 2, 3)
-        assert job.membership.phase is Phase.RUNNING and job.membership.epoch == 2
+        assert job.state.phase is Phase.RUNNING and job.state.epoch == 2
 
     def test_the_side_that_costs_least(self) -> None:
         """Node 1 has lost a worker, and what it works with is gone, too."""
@@ -709,7 +720,7 @@ class TestFailedLinks:
     def test_one_worker_that_others_can_not_reach(self) -> None:
         job = Job(workers=6, micro_batches=12).start()
         for _ in range(2):
-            job.tell(CommunicationFailed(0, epoch=job.membership.epoch, error="Timed out waiting 600000ms"))
+            job.tell(CommunicationFailed(0, epoch=job.state.epoch, error="Timed out waiting 600000ms"))
             actions = [a for w in range(6) for a in job.report(w, unreachable=[3] if w > 3 else [])]
         assert events(actions, "link_failed")[0].left_out == (3,)
 
@@ -717,7 +728,7 @@ class TestFailedLinks:
         job = Job(workers=8).start()
         self.fail(job, (1, 2))
         job.kill(7)
-        job.report(*sorted(job.membership.living))
+        job.report(*sorted(job.state.living))
         assert not events(self.fail(job, (1, 2)), "link_failed")
         assert events(self.fail(job, (1, 2)), "link_failed")
 
@@ -845,7 +856,7 @@ class TestChangeByChoice:
         assert change.to_digest == UNLIKE.digest and change.changes == answer.answer.changes
         [notice] = [action.notice for action in actions if isinstance(action, Notify)]
         assert notice == PlanChange(1, 0, UNLIKE)
-        assert job.membership.phase is Phase.RUNNING
+        assert job.state.phase is Phase.RUNNING
         job.now = 20.0
         actions = job.leave(0, 1, 2)
         assert not events(actions, "epoch_broken") and not notices(actions)
@@ -890,24 +901,24 @@ class TestChangeByChoice:
 
     def test_there_and_back(self) -> None:
         job = Job().start()
-        first = job.membership.plan
+        first = job.state.plan
         assert first is not None
         self.change(job, UNLIKE)
         self.change(job, spelled_out(first, job.own))
-        assert job.membership.plan == first, "in short again, so that Megatron's own groups run it"
+        assert job.state.plan == first, "in short again, so that Megatron's own groups run it"
 
     def change(self, job: Job, plan: ParallelPlan) -> None:
         only(Notify, job.apply(plan))
-        only(EpochPlan, job.leave(*sorted(job.membership.living)))
+        only(EpochPlan, job.leave(*sorted(job.state.living)))
         only(Go, job.ready(*job.members))
 
     def test_who_gets_no_work_keeps_what_it_holds(self) -> None:
         job = Job().start()
         self.change(job, plan_of((((0,), (2,)),), counts=(4,)))
-        assert job.membership.plan is not None
-        assert job.membership.plan.standbys == {1: (0, 0), 3: (1, 0)}
+        assert job.state.plan is not None
+        assert job.state.plan.standbys == {1: (0, 0), 3: (1, 0)}
         self.change(job, plan_of((((0,), (2,)), OTHER_LAYERS), counts=(4,)))
-        assert job.membership.plan.standbys == {1: (Shard(0, 3, 0, 1),), 3: (Shard(3, 6, 0, 1),)}
+        assert job.state.plan.standbys == {1: (Shard(0, 3, 0, 1),), 3: (Shard(3, 6, 0, 1),)}
 
     @pytest.mark.parametrize(
         ("asked", "reason"),
@@ -928,7 +939,7 @@ class TestChangeByChoice:
         actions = job.apply(asked)
         assert reason in only(Reply, actions).answer.reason
         assert reason in events(actions, "change_refused")[0].reason
-        assert not notices(actions) and job.membership.phase is Phase.RUNNING
+        assert not notices(actions) and job.state.phase is Phase.RUNNING
         self.change(job, UNLIKE)
 
     @pytest.mark.parametrize(
@@ -1025,7 +1036,7 @@ class TestChangeByChoice:
             only(Go, actions)
             assert [change.number for change in events(actions, "plan_change")] == [number]
             job.leave(*job.members)
-            assert job.membership.plan is not None and job.membership.plan.replicas == plan.replicas
+            assert job.state.plan is not None and job.state.plan.replicas == plan.replicas
         assert not events(job.ready(*job.members), "plan_change")
 
     @pytest.mark.parametrize("news", [TrainingFinished(1, 5), StopRequest(15, 0.0)])
@@ -1108,7 +1119,7 @@ class TestChangeByChoice:
 
     def test_changes_are_no_recoveries(self) -> None:
         job = Job().start()
-        first = job.membership.plan
+        first = job.state.plan
         assert first is not None
         for _ in range(LIMITS.recoveries_per_iteration):
             self.change(job, UNLIKE)
@@ -1132,7 +1143,7 @@ class TestLateNodes:
 
     def test_those_that_never_come_change_nothing(self) -> None:
         job, plain = self.job().start().recover([3]), Job().start().recover([3])
-        assert job.membership.plan == plain.membership.plan and job.membership.dead == plain.membership.dead
+        assert job.state.plan == plain.membership.state.plan and job.state.dead == plain.membership.state.dead
 
     def test_a_node_makes_another_replica(self) -> None:
         """Of one worker nothing can be made yet."""
@@ -1166,7 +1177,7 @@ class TestLateNodes:
         """The job has not even begun to count on them."""
         job = self.job().start()
         lost = job.tell(NodeLost(node=2, cause="gone", time=0.0))
-        assert lost == [Reopen(2, (12, 13))] and job.membership.phase is Phase.RUNNING
+        assert lost == [Reopen(2, (12, 13))] and job.state.phase is Phase.RUNNING
 
     @pytest.mark.parametrize("said", ["a word", "nothing"])
     def test_its_workers_fail_again_and_again(self, said: str) -> None:
@@ -1182,13 +1193,13 @@ class TestLateNodes:
         job.come_back(4)
         [died] = events(job.tell(ScriptFailed(4, error="no such file", code=1)), "worker_dead")
         assert died.cause == "failed before it was taken in: no such file"
-        assert job.membership.phase is Phase.RUNNING
+        assert job.state.phase is Phase.RUNNING
 
     def test_it_takes_the_place_of_who_died_and_is_joined_by_who_comes_back(self) -> None:
         """Not the first plan again, which has no work for it."""
         job = self.job().start().recover([3])
         self.take_in(job, 4)
-        assert job.membership.plan is not None and len(job.membership.plan.replicas) == 2
+        assert job.state.plan is not None and len(job.state.plan.replicas) == 2
         assert not notices(job.come_back(11)), "alone it makes no replica"
         [change] = events(job.come_back(6), "plan_change")
         assert change.why == "worker 11 came back, worker 6 joined"
@@ -1196,7 +1207,7 @@ class TestLateNodes:
     def take_in(self, job: Job, *workers: int) -> None:
         for worker in workers:
             job.come_back(worker)
-        only(EpochPlan, job.leave(*sorted(job.membership.living)))
+        only(EpochPlan, job.leave(*sorted(job.state.living)))
         only(Go, job.ready(*job.members))
 
 
@@ -1205,7 +1216,7 @@ class TestComingBack:
 
     def test_from_the_restart_to_the_first_plan(self) -> None:
         job = Job().start()
-        first = job.membership.plan
+        first = job.state.plan
         assert first is not None
         job.recover([3])
         assert events(job.tell(WorkerRestarted(7, 3, 0.0)), "worker_restarted")[0].restarted == 7
@@ -1213,7 +1224,7 @@ class TestComingBack:
         assert events(actions, "worker_waiting")[0].place == 3
         [change] = events(actions, "plan_change")
         assert change.why == "worker 7 came back"
-        assert notices(actions) == [PlanChange] and job.membership.phase is Phase.RUNNING
+        assert notices(actions) == [PlanChange] and job.state.phase is Phase.RUNNING
         assert not notices(job.leave(0, 1)), "workers stand still, as for any change"
         actions = job.leave(2)
         published = only(EpochPlan, actions)
@@ -1224,19 +1235,19 @@ class TestComingBack:
         assert not job.ready(0, 1, 2)
         actions = job.ready(7, bytes_received=5)
         assert events(actions, "reconfiguration") and not events(actions, "recovery")
-        assert job.membership.phase is Phase.RUNNING and not job.membership.joining.waiting
+        assert job.state.phase is Phase.RUNNING and not job.state.joining.waiting
 
     def test_it_dies_again_and_comes_back_again(self) -> None:
         job = Job().start().recover([3])
         self.take_in(job, 7)
         job.recover([7])
         self.take_in(job, 11)
-        assert job.members == (0, 1, 2, 11) and job.membership.plan is not None
-        assert len(job.membership.plan.replicas) == 2
+        assert job.members == (0, 1, 2, 11) and job.state.plan is not None
+        assert len(job.state.plan.replicas) == 2
 
     def take_in(self, job: Job, worker: int) -> None:
         job.come_back(worker)
-        only(EpochPlan, job.leave(*sorted(job.membership.living)))
+        only(EpochPlan, job.leave(*sorted(job.state.living)))
         only(Go, job.ready(*job.members))
 
     def test_two_come_back_one_by_one(self) -> None:
@@ -1254,15 +1265,15 @@ class TestComingBack:
 
     def test_nobody_waits_for_who_dies_before_others_have_heard_of_it(self) -> None:
         job = Job().start().recover([3])
-        running = job.membership.plan
+        running = job.state.plan
         assert not [action for action in job.kill(7) if not isinstance(action, Log)]
         assert job.come_back(7) == [], "the dead are not heard"
-        assert (job.membership.phase, job.membership.plan) == (Phase.RUNNING, running)
+        assert (job.state.phase, job.state.plan) == (Phase.RUNNING, running)
 
     @pytest.mark.parametrize("left", [(), (0, 1)])
     def test_others_go_on_as_before_if_it_dies_before_it_is_taken_in(self, left: tuple[int, ...]) -> None:
         job = Job().start().recover([3])
-        before = job.membership.plan
+        before = job.state.plan
         job.come_back(7)
         job.leave(*left)
         assert not notices(job.kill(7))
@@ -1272,7 +1283,7 @@ class TestComingBack:
 
     def test_others_go_on_as_before_if_it_dies_while_the_plan_is_built(self) -> None:
         job = Job().start().recover([3])
-        before = job.membership.plan
+        before = job.state.plan
         job.come_back(7)
         job.leave(0, 1, 2)
         job.ready(0, 1)
@@ -1321,12 +1332,12 @@ class TestComingBack:
         actions = job.come_back(7, micro_batches=8)
         [notice] = [action.notice for action in actions if isinstance(action, Notify)]
         assert isinstance(notice, WorkerDismissed) and notice.worker == 7
-        assert not job.membership.joining.waiting and job.membership.phase is Phase.RUNNING
+        assert not job.state.joining.waiting and job.state.phase is Phase.RUNNING
 
     def test_shortly_before_the_end_nobody_waits_for_it(self) -> None:
         job = Job().start().recover([3])
-        assert job.membership.plan is not None
-        working = job.membership.plan.working
+        assert job.state.plan is not None
+        working = job.state.plan.working
         job.tell(TrainingFinished(working[0], iteration=5))
         assert not notices(job.come_back(7))
         job.tell(ScriptEnded(working[0]))
@@ -1341,7 +1352,7 @@ class TestComingBack:
 
     def test_a_plan_by_hand_can_give_it_work(self) -> None:
         job = Job().start()
-        job.membership.job["strategy"] = "joint"
+        job.state.job.told["strategy"] = "joint"
         job.recover([3])
         assert not notices(job.come_back(7)), "the replanner will say what it is to do"
         job.apply(plan_of((((0,), (2,)), OTHER_LAYERS), (((1,), (7,)), OTHER_LAYERS), counts=(3, 1)))
@@ -1417,8 +1428,8 @@ class TestLeaving:
 
     def test_a_change_that_is_under_way_comes_first(self) -> None:
         job = Job(workers=6, micro_batches=6).start_with(**REPLICA_PER_NODE)
-        assert job.membership.plan is not None
-        one, two, three = job.membership.plan.replicas
+        assert job.state.plan is not None
+        one, two, three = job.state.plan.replicas
         shares = zip((one, two, three), deal((3, 2, 1)), strict=True)
         job.apply(ParallelPlan(tuple(replace(replica, micro_batches=share) for replica, share in shares)))
         assert not self.leave(job, 2)
@@ -1436,7 +1447,7 @@ class TestLeaving:
         job = Job(late_nodes=1).start_with(**REPLICA_PER_NODE)
         job.come_back(4)
         assert notices(self.leave(job, 2)) == [NodeReleased]
-        assert not job.membership.joining.waiting
+        assert not job.state.joining.waiting
 
 
 class TestWhateverHappens:
@@ -1453,32 +1464,32 @@ class TestWhateverHappens:
             self._something_happens(job, data)
             self._check(job)
         for _ in range(100):
-            if job.membership.phase in (Phase.RUNNING, Phase.ENDED):
+            if job.state.phase in (Phase.RUNNING, Phase.ENDED):
                 break
             self._do_what_is_told(job)
             self._check(job)
-        assert job.membership.phase in (Phase.RUNNING, Phase.ENDED)
-        if job.membership.phase is Phase.RUNNING:
-            assert job.membership.plan is not None and not set(job.members) & set(job.membership.dead)
+        assert job.state.phase in (Phase.RUNNING, Phase.ENDED)
+        if job.state.phase is Phase.RUNNING:
+            assert job.state.plan is not None and not set(job.members) & set(job.state.dead)
 
     def _something_happens(self, job: Job, data: st.DataObject) -> None:
-        if job.membership.phase is Phase.RUNNING and data.draw(st.booleans()):
+        if job.state.phase is Phase.RUNNING and data.draw(st.booleans()):
             job.iteration += 1
-        size = job.membership.size.workers
+        size = job.state.job.size.workers
         worker = data.draw(st.integers(0, size - 1))
         if worker + size in job.held:  # started anew
             worker += size
-        epoch = max(0, job.membership.epoch - data.draw(st.integers(0, 1)))
+        epoch = max(0, job.state.epoch - data.draw(st.integers(0, 1)))
         happenings = ["report", "ready"] * 5 + ["suspect", "kill", "silent", "node", "wait", "apply", "come back"]
         match data.draw(st.sampled_from(happenings)):
             case "come back":
-                if worker in job.membership.dead and worker < size:
+                if worker in job.state.dead and worker < size:
                     job.come_back(worker + size)
             case "apply":
                 job.apply(self._any_plan(job, data))
             case "report":
                 agreed = data.draw(st.sampled_from([IterationPhase.REDUCED, IterationPhase.AGREED]))
-                if job.membership.phase is Phase.RUNNING:
+                if job.state.phase is Phase.RUNNING:
                     job.at = {each: (job.iteration, IterationPhase.REDUCED) for each in job.members}
                     job.at[worker] = (job.iteration, agreed)
                 if worker in job.held:
@@ -1499,7 +1510,7 @@ class TestWhateverHappens:
 
     def _any_plan(self, job: Job, data: st.DataObject) -> ParallelPlan:
         """One pipeline of some of the living with a cut somewhere."""
-        living = sorted(job.membership.living) or [0]
+        living = sorted(job.state.living) or [0]
         layers = job.own[-1].end
         cut = data.draw(st.integers(1, layers - 1))
         first, *rest = living
@@ -1510,9 +1521,9 @@ class TestWhateverHappens:
 
     def _do_what_is_told(self, job: Job) -> None:
         membership = job.membership
-        match membership.phase:
+        match membership.state.phase:
             case Phase.REPORTING:
-                job.report(*sorted(membership.living))
+                job.report(*sorted(membership.state.living))
             case Phase.BUILDING:
                 job.ready(*job.members)
             case Phase.SALVAGING:
@@ -1543,7 +1554,7 @@ class TestWhateverHappens:
         told: set[int] = set()
         for worker in data.draw(st.lists(st.sampled_from([1, 2, 3]), max_size=8)):
             epoch = data.draw(st.sampled_from([0, 1, 2]))
-            before = job.membership.phase
+            before = job.state.phase
             went = [action for action in job.ready(worker, epoch=epoch) if isinstance(action, Go)]
             if epoch == 1 and before is Phase.BUILDING:
                 told.add(worker)
@@ -1560,8 +1571,8 @@ class TestDistributedOptimizer:
 
     def test_the_loss_of_an_owner_leaves_the_copy(self) -> None:
         job = self.start().recover([1])
-        assert job.membership.plan is not None
-        assert job.membership.plan.working == (0, 2)
+        assert job.state.plan is not None
+        assert job.state.plan.working == (0, 2)
 
     def test_the_loss_of_both_ends_the_job(self) -> None:
         """The survivor has parameters of everything, and would train another model with them."""

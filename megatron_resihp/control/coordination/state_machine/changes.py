@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of plan by choice: asked for, to take workers in, or to let nodes leave.
+
+May import `plan`, `planner`, `protocol` and pure modules of `control`.
+"""
+
+import signal
+
+from megatron_resihp.control.coordination.actions import Action, Log, Notify, Phase, Reply
+from megatron_resihp.control.coordination.state_machine.ends import Ends
+from megatron_resihp.control.coordination.state_machine.plans import Plans
+from megatron_resihp.control.coordination.state_machine.state import State
+from megatron_resihp.control.replanning.change import (
+    Change,
+    ChangeRefused,
+    arrival,
+    changes,
+    check_degrees,
+    check_memory,
+    plan_of,
+    plan_to_change_to,
+)
+from megatron_resihp.control.replanning.modes import mode_of
+from megatron_resihp.events import replanning
+from megatron_resihp.events.workers import NodeLeft
+from megatron_resihp.plan import ParallelPlan, PlanError
+from megatron_resihp.planner import NoPlanError
+from megatron_resihp.protocol.answers import Accepted, Answer, Refused
+from megatron_resihp.protocol.messages import PlanRequest
+from megatron_resihp.protocol.notices import NodeReleased, PlanChange
+
+
+class ChangesByChoice:
+    """The changes by choice of one job; one at a time."""
+
+    def __init__(self, state: State, plans: Plans, ends: Ends) -> None:
+        self._state = state
+        self._plans = plans
+        self._ends = ends
+
+    def after_go(self) -> list[Action]:
+        """What has waited until training goes on."""
+        waiting, self._state.changes.waiting = self._state.changes.waiting, []
+        actions = [action for request in waiting for action in self.ask_for(request)]
+        return actions + self.depart() + self.grow()
+
+    # ---- asked for
+
+    def ask_for(self, request: PlanRequest) -> list[Action]:
+        """A user or the replanner asks for a plan."""
+        changes, phase = self._state.changes, self._state.phase
+        if request.patient and (changes.under_way or phase in (Phase.REPORTING, Phase.BUILDING)):
+            changes.waiting.append(request)
+            return []
+        try:
+            change = self._asked_change(request)
+        except ChangeRefused as error:
+            refused = Log(replanning.ChangeRefused(why=request.why, reason=str(error)))
+            return [refused, *_reply(request.answer, Refused(str(error)))]
+        return self._begin(change, request.answer)
+
+    def _asked_change(self, request: PlanRequest) -> Change:
+        """Raises ChangeRefused."""
+        self._check_that_changes_can_be()
+        state, job = self._state, self._state.job
+        plan, shape = state.under_way
+        workers = state.living | state.joining.waiting
+        asked = plan_to_change_to(plan_of(request.plan), plan, job.own, shape.tensor_parallel, workers)
+        asked = self._plans.optimizer.without_parts_kept(asked)
+        error = state.first_steps.failed.get(asked.work_digest)
+        if error is not None and request.answer is None:  # a user may know better
+            raise ChangeRefused(f"this plan has failed in the first step: {error}")
+        try:
+            check_degrees(asked, job.told)
+            mode_of(asked).check_ops(asked, job.own, job.told)
+            check_memory(asked, plan, job.own, job.told)
+        except PlanError as error:
+            raise ChangeRefused(str(error)) from None
+        return self._next_change(asked, request.why)
+
+    def _next_change(self, plan: ParallelPlan, why: str, leaving: frozenset[int] = frozenset()) -> Change:
+        return Change(self._state.changes.last + 1, plan, why, leaving=leaving)
+
+    def _begin(self, change: Change, answer: str | None = None) -> list[Action]:
+        """Tell all workers of a change. `answer`: key under which the requester awaits an answer."""
+        plan, _ = self._state.under_way
+        lines = changes(plan, change.plan, self._state.job.own)
+        known = self._state.changes
+        known.under_way, known.last, known.prepared = change, change.number, set()
+        return [
+            Log(replanning.PlanChange(
+                number=change.number, why=change.why, from_digest=plan.digest, to_digest=change.plan.digest,
+                changes=tuple(lines),
+            )),
+            Notify(PlanChange(change.number, self._state.epoch, change.plan)),
+            *_reply(answer, Accepted(f"change {change.number} begins after an iteration", lines)),
+        ]  # fmt: skip
+
+    def _check_that_changes_can_be(self) -> None:
+        """Raises ChangeRefused."""
+        state = self._state
+        if state.changes.under_way is not None:
+            raise ChangeRefused(f"change {state.changes.under_way.number} is under way")
+        if state.job.trained or state.done or state.ending.stop_signal:
+            raise ChangeRefused("the job is about to end")
+        if state.phase is not Phase.RUNNING:
+            raise ChangeRefused(f"the job is not training now, it is {state.phase.value}")
+
+    # ---- workers that join
+
+    def grow(self) -> list[Action]:
+        """Give work to joining workers, where complete uniform replicas are planned and there can be more of them.
+
+        Where a strategy plans, the replanner asks for a change: its search takes too long for this thread.
+        """
+        state, job = self._state, self._state.job
+        if not state.joining.waiting or not job.plans_uniformly:
+            return []
+        try:
+            self._check_that_changes_can_be()
+            plan = self._plans.more_replicas()
+        except (ChangeRefused, NoPlanError):
+            return []
+        if plan.work_digest in state.first_steps.failed:
+            return []
+        taken = sorted(state.joining.waiting.intersection(plan.working))
+        why = arrival(taken, job.size.places)
+        try:
+            check_memory(plan, state.under_way[0], job.own, job.told)
+        except PlanError as error:
+            return [Log(replanning.ChangeRefused(why=why, reason=str(error)))]
+        return self._begin(self._next_change(plan, why)) if taken else []
+
+    # ---- nodes that leave
+
+    def depart(self) -> list[Action]:
+        """Plan around the nodes that are to leave, once training goes on; where no plan is left, all stop in order."""
+        state, actions = self._state, self.let_go()
+        leaving = state.departures.among(state.living)
+        try:
+            self._check_that_changes_can_be()
+        except ChangeRefused:
+            return actions
+        if not leaving:
+            return actions
+        nodes = ", ".join(f"node {node}" for node in sorted(state.departures.agents))
+        try:
+            plan, told = self._plans.plan_for(self._plans.held_by(state.living - leaving))
+        except NoPlanError as error:
+            reason = f"{nodes} is to leave, and there is no plan without its workers: {error}"
+            return actions + self._ends.stop(signal.SIGTERM, reason)
+        change = self._next_change(plan, f"{nodes} leaves", leaving)
+        return [*actions, *map(Log, told), *self._begin(change)]
+
+    def let_go(self) -> list[Action]:
+        """Release the nodes that are to leave and have no members any more."""
+        state, actions = self._state, list[Action]()
+        for node in state.departures.without_members(state.living):
+            agent = state.departures.agents.pop(node)
+            known = {*range(state.job.size.workers), *state.joining.waiting, *state.reports.records}
+            here = {worker for worker in known - state.dead.keys() if state.joining.node_of(worker) == node}
+            workers = sorted(here)
+            state.dead.update(dict.fromkeys(workers, "left"))
+            state.departures.left.update(workers)
+            state.joining.waiting.difference_update(workers)
+            actions.append(Log(NodeLeft(node=node, left=tuple(workers))))
+            actions.append(Notify(NodeReleased(agent, tuple(workers))))
+        return actions
+
+
+def _reply(key: str | None, answer: Answer) -> list[Action]:
+    return [] if key is None else [Reply(key, answer)]

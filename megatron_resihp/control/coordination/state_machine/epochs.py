@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an epoch begins and breaks, and what comes after it: another plan, or the end.
+
+May import `plan`, `planner`, `protocol` and pure modules of `control`.
+"""
+
+from dataclasses import replace
+
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.coordination.actions import Action, Log, Notify, Phase
+from megatron_resihp.control.coordination.epoch_events import agreed, epoch_started, reconfiguration, recovery
+from megatron_resihp.control.coordination.record import NoCommitError, resolve
+from megatron_resihp.control.coordination.state_machine.changes import ChangesByChoice
+from megatron_resihp.control.coordination.state_machine.ends import Ends
+from megatron_resihp.control.coordination.state_machine.links import Separated
+from megatron_resihp.control.coordination.state_machine.plans import Plans
+from megatron_resihp.control.coordination.state_machine.state import HeldShards, State
+from megatron_resihp.control.replanning.change import Change
+from megatron_resihp.events.epochs import EpochBroken
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.workers import LinkFailed, WorkerDead
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.planner import NoPlanError
+from megatron_resihp.protocol.notices import EpochIsBroken, WorkersGivenUp, WorkersTakenIn
+from megatron_resihp.protocol.published import EpochPlan, Go
+from megatron_resihp.protocol.records import Commit
+
+
+class Epochs:
+    """The epochs of one job."""
+
+    def __init__(self, state: State, plans: Plans, ends: Ends, changes: ChangesByChoice) -> None:
+        self._state = state
+        self._plans = plans
+        self._ends = ends
+        self._changes = changes
+
+    def go(self, plan: ParallelPlan, now: float) -> list[Action]:
+        """All members are ready: train."""
+        state, change = self._state, self._state.changes.under_way
+        ready = state.ready.values()
+        ports = tuple(sorted({port for each in ready for port in each.ports}))
+        actions: list[Action] = [Go(state.epoch, ports), Log(epoch_started(state.epoch, plan))]
+        if change is not None and state.commit is not None:
+            ahead = state.changes.made_ahead is not None
+            actions.append(Log(reconfiguration(state.epoch, state.commit, ready, change, ahead, now)))
+        elif state.commit is not None:
+            dead = state.dead.keys() - state.departures.left
+            actions.append(Log(recovery(state.epoch, state.commit, ready, dead, state.broken_at, now)))
+        state.phase, state.left_s, state.changes.under_way, state.running = Phase.RUNNING, None, None, plan
+        return actions + self._changes.after_go()
+
+    # ---- how an epoch ends
+
+    def die(self, causes: dict[int, str], died_at: float, now: float) -> list[Action]:
+        """These workers are dead. `causes`: worker → why."""
+        state = self._state
+        fresh = {w: cause for w, cause in causes.items() if w not in state.dead and w not in state.done}
+        members = state.living
+        actions = self._note_deaths(fresh, died_at, now)
+        state.reports.links.forget(fresh.keys() & members)
+        if not fresh.keys() & members:
+            return actions
+        if state.phase is Phase.STARTING:
+            names = ", ".join(f"worker {w} ({cause})" for w, cause in fresh.items())
+            before = "before the first iteration" if state.job.shape else "or of a job without --resihp"
+            return actions + self._ends.end(exit_codes.RETRY, f"{names} died during start-up, {before}")
+        if state.phase is Phase.SALVAGING:
+            return actions + self._ends.saved_by(fresh)
+        cause = "; ".join(f"worker {w}: {cause}" for w, cause in fresh.items())
+        return actions + self.break_epoch(cause, now) + self.decide(now)
+
+    def _note_deaths(self, causes: dict[int, str], died_at: float, now: float) -> list[Action]:
+        state = self._state
+        state.dead.update(causes)
+        state.joining.waiting -= causes.keys()
+        for worker in causes:
+            state.joining.heard_of(worker)
+            state.reports.records.pop(worker, None)
+        return [
+            Log(WorkerDead(
+                epoch=state.epoch, dead=worker, node=state.joining.node_of(worker), cause=cause, died_at=died_at,
+                noticed_at=now,
+            ))
+            for worker, cause in causes.items()
+        ]  # fmt: skip
+
+    def break_epoch(self, cause: str, now: float, probe: bool = False) -> list[Action]:
+        """Have living members stop and report.
+
+        Args:
+            probe: survivors first find out which workers they can reach; after a death they report at once.
+        """
+        state = self._state
+        change = state.changes.under_way
+        leaving = state.phase is Phase.REPORTING and change is not None
+        if state.phase not in (Phase.RUNNING, Phase.BUILDING) and not leaving:
+            return []
+        if state.phase is Phase.RUNNING or change is not None:
+            state.broken_at = now
+        if not leaving:  # a worker that has reported by choice doesn't report again
+            state.reports.clear()
+        state.reports.unreachable = {}
+        state.changes.under_way = None
+        state.phase, state.left_s = Phase.REPORTING, state.limits.report_s
+        return self.broken(cause, probe)
+
+    def broken(self, cause: str, probe: bool = False) -> list[Action]:
+        """What the log and the workers are told when an epoch has broken."""
+        epoch = self._state.epoch
+        return [
+            Log(EpochBroken(epoch=epoch, broken_epoch=epoch, cause=cause)),
+            Notify(EpochIsBroken(epoch, cause, probe)),
+        ]
+
+    def leave_by_choice(self, now: float) -> None:
+        """The first worker stops for a change; the others will after the same step."""
+        state = self._state
+        assert state.changes.under_way is not None
+        state.changes.under_way = replace(state.changes.under_way, first_reported_at=now)
+        state.phase, state.left_s = Phase.REPORTING, state.limits.leave_s
+        state.reports.clear()
+
+    def save_and_end(self, reason: str, now: float, unpublished: bool) -> list[Action]:
+        """As `Membership.save_and_end`."""
+        state = self._state
+        if state.phase is Phase.ENDED:
+            return []
+        if state.phase is Phase.STARTING or not state.living:
+            return self._ends.end(exit_codes.RETRY, reason)
+        state.ending.save_reason, state.changes.waiting = reason, []
+        if state.phase is Phase.SALVAGING:
+            return []
+        if unpublished and state.phase is Phase.BUILDING:
+            state.phase, state.epoch, state.left_s = Phase.REPORTING, state.epoch - 1, state.limits.report_s
+        return self.break_epoch(reason, now) + self.decide(now)
+
+    # ---- what comes after it
+
+    def decide(self, now: float) -> list[Action]:
+        """Publish the next plan, or order an emergency checkpoint, once all living members have reported."""
+        state, reports = self._state, self._state.reports
+        if state.phase is not Phase.REPORTING:
+            return []
+        if not state.living:
+            return self._ends.end(exit_codes.RETRY, "no worker survived")
+        if state.living - set(reports.records):
+            return []
+        reports.links.note(state.epoch, reports.unreachable)
+        separated = reports.links.separated(state.living, self._plans.capacity_without)
+        if separated is not None and separated.without:
+            return self._leave_out(separated, now)
+        try:
+            commit = resolve(reports.records.values(), state.commit)
+        except NoCommitError as error:
+            return self._ends.end(exit_codes.RETRY, str(error))
+        step = self._commit(commit)
+        if reason := self._why_not_go_on(separated):
+            return step + self._ends.save(reason)
+        return step + self._publish_next(now)
+
+    def _leave_out(self, separated: Separated, now: float) -> list[Action]:
+        """Go on without one side of a link that fails again and again while both ends live."""
+        why, without = f"left out, because {separated.why}", sorted(separated.without)
+        self._state.reports.links.left_out.update(without)
+        return [
+            Log(LinkFailed(reason=separated.why, left_out=tuple(without))),
+            Notify(WorkersGivenUp(tuple(without), why, for_good=True)),
+            *self.die(dict.fromkeys(without, why), now, now),
+        ]
+
+    def _commit(self, commit: Commit) -> list[Action]:
+        state = self._state
+        same = state.commit is not None and state.commit.iteration == commit.iteration
+        state.recoveries_here = (state.recoveries_here if same else 0) + (state.changes.under_way is None)
+        state.commit = commit
+        return [] if commit.outcome is None else [Log(agreed(state.epoch, commit, commit.outcome))]
+
+    def _why_not_go_on(self, separated: Separated | None) -> str:
+        """Why survivors save what they hold, whatever plan there is; empty: they don't."""
+        state = self._state
+        if state.ending.save_reason:
+            return state.ending.save_reason
+        if separated is not None:
+            return f"{separated.why}, and there is no plan without either"
+        if state.recoveries_here > state.limits.recoveries_per_iteration:
+            assert state.commit is not None
+            return f"{state.recoveries_here - 1} recoveries without a step after iteration {state.commit.iteration}"
+        return ""
+
+    def _publish_next(self, now: float) -> list[Action]:
+        state, change = self._state, self._state.changes.under_way
+        before, shape = state.under_way
+        # Joining workers hold nothing, and need not report.
+        joining = state.joining.held(change.plan.members) if change is not None else {}
+        held = {worker: state.reports.held[worker] for worker in state.reports.records} | joining
+        try:
+            plan, held, told = self._plan_after(held, now)
+        except NoPlanError as error:
+            own, degree = state.job.own, shape.tensor_parallel
+            missing = tuple(shard for lost in error.missing for shard in shards_at(own, lost, degree))
+            return self._ends.save(str(error), missing)
+        on_trial = state.first_steps.published(plan, before, state.changes.under_way, told)
+        state.epoch += 1
+        state.plan, state.phase, state.ready = plan, Phase.BUILDING, {}
+        state.left_s = state.limits.build_s
+        joined = state.joining.taken_in(plan)
+        called = [Notify(WorkersTakenIn(state.epoch, tuple(joined)))] if joined else []
+        ahead = state.changes.made_ahead = self._groups_made_for(plan)
+        # Workers whose node leaves read that from the very plan that leaves them out.
+        leaving = tuple(sorted(state.departures.among(state.reports.records.keys() - held.keys())))
+        published = EpochPlan(state.epoch, plan, state.commit, held, ahead, leaving, on_trial)
+        return [*map(Log, told), published, *called, *self._changes.let_go()]
+
+    def _plan_after(self, held: HeldShards, now: float) -> tuple[ParallelPlan, HeldShards, list[Event]]:
+        """The next plan, what its members hold, and what to write to the log.
+
+        Workers whose node is to leave have no part in it, if there is such a plan and the change under way gives them
+        none.
+
+        Raises:
+            NoPlanError.
+        """
+        changes = self._state.changes
+        change, changes.under_way = changes.under_way, None
+        leaving = self._state.departures.among(held) if change is None or change.leaving else frozenset()
+        if leaving:
+            staying = {worker: shards for worker, shards in held.items() if worker not in leaving}
+            try:
+                plan, told = self._next_plan(change, staying, now)
+                return plan, staying, told
+            except NoPlanError:
+                pass  # all go on together, and stop in order once they do
+        plan, told = self._next_plan(change, held, now)
+        return plan, held, told
+
+    def _next_plan(self, change: Change | None, held: HeldShards, now: float) -> tuple[ParallelPlan, list[Event]]:
+        """The plan of the change, if all its members are still there, or another; and what to write to the log.
+
+        Raises:
+            NoPlanError.
+        """
+        state = self._state
+        before, _ = state.under_way
+        if change is not None and set(change.plan.members) == held.keys():
+            state.changes.under_way = change
+            return change.plan, []
+        if change is not None:
+            state.broken_at = change.first_reported_at or now
+            if set(before.members) == held.keys():
+                # A worker that was to be taken in has died: all others go on as before.
+                return before, []
+        return self._plans.plan_for(held)
+
+    def _groups_made_for(self, plan: ParallelPlan) -> int | None:
+        """The change for which every member of this plan has made its groups already."""
+        changes = self._state.changes
+        change = changes.under_way
+        if change is None or change.plan != plan or not changes.prepared.issuperset(plan.members):
+            return None
+        return change.number

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front of the state machine: messages, and waits that run out, become actions.
+
+May import `protocol` and this package's other modules.
+"""
+
+from megatron_resihp.control.coordination.actions import Action, Limits, Notify, Phase
+from megatron_resihp.control.coordination.state_machine.agent_messages import AgentMessages
+from megatron_resihp.control.coordination.state_machine.changes import ChangesByChoice
+from megatron_resihp.control.coordination.state_machine.ends import Ends
+from megatron_resihp.control.coordination.state_machine.epochs import Epochs
+from megatron_resihp.control.coordination.state_machine.plans import Plans
+from megatron_resihp.control.coordination.state_machine.state import Job, State
+from megatron_resihp.control.coordination.state_machine.worker_messages import WorkerMessages
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
+from megatron_resihp.protocol.messages import PlanRequest, WordOfAgent, WordOfWorker
+from megatron_resihp.protocol.notices import WorkersGivenUp
+
+
+class Membership:
+    """Feed it with `handle` and `tick`; carry out the actions that they return.
+
+    Args:
+        next_plan: plans when workers have died.
+
+    Attributes:
+        state: what it knows; only to be read.
+    """
+
+    def __init__(self, size: JobSize, limits: Limits | None = None, next_plan: NextPlan = uniform_or_less) -> None:
+        self.state = State(Job(size), limits or Limits())
+        plans = Plans(self.state, next_plan)
+        self._ends = Ends(self.state, plans)
+        changes = ChangesByChoice(self.state, plans, self._ends)
+        self._epochs = Epochs(self.state, plans, self._ends, changes)
+        self._workers = WorkerMessages(self.state, self._ends, changes, self._epochs)
+        self._agents = AgentMessages(self.state, self._ends, changes, self._epochs, self._workers)
+
+    def handle(self, message: WordOfWorker | WordOfAgent | PlanRequest, now: float) -> list[Action]:
+        """React to one message.
+
+        Args:
+            message: as `door` lets through.
+            now: Unix time, for events; waits are bounded by what `tick` is told.
+        """
+        if self.state.phase is Phase.ENDED:
+            return []
+        if isinstance(message, WordOfWorker):
+            return self._workers.handle(message, now)
+        return self._agents.handle(message, now)
+
+    def tick(self, passed_s: float, now: float) -> list[Action]:
+        """Give up the workers that a bounded wait has run out for.
+
+        Args:
+            passed_s: since the last call, as far as messages of that time have been handled.
+        """
+        state = self.state
+        if state.left_s is None:
+            return []
+        state.left_s -= passed_s
+        if state.left_s > 0:
+            return []
+        state.left_s = None
+        match state.phase:
+            case Phase.REPORTING:
+                return self._reports_late(now)
+            case Phase.BUILDING:
+                # Most members wait for one that hangs. That one will not report either, and is given up then.
+                names = ", ".join(str(worker) for worker in sorted(state.living - set(state.ready)))
+                cause = f"not ready within {state.limits.build_s:g} s: {names}"
+                return self._epochs.break_epoch(cause, now, probe=True)
+            case Phase.SALVAGING:
+                return self._ends.end_saved()
+        return []
+
+    def _reports_late(self, now: float) -> list[Action]:
+        state = self.state
+        if state.changes.under_way is not None:
+            number, bound = state.changes.under_way.number, state.limits.leave_s
+            return self._epochs.break_epoch(f"not all have left for change {number} within {bound:g} s", now)
+        late = state.living - set(state.reports.records)
+        cause = f"did not report within {state.limits.report_s:g} s"
+        given_up = Notify(WorkersGivenUp(tuple(sorted(late)), cause))
+        return [given_up, *self._epochs.die(dict.fromkeys(late, cause), now, now)]
+
+    def progressed(self, iteration: int) -> None:
+        """A worker has told that this iteration is done."""
+        self.state.job.progressed(iteration)
+
+    def save_and_end(self, reason: str, now: float, unpublished: bool = False) -> list[Action]:
+        """Have survivors save what they hold, since nothing better can be done, and end the job.
+
+        Args:
+            unpublished: the plan of this epoch could not be published: members wait for it, or for an order instead.
+        """
+        return self._epochs.save_and_end(reason, now, unpublished)

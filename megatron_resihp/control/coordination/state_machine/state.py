@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the coordinator knows: the job, its workers, the epoch, and what is under way.
+
+Data with simple questions about it; the other modules of this package decide. May import `plan`, `planner`,
+`protocol` and pure modules of `control`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_resihp.config import UNIFORM
+from megatron_resihp.control.coordination.actions import Limits, Phase
+from megatron_resihp.control.coordination.state_machine.departures import Departures
+from megatron_resihp.control.coordination.state_machine.first_step import FirstSteps
+from megatron_resihp.control.coordination.state_machine.joining import JoiningWorkers
+from megatron_resihp.control.coordination.state_machine.links import FailedLinks
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.replanning.change import Change
+from megatron_resihp.plan import Chunk, ParallelPlan, Shard
+from megatron_resihp.planner import JobShape
+from megatron_resihp.protocol.messages import PlanRequest, Ready
+from megatron_resihp.protocol.records import Commit, Record
+
+HeldShards = dict[int, tuple[Shard, ...]]
+"""Worker → the shards that it holds."""
+
+
+@dataclass
+class Job:
+    """What workers have told the coordinator about the job.
+
+    Attributes:
+        size: nodes and workers, at the start and at most.
+        shape: sizes of its work; None until a worker has told them.
+        own: the job's own split into layers.
+        told: everything else, by the names of `protocol.job`.
+        trained: a worker has finished training.
+        reached: the last iteration that a worker has finished.
+    """
+
+    size: JobSize
+    shape: JobShape | None = None
+    own: tuple[Chunk, ...] = ()
+    told: dict[str, Any] = field(default_factory=dict)
+    trained: bool = False
+    reached: int = 0
+
+    def progressed(self, iteration: int) -> None:
+        """A worker has told that this iteration is done."""
+        self.reached = max(self.reached, iteration)
+
+    @property
+    def distributed_optimizer(self) -> bool:
+        return bool(self.told.get("distributed_optimizer"))
+
+    @property
+    def plans_uniformly(self) -> bool:
+        """Whether no strategy plans: complete replicas are all that is looked for."""
+        return bool(self.told.get("strategy", UNIFORM) == UNIFORM)
+
+
+@dataclass
+class Reports:
+    """What survivors have reported since the epoch broke.
+
+    Attributes:
+        records: worker → how far it got.
+        held: worker → the shards that it holds.
+        unreachable: worker → the workers that it could not reach.
+        links: links that failed while both ends lived.
+    """
+
+    links: FailedLinks
+    records: dict[int, Record] = field(default_factory=dict)
+    held: HeldShards = field(default_factory=dict)
+    unreachable: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Ask for reports anew."""
+        self.records, self.held = {}, {}
+
+
+@dataclass
+class Changes:
+    """Changes by choice.
+
+    Attributes:
+        under_way: the change that workers have been told of.
+        last: number of the last change.
+        prepared: workers that have made the groups of the change under way.
+        made_ahead: the change whose groups the plan that was published last runs in.
+        waiting: requests for plans, to be answered once training goes on.
+    """
+
+    under_way: Change | None = None
+    last: int = 0
+    prepared: set[int] = field(default_factory=set)
+    made_ahead: int | None = None
+    waiting: list[PlanRequest] = field(default_factory=list)
+
+
+@dataclass
+class Ending:
+    """How the job is to end.
+
+    Attributes:
+        stop_signal, stop_reason: the signal that asked for an orderly end, and why.
+        save_reason: why the job ends once survivors have saved what they hold; empty: it doesn't.
+        saving: workers that are writing an emergency checkpoint.
+        saved_reason: why it was written.
+        saves: number of the last order to write a checkpoint.
+    """
+
+    stop_signal: int | None = None
+    stop_reason: str = ""
+    save_reason: str = ""
+    saving: set[int] = field(default_factory=set)
+    saved_reason: str = ""
+    saves: int = 0
+
+
+@dataclass
+class State:
+    """All that the coordinator knows.
+
+    Attributes:
+        phase, epoch, plan: of the epoch that was published last.
+        first: the plan of epoch 0.
+        running: the plan that was run last: what it gave its members is what they hold.
+        commit: the iteration that all agreed on when an epoch last ended.
+        ready: members of the epoch that are ready to train.
+        left_s: seconds left of the bounded wait that is under way; None: nothing is waited for.
+        broken_at: Unix time at which the epoch broke.
+        recoveries_here: recoveries since the last step.
+        dead: worker → why it is.
+        done: workers whose script has ended well.
+        joining: workers that were not there at the start.
+        departures: nodes that were told to leave.
+        first_steps: plans that no step has been taken under yet.
+    """
+
+    job: Job
+    limits: Limits
+    phase: Phase = Phase.STARTING
+    epoch: int = 0
+    plan: ParallelPlan | None = None
+    first: ParallelPlan | None = None
+    running: ParallelPlan | None = None
+    commit: Commit | None = None
+    ready: dict[int, Ready] = field(default_factory=dict)
+    left_s: float | None = None
+    broken_at: float = 0.0
+    recoveries_here: int = 0
+    dead: dict[int, str] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    changes: Changes = field(default_factory=Changes)
+    ending: Ending = field(default_factory=Ending)
+    first_steps: FirstSteps = field(default_factory=FirstSteps)
+    joining: JoiningWorkers = field(init=False)
+    departures: Departures = field(init=False)
+    reports: Reports = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.joining = JoiningWorkers(self.job.size)
+        self.departures = Departures(self.joining)
+        self.reports = Reports(FailedLinks(self.joining.node_of))
+
+    @property
+    def living(self) -> set[int]:
+        """Members of the current epoch that are neither known to be dead nor finished."""
+        members = set(self.plan.members) if self.plan else set(range(self.job.size.workers))
+        return members - set(self.dead) - self.done
+
+    @property
+    def under_way(self) -> tuple[ParallelPlan, JobShape]:
+        """The plan in force and the job's sizes, which are known once training has begun."""
+        assert self.plan is not None and self.job.shape is not None
+        return self.plan, self.job.shape
