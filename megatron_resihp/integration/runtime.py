@@ -89,7 +89,7 @@ class Runtime:
     def change(self) -> PlanChange | None:
         """The change of plan that this worker can leave the epoch for, as far as it has heard."""
         # In this order: what is heard of between both has its thread already.
-        change = self.control.change
+        change = self.control.heard.change.of_epoch(self.control.epoch)
         return change if self.preparation.is_over() else None
 
     def reach(self, point: str) -> None:

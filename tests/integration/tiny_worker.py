@@ -24,13 +24,9 @@ from pathlib import Path
 
 from megatron_resihp.control.transport.address import parse_address
 from megatron_resihp.control.transport.store import connect
-from megatron_resihp.control.worker.client import (
-    NO_EPOCH,
-    EpochBroken,
-    JobEnded,
-    UnreachableError,
-    WorkerControl,
-)
+from megatron_resihp.control.worker.client import WorkerControl
+from megatron_resihp.control.worker.errors import EpochBroken, JobEnded, UnreachableError
+from megatron_resihp.control.worker.heard import NO_EPOCH
 from megatron_resihp.control.worker.reach import Door, own_address_towards
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.replica import shards_at
@@ -75,7 +71,7 @@ def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
         order = control.report(record, shards_at([Chunk(0, 0, 4)], held, 1) if held else ())
         if isinstance(order, EmergencyCheckpointOrder):
             control.tell(EmergencyCheckpointWritten(WORKER))
-            raise control.await_end()
+            raise control.heard.await_end()
         assert isinstance(order, EpochPlan)
         try:
             control.check_reach(order.plan)
@@ -86,21 +82,21 @@ def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
 
 def train(control: WorkerControl, news: threading.Event) -> None:
     plan = join(control) if NEWCOMER else control.first_plan()
-    control.silent(plan.members)  # to know whom it can reach
+    control.doors.silent(plan.members)  # to know whom it can reach
     while True:
         try:
             begin(control, plan)
             saved = 0
-            while not (asked("finish") or (control.stop_signal and not asked(f"deaf_{WORKER}"))):
+            while not (asked("finish") or (control.heard.stop_signal and not asked(f"deaf_{WORKER}"))):
                 news.wait(TICK_S)
-                if control.to_save > saved:
-                    saved = control.to_save
+                if control.heard.to_save > saved:
+                    saved = control.heard.to_save
                     print(f"save {saved}", flush=True)
                 if asked(f"time_out_{WORKER}") and control.epoch == 0:
                     control.suspect(RuntimeError("gloo: Timed out waiting 600000ms for recv operation"), ANSWERED_S)
-                control.check()
-                if control.change is not None:
-                    control.drop_change(control.change)
+                control.heard.check()
+                if control.heard.change.of_epoch(control.epoch) is not None:
+                    control.heard.change.drop(control.heard.change.of_epoch(control.epoch))
                     plan = recover(control, plan)
                     begin(control, plan)
                 if asked(f"fail_{WORKER}"):

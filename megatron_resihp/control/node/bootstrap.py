@@ -24,7 +24,7 @@ from megatron_resihp.control import exit_codes, keys, linux
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.streams import let_no_full_disk_end_this
 from megatron_resihp.control.transport.liveness import ENDED, FAILED, LivenessConnection
-from megatron_resihp.control.worker.client import JobEnded
+from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.protocol.messages import MESSAGES, Message, ScriptEnded, ScriptFailed
 
 REPORT_TIMEOUT_S: Final = 60.0

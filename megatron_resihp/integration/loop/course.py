@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from megatron.training import get_timers
 
-from megatron_resihp.control.worker.client import CoordinatorLost, JobEnded
+from megatron_resihp.control.worker.errors import CoordinatorLost, JobEnded
 from megatron_resihp.integration.loop.last_save import save_without_coordinator
 from megatron_resihp.integration.loop.recovery import recover
 from megatron_resihp.integration.loop.standby import keep_current

@@ -29,5 +29,5 @@ def abort_or_die(abort: Callable[[], None]) -> None:
 def die_of_fault(control: WorkerControl, error: BaseException) -> None:
     """Die where a device has faulted in an epoch that is broken, or is marked as broken soon; else it is the program's
     own error, and this returns."""
-    if getattr(error, "error_code", None) in FAULTS and control.await_broken(NOTICE_S):
+    if getattr(error, "error_code", None) in FAULTS and control.heard.await_broken(NOTICE_S):
         die(f"the device faulted in a broken epoch ({str(error).splitlines()[0]})")

@@ -41,7 +41,8 @@ def salvage(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
         return
     directory = Path(os.environ[RUN_DIR]) / DIRECTORY
     path = write_state(runtime, order, directory)
-    if runtime.held.writes_shard and runtime.control.count("salvaged") == len(order.writers) and not order.missing:
+    last = runtime.held.writes_shard and runtime.control.channel.count("salvaged") == len(order.writers)
+    if last and not order.missing:
         # Only when all shards are there may a later start find them.
         name_latest(directory, order.commit.iteration)
     runtime.control.event(Salvage(

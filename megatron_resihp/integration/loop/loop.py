@@ -136,7 +136,7 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
 
     @functools.wraps(original)
     def train_step(*positional: Any, iteration: int, **options: Any) -> StepReturn:
-        runtime.control.check()
+        runtime.control.heard.check()
         runtime.progress.begin(iteration + 1, snapshot_counters(runtime))
         # Only now: what Megatron does after the step before, such as saving, is over and not to be repeated.
         leave_if_agreed(runtime)

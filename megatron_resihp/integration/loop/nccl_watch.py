@@ -9,7 +9,8 @@ import threading
 import time
 from typing import Final
 
-from megatron_resihp.control.worker.client import JobEnded, WorkerControl
+from megatron_resihp.control.worker.client import WorkerControl
+from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.protocol.messages import CommunicationFailed
 
@@ -33,7 +34,7 @@ def _watch(communicators: Communicators, control: WorkerControl) -> None:
 def look(communicators: Communicators, control: WorkerControl) -> None:
     """Ask once. What has failed in an epoch that is broken anyway is no news."""
     epoch = control.epoch  # before the groups, which are gone before another epoch begins
-    if control.broken():
+    if control.heard.broken():
         return
     failure = communicators.failure()
     if failure is not None:

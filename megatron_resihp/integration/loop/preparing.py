@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron_resihp.control.worker.client import NO_EPOCH, WorkerControl
+from megatron_resihp.control.worker.client import WorkerControl
+from megatron_resihp.control.worker.heard import NO_EPOCH
 from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.gloo.groups_ahead import GroupNeeds, GroupsAhead
 from megatron_resihp.plan import ParallelPlan
@@ -79,7 +80,7 @@ class Preparation:
             self._groups = self._communicators.groups_ahead(number, plan.digest)
             self._groups.make(self._needs_of(plan))
         except Exception as error:  # nothing depends on it: the groups are made when the change comes
-            if not control.broken():
+            if not control.heard.broken():
                 why = f"{type(error).__name__}: {error}"
                 print(f"resihp: worker {control.worker} can't make groups ahead ({why})", file=sys.stderr, flush=True)
             return

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from megatron_resihp.control.worker.client import JobEnded, WorkerControl
+from megatron_resihp.control.worker.client import WorkerControl
+from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.protocol.messages import CommunicationFailed
 
 LOOK_S: Final = 10.0
@@ -56,7 +57,7 @@ class ReachWatch:
     def look(self, now: float) -> float:
         """Look once, which may take a few seconds; returns the seconds until the next look."""
         epoch = self._control.epoch
-        if self._control.broken():
+        if self._control.heard.broken():
             self._missed.clear()
             return LOOK_S
         others = self._one_of_each()
@@ -65,10 +66,10 @@ class ReachWatch:
             if others and self._known.issuperset(others):
                 return LOOK_S
             # A machine that answers now counts as lost when it doesn't later.
-            self._control.silent(others)
-            self._known |= self._control.knocked_at
+            self._control.doors.silent(others)
+            self._known |= self._control.doors.known
             return FIRST_LOOKS_S
-        silent = self._control.silent(others)
+        silent = self._control.doors.silent(others)
         self._missed = Counter({worker: self._missed[worker] + 1 for worker in silent})
         lost = sorted(worker for worker, times in self._missed.items() if times >= TIMES)
         if lost:

@@ -16,7 +16,7 @@ import torch
 from megatron.core.rerun_state_machine import RerunMode
 
 from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.worker.client import EpochBroken, JobEnded
+from megatron_resihp.control.worker.errors import EpochBroken, JobEnded
 from megatron_resihp.executor.communicators import is_communicator_error, is_out_of_memory
 from megatron_resihp.integration.loop.device_loss import abort_or_die, die_of_fault
 from megatron_resihp.integration.loop.emergency_checkpoint import salvage
@@ -90,7 +90,7 @@ def is_ours(runtime: Runtime, error: BaseException) -> bool:
         return True
     if is_out_of_memory(error):
         return False
-    return isinstance(error, PlanChange | TakenIn) or _is_an_interruption(error) or runtime.control.broken()
+    return isinstance(error, PlanChange | TakenIn) or _is_an_interruption(error) or runtime.control.heard.broken()
 
 
 def blames_plan(runtime: Runtime, error: BaseException) -> bool:
@@ -116,7 +116,7 @@ def recover(runtime: Runtime, error: Exception) -> None:
         die_of_fault(runtime.control, error)
         if not is_ours(runtime, error):
             raise error
-        blamed = blames_plan(runtime, error) and not runtime.control.broken()
+        blamed = blames_plan(runtime, error) and not runtime.control.heard.broken()
         if blamed:
             print("resihp: the first step under a plan that was chosen has failed:", file=sys.stderr)
             traceback.print_exception(error)
@@ -128,7 +128,7 @@ def recover(runtime: Runtime, error: Exception) -> None:
         # What strikes on the way to the next plan is none of this one.
         runtime.on_trial = False
         if runtime.recovery.since is None:
-            runtime.recovery.since = runtime.control.broken_at() or time.time()
+            runtime.recovery.since = runtime.control.heard.broken_at() or time.time()
         try:
             if isinstance(error, TakenIn):
                 _enter_first_epoch(runtime, phases, error.order)
@@ -179,14 +179,14 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
             redone = 0 if by_choice else begun
         if isinstance(order, EmergencyCheckpointOrder):
             salvage(runtime, order)
-            raise runtime.control.await_end()
+            raise runtime.control.heard.await_end()
     _enter(runtime, phases, order, redone)
 
 
 def _enter_first_epoch(runtime: Runtime, phases: Phases, order: Decision) -> None:
     """A worker that was started anew leaves the world that it started in; it has nothing to say and nothing to redo."""
     if isinstance(order, EmergencyCheckpointOrder):
-        raise runtime.control.await_end()
+        raise runtime.control.heard.await_end()
     assert order.commit is not None
     tear_down(runtime)
     stand_at(runtime, order.commit)

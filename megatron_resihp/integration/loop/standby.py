@@ -21,7 +21,7 @@ def keep_current(runtime: Runtime) -> None:
         runtime.progress.begin(runtime.progress.iteration + 1, None)
         runtime.scheduled.ask_for_plans(runtime.progress.iteration, runtime.view.reports)
         runtime.mode.share_gradients()
-        runtime.control.check()
+        runtime.control.heard.check()
         runtime.progress.stage = IterationPhase.REDUCED
         outcome = agree(runtime, 0.0)
         runtime.progress.agreed(outcome)

@@ -30,7 +30,8 @@ from megatron_resihp.control.transport.address import parse_address
 from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.shipping import Outbox
 from megatron_resihp.control.transport.store import connect
-from megatron_resihp.control.worker.client import NO_EPOCH, WorkerControl
+from megatron_resihp.control.worker.client import WorkerControl
+from megatron_resihp.control.worker.heard import NO_EPOCH
 from megatron_resihp.control.worker.identity import Identity, check_in
 from megatron_resihp.control.worker.reach import Door, own_address_towards
 from megatron_resihp.cost.arguments import ARGUMENTS
@@ -93,7 +94,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
         opened: dist.Store = store.clone().torch_store
         return opened
 
-    communicators.append(Communicators(open_store(), worker, control.broken, reopen=open_store))
+    communicators.append(Communicators(open_store(), worker, control.heard.broken, reopen=open_store))
     nccl_watch.begin(communicators[0], control)
     ReachWatch(communicators[0].longest_wait_s, control, lambda: one_of_each_node(control.members, worker)).begin()
     pack_sheet = functools.partial(_pack, Seen(int(os.environ[ABSENCES_FD])), config.resihp_emulate is not None)
@@ -103,7 +104,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     runtime = Runtime(job, control, communicators[0], outbox.offer)
     runtime.joining = joining
     runtime.preparation = Preparation(control, communicators[0], functools.partial(needs_of, runtime))
-    control.on_change = runtime.preparation.begin
+    control.heard.on_change = runtime.preparation.begin
     runtime.probes.pauses.watch()
     # What was imported until now stays: looking through it again took a recovery 0.25 s, at any moment of training.
     gc.collect()
@@ -112,7 +113,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
         runtime.pads.padding = padding_of(runtime, config.resihp_emulate)
         runtime.probes.ops.emulated = True
     if not cpu.installed():
-        runtime.pads.slowing = DeviceSlowing(lambda: control.slowness.speed(worker), runtime.probes.event)
+        runtime.pads.slowing = DeviceSlowing(lambda: control.heard.slowness.speed(worker), runtime.probes.event)
     return runtime
 
 

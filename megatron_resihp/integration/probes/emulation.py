@@ -30,8 +30,8 @@ def padding_of(runtime: Runtime, profile_name: str) -> Padding:
         HeldCosts(profile, runtime),
         tokens_per_token=profile.sequence / args.seq_length,
         bytes_per_token=args.hidden_size * args.params_dtype.itemsize,
-        slowness=lambda: runtime.control.slowness,
-        interrupted=runtime.control.broken,
+        slowness=lambda: runtime.control.heard.slowness,
+        interrupted=runtime.control.heard.broken,
     )
 
 

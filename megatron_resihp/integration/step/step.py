@@ -55,7 +55,7 @@ def agreed_step(runtime: Runtime) -> StepResult:
         torch.cuda.synchronize()
     runtime.probes.synchronized()
     # Only now has the host seen every gradient collective complete; an aborted one returns garbage.
-    runtime.control.check()
+    runtime.control.heard.check()
     runtime.progress.stage = IterationPhase.REDUCED
     _record_samples(runtime)
     runtime.reach("norm")
@@ -113,7 +113,7 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         EpochBroken or an error of gloo: somebody died; nobody, or everybody left, may have agreed.
         RuntimeError: on all workers alike, the norm is no finite number though Megatron was to check for that.
     """
-    validation, change = runtime.control.validation, runtime.change
+    validation, change = runtime.control.heard.validation.of_epoch(runtime.control.epoch), runtime.change
     values = _brought(runtime, norm_squared, validation, change)
     runtime.mode.everybody.sum(values)
     # Sums are 32 bits wide, and what is summed has 16: only what has overflowed before makes them not finite.
@@ -122,10 +122,10 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
         _check_norm(runtime, float(values[0]))
     if _heard_by_all(runtime, validation, values[VALIDATION]):
         runtime.orders.validation = validation
-        runtime.control.drop_validation(validation)
+        runtime.control.heard.validation.drop(validation)
     if _heard_by_all(runtime, change, values[CHANGE]):
         runtime.orders.change = True
-        runtime.control.drop_change(change)
+        runtime.control.heard.change.drop(change)
     runtime.progress.documents = (float(values[DOCUMENTS_FROM]), float(values[DOCUMENTS_FROM + 1]))
     if not runtime.view.works:
         note_counters(runtime, values)
@@ -149,11 +149,11 @@ def _brought(
     """What this worker adds to the reduction."""
     values = torch.zeros(END, dtype=torch.float64)
     values[0] = norm_squared
-    values[1] = 1.0 if runtime.control.stop_signal else 0.0
+    values[1] = 1.0 if runtime.control.heard.stop_signal else 0.0
     values[VALIDATION] = _number(validation)
     values[CHANGE] = _number(change)
-    if runtime.control.to_save > runtime.orders.saves:
-        values[SAVE], values[SAVERS] = runtime.control.to_save, 1.0
+    if runtime.control.heard.to_save > runtime.orders.saves:
+        values[SAVE], values[SAVERS] = runtime.control.heard.to_save, 1.0
     if runtime.view.reports:
         counters = runtime.progress.counters[runtime.progress.iteration]
         values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])

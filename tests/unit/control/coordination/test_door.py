@@ -25,7 +25,8 @@ from megatron_resihp.control.coordination.state_machine.membership import Member
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node import link
 from megatron_resihp.control.node.mailbox import Ending, GivenUp
-from megatron_resihp.control.worker.client import JobEnded, WorkerControl
+from megatron_resihp.control.worker.client import WorkerControl
+from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.events.codec import plain, read_event
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard
 from megatron_resihp.protocol.job import JobDescription
@@ -328,8 +329,13 @@ def test_an_agent_and_a_worker_hear_on_through_every_kind_of_notice_malformed(mo
     control = WorkerControl(store, 1, ended.set)  # type: ignore[arg-type]
     assert ended.wait(HEARD_S)
     with pytest.raises(JobEnded, match="silent"):
-        control.check()
-    assert (control.stop_signal, control.to_save, control.change, control.validation) == (None, 0, None, None)
+        control.heard.check()
+    assert (
+        control.heard.stop_signal,
+        control.heard.to_save,
+        control.heard.change.of_epoch(control.epoch),
+        control.heard.validation.of_epoch(control.epoch),
+    ) == (None, 0, None, None)
 
 
 def test_a_malformed_notice_makes_nobody_deaf(capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,7 +349,7 @@ def test_a_malformed_notice_makes_nobody_deaf(capsys: pytest.CaptureFixture[str]
     heard = threading.Event()
     control = WorkerControl(store, 1, heard.set)  # type: ignore[arg-type]
     assert heard.wait(HEARD_S)
-    assert control.broken_at() is not None
+    assert control.heard.broken_at() is not None
     assert capsys.readouterr().err.count("worker 1 drops a malformed notice") == 3
 
 

@@ -11,7 +11,9 @@ import pytest
 
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.worker.client import NOTICE_S, CoordinatorLost, EpochBroken, JobEnded, WorkerControl
+from megatron_resihp.control.worker.client import WorkerControl
+from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, JobEnded
+from megatron_resihp.control.worker.heard import NOTICE_S
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.protocol.messages import (
     MESSAGES,
@@ -82,7 +84,7 @@ def test_go_holds_for_who_hears_of_a_death_first() -> None:
     assert keys.go_key(0) in store.values and keys.notice_key(0) in store.values
     control = control_of(store)
     control.ready({}, 0, 0, [8])
-    assert control.peer_ports == {7, 8} and control.broken()
+    assert control.peer_ports == {7, 8} and control.heard.broken()
     assert store.told == [Ready(1, 0, {}, (8,), 0, 0)]
 
 
@@ -108,10 +110,10 @@ def test_a_change_that_can_not_be_prepared_is_heard_of(capsys: pytest.CaptureFix
     def prepare(change: PlanChange) -> None:
         raise RuntimeError("can't start new thread")
 
-    control.on_change = prepare
+    control.heard.on_change = prepare
     change = PlanChange(1, 0, ParallelPlan((Replica(((0,), (1,)), (0,)),)))
-    control._hear(change)
-    assert control.change == change
+    control.heard.hear(change)
+    assert control.heard.change.of_epoch(control.epoch) == change
     assert "worker 1 does not prepare a change: can't start new thread" in capsys.readouterr().err
 
 
@@ -138,7 +140,7 @@ class Gone(Published):
         lambda control: control.tell(TrainingFinished(1, 3)),
         lambda control: control.suspect(RuntimeError("gloo: Connection closed by peer"), HEARD_S),
         lambda control: control.report(Record(3, IterationPhase.COMPUTE), ()),
-        lambda control: control.count("salvaged"),
+        lambda control: control.channel.count("salvaged"),
     ],
     ids=["a message", "a suspicion", "a report", "a count"],
 )
@@ -148,7 +150,7 @@ def test_who_notices_first_that_the_coordinator_is_gone_has_lost_it(ask: Callabl
     control = WorkerControl(Gone(), 1, aborted.set)
     with pytest.raises(CoordinatorLost, match="the coordinator is gone: the connection to the store is lost") as lost:
         ask(control)
-    assert lost.value.code == exit_codes.RETRY and control.broken() and aborted.is_set()
+    assert lost.value.code == exit_codes.RETRY and control.heard.broken() and aborted.is_set()
 
 
 class Away(Published):
@@ -165,9 +167,9 @@ class Away(Published):
 def test_a_coordinator_that_was_away_is_waited_for() -> None:
     store = Away()
     control = WorkerControl(store, 1, lambda: None)
-    store.back = lambda: control._hear(BROKEN)  # type: ignore[method-assign]
+    store.back = lambda: control.heard.hear(BROKEN)  # type: ignore[method-assign]
     control.suspect(RuntimeError("gloo: Connection closed by peer"), HEARD_S)
-    assert control.broken() and store.told == [CommunicationFailed(1, 0, "gloo: Connection closed by peer")]
+    assert control.heard.broken() and store.told == [CommunicationFailed(1, 0, "gloo: Connection closed by peer")]
 
 
 @pytest.mark.parametrize(
@@ -196,5 +198,5 @@ def test_who_has_never_answered_is_not_taken_for_lost(monkeypatch: pytest.Monkey
         store.values[f"{keys.KNOCK_AT}{worker}"] = f"{host}:1"
     control = control_of(store)
     knocks = iter(([2, 3, 4], [4], [2, 3, 4]))
-    monkeypatch.setattr("megatron_resihp.control.worker.client.unreachable", lambda doors: next(knocks))
-    assert [control.silent((1, 2, 3, 4)) for _ in range(3)] == [[], [], [2, 3]]
+    monkeypatch.setattr("megatron_resihp.control.worker.doors.unreachable", lambda doors: next(knocks))
+    assert [control.doors.silent((1, 2, 3, 4)) for _ in range(3)] == [[], [], [2, 3]]

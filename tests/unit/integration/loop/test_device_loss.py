@@ -45,7 +45,7 @@ def cuda_error(code: int) -> torch.AcceleratorError:
 )
 def test_a_device_that_faults(error: Exception, broken: bool, dies: bool) -> None:
     """A survivor may have read the memory of a peer that has died."""
-    control: Any = SimpleNamespace(await_broken=lambda timeout_s: broken)
+    control: Any = SimpleNamespace(heard=SimpleNamespace(await_broken=lambda timeout_s: broken))
     if dies:
         with pytest.raises(Died, match="faulted in a broken epoch"):
             device_loss.die_of_fault(control, error)

@@ -21,7 +21,7 @@ ERROR = "NCCL group 7: COMM_ERROR"
 )
 def test_the_coordinator_is_told(failure: str | None, broken: bool, told: list[Any]) -> None:
     said: list[Any] = []
-    control: Any = SimpleNamespace(worker=1, epoch=4, broken=lambda: broken, tell=said.append)
+    control: Any = SimpleNamespace(worker=1, epoch=4, heard=SimpleNamespace(broken=lambda: broken), tell=said.append)
     communicators: Any = SimpleNamespace(failure=lambda: failure)
     look(communicators, control)
     assert said == told

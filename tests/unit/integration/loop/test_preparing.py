@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.worker.client import NO_EPOCH
+from megatron_resihp.control.worker.heard import NO_EPOCH, Heard
 from megatron_resihp.integration.loop import preparing
 from megatron_resihp.integration.loop.preparing import Preparation
 from megatron_resihp.plan import ParallelPlan, Replica
@@ -33,7 +33,8 @@ class Worker:
         self.discarded: list[int] = []
         self.may_go_on = threading.Event()
         self.error: Exception | None = None
-        self.control: Any = SimpleNamespace(worker=number, epoch=epoch, tell=self.said.append, broken=lambda: False)
+        self.control: Any = SimpleNamespace(worker=number, epoch=epoch, tell=self.said.append)
+        self.control.heard = Heard(number, lambda: None, epoch)
         communicators: Any = self
         needs: Any = "needs"
         self.preparation = Preparation(self.control, communicators, lambda plan: needs)

@@ -21,9 +21,10 @@ class Control:
         self.epoch = 4
         self.is_broken = False
         self.looks = 0
-        self.knocked_at: frozenset[int] = frozenset()
+        self.known: frozenset[int] = frozenset()
         self.told: list[Any] = []
         self._silent = list(silent)
+        self.heard = self.doors = self
 
     def broken(self) -> bool:
         return self.is_broken
@@ -32,7 +33,7 @@ class Control:
         assert workers == [2, 4]
         self.looks += 1
         # Worker 4 is still starting at the first look.
-        self.knocked_at = frozenset(workers if self.looks > 1 else workers[:1])
+        self.known = frozenset(workers if self.looks > 1 else workers[:1])
         return self._silent.pop(0)
 
     def tell(self, message: Message) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_resihp.control.worker.client import EpochBroken, JobEnded
+from megatron_resihp.control.worker.errors import EpochBroken, JobEnded
 from megatron_resihp.executor.communicators import is_communicator_error
 from megatron_resihp.executor.rendezvous import RendezvousBroken
 from megatron_resihp.executor.waiting import WaitAbandoned
@@ -50,7 +50,7 @@ def runtime(broken: bool, on_trial: bool = False) -> Any:
     return SimpleNamespace(
         on_trial=on_trial, joining=False,
         control=SimpleNamespace(
-            broken=lambda: broken, broken_at=lambda: 1.0, suspect=lambda error, timeout_s: None
+            heard=SimpleNamespace(broken=lambda: broken, broken_at=lambda: 1.0), suspect=lambda error, timeout_s: None
         ),
         job=SimpleNamespace(config=SimpleNamespace(resihp_answer_timeout=1.0)), recovery=RecoveryNotes(),
     )  # fmt: skip
@@ -192,6 +192,6 @@ def test_who_has_never_been_in_a_plan_ends_alone(monkeypatch: pytest.MonkeyPatch
 
 def test_too_little_memory_for_a_chosen_plan_that_others_have_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = OnTrial(monkeypatch)
-    worker.runtime.control.broken = lambda: True
+    worker.runtime.control.heard.broken = lambda: True
     recovery.recover(worker.runtime, OUT_OF_MEMORY[0])
     assert not worker.blamed

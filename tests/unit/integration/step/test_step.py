@@ -13,6 +13,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
+from megatron_resihp.control.worker.heard import Heard
 from megatron_resihp.integration.ops.program_schedule import check_gradients
 from megatron_resihp.integration.progress import Orders, Progress
 from megatron_resihp.integration.step.step import agree
@@ -28,7 +29,7 @@ def worker(checks: bool, others: float, *scalers: Any) -> Any:
     return SimpleNamespace(
         worker=3, epoch=1, view=SimpleNamespace(works=False, reports=False), orders=Orders(), change=None,
         job=SimpleNamespace(args=SimpleNamespace(check_for_nan_in_loss_and_grad=checks, num_experts=None)),
-        control=SimpleNamespace(stop_signal=None, to_save=0, validation=None), progress=Progress(iteration=5),
+        control=SimpleNamespace(heard=Heard(3, lambda: None, 1), epoch=1), progress=Progress(iteration=5),
         mode=SimpleNamespace(
             everybody=SimpleNamespace(sum=add_those_of_others, workers=(0, 3)), seen_documents=None
         ),

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the workers of a job can be looked for, and which of their machines answer.
+
+May import `control.transport.address` and this package's other modules.
+"""
+
+from collections.abc import Iterable
+
+from megatron_resihp.control import keys
+from megatron_resihp.control.transport.address import Address, parse_address
+from megatron_resihp.control.worker.channel import Channel
+from megatron_resihp.control.worker.reach import unreachable
+
+
+class Doors:
+    """The doors (`reach.Door`) of the other workers, as one worker knows them.
+
+    Args:
+        worker: this worker's id.
+    """
+
+    def __init__(self, channel: Channel, worker: int) -> None:
+        self._channel = channel
+        self._worker = worker
+        self._addresses: dict[int, Address] = {}
+        self._reached: set[str] = set()
+
+    @property
+    def known(self) -> frozenset[int]:
+        """Workers that `silent` has looked for; one that is still starting has no door yet."""
+        return frozenset(self._addresses)
+
+    def silent(self, workers: Iterable[int]) -> list[int]:
+        """Those of these whose machines could be reached from here once and can't now; takes seconds. From any thread.
+
+        A machine that has never answered may be behind a firewall that lets communicators through.
+
+        Raises:
+            JobEnded: the coordinator is gone.
+        """
+        wanted = [worker for worker in workers if worker != self._worker]
+        for worker in wanted:
+            if worker not in self._addresses:
+                address = self._channel.published(f"{keys.KNOCK_AT}{worker}")
+                if address is not None:
+                    self._addresses[worker] = parse_address(address)
+        known = {worker: self._addresses[worker] for worker in wanted if worker in self._addresses}
+        missed = unreachable(known)
+        self._reached |= {known[worker].host for worker in known.keys() - set(missed)}
+        return [worker for worker in missed if known[worker].host in self._reached]
