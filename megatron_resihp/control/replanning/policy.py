@@ -8,7 +8,7 @@ twice what knowing the future would have saved. Besides, what is left of the job
 May import `events`, `plan`, `protocol` and this package's other pure modules.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from megatron_resihp.control.replanning.health import Speeds
@@ -47,12 +47,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class AskPlanner:
-    """Find a plan for this one and the workers' speeds; the answer goes to `Policy.answered` with the same number."""
+    """Find a better plan for this one's members; the answer goes to `Policy.answered` with the same number."""
 
     number: int
     plan: ParallelPlan
-    speeds: dict[int, float]
-    links: dict[tuple[int, int], float]
 
 
 @dataclass(frozen=True)
@@ -91,50 +89,116 @@ class _Candidate:
     """If not for speeds."""
 
 
+@dataclass
+class _Training:
+    """How far training is.
+
+    Attributes:
+        iteration, iteration_s: the last one, and how long one takes.
+        train_iters: the last one that there will be.
+        stand_still_s: how long the last recovery or change held up training.
+        changed_at: when a change was last made or refused.
+    """
+
+    iteration: int = 0
+    iteration_s: float | None = None
+    train_iters: int | None = None
+    stand_still_s: float | None = None
+    changed_at: float | None = None
+
+
+@dataclass
+class _Lost:
+    """Time that a better plan would have saved.
+
+    Attributes:
+        seconds: so far.
+        since: first iteration that was slow and has not been counted yet.
+        counted: the last iteration that has.
+    """
+
+    seconds: float = 0.0
+    since: int | None = None
+    counted: int = 0
+
+    def slow_since(self, iteration: int) -> None:
+        self.since = iteration if self.since is None else min(self.since, iteration)
+
+    def count_until_now(self, training: _Training, gain: float) -> None:
+        """Now that the gain is known, count the iterations since the first slow one."""
+        if self.since is not None and training.iteration_s is not None:
+            uncounted = training.iteration - max(self.since - 1, self.counted)
+            self.seconds += max(uncounted, 0) * training.iteration_s * gain
+            self.counted = training.iteration
+        self.since = None
+
+    def count_one(self, iteration: int, seconds: float, gain: float) -> None:
+        self.seconds += seconds * gain
+        self.counted = iteration
+
+    def forget(self) -> None:
+        """Another plan is in force, by which nothing is lost yet."""
+        self.seconds, self.since = 0.0, None
+
+
+@dataclass
+class _Recommended:
+    """What was recommended, and what became of it.
+
+    Attributes:
+        last: why, and the plan.
+        tried: number of the change to a plan that was recommended, and the plan.
+        failed: plans whose first step has failed.
+        before: the plan to go back to, where the change that was recommended doesn't pay.
+        said: why a change was recommended that may turn out not to pay.
+    """
+
+    last: tuple[str, ParallelPlan] | None = None
+    tried: tuple[int | None, ParallelPlan] | None = None
+    failed: list[ParallelPlan] = field(default_factory=list)
+    before: ParallelPlan | None = None
+    said: str | None = None
+
+    def begun(self, change: PlanChange, plan: ParallelPlan | None) -> None:
+        """A change begins. `plan`: in force."""
+        if self.last is not None and change.why == self.last[0]:
+            self.tried = change.number, self.last[1]
+        self.before = plan if change.why == self.said else None
+
+    def first_step_failed(self, number: int | None) -> None:
+        """Of the plan of a change."""
+        if self.tried is not None and number == self.tried[0]:
+            self.failed.append(self.tried[1])
+
+
 class Policy:
     """One per job. Feed it with `note` and `answered`; times are of any one clock, in seconds.
 
     Args:
         settings: how to act.
+        speeds: of workers and links; the caller keeps them up to date with the verdicts.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, speeds: Speeds) -> None:
         self._settings = settings
         self._between_s = settings.seconds_between_changes
-        self._speeds = Speeds()
+        self._speeds = speeds
         self._plan: ParallelPlan | None = None
         self._asked = 0
         self._candidate: _Candidate | None = None
-        self._lost_s = 0.0
-        self._since: int | None = None
-        """First iteration that was slow, of what has not been counted as lost yet."""
-        self._counted = 0
-        """The last iteration whose loss is counted."""
         self._heard = False
         """Whether there was a verdict that no recommendation was made for yet."""
         self._changing = False
-        self._recommended: tuple[str, ParallelPlan] | None = None
-        """Why, and the plan: what was recommended last."""
-        self._tried: tuple[int | None, ParallelPlan] | None = None
-        """Number of the change to a plan that was recommended, and the plan."""
-        self._failed: list[ParallelPlan] = []
-        """Plans whose first step has failed."""
-        self._trial = Trial()
-        self._before: ParallelPlan | None = None
-        """To go back to, where the change that was recommended doesn't pay."""
-        self._said: str | None = None
-        """Why a change was recommended that may turn out not to pay."""
         self._beginning = False
         """Whether the plan is awaited that the job is to begin with."""
         self._overtaken = False
         """Whether a recovery went on without the strategy's plan, because that took too long."""
         self._tried_late = False
         """Whether the last change was to such a plan, and has not been judged yet."""
-        self._iteration = 0
-        self._iteration_s: float | None = None
-        self._train_iters: int | None = None
-        self._stand_still_s: float | None = None
-        self._changed_at: float | None = None
+        self._training = _Training()
+        self._lost = _Lost()
+        self._recommended = _Recommended()
+        self._trial = Trial()
 
     def note(self, event: Event, now: float) -> list[Action]:
         """Something happened in the run."""
@@ -144,7 +208,7 @@ class Policy:
     def _react(self, event: Event, now: float) -> list[Action]:
         match event:
             case Job():
-                self._train_iters = event.train_iters
+                self._training.train_iters = event.train_iters
             case EpochStarted():
                 self._plan = ParallelPlan.from_dict(event.plan)
                 self._drop()
@@ -152,32 +216,30 @@ class Policy:
                 return self._ask() if self._beginning else []
             case PlanChange():
                 self._changing = True
-                if self._recommended is not None and event.why == self._recommended[0]:
-                    self._tried = event.number, self._recommended[1]
-                self._before = self._plan if event.why == self._said else None
+                self._recommended.begun(event, self._plan)
             case Planned():
                 self._overtaken, self._tried_late = bool(event.overtaken), False
-            case PlanFailed() if self._tried is not None and event.number == self._tried[0]:
-                self._failed.append(self._tried[1])
+            case PlanFailed():
+                self._recommended.first_step_failed(event.number)
             case Recovery():
-                self._before = None
+                self._recommended.before = None
                 if event.resumed_at is not None and event.broken_at is not None:
-                    self._stand_still_s = event.resumed_at - event.broken_at
-                # Uniform plans are not the best that survivors can do. Who only looks on need not know how much better.
+                    self._training.stand_still_s = event.resumed_at - event.broken_at
+                # Uniform plans are not the best that survivors can do. A policy that only observes need not know how
+                # much better others are.
                 wanted = self._overtaken or self._settings.act != OBSERVE or self._somebody_is_slow()
                 return self._ask() if wanted else []
             case Reconfiguration():
                 self._overtaken, self._tried_late = False, self._overtaken
-                self._stand_still_s, self._changed_at = event.stood_still_s, now
+                self._training.stand_still_s, self._training.changed_at = event.stood_still_s, now
                 # What was found for a verdict that came on the way was a change of the plan before.
                 return self._ask() if self._heard else []
             case ChangeRefused():
-                self._changed_at, self._heard = now, True
+                self._training.changed_at, self._heard = now, True
                 return self._ask()
             case Verdict():
-                self._speeds.note(event)
                 self._heard, self._tried_late = True, False
-                self._since = event.since if self._since is None else min(self._since, event.since)
+                self._lost.slow_since(event.since)
                 return self._ask()
             case Iteration():
                 return self._iterated(event, now)
@@ -188,33 +250,29 @@ class Policy:
         if number != self._asked or isinstance(answer, NoPlan) or not answer.current_s:
             return []
         gain = 1.0 - answer.iteration_s / answer.current_s
-        if answer.plan in self._failed:
+        if answer.plan in self._recommended.failed:
             gain = 0.0
         if self._beginning and gain >= LEAST_GAIN:
             self._beginning = False
             why = f"the planner's own layout: {_shorter(gain)}"
-            self._recommended = why, answer.plan
+            self._recommended.last = why, answer.plan
             return [Recommend(ACT, answer.plan, why, gain, 0.0, answer.moving_s, answer.iteration_s)]
         if gain < LEAST_GAIN:
-            self._since, self._overtaken = None, False
+            self._lost.since, self._overtaken = None, False
             return []
         self._candidate = _Candidate(answer.plan, gain, answer.moving_s, answer.iteration_s)
-        if self._since is not None and self._iteration_s is not None:
-            uncounted = self._iteration - max(self._since - 1, self._counted)
-            self._lost_s += max(uncounted, 0) * self._iteration_s * gain
-            self._counted = self._iteration
-        self._since = None
+        self._lost.count_until_now(self._training, gain)
         return self._decide(now)
 
     def _judged(self, outcome: Outcome, now: float) -> list[Action]:
         """Planners may be wrong about what a plan is worth on these devices. Then the one before is the better one, and
         what they say is listened to less often."""
-        before, self._before = self._before, None
+        before, self._recommended.before = self._recommended.before, None
         if before is None or outcome.after_s <= (1 + WORSE) * outcome.before_s:
             return [outcome]
         gain = 1.0 - outcome.before_s / outcome.after_s
         why = f"change {outcome.number} has not paid: iterations {outcome.before_s:.3g} s → {outcome.after_s:.3g} s"
-        self._candidate = _Candidate(before, gain, self._stand_still_s or 0.0, outcome.before_s, why)
+        self._candidate = _Candidate(before, gain, self._training.stand_still_s or 0.0, outcome.before_s, why)
         return [outcome, *self._decide(now)]
 
     def _ask(self) -> list[Action]:
@@ -222,8 +280,7 @@ class Policy:
             return []
         self._asked += 1
         self._candidate = None
-        members = self._plan.members
-        return [AskPlanner(self._asked, self._plan, self._speeds.of(members), self._speeds.links(members))]
+        return [AskPlanner(self._asked, self._plan)]
 
     def _somebody_is_slow(self) -> bool:
         members = () if self._plan is None else self._plan.members
@@ -232,40 +289,40 @@ class Policy:
     def _drop(self) -> None:
         """Another plan is in force: what was found for the one before is of no use, and nothing is lost by this one."""
         self._asked += 1
-        self._candidate, self._lost_s, self._since = None, 0.0, None
-        self._changing = False
+        self._candidate, self._changing = None, False
+        self._lost.forget()
 
     def _iterated(self, event: Iteration, now: float) -> list[Action]:
-        self._iteration = event.iteration
+        self._training.iteration = event.iteration
         if event.duration_s:
-            self._iteration_s = event.duration_s
+            self._training.iteration_s = event.duration_s
             if self._candidate is not None:
-                self._lost_s += self._iteration_s * self._candidate.gain
-                self._counted = self._iteration
+                self._lost.count_one(event.iteration, event.duration_s, self._candidate.gain)
         return self._decide(now)
 
     def _decide(self, now: float) -> list[Action]:
-        candidate, iteration_s = self._candidate, self._iteration_s
-        if self._changing or candidate is None or iteration_s is None:
+        candidate, training, lost_s = self._candidate, self._training, self._lost.seconds
+        if self._changing or candidate is None or training.iteration_s is None:
             return []
-        if self._train_iters is None or self._plan is None:
+        if training.train_iters is None or self._plan is None:
             return []
-        cost_s = candidate.moving_s if self._stand_still_s is None else self._stand_still_s
-        to_save_s = (self._train_iters - self._iteration) * iteration_s * candidate.gain
-        too_soon = self._changed_at is not None and now - self._changed_at < self._between_s
-        if too_soon or self._lost_s < cost_s or to_save_s < cost_s:
+        cost_s = candidate.moving_s if training.stand_still_s is None else training.stand_still_s
+        to_save_s = (training.train_iters - training.iteration) * training.iteration_s * candidate.gain
+        too_soon = training.changed_at is not None and now - training.changed_at < self._between_s
+        if too_soon or lost_s < cost_s or to_save_s < cost_s:
             return []
         because = _OVERTAKEN if self._overtaken else self._speeds.in_words(self._plan.members)
         why = candidate.why or f"{because}: {_shorter(candidate.gain)}"
-        # Whose plan is to be taken when workers die was said; it only comes late, and may have to go again.
+        # The user has chosen the strategy that plans when workers die. Its plan only comes late, and may go again.
         late = self._overtaken if candidate.why is None else self._tried_late
         act = ACT if late else self._settings.act
         if candidate.why is None:
-            self._said = why
+            self._recommended.said = why
         else:
-            self._said, self._between_s = None, 2 * self._between_s
-        found = Recommend(act, candidate.plan, why, candidate.gain, self._lost_s, cost_s, candidate.iteration_s)
-        self._candidate, self._heard, self._recommended = None, False, (why, candidate.plan)  # said once
+            self._recommended.said, self._between_s = None, 2 * self._between_s
+        found = Recommend(act, candidate.plan, why, candidate.gain, lost_s, cost_s, candidate.iteration_s)
+        self._candidate, self._heard = None, False  # said once
+        self._recommended.last = why, candidate.plan
         return [found]
 
 

@@ -26,7 +26,7 @@ from megatron_resihp.coding import (
 )
 from megatron_resihp.control.commands.claim import Owner
 from megatron_resihp.control.commands.contact import ADDED_TO, Contact
-from megatron_resihp.control.replanning.replanner import Proposal
+from megatron_resihp.control.replanning.proposals import Proposal
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.worker.saved_state import LastSave
 from megatron_resihp.cost import profile

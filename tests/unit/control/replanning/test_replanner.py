@@ -16,7 +16,7 @@ from made_up_events import made_up
 from megatron_resihp.control.coordination.actions import Log
 from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning import replanner
+from megatron_resihp.control.replanning import planners
 from megatron_resihp.control.replanning.next_plan import Survivors
 from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.events import replanning as policy_events
@@ -74,7 +74,7 @@ def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypa
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(replanner, "PlannerProcess", Planner)
+    monkeypatch.setattr(planners, "PlannerProcess", Planner)
     bus = EventBus()
     desk = Replanner(tmp_path, JobSize(1, 2), bus, orders.put)
     bus.publish(made_up("job", **SIZES, act="act", seconds_between_changes=0.0))
@@ -139,7 +139,7 @@ class Desk:
             def close(self) -> None:
                 pass
 
-        monkeypatch.setattr(replanner, "PlannerProcess", Planner)
+        monkeypatch.setattr(planners, "PlannerProcess", Planner)
         self.events: queue.Queue[Event] = queue.Queue()
         self.bus = EventBus()
         self.bus.subscribe(self.events.put, policy_events.NoPlan, policy_events.PolicyFailed)

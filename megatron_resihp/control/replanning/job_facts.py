@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the replanner knows of the job, from its events. May import `plan`, `events`, `protocol` and `config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_resihp.config import MEMORY_RESERVE, UNIFORM
+from megatron_resihp.events.epochs import EpochStarted
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import Job, Model
+from megatron_resihp.events.workers import WorkerDead, WorkerWaiting
+from megatron_resihp.plan import Chunk, ParallelPlan
+from megatron_resihp.protocol.planning import KnownJob
+
+
+class JobFacts:
+    """Kept up to date event by event.
+
+    Attributes:
+        job: what a worker has told of the job; None: no worker has yet.
+        plan: in force.
+        joining: workers that are ready, and in no plan yet.
+        dead: workers that have died.
+    """
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self.plan: ParallelPlan | None = None
+        self.joining: set[int] = set()
+        self.dead: set[int] = set()
+        self._arguments: Mapping[str, Any] | None = None
+        """Megatron's, from which the model follows."""
+
+    def note(self, event: Event) -> None:
+        """Take an event in."""
+        match event:
+            case Job():
+                self.job = event
+            case Model():
+                self._arguments = event.arguments
+            case EpochStarted():
+                self.plan = ParallelPlan.from_dict(event.plan)
+                self.joining.difference_update(self.plan.members)
+            case WorkerWaiting():
+                self.joining.add(event.waiting)
+            case WorkerDead():
+                self.joining.discard(event.dead)
+                self.dead.add(event.dead)
+
+    @property
+    def strategy(self) -> str:
+        """The strategy that plans when workers die."""
+        return (self.job.strategy if self.job is not None else None) or UNIFORM
+
+    def known(self) -> tuple[KnownJob, tuple[Chunk, ...]]:
+        """What costs depend on, and the job's own split into layers."""
+        job = self.job
+        assert job is not None and job.chunks is not None, "a plan is asked for before there is a job"
+        assert job.tensor_parallel is not None and job.micro_batches is not None
+        arguments = None if self._arguments is None else dict(self._arguments)
+        reserve = MEMORY_RESERVE if job.memory_reserve is None else job.memory_reserve
+        known = KnownJob(job.tensor_parallel, job.micro_batches, arguments, job.emulated, job.device_memory, reserve)
+        return known, tuple(Chunk(*chunk) for chunk in job.chunks)
