@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All communicators of one epoch: torch's default world, what is built in it, and side groups that reach standbys.
+"""All communicators of one epoch: torch's default world, the groups in it, and side groups that include standbys.
 
 May import torch and `plan`. Worker ids become torch ranks here and nowhere else.
 """
@@ -27,13 +27,13 @@ from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.executor.waiting import Waiter
 
 FREEING_S = 0.3
-"""A group that takes longer to be freed may wait for its event loop, which is then let go (`gloo_loops`)."""
+"""A group that takes longer to be freed may wait for its event loop, which `gloo_loops` then lets end."""
 
 LOST_S = 0.3
-"""A group that is not free then either waits for an operation that gloo has lost, until the group's timeout."""
+"""A group that is still not free after this time waits for an operation that gloo has lost, until its timeout."""
 
 OUT_OF_MEMORY_WORDS = ("out of memory", "cuda failure 2 ", "failed to cuda calloc", "failed to cuda host alloc")
-"""How torch and NCCL say that the device, or pinned memory, is full."""
+"""Words in errors of torch and NCCL that say that the device, or pinned memory, is full."""
 
 COMMUNICATOR_WORDS = (
     "gloo", "nccl", "connection closed by peer", "connection reset by peer", "connection was likely closed",
@@ -45,11 +45,11 @@ class Communicators:
     """Builds, aborts and destroys an epoch's communicators.
 
     Args:
-        store: a raw c10d store that nobody else uses.
+        store: a raw c10d store for this object alone.
         me: this worker's id.
         interrupted: whether the epoch under construction is broken.
-        abort_s: how long NCCL may take to let go of an epoch.
-        reopen: makes another such store, where the connection of this one is lost; None: that can't be.
+        abort_s: how long NCCL may take to abort an epoch.
+        reopen: makes another such store if this one's connection is lost; None: the store can't be reopened.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Communicators:
         self._epoch_store: InterruptibleStore | None = None
 
     def groups_ahead(self, change: int, plan_digest: str) -> GroupsAhead:
-        """What makes the groups of a plan while another epoch's are in use: none yet. Called from any thread.
+        """An empty `GroupsAhead`, to make a plan's groups while another epoch's are in use. Called from any thread.
 
         Args:
-            change: its number, which no other has: groups of two changes never meet.
+            change: the number of the change. It is unique, so groups of two changes never meet.
 
         Raises:
             KeyError, AttributeError, TypeError: this torch makes its groups in another way.
@@ -92,7 +92,7 @@ class Communicators:
         return GroupsAhead(store, self._me, self._waiter)
 
     def _connected(self) -> dist.Store:
-        """The store, whose connection may have been lost while nobody needed it."""
+        """The store, reopened if its connection was lost while it was not in use."""
         try:
             self._inner.check(["resihp"])
         except dist.DistError:
@@ -107,15 +107,15 @@ class Communicators:
             self._hand_over_installed = True
 
     def begin(self, epoch: int, plan_digest: str, ahead: GroupsAhead | None = None) -> None:
-        """Start building an epoch. Members that hold another plan meet nobody: the digest is part of every key.
+        """Start building an epoch. Members that hold another plan meet no peers: the digest is part of every key.
 
         Args:
-            ahead: groups that have been made for this plan by all its members, or by none.
+            ahead: groups made in advance for this plan; either all its members have them, or none.
         """
         with self._lock:
             self._foreign = gloo_sockets.identities()
             if ahead is not None:
-                # In this order: who has begun already may connect meanwhile.
+                # In this order: a member that has begun already may connect meanwhile.
                 self._foreign -= ahead.sockets()
             self._peer_ports = None
         self._ahead = ahead
@@ -132,7 +132,7 @@ class Communicators:
             self._waiter.install()
             self._waits_installed = True
         if backend == "nccl":
-            # NCCL takes its buffers from the device, not from what torch keeps for later.
+            # NCCL takes its buffers from the device, not from torch's cached memory.
             torch.cuda.empty_cache()
         if backend == "nccl" and not self._nccl_installed:
             dist.barrier = _with_own_device(dist.barrier)
@@ -144,7 +144,7 @@ class Communicators:
 
     @property
     def waiter(self) -> Waiter | None:
-        """What ends waits of groups that carry host tensors, where the world does not; None: all waits end already."""
+        """Ends waits of groups for host tensors, where the world carries none; None: `join_world` covers all waits."""
         return None if self._waits_installed else self._waiter
 
     def longest_wait_s(self, now: float) -> float:
@@ -152,11 +152,11 @@ class Communicators:
         return self._waiter.longest_s(now)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """What this thread waits for in here are its peers, on the device."""
+        """Inside this context the thread waits for its peers, on the device."""
         return self._waiter.noted()
 
     def host_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A group of these ranks of the world for host tensors, which NCCL does not carry. All of them call it."""
+        """A group of these ranks of the world for host tensors, which NCCL does not carry. All these ranks call it."""
         group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
         return group
 
@@ -181,15 +181,16 @@ class Communicators:
         """Make every blocked or later operation of the epoch fail. Called from any thread, any number of times.
 
         Raises:
-            DeviceStuck: NCCL did not let go in time.
+            DeviceStuck: NCCL did not finish its aborts in time.
         """
         with self._lock:
             self._start_abort()
         self._end_abort()
 
     def abort_if_interrupted(self) -> None:
-        """The same for a thread beside the one that builds epochs, which may have begun another one meanwhile: what an
-        aborted collective of NCCL's leaves is found out only where the epoch is marked as broken."""
+        """`abort` for another thread than the one that builds epochs, which may have begun the next epoch. It aborts
+        only a broken epoch, because results of aborted NCCL collectives are noticed only there.
+        """
         with self._lock:
             if not self._interrupted():
                 return
@@ -203,23 +204,24 @@ class Communicators:
             gloo_sockets.stand_in(self._epoch_store.take_sought(), self._foreign)
 
     def _end_abort(self) -> None:
-        """Without the lock: NCCL may take seconds, in which another thread has to be able to abort what it has made."""
+        """Without the lock: NCCL may take seconds, in which another thread must be able to abort its communicator."""
         for error in self._nccl_aborts.wait():
             print(f"resihp: worker {self._me} could not abort {error}", file=sys.stderr, flush=True)
 
     def _abort_anew(self, group: Any) -> None:
-        """A communicator that came into being while its group was aborted was not aborted with it."""
+        """Abort again: a communicator that was made while its group was being aborted was not aborted with it."""
         with self._lock:
             self._nccl_aborts.repeat(group)
 
     def failure(self) -> str | None:
-        """What torch's watchdog has found wrong with a group of NCCL's, an error of the network or a time-out; None:
-        nothing. It ends nothing by itself (`control.node.environment.NCCL`). Called from any thread."""
+        """The error that torch's watchdog has found in an NCCL group, such as a network error or a time-out; None: no
+        error. The watchdog ends nothing by itself (`control.node.environment.NCCL`). Called from any thread.
+        """
         errors = ((group.group_name, backend_of(group).get_error().name) for group in nccl_groups())
         return next((f"NCCL group {name}: {error}" for name, error in errors if error != "SUCCESS"), None)
 
     def destroy(self) -> None:
-        """Forget all groups of the epoch; the world of a dead rank can't be used for anything. `release` frees them."""
+        """Forget all groups of the epoch; a world with a dead rank is useless. `release` frees them."""
         if self._epoch_store is not None:
             self._retired_listeners |= gloo_sockets.listeners(self._epoch_store.published, self._foreign)
         if self._ahead is not None:
@@ -231,20 +233,21 @@ class Communicators:
         self._meetings.forget()
         if dist.is_initialized():
             dist.destroy_process_group()
-        # torch names groups by this count, in which a world that was interrupted in the making stays: its other members
-        # may have come less far, and who has another name for a group waits in it alone.
+        # torch names groups by this count, which also counts an interrupted attempt to make a world. Members may have
+        # come less far in it, and a member that has another name for a group waits in it alone.
         dist.distributed_c10d._world.group_count = 0
         self._epoch_store = None
 
     def discard(self, ahead: GroupsAhead) -> None:
-        """Groups that no epoch will use; `release` frees them."""
+        """Forget groups that no epoch will use; `release` frees them."""
         with suppress(OSError):  # too many open files may be why there is no use for them
             self._retired_listeners |= ahead.listeners()
         self._retired += ahead.take_all()
 
     def end_hand_over(self) -> None:
-        """All groups of the epoch's plan have been made. Whoever makes another one later must find none: members come
-        here at times of their own."""
+        """Stop offering prepared groups, now that all groups of the epoch's plan exist. A member that makes another
+        group later must find none, because members come here at different times.
+        """
         if self._ahead is None:
             return
         left, missed = self._ahead.wrong_guesses
@@ -280,8 +283,9 @@ class Communicators:
 
 
 def _with_own_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """dist.barrier, which takes torch's rank for the device where it is a group's first operation. That is true where a
-    job begins, but not of workers who were started anew: two of them would be on one device."""
+    """Wrap dist.barrier, which takes torch's rank as the device where it is a group's first operation. That is right
+    when a job begins, but wrong for restarted workers: two of them would use one device.
+    """
 
     @functools.wraps(original)
     def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | None = None, **options: Any) -> Any:
@@ -293,7 +297,7 @@ def _with_own_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _still_alive(threads: Sequence[threading.Thread], seconds: float) -> list[threading.Thread]:
-    """Wait for threads to end, for so long in all; returns those that have not."""
+    """Wait for threads to end, for `seconds` in total; returns the threads that are still alive."""
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -303,7 +307,7 @@ def _still_alive(threads: Sequence[threading.Thread], seconds: float) -> list[th
 def is_communicator_error(error: BaseException) -> bool:
     """Whether an exception came from a communicator, as opposed to the model, the data or the user's code.
 
-    A device without memory for a communicator is not a peer that died: another try would fail as well.
+    A device without memory for a communicator is no dead peer: another try would fail as well.
     """
     if is_out_of_memory(error):
         return False

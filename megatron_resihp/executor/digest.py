@@ -10,7 +10,7 @@ CHUNK = 1 << 22
 """Words hashed at a time; bounds the extra memory."""
 WORD_BYTES = 8
 WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size in bytes."""
+"""Integer types by size in bytes."""
 
 _MODULUS = 1 << 64
 _POSITION, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
@@ -29,7 +29,7 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Their bits as words one after the other, small tensors together: hashing many of them one by one takes long."""
+    """The tensors' bits as words, one tensor after the other; small tensors together, as hashing each alone is slow."""
     waiting: list[torch.Tensor] = []
     count = 0
     for tensor in tensors:
@@ -46,7 +46,7 @@ def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _words(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors of whole numbers, one after the other and filled up with zeros, as words; a view where that is one."""
+    """Integer tensors, concatenated and padded with zeros, as words; a view of the tensor where possible."""
     in_word = WORD_BYTES // numbers[0].element_size()
     lacking = -sum(each.numel() for each in numbers) % in_word
     if len(numbers) == 1 and not lacking and numbers[0].storage_offset() % in_word == 0:
@@ -57,12 +57,12 @@ def _words(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
 def _hash(words: torch.Tensor) -> int:
     """A sum over the words of a tensor, each scrambled with its position, computed where the tensor lives.
 
-    Unscrambled words would not do: replicas that drift apart differ by ones in many words, and such ones cancel.
+    Unscrambled words would not do: replicas that drift apart differ by ±1 in many words, and these differences cancel.
     """
     value = 0
     for start in range(0, words.numel(), CHUNK):
         chunk = words[start : start + CHUNK].clone()
-        # Each step is one-to-one and wraps around: no single changed bit can vanish, and swapped words show.
+        # Each step is one-to-one modulo 2^64: no single changed bit can vanish, and swapped words change the sum.
         chunk ^= torch.arange(chunk.numel(), device=chunk.device) * _POSITION
         chunk *= _FIRST
         chunk ^= chunk >> 32 & 0xFFFFFFFF

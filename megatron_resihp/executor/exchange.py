@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends and receives the pieces of messages over gloo, while the worker computes. May import torch, `plan`, messages.
 
-NCCL would take another class with the same methods: it knows no tags, so each directed pair of workers needs a group of
-its own, in which the order tells messages apart (`routes.Step.receives` keeps to it).
+NCCL would need another class with the same methods. It has no tags, so each directed pair of workers needs a group of
+its own, in which the order identifies messages (`routes.Step.receives` keeps that order).
 """
 
 import functools
@@ -24,15 +24,15 @@ class GlooExchange:
 
     Args:
         me: this worker's id.
-        group: gloo group of all workers that send each other anything.
+        group: gloo group of all workers that exchange messages.
         rank_of: rank in `group` of each worker.
         stage_group: gloo group of the members of this worker's stage, in tensor-parallel order; None if it is alone.
         shape: of one token's part of a message: (micro-batch, hidden).
-        dtype, device: of the tensors that `receive` gives.
-        waiter: ends waits when the epoch breaks; None: c10d's own do (`waiting.Waiter.install`).
+        dtype, device: of the tensors that `receive` returns.
+        waiter: ends waits when the epoch breaks; None: c10d's own waits end then (`waiting.Waiter.install`).
 
     Attributes:
-        bytes_sent: to other stages, since it was made.
+        bytes_sent: to other stages, over the object's lifetime.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class GlooExchange:
         self._device = device
         self._waiter = waiter
         self._receiving: dict[PlannedOp, tuple[torch.Tensor, list[Any]]] = {}
-        # With each operation its tensor: gloo forgets a send whose Work nobody keeps.
+        # Each operation with its tensor: gloo forgets a send whose Work has no reference.
         self._sending: dict[PlannedOp, list[tuple[Any, torch.Tensor]]] = {}
         self._met: set[tuple[int, int]] = set()
         self.bytes_sent = 0
 
     def connect(self, steps: Sequence[Step]) -> None:
-        """Meet everybody that these steps send to or receive from; all workers that run them call it before the first.
+        """Connect to all peers of these steps; all workers that run them call it before the first step.
 
-        Gloo connects when it first needs a peer, and one of both waits there for the other one. All meet in one order
-        of pairs, so that nobody waits in a circle.
+        Gloo connects when it first needs a peer, and one of the two waits there for the other. All workers connect in
+        one order of pairs, which prevents a deadlock.
         """
         met = {(piece.sender, piece.receiver) for message in _messages(steps) for piece in message.pieces}
         mine = {(min(pair), max(pair)) for pair in met if self._me in pair} - self._met
@@ -79,7 +79,7 @@ class GlooExchange:
 
     @contextmanager
     def carrying(self, shape: tuple[int, ...]) -> Iterator[None]:
-        """Carry messages of which a token's part has another shape; none may be under way."""
+        """Carry messages in which a token's part has another shape; no message may be under way."""
         usual, self._shape = self._shape, shape
         try:
             yield
@@ -87,7 +87,7 @@ class GlooExchange:
             self._shape = usual
 
     def take(self, message: Message) -> None:
-        """Be ready for a message."""
+        """Post the receives of a message."""
         first, end = message.sent_to(self._me)
         rows = end - first if message.split else _most_rows(message)
         buffer = torch.empty(rows, *self._shape, dtype=self._dtype)
@@ -117,7 +117,7 @@ class GlooExchange:
         return buffer.to(self._device)
 
     def _wait_for(self, message: Message, works: Sequence[Any]) -> None:
-        """Wait for what this worker is sent of a message."""
+        """Wait for this worker's pieces of a message."""
         for work in works:
             self._wait(work)
 
@@ -134,7 +134,7 @@ class GlooExchange:
         return torch.cat([part[:size] for part, size in zip(gathered.split(len(share)), sizes, strict=True)])
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
-        """Begin to send this worker's pieces; the tensor is not to be changed until they are settled.
+        """Begin to send this worker's pieces; the caller must not change the tensor until they are settled.
 
         Raises:
             ValueError: the tensor is not the part of the message that this worker should have.
@@ -172,7 +172,7 @@ class GlooExchange:
         return post() if self._waiter is None else self._waiter.aside(post)
 
     def _wait(self, work: Any) -> None:
-        # None is what torch gives to those outside of the group.
+        # torch returns None to ranks outside the group.
         assert work is not None
         if self._waiter is None:
             work.wait()
@@ -185,5 +185,5 @@ def _messages(steps: Sequence[Step]) -> list[Message]:
 
 
 def _most_rows(message: Message) -> int:
-    """Of any receiver's share: a collective takes equal ones."""
+    """The number of rows in the largest receiver's share: a collective needs equal shares."""
     return max(end - first for first, end in map(message.sent_to, message.receivers))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a worker's steps: `Work` is what is computed, `Exchange` how results cross. May import torch, `plan`, routes."""
+"""Runs a worker's steps: `Work` computes, `Exchange` transfers results. May import torch, `plan`, routes."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,7 +12,7 @@ from megatron_resihp.plan import PlannedOp
 
 
 class Work(Protocol):
-    """The computation of a worker's ops; it keeps what it needs from F to B and W. All tensors are its own part."""
+    """The computation of a worker's ops. It keeps the state that B and W need from F. All tensors are its own part."""
 
     def forward(self, chunk: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
         """F.
@@ -42,7 +42,7 @@ class Work(Protocol):
 
 
 class Exchange(Protocol):
-    """How messages cross; `exchange.GlooExchange` says what each method does."""
+    """Transfers messages; `exchange.GlooExchange` documents each method."""
 
     def take(self, message: Message) -> None: ...
 
@@ -59,8 +59,8 @@ def run(steps: Sequence[Step], work: Work, exchange: Exchange) -> None:
     """Run all steps in their order. Returns when everything that they send has been received.
 
     Raises:
-        ValueError: an op has no result, and another one needs it.
-        what `work` and `exchange` raise.
+        ValueError: an op has no result, but another op needs it.
+        every error of `work` and `exchange`.
     """
     interpreter = _Interpreter(work, exchange)
     for step in steps:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses between two pipeline stages, and in which pieces. Imports `plan` only."""
+"""The messages between two pipeline stages, and their pieces. Imports `plan` only."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Message:
     """One micro-batch's tensor between two stages, [tokens, micro-batch, hidden]: each token crosses once.
 
     Attributes:
-        op: whose result it is: F's output or B's gradient of its input.
+        op: the op whose result this is: F's output, or B's gradient of its input.
         senders, receivers: the members of both stages, in tensor-parallel order.
         tokens: length of the whole tensor.
         split: whether each member has its own part of the tokens (sequence parallelism), instead of all of them.
-        tag: tells it from all other messages between two workers.
+        tag: distinguishes this message from all other messages between two workers.
     """
 
     op: PlannedOp
@@ -43,10 +43,11 @@ class Message:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """What crosses, in the order of the tokens; at most one piece between two workers.
+        """The pieces in token order; at most one piece between two workers.
 
         Where members have all tokens, there are as many pieces as members in the larger stage, and the receivers gather
-        the rest from each other (ResiHP, arXiv 2605.06374). Where each has its part, pieces are the parts' overlaps.
+        the rest from each other (ResiHP, arXiv 2605.06374). Where each member has its own part, pieces are the overlaps
+        of these parts.
         """
         cut: Callable[[int, int, int], tuple[Piece, ...]] = _overlaps if self.split else _even_pieces
         return tuple(
@@ -55,14 +56,14 @@ class Message:
         )
 
     def held_by(self, sender: int) -> tuple[int, int]:
-        """The first token of a sender's tensor, and the end."""
+        """The first token of a sender's tensor, and the end (exclusive)."""
         if not self.split:
             return 0, self.tokens
         rank = self.senders.index(sender)
         return _cut(self.tokens, rank, len(self.senders)), _cut(self.tokens, rank + 1, len(self.senders))
 
     def sent_to(self, receiver: int) -> tuple[int, int]:
-        """The first token that a receiver is sent, and the end: all that it wants if `split`, else its share.
+        """The first token that a receiver gets, and the end: its whole part if `split`, else its share of the gather.
 
         Shares follow each other in the order of the receivers; they may be empty.
         """
@@ -74,13 +75,13 @@ class Message:
 
 
 def _cut(tokens: int, part: int, parts: int) -> int:
-    """Where a part begins."""
+    """The first token of a part."""
     return part * tokens // parts
 
 
 @lru_cache(maxsize=256)
 def _even_pieces(senders: int, receivers: int, tokens: int) -> tuple[Piece, ...]:
-    """Between members by number; each sender has all tokens."""
+    """Pieces between members, given by number; each sender has all tokens."""
     count = max(senders, receivers)
     pieces = (
         Piece(i * senders // count, i * receivers // count, _cut(tokens, i, count), _cut(tokens, i + 1, count))
@@ -91,7 +92,7 @@ def _even_pieces(senders: int, receivers: int, tokens: int) -> tuple[Piece, ...]
 
 @lru_cache(maxsize=256)
 def _overlaps(senders: int, receivers: int, tokens: int) -> tuple[Piece, ...]:
-    """Between members by number; each sender has its part, each receiver wants its own."""
+    """Pieces between members, given by number; each sender has its own part, and each receiver needs its own part."""
     held, wanted = ([_cut(tokens, part, parts) for part in range(parts + 1)] for parts in (senders, receivers))
     pieces = (
         Piece(sender, receiver, max(first, start), min(last, end))

@@ -24,7 +24,7 @@ class InterruptibleStore(dist.Store):
 
     Args:
         inner: a raw c10d store.
-        interrupted: asked while waiting; True ends the wait with RendezvousBroken, and nothing is told then.
+        interrupted: called while waiting; True ends the wait with RendezvousBroken. `set` then writes nothing.
     """
 
     def __init__(self, inner: dist.Store, interrupted: Callable[[], bool]) -> None:
@@ -37,14 +37,14 @@ class InterruptibleStore(dist.Store):
 
     @property
     def published(self) -> list[bytes]:
-        """What this process has published of itself, one value per group."""
+        """The values that this process has published about itself, one per group."""
         return list(self._published.values())
 
     def take_sought(self) -> list[tuple[bytes, int]]:
-        """Peers that groups of this process have begun to connect to, which gloo does when it first needs them.
+        """Peers that groups of this process have begun to connect to; gloo connects when it first needs a peer.
 
         Returns:
-            what this process has published of itself in the group and the peer's rank there; each is returned once.
+            this process's published value in the group, and the peer's rank there; each is returned once.
         """
         found = []
         for key in list(self._sought):
@@ -55,14 +55,14 @@ class InterruptibleStore(dist.Store):
         return found
 
     def set(self, key: str, value: bytes | str) -> None:
-        # Who tells NCCL's peers where to meet goes on to wait for them in a call that nothing ends.
+        # A process that publishes NCCL's address then waits for its peers in a call that nothing can end.
         self._mind_epoch()
         if isinstance(value, bytes):
             self._published[key.rpartition("/")[0]] = value
         self._inner.set(key, value)
 
     def get(self, key: str) -> bytes:
-        # Noted before it is asked whether the epoch is broken: who breaks it hears of every peer that is let through.
+        # Recorded before the check for a broken epoch, so that an abort finds every peer that passes the check.
         self._sought[key] = None
         self.wait([key])
         return self._inner.get(key)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether workers' steps fit together: what is sent is received, in the same order, and all get through.
+"""Checks that workers' steps fit together: each message is received in its sending order, and no op waits forever.
 
-Imports `plan`, `pipeline`'s orders, messages and routes; no torch, since whoever publishes plans holds them to this.
+Imports `plan`, `pipeline`'s orders, messages and routes; no torch, since the coordinator checks plans with this.
 """
 
 from collections import defaultdict
@@ -19,11 +19,11 @@ Routes = Mapping[int, Sequence[Step]]
 
 
 def check_plan(plan: ParallelPlan, sequence_parallel: bool, tokens: int) -> None:
-    """Hold all workers' steps under a plan against each other, before anybody runs one.
+    """Compare all workers' steps under a plan with each other, before any worker runs one.
 
     Args:
-        plan: says its layers.
-        sequence_parallel: whether between layers each member of a stage has its own part of the tokens.
+        plan: gives its layers.
+        sequence_parallel: whether, between layers, each member of a stage has its own part of the tokens.
         tokens: sequence length of a micro-batch.
 
     Raises:
@@ -37,17 +37,17 @@ def check_plan(plan: ParallelPlan, sequence_parallel: bool, tokens: int) -> None
 
 
 def check_routes(routes: Routes) -> None:
-    """Hold all workers' steps against each other.
+    """Compare all workers' steps with each other.
 
     Raises:
-        RouteError: members of a stage run different ops; a message isn't both sent and received, or not by the same
-            workers; a worker takes messages of another one in another order than they are sent in, or later than it
-            needs them; a token doesn't cross exactly once; ops wait in a circle.
+        RouteError: members of a stage run different ops; a message isn't both sent and received, or its senders or
+            receivers are wrong; a worker receives a peer's messages in another order than the peer sends them, or later
+            than it needs them; a token doesn't cross exactly once; ops wait for each other in a circle.
     """
     for worker, steps in routes.items():
         _check_worker(worker, steps)
     messages = {end.op: end for steps in routes.values() for step in steps for end in _messages(step)}
-    # How tokens cross depends on who takes part, and not on the op.
+    # The pieces depend on the senders and receivers, and not on the op.
     alike = {(each.senders, each.receivers, each.tokens, each.split): each for each in messages.values()}
     for message in alike.values():
         _check_tokens(message)
@@ -64,7 +64,7 @@ def _messages(step: Step) -> Iterator[Message]:
 
 
 def _check_worker(worker: int, steps: Sequence[Step]) -> None:
-    """What a worker can know alone: each kept result is there, and it is ready for a message, once, before using it."""
+    """Check one worker alone: it keeps each result before its use, and posts each receive once, before its use."""
     kept: set[PlannedOp] = set()
     ready: set[PlannedOp] = set()
     for step in steps:
@@ -81,7 +81,7 @@ def _check_worker(worker: int, steps: Sequence[Step]) -> None:
 
 
 def _check_tokens(message: Message) -> None:
-    """Each token crosses exactly once, from one who has it to one who is to get it."""
+    """Check that each token crosses exactly once, from a worker that has it to a worker that needs it."""
     following = 0
     for piece in message.pieces:
         (first, last), (start, end) = message.held_by(piece.sender), message.sent_to(piece.receiver)
@@ -101,7 +101,7 @@ def _check_members(messages: Mapping[PlannedOp, Message], routes: Routes) -> Non
 
 
 def _check_ends(messages: Mapping[PlannedOp, Message], routes: Routes) -> None:
-    """Each message leaves all its senders and is used by all its receivers, once."""
+    """Check that all senders of each message send it once, and that all its receivers use it once."""
     leaves: dict[PlannedOp, list[int]] = defaultdict(list)
     used: dict[PlannedOp, list[int]] = defaultdict(list)
     for worker, steps in routes.items():
@@ -118,7 +118,7 @@ def _check_ends(messages: Mapping[PlannedOp, Message], routes: Routes) -> None:
 
 
 def _check_pairs(routes: Routes) -> None:
-    """Between each two workers, messages are taken in the order in which they are sent."""
+    """Check that each worker receives a peer's messages in the order in which the peer sends them."""
     sent: dict[tuple[int, int], list[PlannedOp]] = defaultdict(list)
     taken: dict[tuple[int, int], list[PlannedOp]] = defaultdict(list)
     for worker, steps in routes.items():
@@ -139,7 +139,7 @@ def _check_pairs(routes: Routes) -> None:
 
 
 def _check_progress(routes: Routes) -> None:
-    """Run through all steps: one waits until all senders of its source have computed it."""
+    """Simulate all steps; a step waits until all senders of its source have computed it."""
     at = {worker: 0 for worker in routes}
     left: dict[PlannedOp, int] = {}
     waiting: dict[PlannedOp, list[int]] = defaultdict(list)

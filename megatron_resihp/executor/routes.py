@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the results of ops go: every worker's steps, with what each step receives and sends. Imports `plan` only.
+"""The routes of ops' results: every worker's steps, with the messages of each step. Imports `plan` only.
 
 All members of a stage run the same ops in the same order, so that their collectives match. Stages may differ in
-tensor-parallel degree, replicas in everything, and a migrated op's neighbours may be in another replica.
+tensor-parallel degree, and replicas in everything. A migrated op's neighbours may be in another replica.
 """
 
 from collections import Counter, defaultdict
@@ -20,14 +20,14 @@ Place = tuple[int, int]
 """A replica and one of its stages."""
 
 End = Message | PlannedOp | None
-"""Where an op's input comes from or its result goes: a message, an op of the same stage, or nothing."""
+"""The source of an op's input or the destination of its result: a message, an op of the same stage, or nothing."""
 
 AHEAD: Final = 2
-"""For how many messages beyond the next one a worker is ready, so that they come while it computes."""
+"""A worker has posted receives for this many messages beyond the next one, so that they arrive while it computes."""
 
 
 class RouteError(ValueError):
-    """Ops whose results can't reach those who need them; the message names the op."""
+    """An op's result can't reach the ops that need it; the message names the op."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Step:
     """An op of a worker, and what happens around it.
 
     Attributes:
-        op: what is computed.
-        source: what it works on: a message, the kept result of an op of this stage, or nothing (the first chunk's F,
-            the last chunk's B, and W).
-        target: where its result goes: into a message, kept for an op of this stage, or nowhere.
-        receives: messages to be ready for before this step, beside those of earlier steps, in this order. Between each
-            two workers it is the order in which they are sent.
-        settled: messages sent in earlier steps that have certainly been received when `source` has come.
+        op: the computed op.
+        source: the op's input: a message, the kept result of an op of this stage, or nothing (the first chunk's F, the
+            last chunk's B, and W).
+        target: the destination of its result: a message, an op of this stage (the result is kept), or nothing.
+        receives: messages whose receives are posted before this step, besides those of earlier steps, in this order.
+            Between each two workers it is the sending order.
+        settled: messages sent in earlier steps that have certainly been received once `source` has arrived.
     """
 
     op: PlannedOp
@@ -62,10 +62,11 @@ def routes_for(
         worker: its id.
         sequence_parallel: whether between layers each member of a stage has its own part of the tokens.
         tokens: sequence length of a micro-batch.
-        ahead: for how many messages beyond the next one to be ready.
+        ahead: the number of messages beyond the next one for which to post receives.
 
     Raises:
-        RouteError: an op that another one needs is in no stage's order, or an op stands twice or is none of the plan's.
+        RouteError: an op that another op needs is in no stage's order, an op is listed twice, or an op isn't the
+            plan's.
     """
     replica, coordinate = plan.replica_of(worker), plan.coordinate_of(worker)
     if replica is None or coordinate is None:
@@ -86,7 +87,7 @@ def all_routes(
 
 
 class _Network:
-    """Who runs which op, and who needs its result."""
+    """The stage that runs each op, and the stage that needs its result."""
 
     def __init__(self, plan: ParallelPlan, orders: Orders, split: bool, tokens: int) -> None:
         self.members: dict[Place, tuple[int, ...]] = {
@@ -137,7 +138,7 @@ class _Network:
         return user if receiver == place else self._message(op, place, receiver)
 
     def _neighbour(self, op: PlannedOp, towards_target: bool) -> PlannedOp | None:
-        """The op that works on an op's result, or the one whose result it works on."""
+        """The op that uses an op's result, or the op whose result it uses."""
         if op.kind == "W":
             return None
         chunk = op.chunk + (1 if (op.kind == "F") == towards_target else -1)
@@ -153,7 +154,7 @@ class _Network:
         return Message(op, self.members[sender], self.members[receiver], self._tokens, self._split, tag)
 
     def _receives(self, sources: Sequence[End], ahead: int) -> list[tuple[Message, ...]]:
-        """For each step the messages to be ready for that no earlier step was ready for."""
+        """For each step, the messages whose receives are posted there and not in an earlier step."""
         needed = [source for source in sources if isinstance(source, Message)]
         sent: dict[Place, list[Message]] = defaultdict(list)
         for message in sorted(needed, key=lambda message: self._found[message.op]):
@@ -162,7 +163,7 @@ class _Network:
         ready: Counter[Place] = Counter()
 
         def up_to(message: Message) -> list[Message]:
-            """The message, after what has to be taken before it because it is sent before it."""
+            """The message, after the messages that the same sender sends before it and that are not posted yet."""
             sender = self._found[message.op][0]
             first, end = ready[sender], number[message.op] + 1
             ready[sender] = max(first, end)
@@ -176,7 +177,7 @@ class _Network:
         return receives
 
     def _settled(self, sources: Sequence[End], targets: Sequence[End]) -> list[tuple[Message, ...]]:
-        """For each step, what the sender of its source had used by then and no earlier source has told of."""
+        """For each step, the messages that its source's sender had certainly used by then, each listed once."""
         under_way: dict[Place, list[tuple[int, Message]]] = defaultdict(list)
         settled = []
         for source, target in zip(sources, targets, strict=True):

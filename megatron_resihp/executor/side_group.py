@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gloo group that standbys can be in. May import torch and this package."""
+"""A gloo group that can include standbys. May import torch and this package."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -60,4 +60,4 @@ class SideGroup:
 
 
 MakeSideGroup = Callable[[str, Sequence[int]], SideGroup]
-"""(name, workers) → their group, for one of them."""
+"""(name, workers) → the group of these workers, as one of them sees it."""

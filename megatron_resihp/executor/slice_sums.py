@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums gradients over workers whose shards are cut unlike each other. May import torch, `plan` and this package.
+"""Sums gradients over workers whose shards are cut differently. May import torch, `plan` and this package.
 
-Slices with the same holders make one bucket, summed over one group of them. Who holds a slice but has no gradient of it
-that counts (a standby; all but one of those who hold a parameter whole) adds zeros and gets the sum, so that all
-holders have the same bits afterwards.
+Slices with the same holders make one bucket, which one group sums. Some holders have no gradient of a slice that
+counts: standbys, and all but one of the workers that hold a parameter whole. They add zeros and get the sum, so that
+all holders have the same bits afterwards.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -22,18 +22,18 @@ stand twice where a worker holds a slice twice."""
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slices that the same workers hold. `group`: of these workers; None if there is only one."""
+    """Slices with the same holders. `group`: of these workers; None if there is only one."""
 
     slices: tuple[Slice, ...]
     group: SideGroup | None
 
 
 def make_buckets(holders: Mapping[Slice, tuple[int, ...]], worker: int, make_group: MakeSideGroup) -> list[Bucket]:
-    """The buckets that a worker has part in, in an order that agrees between workers.
+    """The buckets of a worker, in an order that agrees between workers.
 
     Args:
         holders: of every slice.
-        make_group: (name, workers) → their group.
+        make_group: (name, workers) → the group of these workers.
     """
     buckets = []
     for workers, slices in in_buckets(dict(holders)):
@@ -44,7 +44,7 @@ def make_buckets(holders: Mapping[Slice, tuple[int, ...]], worker: int, make_gro
 
 
 def sum_gradients(buckets: Sequence[Bucket], views: Views, contributed: Set[Slice]) -> None:
-    """Replace each gradient by its sum over all who contribute to it; all holders call it once per iteration."""
+    """Replace each gradient by its sum over all contributing workers; all holders call it once per iteration."""
     for bucket in buckets:
         parts = [(_once_each(views[piece]), piece in contributed) for piece in bucket.slices]
         gradients = [(copies, counts) for part, counts in parts for copies in part]
@@ -64,7 +64,8 @@ def pack(gradients: Sequence[tuple[Sequence[torch.Tensor], bool]]) -> torch.Tens
     """One flat tensor of gradients, read once.
 
     Args:
-        gradients: of each the copies that a worker has, which are added, and whether they count; if not, zeros do.
+        gradients: for each gradient, this worker's copies, which are added, and whether they count; if not, zeros are
+            packed.
     """
     kind = reduce(torch.promote_types, (copies[0].dtype for copies, _ in gradients))
     size = sum(copies[0].numel() for copies, _ in gradients)
@@ -82,7 +83,7 @@ def pack(gradients: Sequence[tuple[Sequence[torch.Tensor], bool]]) -> torch.Tens
 
 
 def unpack(flat: torch.Tensor, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Put what `pack` has packed back into all copies of each."""
+    """Copy a tensor that `pack` made back into all copies of each gradient."""
     pairs = [
         (view, place) for place, copies in zip(_places(flat, gradients), gradients, strict=True) for view in copies
     ]

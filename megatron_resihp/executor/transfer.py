@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves shards between workers over a side group. May import torch, `plan` and this package.
 
-At this stage a shard moves as a whole: whoever needs one lacks all of it.
+Here a shard moves as a whole: a worker that needs a shard has no part of it.
 """
 
 import json
@@ -16,7 +16,7 @@ from megatron_resihp.executor.side_group import SideGroup
 from megatron_resihp.plan import Coordinate, ParallelPlan
 
 PARCEL: Final = 64 << 20
-"""Bytes that travel together at most, unless one tensor is larger."""
+"""The most bytes that travel together, unless one tensor is larger."""
 ALIGNMENT: Final = 8
 
 
@@ -30,11 +30,11 @@ class Transfer:
 
 
 def plan_transfers(plan: ParallelPlan, held: Mapping[int, Coordinate | None]) -> list[Transfer]:
-    """Who sends what to whom, spread over the living holders; the same list on every worker.
+    """All transfers for a plan, spread over the living holders; the same list on every worker.
 
     Args:
         plan: the new plan.
-        held: for every member the shard that it holds, current to the last applied step.
+        held: the shard that each member holds, current to the last applied step.
     """
     transfers = []
     for coordinate in plan.coordinates():
@@ -65,7 +65,7 @@ def send_tensors(group: SideGroup, target: int, tensors: Mapping[str, torch.Tens
 
 
 def receive_tensors(group: SideGroup, source: int, device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
-    """Receive what `send_tensors` sent; returns the tensors on `device` and the extra."""
+    """Receive the tensors of a `send_tensors` call; returns them on `device`, with the extra."""
     size = torch.zeros(1, dtype=torch.int64)
     group.receive(size, source)
     encoded = torch.empty(int(size), dtype=torch.uint8)
@@ -79,13 +79,13 @@ def receive_tensors(group: SideGroup, source: int, device: torch.device) -> tupl
         for content, (index, _) in zip(parcel.split([size for _, size in load]), load, strict=True):
             name, shape, kind, on_host = described[index]
             view = content[: _bytes_of(shape, kind)].view(getattr(torch, kind)).view(shape)
-            # A tensor that is kept may not keep the whole parcel.
+            # A copy, so that a tensor does not keep the whole parcel alive.
             tensors[name] = view.clone() if on_host else view.to(device, copy=True)
     return tensors, header["extra"]
 
 
 def tell_all(group: SideGroup, worker: int, content: Any) -> dict[int, Any]:
-    """What each member of a group says, JSON-able; all of them call it, each for itself (`worker`)."""
+    """Gather JSON-able `content` from each member of a group; all members call it, each with its own id (`worker`)."""
     encoded = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
     place = group.workers.index(worker)
     sizes = torch.zeros(len(group.workers), dtype=torch.int64)
@@ -100,7 +100,7 @@ def tell_all(group: SideGroup, worker: int, content: Any) -> dict[int, Any]:
 
 
 def _loads(sizes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Which tensors, with their sizes in bytes, travel together: small ones one by one would take long."""
+    """Group tensors, as (index, size in bytes), that travel together: sending small ones one by one is slow."""
     load: list[tuple[int, int]] = []
     for index, size in enumerate(sizes):
         if load and sum(each for _, each in load) + size > PARCEL:
@@ -112,7 +112,7 @@ def _loads(sizes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def _padded(size: int) -> int:
-    """So that any type of tensor can begin behind it."""
+    """A size in bytes, rounded up so that a tensor of any type can follow."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -121,7 +121,7 @@ def _bytes_of(shape: Sequence[int], kind: str) -> int:
 
 
 def _describe(name: str, tensor: torch.Tensor) -> tuple[str, list[int], str, bool]:
-    """Name, shape, type, and whether it lives on the host (step counters do even where all else is on a device)."""
+    """Name, shape, type, and whether the tensor is on the host (step counters always are)."""
     return name, list(tensor.shape), str(tensor.dtype).split(".")[1], tensor.device.type == "cpu"
 
 

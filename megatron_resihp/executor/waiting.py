@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounded waiting for gloo's operations. May import torch.
 
-Ending gloo's connections makes its operations fail (`gloo_sockets`), except one for which gloo finds a dead peer's
-connection broken when it sends: torch 2.15's gloo forgets it, and its wait lasts until the group's timeout. So no wait
-is handed to gloo without a way back: collectives are waited for in slices, and P2P, whose posting waits for the peer to
-connect and whose waits may not time out without breaking the group, on a thread that can be left behind.
+Ending gloo's connections makes its operations fail (`gloo_sockets`), with one exception: if gloo finds a dead peer's
+connection broken while it sends, torch 2.15's gloo forgets the send, and its wait lasts until the group's timeout. So
+every wait in gloo can be abandoned. Collectives are waited for in slices. P2P runs on a thread that can be left behind,
+because posting it waits for the peer to connect, and a wait that times out breaks the group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLICE_OVER = "Operation timed out"
 
 
 class WaitAbandoned(RuntimeError):
-    """The epoch broke while gloo was being waited for, and gloo did not say so."""
+    """The epoch broke during a wait for gloo, and gloo reported no error."""
 
 
 class Waiter:
@@ -42,12 +42,12 @@ class Waiter:
         self._waits: dict[int, float] = {}
 
     def longest_s(self, now: float) -> float:
-        """For how long some thread has been in one wait, at this moment of the monotonic clock; 0: none is in any."""
+        """The age of the oldest present wait of any thread, at `now` on the monotonic clock; 0: no thread waits."""
         return now - min(self._waits.values(), default=now)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """What this thread waits for in here counts for `longest_s`."""
+        """Time that this thread spends in this context counts for `longest_s`."""
         thread = threading.get_ident()
         self._waits[thread] = time.monotonic()
         try:
@@ -57,7 +57,7 @@ class Waiter:
 
     @property
     def left_behind(self) -> int:
-        """Calls made aside that were given up and have not come back yet."""
+        """Number of calls made aside that were given up and have not returned yet."""
         self._abandoned = [result for result in self._abandoned if not result.done.is_set()]
         return len(self._abandoned)
 
@@ -104,14 +104,14 @@ class Waiter:
                 if SLICE_OVER not in str(error):
                     raise
             if work.is_completed():
-                return self._wait(work)  # done just after the slice; this returns at once, or raises what went wrong
+                return self._wait(work)  # done just after the slice; this returns or raises at once
             self._give_up_if_interrupted()
 
     def aside(self, call: Callable[[], Any]) -> Any:
         """Make a call that may block in gloo on another thread and wait for its result.
 
         Raises:
-            WaitAbandoned, or what the call raised.
+            WaitAbandoned, or the call's own error.
         """
         if self._calls is None:
             self._calls = queue.SimpleQueue()
@@ -131,7 +131,7 @@ class Waiter:
                 self._give_up_if_interrupted()
             except WaitAbandoned:
                 self._calls.put(None)
-                self._calls = None  # its thread may be long in coming back; the next call gets another one
+                self._calls = None  # its thread may take long to return; the next call gets another one
                 self._abandoned.append(result)
                 raise
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gloo needs beyond torch: loops that end, collectives that can be woken, groups made ahead."""
+"""Additions to torch's gloo: event loops that end, collectives that can be ended, groups made in advance."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gloo groups of a plan that is to come, made while training goes on under the plan in force. May import torch.
+"""Gloo groups of the next plan, made while training goes on under the plan in force. May import torch.
 
-To make one takes threads, sockets and a word in the store, and waits for nobody: its members connect when they first
-use it. Which groups a plan needs is said by who builds them (`GroupNeeds`); groups that then turn out to be needed
-beside these are made as ever. So a wrong guess costs time only, but all members of a group must guess alike.
+Making a group takes threads, sockets and a key in the store, and waits for no peer: members connect when they first use
+the group. The caller says which groups a plan needs (`GroupNeeds`). Groups that turn out to be missing are made in the
+usual way. So a wrong guess costs only time, but all members of a group must make the same guess.
 """
 
 from collections import Counter, deque
@@ -26,7 +26,7 @@ Ranks = tuple[int, ...]
 
 
 class WorldGroup(NamedTuple):
-    """A group of gloo's in torch's world: its ranks in ascending order, and how long its operations may wait."""
+    """A gloo group in torch's world: its ranks in ascending order, and the timeout of its operations."""
 
     ranks: Ranks
     timeout: timedelta
@@ -39,7 +39,7 @@ class GroupNeeds:
     Attributes:
         side_groups: name and workers of each.
         rank: this worker's rank in the plan's world.
-        world_groups: those with this rank, the world itself among them, in the order in which they will be made.
+        world_groups: the groups that include this rank, the world itself among them, in the order of their creation.
     """
 
     side_groups: tuple[tuple[str, tuple[int, ...]], ...]
@@ -48,10 +48,10 @@ class GroupNeeds:
 
 
 class GroupsAhead:
-    """Makes them and keeps them until they are taken.
+    """Makes the groups and keeps them until they are taken.
 
     Args:
-        store: of the epoch that is to come; no other epoch uses its keys.
+        store: of the next epoch; no other epoch uses its keys.
         me: this worker's id.
     """
 
@@ -64,10 +64,11 @@ class GroupsAhead:
         self._missed: list[WorldGroup] = []
 
     def make(self, needs: GroupNeeds) -> None:
-        """Make all that are needed; in a thread beside the one that trains.
+        """Make all needed groups; called in another thread than the training thread.
 
         Raises:
-            RendezvousBroken: the epoch in force is broken; what has been made until then is kept, to be freed in order.
+            RendezvousBroken: the epoch in force is broken; the groups made so far are kept, and `take_all` returns
+                them.
         """
         for name, workers in needs.side_groups:
             self._side_groups[name] = SideGroup(self.store, name, workers, self._me, self._waiter)
@@ -77,7 +78,7 @@ class GroupsAhead:
             key = blake2b(repr((group, times[group])).encode(), digest_size=16).hexdigest()
             prefixed = dist.PrefixStore(f"world/{key}", self.store)
             rank, size = group.ranks.index(needs.rank), len(group.ranks)
-            # Its timeout can't be changed afterwards: what receives keeps the first one.
+            # The timeout can't be changed later: receives keep the first one.
             backend = dist.ProcessGroupGloo(prefixed, rank, size, group.timeout)
             self._backends.setdefault(group, deque()).append(backend)
 
@@ -86,7 +87,7 @@ class GroupsAhead:
         return gloo_sockets.listeners(self.store.published, set())
 
     def sockets(self) -> set[str]:
-        """Those, and the connections that have been made to them."""
+        """The listening sockets, and the connections that have been made to them."""
         return gloo_sockets.at_ports(self.store.published)
 
     def take_side_group(self, name: str) -> SideGroup | None:
@@ -94,7 +95,7 @@ class GroupsAhead:
         return self._side_groups.pop(name, None)
 
     def take_backend(self, group: WorldGroup) -> Any:
-        """What carries the next group like this one; None: there is none left."""
+        """The backend for the next group with these ranks and this timeout; None: none is left."""
         left = self._backends.get(group)
         if not left:
             self._missed.append(group)
@@ -103,11 +104,11 @@ class GroupsAhead:
 
     @property
     def wrong_guesses(self) -> tuple[int, int]:
-        """How many groups nobody has taken yet, and how many were wanted and not there."""
+        """The number of groups not taken yet, and the number of requested groups that were missing."""
         return len(self._side_groups) + sum(map(len, self._backends.values())), len(self._missed)
 
     def take_all(self) -> list[Any]:
-        """All that nobody has taken."""
+        """All groups that have not been taken."""
         left = [*self._side_groups.values(), *(each for backends in self._backends.values() for each in backends)]
         self._side_groups.clear()
         self._backends.clear()
@@ -115,7 +116,7 @@ class GroupsAhead:
 
 
 def install_hand_over(take: Callable[[WorldGroup], Any]) -> None:
-    """Let torch ask for what carries a group of gloo's before it makes one.
+    """Let torch ask `take` for the backend of a gloo group before it makes one.
 
     Args:
         take: returns a ProcessGroupGloo or None.
@@ -130,7 +131,7 @@ def install_hand_over(take: Callable[[WorldGroup], Any]) -> None:
         raise TypeError("torch does not tell who makes a group what group it is")
 
     def create(options: Any, backend_options: Any) -> Any:
-        # torch says no ranks of the world itself.
+        # torch gives no ranks for the world itself.
         ranks = tuple(sorted(options.global_ranks_in_group or range(options.group_size)))
         backend = take(WorldGroup(ranks, options.timeout))
         if backend is None:

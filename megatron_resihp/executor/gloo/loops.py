@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets gloo's event loops end where a message that nobody takes keeps them awake. Imports the standard library only.
+"""Lets gloo's event loops end where an unread message keeps them awake. Imports the standard library only.
 
-Each group of torch 2.15's gloo has a thread that asks epoll what to read. When the group is freed, this thread ends as
-soon as nothing was reported for 10 ms. A message whose receive has been given up is never read: it stays in the socket
-with all that follows, the end of the connection included, and epoll reports it again and again. So the thread never
-ends, it takes a whole core, and who frees the group waits for it for ever.
+Each group of torch 2.15's gloo has a thread that asks epoll what to read. When the group is freed, this thread ends
+once epoll has reported nothing for 10 ms. A message whose receive has been given up is never read. It stays in the
+socket with everything behind it, including the end of the connection, and epoll reports it again and again. So the
+thread never ends and takes a whole core, and freeing the group waits for it forever.
 
 We tell epoll to report such connections only when something new happens. They must stay registered: gloo ends the
-process where it finds that one of its sockets is not.
+process if one of its sockets is not registered.
 """
 
 import ctypes
@@ -30,13 +30,13 @@ class _Event(ctypes.Structure):
 
 
 def calm(listeners: set[str]) -> int:
-    """Let the loops that serve these listeners hear of their connections only when something changes.
+    """Have epoll report connections to the loops that serve these listeners only when something changes.
 
     Args:
         listeners: identities (`gloo_sockets`) of listening sockets whose groups are being freed.
 
     Returns:
-        how many connections are watched in this way from now on.
+        the number of connections that are now watched in this way.
     """
     control = ctypes.CDLL(None, use_errno=True).epoll_ctl
     count = 0
@@ -45,16 +45,16 @@ def calm(listeners: set[str]) -> int:
         if listeners.isdisjoint(identity for identity, _, _ in watched):
             continue
         for identity, descriptor, event in watched:
-            # Without EPOLLIN it has been reported once and should not be again.
+            # Without EPOLLIN, epoll has reported it once and must not report it again.
             if identity.startswith("socket:") and identity not in listeners and event.events & select.EPOLLIN:
                 event.events |= select.EPOLLET
-                # Fails where gloo has closed it just now.
+                # Fails if gloo has just closed it.
                 count += control(int(name), MODIFY, descriptor, ctypes.byref(event)) == 0
     return count
 
 
 def _watched(name: str) -> Iterator[tuple[str, int, _Event]]:
-    """What an epoll descriptor of this process watches: (identity, descriptor, event); nothing for other files."""
+    """The files that an epoll descriptor of this process watches: (identity, descriptor, event); else nothing."""
     try:
         if os.readlink(f"/proc/self/fd/{name}") != "anon_inode:[eventpoll]":
             return

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wakes collectives of gloo that wait for a peer which will never answer. Imports the standard library only.
+"""Ends gloo collectives that wait for a peer that will never answer. Imports the standard library only.
 
-torch 2.15's gloo has no abort: a collective that waits for a stopped or hung peer waits until its timeout. A peer that
-dies, though, is noticed at once because its connections end. So we end our own: shutting a socket down makes gloo fail
-every operation on it. Gloo's sockets are told from others by their ports: one end is always a listener of gloo's.
+torch 2.15's gloo has no abort: a collective that waits for a stopped or hung peer waits until its timeout. But gloo
+notices a dead peer at once, because its connections end. So we end our own: shutting a socket down makes gloo fail
+every operation on it. Gloo's sockets are recognised by their ports: one end is always a gloo listener.
 
 Only receiving is shut, and a duplicate keeps the connection open when gloo closes its end. Gloo notices a moment later,
-on its own thread. Whatever is sent till then, here or by the peer, must still succeed: a send that fails before gloo
-has noticed the end is forgotten, and who waits for it waits until the group's timeout.
+on its own thread. Until then all sends, here or by the peer, must still succeed: gloo forgets a send that fails before
+it has noticed the end, and a wait for that send lasts until the group's timeout.
 
-A connection that has not come yet can't be ended: one of both waits for the other to connect, who may be gone or have
-left the epoch. So we connect to our own listener as the peer would have, and end that connection.
+A connection that does not exist yet can't be ended: one side waits for the other to connect, and that peer may be dead
+or have left the epoch. So we connect to our own listener in the peer's place, and end that connection.
 """
 
 import os
@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 CONNECT_S = 0.1
 WORD = 8
-"""Bytes of the numbers that gloo writes to the store and with which a peer that connects tells its rank."""
+"""Size in bytes of the numbers that gloo writes to the store, and of the rank that a connecting peer sends."""
 FAMILY = 2
 """Bytes of a socket address before the port."""
 
@@ -28,7 +28,7 @@ FAMILY = 2
 def tcp_sockets(except_for: Collection[str] = ()) -> Iterator[tuple[str, socket.socket]]:
     """Every TCP socket of this process as (identity, duplicate); the duplicate is closed on the next step.
 
-    None is made of those in `except_for`: gloo ends the process where a socket that it closes while it frees a group
+    Sockets in `except_for` are not duplicated: gloo ends the process if a socket that it closes while freeing a group
     has a duplicate.
     """
     for name in os.listdir("/proc/self/fd"):
@@ -55,13 +55,13 @@ def listening_ports(except_for: set[str]) -> list[int]:
 
 
 def listeners(published: Iterable[bytes], except_for: set[str]) -> set[str]:
-    """The listening sockets of gloo's groups, given what these have published; never one of `except_for`."""
+    """The listening sockets of gloo groups, given the groups' published values; never one of `except_for`."""
     ports = {_published_port(value) for value in published}
     return {identity for identity, tcp in tcp_sockets(except_for) if _listens(tcp) and tcp.getsockname()[1] in ports}
 
 
 def at_ports(published: Iterable[bytes]) -> set[str]:
-    """The listening sockets of gloo's groups, given what these have published, and the connections made to them."""
+    """The listening sockets of gloo groups, given the groups' published values, and the connections made to them."""
     ports = {_published_port(value) for value in published}
     return {identity for identity, tcp in tcp_sockets() if tcp.getsockname()[1] in ports}
 
@@ -70,7 +70,7 @@ def end_receiving(except_for: set[str], ports: set[int] | None) -> dict[str, soc
     """End receiving on connections that are not in `except_for` and have an end at one of `ports` (None: all of them).
 
     Returns:
-        by identity, what keeps each of them open; to be closed once all peers have ended theirs.
+        by identity, the duplicate that keeps each connection open; close it once all peers have ended theirs.
     """
     kept: dict[str, socket.socket] = {}
     for identity, tcp in tcp_sockets(except_for):
@@ -79,7 +79,8 @@ def end_receiving(except_for: set[str], ports: set[int] | None) -> dict[str, soc
         try:
             if ports is None or tcp.getsockname()[1] in ports or tcp.getpeername()[1] in ports:
                 tcp.shutdown(socket.SHUT_RD)
-                # It also makes gloo's end block: a send under way goes on; gloo would queue its rest and forget it.
+                # It also makes gloo's socket blocking, so a send under way finishes; else gloo would queue and forget
+                # its rest.
                 kept[identity] = tcp.dup()
         except OSError:
             continue  # already closed by its owner or its peer
@@ -87,15 +88,15 @@ def end_receiving(except_for: set[str], ports: set[int] | None) -> dict[str, soc
 
 
 def stand_in(sought: Iterable[tuple[bytes, int]], except_for: set[str]) -> int:
-    """Connect to gloo's listeners of this process in the place of peers, who then seem to have gone at once.
+    """Connect to this process's gloo listeners in the place of peers, which then seem to disconnect at once.
 
     Args:
-        sought: what gloo has published of one of this process's groups, and a peer's rank in it. A pair of gloo's that
-            is connected already takes no notice.
+        sought: for each peer, the value that gloo has published for this process's group, and the peer's rank in it. A
+            gloo pair that is already connected ignores this.
         except_for: sockets that are not gloo's.
 
     Returns:
-        how many connections were made.
+        the number of connections made.
     """
     listeners = {
         tcp.getsockname()[1]: (tcp.family, tcp.getsockname()) for _, tcp in tcp_sockets(except_for) if _listens(tcp)
@@ -113,12 +114,12 @@ def stand_in(sought: Iterable[tuple[bytes, int]], except_for: set[str]) -> int:
                 connection.sendall(rank.to_bytes(WORD, sys.byteorder))
                 count += 1
             except OSError:
-                continue  # its owner closes it just now
+                continue  # its owner is just closing it
     return count
 
 
 def _published_port(published: bytes) -> int:
-    """The port in what gloo writes to the store: length and name of the host, length and socket address."""
+    """The port in the value that gloo writes to the store: length and name of the host, length and socket address."""
     port_at = WORD + int.from_bytes(published[:WORD], sys.byteorder) + WORD + FAMILY
     return int.from_bytes(published[port_at : port_at + 2], "big")
 

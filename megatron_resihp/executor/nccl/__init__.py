@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NCCL needs beyond torch: aborts all at once, and meetings that can be left."""
+"""Additions to torch's NCCL: aborts of all groups at once, and communicator creation that can be abandoned."""

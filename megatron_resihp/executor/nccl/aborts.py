@@ -20,7 +20,7 @@ ABORT_S: Final = 10.0
 
 
 class DeviceStuck(RuntimeError):
-    """NCCL could not be aborted in time. This worker can't leave the epoch: it has to die for the others to go on."""
+    """NCCL could not be aborted in time. This worker can't leave the epoch: it must die so that the others continue."""
 
 
 class NcclAborts:
@@ -47,10 +47,10 @@ class NcclAborts:
         """Wait until all aborts are over.
 
         Returns:
-            what NCCL refused, one line for each group; each is returned once.
+            the aborts that NCCL refused, one line for each group; each is returned once.
 
         Raises:
-            DeviceStuck: some are not over in time.
+            DeviceStuck: some aborts are not over in time.
         """
         deadline = time.monotonic() + self._timeout_s
         waited_for = list(self._threads.items())
@@ -63,7 +63,7 @@ class NcclAborts:
         return errors
 
     def repeat(self, group: Any) -> None:
-        """Abort this group at the next `start`, even if that was done before."""
+        """Abort this group at the next `start`, even if it was aborted before."""
         self._threads.pop(group, None)
 
     def forget(self) -> None:
@@ -78,11 +78,11 @@ class NcclAborts:
 
 
 def nccl_groups() -> list[Any]:
-    """torch's groups of NCCL's, sorted by name. Safe beside the thread that makes groups."""
+    """torch's NCCL groups, sorted by name. Safe to call while another thread makes groups."""
     groups = [group for group, (backend, _) in list(dist.distributed_c10d._world.pg_map.items()) if backend == "nccl"]
     return sorted(groups, key=lambda group: group.group_name)
 
 
 def backend_of(group: Any) -> Any:
-    """What carries a group of NCCL's."""
+    """The backend of an NCCL group."""
     return group._get_backend(torch.device("cuda"))

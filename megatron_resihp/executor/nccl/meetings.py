@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the making of NCCL's communicators be left behind. May import torch and this package.
+"""Makes NCCL's communicators in calls that can be abandoned. May import torch and this package.
 
 torch makes a communicator in the first operation of a group, or of a pair for P2P, and NCCL then waits for all members.
-Who is in that call when a peer dies before it has come is not woken: torch's abort knows a communicator only once it is
-made. Non-blocking communicators are no way out: torch waits for them with their lock held, for as long as it gives a
-healthy one, and its abort wants the same lock.
+If a peer dies before it joins, nothing ends that call: torch's abort knows a communicator only once it is made.
+Non-blocking communicators don't help: torch holds their lock while it waits for them, up to a healthy one's timeout,
+and its abort needs the same lock.
 
-So before that operation we make one on a single number of our own, on a thread that is left behind when the epoch
-breaks. If that thread ever comes back, it aborts what it has made. It has touched nothing of the training's.
+So before that operation we run one on a single number of our own, on a thread that is left behind when the epoch
+breaks. If that thread ever returns, it aborts the communicator that it has made. It has not touched training's state.
 """
 
 import functools
@@ -31,7 +31,7 @@ COLLECTIVES: Final = (
 )  # fmt: skip
 """Methods of torch's groups that use the group's communicator."""
 PEER_TO_PEER: Final = ("send", "recv")
-"""Those that use a communicator of two, but in a batch the group's."""
+"""Methods that use a communicator of two ranks, but in a batch the group's."""
 
 
 class NcclMeetings:
@@ -39,7 +39,7 @@ class NcclMeetings:
 
     Args:
         interrupted: whether the epoch is broken.
-        late: called with a group that has met although its epoch was broken: it may have been aborted before.
+        late: called with a group whose epoch broke during its meeting: its communicator may be newer than its abort.
     """
 
     def __init__(self, interrupted: Callable[[], bool], late: Callable[[Any], None]) -> None:
@@ -59,7 +59,7 @@ class NcclMeetings:
     def install(self, kind: type = dist.ProcessGroup) -> None:
         """Let all operations of the process's groups go through this object."""
         for name in (*COLLECTIVES, "_start_coalescing"):
-            if hasattr(kind, name):  # newer names of torch's stand beside the older ones
+            if hasattr(kind, name):  # torch has newer names beside the older ones
                 setattr(kind, name, self._meeting_all(getattr(kind, name), batch=name == "_start_coalescing"))
         for name in PEER_TO_PEER:
             setattr(kind, name, self._meeting_one(getattr(kind, name)))
@@ -72,13 +72,13 @@ class NcclMeetings:
         self._kept.clear()
 
     def meet(self, group: Any, peer: int | None = None) -> None:
-        """Have the communicator made that the next operation uses, once.
+        """Make the communicator that the next operation uses, once.
 
         Args:
-            peer: of an operation of two: its rank in the group.
+            peer: for an operation of two ranks, the peer's rank in the group.
 
         Raises:
-            WaitAbandoned: the epoch broke; else what went wrong.
+            WaitAbandoned: the epoch broke. Other errors are the operation's own.
         """
         key = (group.group_name, peer)
         if key in self._met:
@@ -160,7 +160,7 @@ class _Meeting:
         """Make the call.
 
         Raises:
-            WaitAbandoned: `interrupted` before or after it had come back; else what the call raised.
+            WaitAbandoned: `interrupted` is true before or after the call's return. Other errors are the call's own.
         """
         threading.Thread(target=self._run, name="resihp-meeting", daemon=True).start()
         while not self._ended.wait(SLICE.total_seconds()) and not interrupted():
@@ -183,13 +183,13 @@ class _Meeting:
             try:
                 self._undo()
             except RuntimeError:
-                pass  # there is nothing to abort, or it has been done
+                pass  # there is nothing to abort, or it has been aborted
         self.over.set()
 
 
 @contextmanager
 def _own_number(device: int) -> Iterator[torch.Tensor]:
-    """A number on the device, and a stream for which no kernel of the training's waits."""
+    """A number on the device, on a stream that no training kernel waits for."""
     torch.cuda.set_device(device)
     with torch.cuda.stream(torch.cuda.Stream()):
         yield torch.zeros(1, device=torch.device("cuda", device))
