@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a Megatron-LM training job running when GPUs die, slow down or come back.
 
-`resihp launch` does all that is needed. Who starts workers in another way writes, before anything of Megatron is used:
+`resihp launch` does all that is needed. A script that starts workers in another way needs, before it uses Megatron:
 
     import megatron_resihp; megatron_resihp.enable()
 """
@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 def enable() -> None:
     """Make Megatron know the --resihp* flags; without --resihp they do nothing. Calling it again changes nothing.
 
-    With RESIHP_CPU=1 the CPU stand-in is put in place first.
+    With RESIHP_CPU=1 the CPU stand-in is installed first.
 
     Raises:
         SystemExit: if torch or Megatron is missing, Megatron is not of a supported version, or --resihp is given and

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `resihp` command: its sub-commands, and how they are wired together.
+"""The `resihp` command: its sub-commands and their wiring.
 
-May import: every package; the packages of a sub-command only when it is asked for.
+May import: every package; the packages of a sub-command only when it runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_resihp.extras import missing
 from megatron_resihp.report.live.run_report import RunReport
 
 NEED_TORCH: Final = frozenset({"launch", "inject", "apply"})
-"""Commands that work only with the extra `train`. Of Megatron, scripts may bring their own."""
+"""Commands that need the extra `train`. Scripts may bring their own Megatron."""
 SCRIPTS: Final = ("pretrain_gpt.py", "make_dataset.py")
 """Scripts that come with the package."""
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """What `resihp` understands; scripts/make_reference.py writes a page of it."""
+    """The parser of `resihp`; scripts/make_reference.py writes a page from it."""
     from megatron_resihp.report.detect import command as detect_command
     from megatron_resihp.report.plan import command as plan_command
     from megatron_resihp.report.run import command as report_command
@@ -52,20 +52,20 @@ def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="resihp", description="Keeps a Megatron-LM training job running in place when workers die."
     )
-    parser.add_argument("--version", action=_Version, help="say which versions of this and of what it needs are there")
+    parser.add_argument("--version", action=_Version, help="print this package's and its dependencies' versions")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     launch = commands.add_parser("launch", help="start a training script on this node and keep the job running")
     launch_options.add_arguments(launch)
     launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
-    _add(commands, "inject", inject, "slow a worker or a link of a running job, or end that")
-    _add(commands, "apply", apply, "ask a running job to take a given plan")
-    _add(commands, "salvage", salvage, "say how to go on from what survivors of a job have saved")
+    _add(commands, "inject", inject, "slow a worker or a link of a running job, or end a slowdown")
+    _add(commands, "apply", apply, "ask a running job to change to a given plan")
+    _add(commands, "salvage", salvage, "say how to continue from the state that survivors of a job have saved")
     _add(commands, "report", report_command, "say what happened in a run, from its event log")
-    _add(commands, "detect", detect_command, "say who was slow, from a run's records or a table of times")
-    _add(commands, "plan", plan_command, "say how a job should go on when workers are dead or slow")
-    _add(commands, "simulate", simulate_command, "say what strategies make of failures on a simulated cluster")
+    _add(commands, "detect", detect_command, "say which workers were slow, from a run's records or a table of times")
+    _add(commands, "plan", plan_command, "find the best plan for a job with dead or slow workers")
+    _add(commands, "simulate", simulate_command, "compare strategies under failures on a simulated cluster")
     commands.choices["simulate"].set_defaults(published=_published_experiments)
-    script = commands.add_parser("script", help="say where a script is that comes with this package")
+    script = commands.add_parser("script", help="say where a script of this package is")
     script.add_argument("name", choices=SCRIPTS, help="such as in: resihp launch $(resihp script pretrain_gpt.py)")
     script.set_defaults(run=_say_where_script_is)
     return parser
@@ -78,19 +78,19 @@ def _published_experiments() -> ModuleType:
 
 
 def _say_where_script_is(namespace: argparse.Namespace) -> int:
-    """In the wheel they are beside this file, in a checkout beside the package."""
+    """Print a script's path: scripts are beside this file in the wheel, and beside the package in a checkout."""
     package = Path(__file__).resolve().parent
     places = (folder / "scripts" / namespace.name for folder in (package, package.parent))
     found = next((path for path in places if path.is_file()), None)
     if found is None:
-        print(f"resihp: this installation has no {namespace.name}; install megatron-resihp anew", file=sys.stderr)
+        print(f"resihp: this installation has no {namespace.name}; reinstall megatron-resihp", file=sys.stderr)
         return 2
     print(found)
     return 0
 
 
 class _Version(argparse.Action):
-    """Looked up only when asked for."""
+    """Prints the versions, which are looked up only then."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
@@ -109,7 +109,7 @@ class _Version(argparse.Action):
 
 
 def _add(commands: Any, name: str, module: ModuleType, what: str) -> None:
-    """A sub-command whose module has `add_arguments` and `run`."""
+    """Add a sub-command whose module has `add_arguments` and `run`."""
     parser = commands.add_parser(name, help=what)
     module.add_arguments(parser)
     parser.set_defaults(run=module.run)

@@ -30,38 +30,38 @@ STRATEGIES: Final = (
     "adaptis",
     "joint",
 )
-"""Who may plan in place."""
+"""Strategies that can plan in place."""
 ACTS: Final = ("observe", "ask", "act")
 
 MOST_PLAN_WAIT_S: Final = 3600.0
 PLAN_WAIT_S: Final = 2.0
-"""How long a recovery waits for a strategy's plan where complete uniform replicas exist and nobody says otherwise."""
+"""Default time that a recovery waits for a strategy's plan where complete uniform replicas exist."""
 
 MEMORY_RESERVE: Final = 8.0
-"""Percent of each device's memory that no plan fills, where nobody says otherwise."""
+"""Default percentage of each device's memory that plans leave free."""
 
 FALSE_ALARMS_PER_JOB: Final = 0.01
-"""How many false reports of a slow worker or link are accepted in a job where nobody says otherwise."""
+"""Default number of false reports of a slow worker or link that are accepted in a job."""
 
 SLOWEST: Final = 0.01
 """The smallest factor of a slowdown."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """For a name that isn't known: "do you mean NEAREST? ", or nothing where none is near."""
+    """For an unknown name: "do you mean NEAREST? ", or an empty string where no known name is near."""
     near = get_close_matches(name, list(known), 1)
     return f"do you mean {near[0]}? " if near else ""
 
 
 class ConfigError(ValueError):
-    """A flag that cannot be; the message is one line that names cause and mend."""
+    """An invalid flag; the message is one line with the cause and the remedy."""
 
 
 @dataclass(frozen=True)
 class Injection:
     """A failure to stage when `worker` reaches `point` in `iteration` (1-based).
 
-    Actions: kill (SIGKILL), stop (SIGSTOP), rebuild (the worker reports a communication error, nobody is lost).
+    Actions: kill (SIGKILL), stop (SIGSTOP), rebuild (the worker reports a communication error, no worker is lost).
     """
 
     action: str
@@ -93,15 +93,15 @@ class Injection:
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A worker or link that becomes slower, or all that are slowed becoming healthy again.
+    """A worker or link that becomes slower, or all slowed workers and links that become healthy again.
 
     Attributes:
         workers: one worker, the two ends of a link, or none: everything is healthy again.
-        factor: speed of the worker or bandwidth of the link in (0, 1], relative to its own when healthy.
+        factor: speed of the worker or bandwidth of the link in (0, 1], relative to its healthy value.
         iteration: when (1-based); None: at once.
 
     Raises:
-        ConfigError: if it cannot be.
+        ConfigError: a value is invalid.
     """
 
     workers: tuple[int, ...] = ()
@@ -123,7 +123,7 @@ class Slowdown:
         Returns None for anything else.
 
         Raises:
-            ConfigError: if it is of that form and cannot be.
+            ConfigError: if it has that form but its values are invalid.
         """
         match = cls.PATTERN.fullmatch(text)
         if not match:
@@ -143,7 +143,7 @@ class Slowdown:
 
 
 AUTO: Final = "auto"
-"""Given for a plan: the planner's own."""
+"""Value of --resihp-plan that stands for the planner's own plan."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def factor_of(text: str) -> float:
     """Read a number.
 
     Raises:
-        ConfigError: if it is none.
+        ConfigError: if the text is not a number.
     """
     try:
         return float(text)
@@ -182,17 +182,13 @@ def factor_of(text: str) -> float:
 
 
 def check_false_alarms(flag: str, rate: float) -> None:
-    """Raises:
-    ConfigError: so many false alarms a job, given with `flag`, cannot be.
-    """
+    """Raises: ConfigError: the rate given with `flag` is invalid."""
     if not 0 < rate <= 1:  # not NaN either
         raise ConfigError(f"{flag} {rate:g} cannot be; give more than 0 and at most 1")
 
 
 def check_reserve(flag: str, percent: float) -> None:
-    """Raises:
-    ConfigError: so much of the memory, given with `flag`, can't be kept free.
-    """
+    """Raises: ConfigError: the percentage given with `flag` is invalid."""
     if not 0 <= percent < 100:  # not NaN either
         raise ConfigError(f"{flag} {percent:g} can't be; give a percentage from 0 to less than 100")
 
@@ -213,8 +209,8 @@ class ResihpConfig:
         nargs="+", metavar="DRILL",
     )  # fmt: skip
     resihp_plan: Sequence[str] = _flag(
-        (), "Plans to change to while training: FILE[@ITERATION], the JSON of `resihp plan --json`, asked for when the "
-        "iteration begins (default: the first) and taken after one of the next; or auto, the planner's own for this "
+        (), "Plans to change to while training: FILE[@ITERATION], the JSON of `resihp plan --json`, requested when the "
+        "iteration begins (default: the first) and applied after one of the next; or auto, the planner's own for this "
         "model with all workers well, as soon as it is found.",
         nargs="+", metavar="PLAN",
     )  # fmt: skip
@@ -226,12 +222,12 @@ class ResihpConfig:
     )
     resihp_answer_timeout: float = _flag(
         1800.0,
-        "Seconds that a worker with a communication error waits for a coordinator that is stopped, with its node say, "
-        "before it counts as lost.",
+        "Seconds that a worker with a communication error waits for a stopped coordinator before the coordinator "
+        "counts as lost.",
         metavar="SECONDS",
     )  # fmt: skip
     resihp_emulate: str | None = _flag(
-        None, "Let CPU workers take the time that a device would: a profile's JSON file, or one of h800 and a100.",
+        None, "Let CPU workers take the time that a device would take: a profile's JSON file, or one of h800 and a100.",
         metavar="PROFILE",
     )  # fmt: skip
 
@@ -241,13 +237,13 @@ class ResihpConfig:
     )  # fmt: skip
 
     resihp_strategy: str = _flag(
-        UNIFORM, "Who plans when workers die. One of " + ", ".join(STRATEGIES) + "; uniform makes as many "
-        "complete replicas as there are, and is asked where another has no plan that can be run.", metavar="NAME",
+        UNIFORM, "The strategy that plans when workers die. One of " + ", ".join(STRATEGIES) + "; uniform makes as "
+        "many complete replicas as possible, and replaces a strategy that has no plan that can run.", metavar="NAME",
     )  # fmt: skip
 
     resihp_plan_wait: float = _flag(
         PLAN_WAIT_S, "How long a recovery waits for the strategy's plan where complete replicas exist. After that they "
-        "train, and what the strategy finds is taken as a change by choice once it pays.", metavar="SECONDS",
+        "train, and the strategy's plan becomes a change by choice once it pays off.", metavar="SECONDS",
     )  # fmt: skip
 
     resihp_memory_reserve: float = _flag(
@@ -256,16 +252,16 @@ class ResihpConfig:
     )  # fmt: skip
 
     resihp_act: str = _flag(
-        ACTS[0], "What to do when another plan would be faster. observe: write to the event log what would be done; "
-        "ask: write the plan to RUN_DIR/proposals, for `resihp apply`; act: take it.", metavar="MODE",
+        ACTS[0], "What to do when another plan would be faster. observe: only write so to the event log; "
+        "ask: write the plan to RUN_DIR/proposals, for `resihp apply`; act: change to it.", metavar="MODE",
     )  # fmt: skip
     resihp_seconds_between_changes: float = _flag(
         60.0, "Least time from one change of plan by choice to the next.", metavar="SECONDS"
     )  # fmt: skip
 
     resihp_cost_model: str | None = _flag(
-        None, "The cost_model.json of an earlier run of the job, so that slow workers are looked for from the first "
-        "iterations on; without it, the one in the run directory if there is one.", metavar="FILE",
+        None, "The cost_model.json of an earlier run of the job, so that the detector looks for slow workers from the "
+        "first iterations on; default: the one in the run directory, if any.", metavar="FILE",
     )  # fmt: skip
 
     def injections(self) -> tuple[Injection, ...]:
@@ -280,7 +276,7 @@ class ResihpConfig:
         """The slowdowns to stage.
 
         Raises:
-            ConfigError: if one of them cannot be, or a file of faults cannot be read.
+            ConfigError: if a slowdown is invalid, or a file of faults cannot be read.
         """
         return tuple(slow for text in self._injection_texts() if (slow := Slowdown.parse(text)) is not None)
 
@@ -288,23 +284,21 @@ class ResihpConfig:
         """The plans to ask for, in the order of their iterations.
 
         Raises:
-            ConfigError: one of them is not written as it has to be.
+            ConfigError: a plan does not have the form FILE[@ITERATION].
         """
         files = [text for text in self.resihp_plan if text != AUTO]
         return tuple(sorted(map(ScheduledPlan.parse, files), key=lambda plan: plan.iteration))
 
     @property
     def begins_with_a_plan(self) -> bool:
-        """Whether the planner is to choose the layout that the job begins with."""
+        """Whether the planner chooses the job's first layout."""
         return AUTO in self.resihp_plan
 
     def _injection_texts(self) -> list[str]:
         return [line for text in self.resihp_inject for line in (_read(text[1:]) if text[:1] == "@" else [text])]
 
     def check(self) -> None:
-        """Raises:
-        ConfigError: a value cannot be.
-        """
+        """Raises: ConfigError: a value is invalid."""
         check_false_alarms("--resihp-false-alarms-per-job", self.resihp_false_alarms_per_job)
         if self.resihp_strategy not in STRATEGIES:
             mend = f"{suggestion(self.resihp_strategy, STRATEGIES)}choose from {', '.join(STRATEGIES)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the small install leaves out, and the line that says so. May import: the standard library."""
+"""The packages that the small installation lacks, and the line that says so. May import: the standard library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Final
 
 TRAIN: Final = {"torch": "torch", "megatron.core": "megatron-core"}
-"""What the extra `train` brings, by module."""
+"""The packages of the extra `train`, by module."""
 
 
 def missing(modules: Sequence[str], find: Callable[[str], object] = find_spec) -> str | None:
@@ -27,5 +27,5 @@ def _is_there(module: str, find: Callable[[str], object]) -> bool:
     try:
         return find(module) is not None
     except ModuleNotFoundError:
-        # The package that should hold the module.
+        # The module's parent package is missing.
         return False

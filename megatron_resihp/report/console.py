@@ -19,5 +19,5 @@ def console_for(stream: TextIO) -> Console:
 
 
 def progress_bar() -> Progress:
-    """On stderr, and gone once all is done; nothing is drawn where that is no terminal."""
+    """A progress bar on stderr that disappears at the end; it draws nothing where stderr is no terminal."""
     return Progress(console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())

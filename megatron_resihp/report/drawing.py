@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong when a picture is written, in one line. May import: the standard library."""
+"""Reports errors in drawing a picture in one line. May import: the standard library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def drawing(path: Path, refusal: Callable[[str], Exception]) -> Iterator[None]:
-    """Around what draws into the file that --plot names; what goes wrong is raised as the command's own refusal."""
+    """A context for code that draws into the file that --plot names; raises errors as the command's own refusal."""
     try:
         yield
     except OSError as error:

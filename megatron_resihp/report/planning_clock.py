@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long planners think, for commands that ask them. May import: the standard library, rich and `pipeline`."""
+"""Measures planning time, for commands that plan. May import: the standard library, rich and `pipeline`."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from megatron_resihp.pipeline.compiled import COMPILING, PlanningClock
 
 
 def planning_clock(progress: Progress) -> PlanningClock:
-    """What is compiled first takes long, is no part of it and draws nothing meanwhile, so a line says so."""
+    """A clock that leaves out compilation. Compilation takes long and shows no progress, so a line announces it."""
     return PlanningClock(time.perf_counter, lambda: progress.console.print(f"resihp: {COMPILING}", soft_wrap=True))

@@ -40,7 +40,7 @@ def ranges(workers: Iterable[int]) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """A number for a column that is headed ms."""
+    """A number for a column with the heading "ms"."""
     if value is None:
         return NONE
     return f"{value:,.1f}" if abs(value) < 10 else f"{value:,.0f}"
@@ -75,7 +75,7 @@ def where(started: WorkerStarted) -> str:
 
 
 def worker_at(worker: int, places: Mapping[int, str]) -> str:
-    """For example "worker 3 (node7, GPU 2)"; "worker 3" where its place is not known."""
+    """For example "worker 3 (node7, GPU 2)"; "worker 3" where its place is unknown."""
     return f"worker {worker} ({places[worker]})" if worker in places else f"worker {worker}"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`resihp detect`: run the detector over a recorded run, or over a table of iteration times.
 
-May import: the standard library, `config` and this package's modules; all that imports numpy only once it is run, so
+May import: the standard library, `config` and this package's modules. Imports modules that need numpy only in `run`, so
 that the `resihp` command starts quickly.
 """
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument("source", type=Path, nargs="?", metavar="RUN_DIR|FILE", help="a run, or a .csv or .jsonl file")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: beside what is read)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: beside the input)")
     parser.add_argument(
         "--false-alarms-per-job", type=float, metavar="RATE",
         help=f"false alarms accepted in a job (default: the job's own setting, or {FALSE_ALARMS_PER_JOB})",
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask; the exit code is 0, or 2 for bad input or without any."""
+    """Run the command with parsed arguments; the exit code is 0, or 2 for bad or no input."""
     if namespace.source is None:
         namespace.parser.print_help()
         return 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded run, or a table of iteration times, through the detector: what `resihp detect` found, and its files.
+"""Runs the detector over a recorded run or a table of iteration times, and writes the files of `resihp detect`.
 
 May import: the standard library, `config`, `cost`, `detector` and this package's modules; matplotlib only to draw.
 """
@@ -26,17 +26,17 @@ from megatron_resihp.report.console import progress_bar
 from megatron_resihp.report.detect.command import PICTURE_NAME, VERDICTS_NAME
 
 CERTAIN_ERROR: Final = 0.15
-"""Mean error of predictions above which nothing is said of who is healthy."""
+"""Mean error of predictions above which the evidence is insufficient to call workers healthy."""
 CERTAIN_SLOWDOWN: Final = 0.20
-"""Nor where a slow-down by this share of the speed would not have been found."""
+"""The evidence is also insufficient where a slow-down by this share of the speed would not have been found."""
 TABLE_LEARNS_EVERY: Final = 15
-"""Iterations between updates of a table's costs: it may have a hundred thousand, each of one op a worker."""
+"""Iterations between updates of a table's costs: it may have 100,000 iterations, with one op per worker in each."""
 FEWEST_JUDGED: Final = 5
-"""Nor from fewer judged iterations."""
+"""The evidence is also insufficient with fewer judged iterations."""
 
 
 class BadInput(Exception):
-    """The user has to mend something; the message is "cause; mend"."""
+    """Bad input from the user; the message is "cause; remedy"."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Detection:
     """A judged source.
 
     Attributes:
-        source: what was read.
-        result: what the detector said.
-        left_out: what could not be used, in words.
+        source: the file or directory that was read.
+        result: the detector's output.
+        left_out: the unusable parts of the source, in words.
         named: whether workers can be told apart.
-        restarts: rows of the file at which the numbering begins anew.
+        restarts: rows of the file at which the numbering restarts.
     """
 
     source: Path
@@ -59,7 +59,7 @@ class Detection:
 
     @property
     def doubts(self) -> list[str]:
-        """Why nothing can be said of who is healthy; empty if it can."""
+        """Why the evidence is insufficient to call workers healthy; empty if it is sufficient."""
         result, reasons = self.result, []
         if result.judged < FEWEST_JUDGED:
             reasons.append(f"only {result.judged} iterations could be judged")
@@ -73,7 +73,7 @@ class Detection:
 
     @property
     def conclusion(self) -> str:
-        """What is known at the end: somebody is slow, was slow, nobody is, or the evidence is insufficient."""
+        """The result: a worker or link is slow, or was slow, or none is slow, or the evidence is insufficient."""
         if self.result.verdicts:
             last = {verdict.workers: verdict.change for verdict in self.result.verdicts}
             return "slow" if any(change is not Change.RECOVERY for change in last.values()) else "recovered"
@@ -84,12 +84,12 @@ def detect(source: Path, false_alarms_per_job: float | None, warm_up: int) -> De
     """Judge a run's directory, or a table.
 
     Args:
-        source: what to read.
+        source: a run's directory, or a table.
         false_alarms_per_job: accepted in the whole job, on average; None: the job's own setting, or the default.
         warm_up: iterations to learn from.
 
     Raises:
-        BadInput: the source or a setting cannot be used.
+        BadInput: the source or a setting is unusable.
     """
     if warm_up < 3:
         raise BadInput(f"--warm-up {warm_up} is too short to learn from; give at least 3")
@@ -177,7 +177,7 @@ def write(found: Detection, out: Path) -> None:
 
 
 def to_json(found: Detection) -> dict[str, Any]:
-    """All that was found, as plain values."""
+    """The whole result as plain values."""
     result = found.result
     return {
         "source": str(found.source),

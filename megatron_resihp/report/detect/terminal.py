@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `resihp detect` found, for a terminal. May import: rich, `detector` and this package's modules."""
+"""The result of `resihp detect`, for a terminal. May import: rich, `detector` and this package's modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_LEFT_OUT = 5
 
 
 def render(found: Detection, console: Console) -> None:
-    """Print it."""
+    """Print the result."""
     result = found.result
     who = f" of {count(len(result.workers), 'worker')}" if found.named else ""
     learned = len(result.iterations) - result.judged
@@ -64,12 +64,12 @@ def who_of(verdict: Verdict) -> str:
 
 
 def what_of(verdict: Verdict) -> str:
-    """What happened to it, in words."""
+    """The verdict's kind of change, in words."""
     return {Change.ONSET: "slow", Change.SEVERITY: "changed", Change.RECOVERY: "healthy again"}[verdict.change]
 
 
 def speed_of(verdict: Verdict) -> str:
-    """Its speed with the confidence interval."""
+    """The speed with its confidence interval."""
     if verdict.change is Change.RECOVERY:
         return "1.00"
     return f"{verdict.speed:.2f} ({verdict.speed_low:.2f}–{verdict.speed_high:.2f})"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event that befell a run -> the lines that the terminal keeps of it. Events that need none have none.
+"""An event of a run -> its lines on the terminal. Some events have no lines.
 
-What depends on earlier events is in `progress`. May import: the standard library and this package's modules.
+Lines that depend on earlier events is in `progress`. May import: the standard library and this package's modules.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from megatron_resihp.events.workers import LinkFailed, NodeLeft, WorkerFailed, W
 from megatron_resihp.report.words import count, duration, listing, verdict, worker_at
 
 Places = Mapping[int, str]
-"""Where workers run."""
+"""Each worker's machine and GPU, in words."""
 
 
 @singledispatch
 def lines_of(event: Event, places: Places) -> list[str]:
-    """What to say of one event."""
+    """The lines for one event."""
     return []
 
 
@@ -205,7 +205,7 @@ def _verdict(event: Verdict, places: Places) -> list[str]:
 def _suspicion(event: Suspicion, places: Places) -> list[str]:
     workers = listing(worker_at(worker, places) for worker in event.workers)
     if event.tested:
-        return [f"iteration {event.iteration}: the test of {workers} named nobody; they stay under suspicion"]
+        return [f"iteration {event.iteration}: the test of {workers} found no slow worker; they stay under suspicion"]
     slow = f"one of {workers} runs at {100 * event.speed:.0f} % of its healthy speed"
     return [f"iteration {event.iteration}: {slow}; they are tested"]
 

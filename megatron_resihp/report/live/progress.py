@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events, as they come -> a progress line that shows a run is alive, and one line for each thing that befell it.
+"""Events, as they come -> a progress line that shows that a run is alive, and lines for other events.
 
 May import: the standard library and this package's modules.
 """
@@ -60,7 +60,7 @@ class Progress:
         with self._lock:
             for line in self._run.feed(event):
                 self._say(line)
-            # Where lines stay, one that is older than the news above it would mislead.
+            # Where lines can't be rewritten, a progress line older than the news above it would mislead.
             if self._isatty or isinstance(event, EpochStarted | Iteration):
                 self._draw()
 
@@ -73,7 +73,7 @@ class Progress:
             self._drawn = ""
 
     def _say(self, line: str) -> None:
-        """A line that stays; the progress line goes on below it."""
+        """Print a line that stays, above the progress line."""
         self._write(f"\r{line}{CLEAR_TO_END}\n" if self._isatty else f"{line}\n")
         if self._isatty:
             self._drawn = ""
@@ -92,14 +92,14 @@ class Progress:
         self._drawn, self._drawn_at = line, self._clock()
 
     def _write(self, text: str) -> None:
-        # A closed pipe or a terminal that is gone ends the showing, not the run.
+        # A closed pipe or terminal ends the output, not the run.
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
             self._stream.flush()
 
 
 class _Run:
-    """What the progress line says, kept up to date event by event."""
+    """The contents of the progress line, updated with each event."""
 
     def __init__(self) -> None:
         self._iteration = 0
@@ -108,22 +108,22 @@ class _Run:
         self._rate: float | None = None
         self._plan: shape.Plan | None = None
         self._places: dict[int, str] = {}
-        """Where workers run."""
+        """Each worker's machine and GPU, in words."""
         self._dead: set[int] = set()
         """Workers of the plan in force that have died."""
         self._died_at: float | None = None
-        """The first death since the last iteration that was completed after one."""
+        """Time of the first death since an iteration was last completed after a death."""
         self._salvaging = False
         self._epoch = 0
         self._recovered = 0
 
     @singledispatchmethod
     def feed(self, event: Event) -> list[str]:
-        """Update; the lines to print for good."""
+        """Update the contents; returns the permanent lines to print."""
         return lines_of(event, self._places)
 
     def line(self) -> str:
-        """The progress line; empty as long as there is nothing to say."""
+        """The progress line; empty before there is anything to show."""
         if self._plan is None and not self._iteration:
             return ""
         parts = [
@@ -140,7 +140,7 @@ class _Run:
         standbys = shape.standbys(plan) - self._dead
         lost = shape.working(plan) & self._dead
         working = f"{count(len(shape.working(plan) - self._dead), 'worker')} ({shape.describe(plan)}"
-        # Until the next plan is in force the old shape stands, with a hole in it.
+        # Until the next plan is in force, the old shape is shown, less the dead workers.
         hole = f" less {len(lost)}" if lost else ""
         return f"{working}{hole}{f', {count(len(standbys), "standby")}' if standbys else ''})"
 
@@ -193,7 +193,7 @@ class _Run:
 
     @feed.register
     def _first_step(self, event: FirstStep) -> list[str]:
-        # Each worker may write this event: the first of them is news.
+        # Each worker may write this event; only the first is shown.
         if self._died_at is None:
             return []
         took = event.time - self._died_at
@@ -211,7 +211,7 @@ class _Run:
 
 
 def _outcome(plan: shape.Plan | None, recovery: Recovery) -> str:
-    """What a recovery led to, for example "1 replica, 3 standbys, 0 bytes moved, resumed after iteration 10"."""
+    """The result of a recovery, for example "1 replica, 3 standbys, 0 bytes moved, resumed after iteration 10"."""
     parts = []
     if plan is not None:
         parts += [count(len(plan["replicas"]), "replica")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a running job's events go: its log and the terminal. Neither ends the job, or the other, where it fails.
+"""Writes a running job's events to its log and the terminal. A failure of one ends neither the job nor the other.
 
 May import: the standard library and this package's modules; rich only at the end.
 """
@@ -21,7 +21,7 @@ from megatron_resihp.report.run.summary import summarize_log
 
 
 class RunReport:
-    """Writes a run's events to its log, and shows them; `finish` prints what they say of the whole run.
+    """Writes a run's events to its log, and shows them; `finish` prints the report of the whole run.
 
     Raises:
         OSError: the log can't be opened.
@@ -33,13 +33,13 @@ class RunReport:
         self._progress = Progress(self._stream)
         self._lock = threading.Lock()
         self._missing = 0
-        """Events that the log lacks, and does not tell of yet."""
+        """Number of events missing in the log that no `log_gap` has reported yet."""
         self._missing_since = 0.0
         self._warned = False
         self._end: Event | None = None
 
     def follow(self, bus: EventBus) -> None:
-        """Take the run's events, from any thread."""
+        """Subscribe to the run's events, which come from any thread."""
         bus.subscribe(self._write, Event)
         bus.subscribe(self._progress.feed, Event)
 
@@ -56,7 +56,7 @@ class RunReport:
                 self._miss(error)
 
     def finish(self) -> None:
-        """Close the log and print what it says of the whole run, and what it lacks."""
+        """Close the log, and print the report of the whole run and the number of missing events."""
         from megatron_resihp.report.console import console_for
         from megatron_resihp.report.run.terminal import render
 

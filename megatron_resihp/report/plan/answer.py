@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What strategies answer to a health: plan, throughput, planning time. Imports `plan`, `cost` and `planner`."""
+"""Strategies' answers to a health: plan, throughput, planning time. Imports `plan`, `cost` and `planner`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron_resihp.planner.strategy import Strategy
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one strategy.
+    """The answer of one strategy.
 
     Attributes:
         strategy: its name.
-        planning_s: how long it thought.
+        planning_s: its planning time.
         plan, evaluation: None if there is no plan.
-        moving_bytes: of weights and optimizer, over all workers, to get from the plan in force to this one.
-        moving_s: how long the job stands for that.
+        moving_bytes: weights and optimizer state that all workers receive in the change to this plan.
+        moving_s: how long the job pauses for that.
         reason: why there is no plan.
-        all_well: what the strategy gets out of the same workers with all of them well.
+        all_well: the result of the strategy for the same workers with all of them well.
     """
 
     strategy: str
@@ -42,13 +42,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is asked.
+    """The question to strategies.
 
     Attributes:
         title: the job, in words.
         plan: the one in force.
-        health, cost: of what is left.
-        costs: where they are from, in words.
+        health, cost: of the surviving workers.
+        costs: the source of the costs, in words.
     """
 
     title: str
@@ -69,7 +69,7 @@ class Situation:
 
     @property
     def unmitigated(self) -> Evaluation | None:
-        """The plan in force with the health as it is; None if it can't go on."""
+        """The plan in force under the present health; None if it can't continue."""
         return None if self.lost else evaluate(self.plan, self.health, self.cost)
 
 
@@ -94,7 +94,7 @@ def ask(name: str, strategy: Strategy, situation: Situation, clock: Callable[[],
 
 
 def _all_well(strategy: Strategy, situation: Situation) -> Evaluation:
-    """The plan in force may be a poor one, so that its own speed says little of what a fault costs."""
+    """The strategy's plan with all workers well. The plan in force may be poor, so its speed is a bad reference."""
     before, cost = situation.plan, situation.cost
     health = Health(dict.fromkeys(before.members, 1.0))
     try:
@@ -104,7 +104,7 @@ def _all_well(strategy: Strategy, situation: Situation) -> Evaluation:
 
 
 def to_json(situation: Situation, answers: Mapping[str, Answer]) -> dict[str, Any]:
-    """All of it as plain values."""
+    """The situation and all answers as plain values."""
     unmitigated = situation.unmitigated
     return {
         "job": situation.title,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`resihp plan`: the next plan for a job whose workers are dead or slow.
 
-May import: the standard library and this package's modules; all that imports numpy only once it is run, so that the
+May import: the standard library and this package's modules. Imports modules that need numpy only in `run`, so that the
 `resihp` command starts quickly.
 """
 
@@ -16,7 +16,7 @@ from typing import Final
 from megatron_resihp.report.plan.flags import add_health_arguments, add_size_arguments, add_uneven_argument
 
 WORKERS: Final = re.compile(r"[\d,=.–-]+")
-"""How what --dead, --slow and --link take is written, right or wrong."""
+"""The form of values of --dead, --slow and --link, valid or not."""
 
 EPILOG = """\
 RUN_DIR is the run directory of a job that was started with `resihp launch` and --resihp: its last plan is in force, its
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_size_arguments(parser)
     add_health_arguments(parser)
     what = parser.add_argument_group("what is wanted")
-    what.add_argument("--strategy", metavar="NAME", help="who plans (default: joint; --compare shows all names)")
+    what.add_argument("--strategy", metavar="NAME", help="which strategy plans (default: joint; --compare shows all)")
     what.add_argument("--compare", action="store_true", help="ask all strategies, and show the best plan")
     add_uneven_argument(what)
     what.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_dir_after_workers(namespace: argparse.Namespace) -> Path | None:
-    """RUN_DIR where it was given behind a flag that takes any number of words, and was taken for one of them."""
+    """RUN_DIR, if it follows a flag that takes any number of words and was read as one of them."""
     for words in (namespace.dead, namespace.slow, namespace.link):
         if words and (Path(words[-1]).is_dir() or WORKERS.fullmatch(words[-1]) is None):
             return Path(words.pop())
@@ -53,7 +53,7 @@ def _run_dir_after_workers(namespace: argparse.Namespace) -> Path | None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask; the exit code is 0, 1 without a plan, or 2 for bad or no input."""
+    """Run the command with parsed arguments; the exit code is 0, 1 without a plan, or 2 for bad or no input."""
     if namespace.run_dir is None and namespace.model is None and namespace.gpus is None:
         namespace.run_dir = _run_dir_after_workers(namespace)
     if namespace.run_dir is None and namespace.model is None and namespace.gpus is None:

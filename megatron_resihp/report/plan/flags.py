@@ -27,8 +27,9 @@ SIZES: Final[Mapping[str, Any]] = {
     "sequence_parallel": False,
     "distributed_optimizer": False,
 }
-"""What counts for the job's sizes where a flag is not given. The parser leaves such as None: beside RUN_DIR, which says
-them all, none may be given."""
+"""Defaults of the job's sizes. The parser leaves flags that are not given as None, because RUN_DIR gives all sizes and
+no size flag may stand beside it.
+"""
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,14 +60,14 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
 def add_uneven_argument(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
     """The flag that lets `joint` make plans which no job can run yet."""
     group.add_argument(
-        "--uneven", action="store_true", help="let joint give the members of a stage unlike shards, 3 of 4 GPUs say; "
+        "--uneven", action="store_true", help="let joint give the members of a stage unequal shards, say 3 of 4 GPUs; "
         "no job can run such plans yet",
     )  # fmt: skip
 
 
 def add_health_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of who is dead or slow, and how long that may stay so."""
-    group = parser.add_argument_group("how the workers are")
+    """The flags for dead and slow workers and slow links, and for the time until the next event."""
+    group = parser.add_argument_group("health of the workers")
     group.add_argument("--dead", nargs="+", default=[], metavar="W", help="workers that are gone, such as 3 or 8-15")
     group.add_argument(
         "--slow", nargs="+", default=[], metavar="W=P", help="workers at speed P, in (0, 1], of their own: 5=0.5"
@@ -76,5 +77,5 @@ def add_health_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--until-next-event", type=float, default=1.0, metavar="H",
-        help="hours in which a change has to pay for itself (default %(default)g, as in a running job)",
+        help="hours in which a change must pay for itself (default %(default)g, as in a running job)",
     )  # fmt: skip

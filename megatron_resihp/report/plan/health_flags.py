@@ -11,11 +11,11 @@ from megatron_resihp.report.words import ranges
 
 
 class HealthFlagError(ValueError):
-    """Flags that describe no health; the message is one line for whoever gave them."""
+    """Flags that describe no health; the message is one line for the user."""
 
 
 def health_of(dead: Sequence[str], slow: Sequence[str], link: Sequence[str], workers: Iterable[int]) -> Health:
-    """What the flags say of these workers; who is not named is healthy.
+    """The health that the flags describe; workers that they don't name are healthy.
 
     Raises:
         HealthFlagError: a flag can't be read, names an unknown worker, or contradicts another.
@@ -27,7 +27,7 @@ def health_of(dead: Sequence[str], slow: Sequence[str], link: Sequence[str], wor
         left, speed = _value(text, "--slow", "5=0.5")
         for worker in _each_once([*speeds, *_workers(left, "--slow", text, known)], "--slow", known)[len(speeds) :]:
             if worker in gone:
-                raise HealthFlagError(f"worker {worker} is given as dead and as slow; give one of both")
+                raise HealthFlagError(f"worker {worker} is given as dead and as slow; give only one")
             speeds[worker] = speed
     links: dict[tuple[int, int], float] = {}
     for text in link:
@@ -59,7 +59,7 @@ def _workers(text: str, flag: str, whole: str, known: Sequence[int]) -> list[int
         if last < first:
             mend = f"give the lower worker first, as in {last}-{first}"
             raise HealthFlagError(f"{flag} {whole} ends before it begins; {mend}")
-        # Before the range is spelt out: it may be of any length.
+        # Before the range is expanded: it may have any length.
         _check_known(last, flag, known)
         found += range(first, last + 1)
     return found

@@ -71,7 +71,7 @@ def _panel(axes: Axes, name: str, plan: ParallelPlan, health: Health, situation:
 
 
 class _Lane(NamedTuple):
-    """What a stage runs: (kind, start, end) of each op, in seconds."""
+    """The ops of a stage: (kind, start, end) of each, in seconds."""
 
     replica: int
     stage: int

@@ -36,11 +36,11 @@ DEFAULT: Final = "joint" if "joint" in STRATEGIES else next(iter(STRATEGIES))
 
 
 class BadInput(Exception):
-    """The user has to mend something; the message is one line."""
+    """Bad input from the user; the message is one line."""
 
 
 def plan(namespace: argparse.Namespace) -> int:
-    """Answer; 0, or 1 if there is no plan.
+    """Print the answer; returns 0, or 1 if there is no plan.
 
     Raises:
         BadInput: the arguments describe no job, no health or no strategy, or the picture can't be written.
@@ -76,20 +76,20 @@ def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, S
         raise BadInput(f"unknown strategy {chosen!r}; {mend}")
     asked = STRATEGIES if namespace.compare else {chosen: STRATEGIES[chosen]}
     if namespace.uneven and source.places is not None:
-        raise BadInput("--uneven is of no use to a run: no job can run what it gives; leave it out")
+        raise BadInput("--uneven is of no use to a run: no job can run such plans; leave it out")
     found = {name: _strategy(name, entry, source.places) for name, entry in asked.items()}
     return {**found, "joint": partial(joint, settings=UNEVEN)} if namespace.uneven and "joint" in found else found
 
 
 def _strategy(name: str, entry: Entry, places: int | None) -> Strategy:
-    """For a run as it plans in running jobs, so that `resihp apply` can take what comes out."""
+    """A strategy; for a run, as running jobs use it, so that `resihp apply` accepts its plan."""
     if places is None:
         return entry.strategy
     return _by_places(strategy_named(name) if entry.change is Change.IN_PLACE else entry.strategy, places)
 
 
 def _by_places(strategy: Strategy, places: int) -> Strategy:
-    """Strategies know the places of a job's workers: where one is that was started anew, its id doesn't say."""
+    """Translate worker ids to places for a strategy, because a restarted worker's id doesn't tell its place."""
 
     def place(worker: int) -> int:
         return place_of(worker, places)
@@ -115,7 +115,7 @@ def _ask(strategies: Mapping[str, Strategy], situation: Situation) -> dict[str, 
 
 
 def _shown(namespace: argparse.Namespace, answers: Mapping[str, Answer]) -> Answer:
-    """The answer whose plan is spelt out: the one asked for or, of all, the fastest."""
+    """The answer whose plan is printed in full: the requested one or, with --compare, the fastest."""
     if not namespace.compare or namespace.strategy:
         return answers[namespace.strategy or DEFAULT]
     return max(answers.values(), key=lambda a: a.evaluation.samples_per_s if a.evaluation else 0.0)

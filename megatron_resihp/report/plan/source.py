@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job to plan for, from flags or from a run directory: the plan in force, the workers, and what work costs.
+"""A job to plan for, from flags or from a run directory: the plan in force, the workers, and the costs of work.
 
 May import: the standard library, `plan`, `cost`, `simulator` and this package's modules.
 """
@@ -35,9 +35,9 @@ from megatron_resihp.report.plan.flags import SIZES
 from megatron_resihp.simulator.sizes import Sizes, SizesError, a100
 
 _NEGATED: Final = {"disable_bias_linear": "add_bias_linear"}
-"""Megatron's flags that switch an argument off whose name they don't bear."""
+"""Megatron's flags that switch off an argument with another name."""
 _LEAST, _MOST = 1e-6, 1e9
-"""Of TFLOP/s, Gb/s, GiB and hours: far beyond any device, and short of where the arithmetic overflows."""
+"""Bounds of TFLOP/s, Gb/s, GiB and hours: far beyond any device, but without overflow in the arithmetic."""
 _MOST_OF: Final = {
     "gpus": 1_000_000,
     "tp": 1_000_000,
@@ -48,11 +48,11 @@ _MOST_OF: Final = {
     "seq_length": 1_000_000_000,
     "workers_per_node": 1_000,
 }
-"""Of whole numbers, so that a slip of the finger doesn't fill the memory."""
+"""Upper bounds of whole numbers, so that a typing error doesn't fill the memory."""
 
 
 class SourceError(ValueError):
-    """No job can be read from what was given; the message is one line."""
+    """The arguments describe no job; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Source:
     Attributes:
         title: in words.
         plan: the one in force, with its layers.
-        cost: what work costs in it.
-        costs: where that is from, in words.
-        places: of a run's workers; None: they all bear the names of theirs.
+        cost: the costs of its work.
+        costs: the source of these costs, in words.
+        places: of a run's workers; None: each worker's id is its place.
     """
 
     title: str
@@ -205,7 +205,7 @@ def _of_run(run_dir: Path, namespace: argparse.Namespace) -> Source:
 def _measured(
     run_dir: Path, found: Sequence[Event], namespace: argparse.Namespace, places: int, per_node: int
 ) -> tuple[JobCost, str] | None:
-    """What work costs as the run has it, as for its own planner, and where that is from; None: nothing was measured."""
+    """The run's costs, as for its own planner, and their source in words; None: nothing was measured."""
     told, model = _last(found, Job), _last(found, ModelTold)
     if told is None or model is None or told.chunks is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan before and after, and what strategies make of a health, for a terminal.
+"""The plans before and after, and strategies' answers to a health, for a terminal.
 
 May import: rich, `plan`, `planner` and this package's modules.
 """
@@ -25,7 +25,7 @@ MAX_ROWS = 24
 
 
 def render(situation: Situation, answers: Mapping[str, Answer], shown: Answer, console: Console) -> None:
-    """Print it."""
+    """Print the situation, the chosen plan and, for several answers, their table."""
     console.print(Text(situation.title, style="bold"), soft_wrap=True)
     console.print(Text(f"  {_state(situation)}"), soft_wrap=True)
     console.print(Text(f"  costs: {situation.costs}"), soft_wrap=True)
@@ -78,7 +78,7 @@ def _plan(title: str, plan: ParallelPlan, situation: Situation, console: Console
     if len(rows) > MAX_ROWS:
         console.print(f"  {len(rows) - MAX_ROWS} more stages; --json has them all")
     if plan.uneven_shards:
-        console.print("  members of a stage hold unlike shards: no job can run this plan yet")
+        console.print(" members of a stage hold unequal shards: no job can run this plan yet")
     if plan.standbys:
         console.print(f"  standby: {ranges(sorted(plan.standbys))}")
     if plan.migrations:
@@ -105,7 +105,7 @@ def _rows(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterable[Sequenc
 
 
 def _stage_times(replica: Replica, health: Health, cost: JobCost) -> dict[int, float]:
-    """Seconds of forward and backward of a micro-batch by stage, unless somebody is dead."""
+    """Seconds of a micro-batch's forward and backward by stage, without stages that have a dead member."""
     well = {worker: health.speed.get(worker, 1.0) for members in replica.stages for worker in members}
     dead = {s for s, members in enumerate(replica.stages) if not members or not health.speed.keys() >= {*members}}
     if any(not members for members in replica.stages):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resihp report`: what a run's events say, for a terminal, as JSON and as a picture."""
+"""`resihp report`: a summary of a run's events, for a terminal, as JSON and as a picture."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RunSummary -> what speaks against the run: the contract's promises that an event log can prove or disprove.
+"""RunSummary -> the run's faults: broken promises of the contract, as far as an event log can show them.
 
 May import: the standard library and this package's modules.
 """
@@ -14,7 +14,7 @@ from megatron_resihp.report.words import listing, relative_difference
 
 
 def faults(summary: RunSummary) -> list[str]:
-    """One line for each broken promise; what was not recorded counts as broken."""
+    """One line for each broken promise; a promise without records counts as broken."""
     return [*_end(summary), *_samples(summary), *_loss(summary)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resihp report RUN_DIR`: read a run's events and print, dump or draw what they say.
+"""`resihp report RUN_DIR`: read a run's events and print, dump or draw a summary.
 
 May import: the standard library, rich, `control.commands.contact` and this package's modules; matplotlib only for
 --plot.
@@ -22,7 +22,7 @@ from megatron_resihp.report.run.summary import RunSummary, summarize_log, with_r
 
 
 class _BadInput(Exception):
-    """The user has to mend something; the message is "cause; mend"."""
+    """Bad input from the user; the message is "cause; remedy"."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,19 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference", type=Path, metavar="RUN_DIR", action="append", default=[],
         help="a run without failures to compare the loss with; further ones, of the same job with other data-parallel "
-        "degrees, tell how far the order of sums alone leads, and twice that is the bound of --check",
+        "degrees, show the effect of the order of sums alone, and twice that is the bound of --check",
     )  # fmt: skip
     parser.add_argument(
         "--check",
         action="store_true",
         help="exit with 1 unless the run reached its last iteration, each sample was recorded once and in its place "
         "and, with --reference, each iteration's loss is the same but for a relative difference of "
-        f"{REORDERED:g}, or what several references tell",
+        f"{REORDERED:g}, or the bound from several references",
     )
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask; the exit code is 0, 1 if --check found faults, or 2 for bad input."""
+    """Run the command with parsed arguments; the exit code is 0, 1 if --check found faults, or 2 for bad input."""
     try:
         summary = _report(namespace)
     except _BadInput as error:

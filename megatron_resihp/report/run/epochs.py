@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans that were in force one after the other: what each was like, and why it was taken.
+"""The plans that were in force one after the other, with their shapes and reasons.
 
 May import: the standard library and this package's modules.
 """
@@ -29,14 +29,14 @@ class PlanInForce:
     Attributes:
         epoch: its number.
         after: last iteration applied before it.
-        why: "the start", who died, or what a change by choice was for.
-        by_choice: whether nobody died for it.
+        why: "the start", the workers that died, or the reason of a change by choice.
+        by_choice: whether it was a change by choice.
         shape, layers, micro_batches: the plan in words; see `shape`.
-        working, standbys: how many workers.
-        like_the_first: whether it has the first plan's stages, layers and micro-batches, whoever does the work.
-        stood_still_s: how long a change by choice held up training; None: it was none.
-        bytes_moved: state that had to be sent for it.
-        samples_per_second: median of its settled iterations; None: too few.
+        working, standbys: the numbers of such workers.
+        like_the_first: whether it has the first plan's stages, layers and micro-batches, whichever workers do the work.
+        stood_still_s: how long a change by choice held up training; None: it was no change by choice.
+        bytes_moved: state that was sent for it.
+        samples_per_second: median of its settled iterations; None: there are too few.
     """
 
     epoch: int
@@ -57,7 +57,7 @@ class PlanInForce:
 def find_plans(
     events: Sequence[Event], recoveries: Iterable[Recovery], steps: Sequence[Step]
 ) -> tuple[PlanInForce, ...]:
-    """All plans of a run, in the order in which they were in force; one that broke before anybody went on is none."""
+    """All plans of a run, in the order in which they were in force, without plans under which no worker trained."""
     job = next((event for event in events if isinstance(event, Job)), None)
     answers = {recovery.to_epoch: recovery for recovery in recoveries}
     failed = {event.epoch for event in events if isinstance(event, PlanFailed)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first sentence of a report: how far the run came, what it survived, and whether any sample was lost.
+"""The first sentence of a report: the run's progress, the failures it survived, and whether any sample was lost.
 
 May import: the standard library and this package's modules.
 """
@@ -13,7 +13,7 @@ from megatron_resihp.report.run.run_summary import RunSummary
 from megatron_resihp.report.words import count, duration, listing
 
 SIGNALLED: Final = 128
-"""Exit codes above it name the signal that was asked with."""
+"""Exit codes above this name the signal that asked the run to stop."""
 
 
 def headline(summary: RunSummary) -> str:
@@ -28,17 +28,17 @@ def headline(summary: RunSummary) -> str:
 
 
 def in_order(summary: RunSummary) -> bool:
-    """Whether nothing that was recorded speaks against the run."""
+    """Whether the run completed, and its log shows no fault."""
     return summary.completed and not any(_sample_faults(summary)) and not (summary.failures or summary.log_damaged)
 
 
 def stopped(summary: RunSummary) -> bool:
-    """Whether somebody asked the run to stop, and it did."""
+    """Whether the run was asked to stop, and stopped."""
     return (summary.exit_code or 0) > SIGNALLED and not (summary.reason or "").startswith("killed")
 
 
 def samples(summary: RunSummary) -> str:
-    """What became of the training samples."""
+    """The fate of the training samples, in words."""
     if summary.samples_consumed is None:
         return "samples not recorded"
     if summary.log_damaged:

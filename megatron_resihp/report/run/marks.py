@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a picture of a run is marked, what stands at each mark, and how the labels keep clear of each other.
+"""The marks in a picture of a run, their labels, and the layout of the labels.
 
 May import: the standard library and this package's modules.
 """
@@ -27,7 +27,7 @@ class MarkKind(Enum):
     CHANGE = auto()
     """Another plan was taken by choice."""
     VERDICT = auto()
-    """Somebody became slow, or well again."""
+    """A worker or link became slow, or recovered."""
 
 
 class Mark(NamedTuple):
@@ -38,7 +38,7 @@ class Mark(NamedTuple):
     kind: MarkKind
     label: str
     short_label: str
-    """For a picture with so many marks that the labels would not fit."""
+    """For a picture with too many marks for the full labels."""
     recovered: bool = False
     """Whether a recovery followed."""
 
@@ -97,7 +97,7 @@ def _causes(deaths: Sequence[Death]) -> str:
 
 
 def _changes(plans: Sequence[PlanInForce]) -> list[Mark]:
-    """Each with what is done otherwise; who came back or joined is told, other reasons are marked as verdicts."""
+    """One mark per change, with its effect; returning and joining workers are named, verdicts mark other reasons."""
     marks = []
     for before, plan in pairwise(plans):
         if plan.by_choice:

@@ -120,7 +120,7 @@ class _Label(NamedTuple):
 
     text: str
     foot: float
-    """Where its mark stands."""
+    """The position of its mark."""
     left: float
     row: int | None
     """Row above the panels, from 0; None: there was no room."""
@@ -128,7 +128,7 @@ class _Label(NamedTuple):
 
 
 def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
-    """Write what happened at each mark above the panels; only to whom where all of it would not fit."""
+    """Write a label above the panels for each mark; the short labels where the full ones would not fit."""
     labels = _arrange(figure, axes, marks, [mark.label for mark in marks])
     if any(label.row is None for label in labels):
         labels = _arrange(figure, axes, marks, [mark.short_label for mark in marks])
@@ -167,6 +167,6 @@ def _write_label(figure: Figure, label: _Label, row: int, top: float) -> None:
         x, y, label.text, fontsize=LABEL_FONT, color=label.colour, va="bottom", bbox={"color": "white", "pad": 0.5},
         zorder=3,
     )  # fmt: skip
-    # The mark goes on up to its label, past the labels of the rows below.
+    # The mark continues up to its label, past the labels of the rows below.
     ends = [to_page.transform((label.foot, height)) for height in (top, bottom + 0.75 * ROW)]
     figure.add_artist(Line2D([x for x, _ in ends], [y for _, y in ends], color=label.colour, linewidth=0.9, zorder=2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who died, how that was noticed, and how training went on.
+"""The deaths of a run, how each was noticed, and the recoveries.
 
 May import: the standard library and this package's modules.
 """
@@ -25,7 +25,7 @@ class Death:
     died_at: float | None
     noticed_at: float | None
     noticed_ms: float | None
-    """From the death to the coordinator's knowing it; below zero where two nodes' clocks disagree."""
+    """From the death until the coordinator knew of it; below zero where two nodes' clocks disagree."""
     iteration: int | None
     """Last applied iteration when it died."""
 
@@ -38,11 +38,11 @@ class Recovery:
     """Last applied iteration: training goes on with the next."""
     dead: tuple[Death, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase, of the worker that took longest."""
+    """Seconds by phase, each of the slowest worker."""
     resumed_s: float | None = None
-    """From the first death until all workers went on."""
+    """From the first death until all workers continued."""
     total_s: float | None = None
-    """From the first death to the end of the first iteration completed after it; None: none was."""
+    """From the first death to the end of the first iteration completed after it; None: no iteration was completed."""
     bytes_moved: int | None = None
     steps_redone: int | None = None
     samples_per_second_before: float | None = None
@@ -123,7 +123,7 @@ def _recovery(
 
 
 def _began(event: told.Recovery, deaths: Sequence[Death]) -> float | None:
-    """The first death, or the break of the epoch where nobody died or nobody knows when."""
+    """Time of the first death, or of the epoch's break where no worker died or no time of death is known."""
     known = [death.died_at for death in deaths if death.died_at is not None]
     return min(known) if known else event.broken_at
 

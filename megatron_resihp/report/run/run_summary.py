@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report knows of a run, as data that goes to JSON and back.
+"""The summary of a run, as data that goes to JSON and back.
 
 May import: the standard library and this package's modules.
 """
@@ -15,15 +15,16 @@ from megatron_resihp.report.run.epochs import PlanInForce
 from megatron_resihp.report.run.recoveries import Death, Recovery
 
 REORDERED: Final = 1e-4
-"""Bound of a loss's relative difference, in fp32 without dropout, where only one reference tells. Stock Megatron with
-another data-parallel degree differs from itself by 4.3e-5 (lr 3e-3, 39 iterations, at a spike of the gradient)."""
+"""Bound of a loss's relative difference, in fp32 without dropout, with only one reference. Stock Megatron with another
+data-parallel degree differs from itself by 4.3e-5 (lr 3e-3, 39 iterations, at a spike of the gradient).
+"""
 LEAST_BOUND: Final = 1e-5
-"""What several references set is not less: a run of a third order may differ more than they do."""
+"""The least bound from several references: a run with a third order may differ more than they do."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What Megatron was asked to train."""
+    """The job that Megatron was asked to train."""
 
     global_batch_size: int
     train_iters: int
@@ -77,7 +78,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Detection:
-    """What the detector has seen; see the event `detection`."""
+    """The detector's counts; see the event `detection`."""
 
     iterations: int
     records: int
@@ -103,12 +104,12 @@ class Salvage:
     path: str
     complete: bool
     missing: tuple[tuple[int, int], ...]
-    """(stage, TP rank) of each shard that nobody held."""
+    """(stage, TP rank) of each shard that no survivor held."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How a run stands whose log has no end; see `standing`."""
+    """The state of a run whose log has no end; see `standing`."""
 
     state: str
     """running, stalled, ended without a word, node 0 lost, or unknown."""
@@ -118,7 +119,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run as its event log tells it; of a log that holds several runs, the last."""
+    """A run, from its event log; the last run if the log holds several."""
 
     completed: bool
     exit_code: int | None = None
@@ -132,12 +133,12 @@ class RunSummary:
     workers_at_start: Workers | None = None
     workers_at_end: Workers | None = None
     places: Mapping[int, str] = field(default_factory=dict)
-    """Where workers ran, by id: machine and GPU."""
+    """The machine and GPU of each worker, by id."""
     deaths: tuple[Death, ...] = ()
     came_back: tuple[int, ...] = ()
-    """Workers that were started anew and taken in."""
+    """Workers that were restarted and admitted."""
     joined: tuple[int, ...] = ()
-    """Workers of nodes that were not there at the start, taken in for the first time."""
+    """Workers of nodes that were not there at the start, admitted for the first time."""
     recoveries: tuple[Recovery, ...] = ()
     plans: tuple[PlanInForce, ...] = ()
     """The plans that were in force, in their order."""
@@ -147,7 +148,7 @@ class RunSummary:
     samples_per_second: Mapping[int, float] = field(default_factory=dict)
     skipped_iterations: tuple[int, ...] = ()
     samples_consumed: int | None = None
-    """Samples that the log says were applied. The three counts below are None where it can't tell all of them."""
+    """Applied samples, by the log. The three counts below are None where the log doesn't give all of them."""
     samples_applied_twice: int | None = None
     samples_lost: int | None = None
     samples_out_of_place: int | None = None
@@ -164,23 +165,23 @@ class RunSummary:
     """Median of the latest iterations; None: there were too few."""
     last_step_at: float | None = None
     standing: Standing | None = None
-    """How a run stands whose log has no end; None: it has one, or nobody asked."""
+    """The state of a run whose log has no end; None: the log has an end, or the state was not determined."""
     log_damaged: bool = False
-    """What the log says of the run is not all that it said: what became of samples can't be told."""
+    """The log has lost some of its contents, so the fate of samples is unknown."""
     events_missing: int = 0
     """Events that could not be written to the log, on a full disk perhaps."""
     iterations_not_in_log: tuple[int, ...] = ()
-    """Iterations before the last one that the log should tell of and doesn't."""
+    """Iterations before the last one that are missing in the log."""
     loss_reference: Mapping[int, float] | None = None
     """The loss of the reference run, where one was given."""
     loss_max_relative_difference: float | None = None
     loss_bound: float = REORDERED
-    """What that difference may be: twice what several references differ among themselves, or REORDERED."""
+    """Bound of that difference: twice the largest difference among several references, or REORDERED."""
     compared_iterations: int | None = None
     """Iterations that this run and the reference have in common."""
     unreadable_lines: int = 0
     ignored_events: Mapping[str, int] = field(default_factory=dict)
-    """How many events were left out, by what is wrong with them."""
+    """Number of ignored events, by their fault."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for json.dumps; iterations become strings and non-finite numbers are spelled out."""

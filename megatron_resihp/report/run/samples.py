@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Feed(NamedTuple):
-    """What one replica fed to the model in an applied attempt of `iteration`."""
+    """The samples that one replica fed to the model in an applied attempt of `iteration`."""
 
     iteration: int
     ranges: Sequence[Sequence[int]]
@@ -21,11 +21,11 @@ class Feed(NamedTuple):
 
 class SampleCount(NamedTuple):
     consumed: int
-    """Samples applied, each as often as it was."""
+    """Number of applications of samples."""
     applied_twice: int
     """Applications of a sample after its first, in whatever iteration."""
     lost: int
-    """Samples due in the iterations that were run and never applied."""
+    """Samples due in the iterations that were run, but never applied."""
     out_of_place: int
     """Applications in an iteration other than the sample's own."""
 

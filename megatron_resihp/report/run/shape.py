@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as it stands in an epoch_started event -> who works, who stands by, and its shape in words.
+"""A plan from an epoch_started event -> its working and standby workers, and its shape in words.
 
 May import: the standard library.
 """
@@ -13,7 +13,7 @@ from typing import Any
 Plan = Mapping[str, Any]
 
 FEW = 4
-"""Replicas of which each one's work is told; of more, how many do the same."""
+"""The most replicas to list one by one; more replicas are counted by their work."""
 
 
 def working(plan: Plan) -> set[int]:
@@ -37,7 +37,7 @@ def layers(plan: Plan, own: Sequence[Sequence[int]]) -> str:
 
     Args:
         plan: of an event.
-        own: the job's own (stage, first, end), for replicas that say none.
+        own: the job's own (stage, first, end), for replicas without layers of their own.
     """
     of_replicas = [_layers(replica.get("chunks") or own) for replica in plan["replicas"]]
     counts = Counter(of_replicas)
@@ -45,8 +45,9 @@ def layers(plan: Plan, own: Sequence[Sequence[int]]) -> str:
 
 
 def micro_batches(plan: Plan) -> str:
-    """Micro-batches of each replica, "5+3"; of many replicas how many have so many, "6x 4, 2x 3"; and of how many
-    another replica runs a part, "4+4, 1 shared"."""
+    """Micro-batches of each replica, "5+3"; for many replicas the number of replicas with each count, "6x 4, 2x 3"; and
+    the number of micro-batches that another replica runs in part, "4+4, 1 shared".
+    """
     counts = [len(replica.get("micro_batches") or ()) for replica in plan["replicas"]]
     own = "+".join(map(str, counts)) if len(counts) <= FEW else _counted(Counter(map(str, counts)))
     shared = {micro_batch for micro_batch, *_ in plan.get("migrations") or ()}
@@ -54,7 +55,7 @@ def micro_batches(plan: Plan) -> str:
 
 
 def same_work(one: Plan, other: Plan) -> bool:
-    """Whether two plans have the same stages, layers, micro-batches and orders of ops, whoever does the work."""
+    """Whether two plans have the same stages, layers, micro-batches and orders of ops, whichever workers run them."""
     return _work(one) == _work(other)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run stands whose log has no end: does it go on, stand still, or has it ended without a word?
+"""The state of a run whose log has no end: it runs, is stalled, or has ended without a word.
 
 May import: the standard library, `control.commands.contact`, `control.commands.claim`, `control.worker.saved_state`
 and this package's modules.
@@ -26,33 +26,33 @@ NODE_0_LOST: Final = "node 0 lost"
 UNKNOWN: Final = "unknown"
 
 STALLED_AFTER: Final = 3.0
-"""Usual iteration times without an iteration that is finished."""
+"""A run without a finished iteration for this many usual iteration times is stalled."""
 LEAST_S: Final = 5.0
-"""Nobody who asks how a run stands means a second or two."""
+"""The least time without a step that counts as a stall."""
 CLOCKS_APART_S: Final = 60.0
-"""Nodes may disagree by so much about what time it is."""
+"""The most by which nodes' clocks may differ."""
 
 
 class Launcher(Enum):
-    """What became of the launcher of a run's node 0, as far as can be seen from here."""
+    """The state of the launcher of a run's node 0, as far as this machine can tell."""
 
     ANSWERS = "answers"
     SILENT = "silent"
-    """Its process lives, and does not answer: it is stopped, or the machine has no time for it."""
+    """Its process lives but does not answer: it is stopped, or its machine is overloaded."""
     GONE = "gone"
     UNKNOWN = "unknown"
     """It was on another machine, and can't be reached from this one."""
 
 
 def with_standing(summary: RunSummary, launcher: Launcher, now: float) -> RunSummary:
-    """`summary` with how the run stands at Unix time `now`, unless its log has an end."""
+    """`summary` with the run's state at Unix time `now`, unless its log has an end."""
     if summary.exit_code is not None:
         return summary
     return replace(summary, standing=standing(summary, launcher, now))
 
 
 def standing(summary: RunSummary, launcher: Launcher, now: float) -> Standing:
-    """How a run stands whose log has no end."""
+    """The state of a run whose log has no end."""
     last = summary.last_event_at if summary.last_step_at is None else summary.last_step_at
     silent_s = max(0.0, now - last) if last is not None else 0.0
     if launcher is Launcher.GONE:
@@ -65,9 +65,9 @@ def standing(summary: RunSummary, launcher: Launcher, now: float) -> Standing:
 
 
 def with_last_save(summary: RunSummary, run_dir: Path) -> RunSummary:
-    """`summary` with what the other nodes have saved if node 0 is lost, of which nobody could write an event.
+    """`summary` with the state that the other nodes have saved if node 0 is lost; no process could log an event for it.
 
-    Nodes that have only been cut off save too; there the run goes on or has an end.
+    Nodes that were only cut off save too; there the run goes on or has an end.
     """
     if summary.standing is None or summary.standing.state not in (ENDED, UNKNOWN):
         return summary

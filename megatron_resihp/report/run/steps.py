@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which iterations were applied, in which epoch, and how fast.
+"""The applied iterations, with their epochs and speeds.
 
 May import: the standard library and the classes of events.
 """
@@ -15,9 +15,9 @@ from megatron_resihp.events.event import Event
 from megatron_resihp.events.training import Agreed, AgreedStep, Iteration
 
 MEDIAN_OVER = 10
-"""Iterations that a throughput before or after a recovery is the median of."""
+"""Number of iterations in the median for a throughput before or after a recovery."""
 MEDIAN_LEAST = 3
-"""Iterations before one is usual: the first ones also start things up."""
+"""The least number of iterations for a usual duration, because the first ones include start-up."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Step:
     epoch: int
     """Epoch of the attempt that was agreed."""
     ended_at: float | None
-    """End of the step; None if only the coordinator's record of it is left."""
+    """End of the step; None if only the coordinator's record of the step exists."""
     loss: Mapping[str, float]
     grad_norm: float | None
     skipped: bool
@@ -79,12 +79,12 @@ def usual_duration(steps: Sequence[Step]) -> float | None:
 
 
 def settled_rate(steps: Sequence[Step], epoch: int) -> float | None:
-    """Median samples per second of an epoch, without its first iteration; None: it has no other."""
+    """Median samples per second of an epoch, without its first iteration; None: it has no other iteration."""
     return _median(_settled_rates(steps).get(epoch, []))
 
 
 def _settled_rates(steps: Sequence[Step]) -> dict[int, list[float]]:
-    """Rates of each epoch; the first iteration after a recovery lasted as long as the recovery and says nothing."""
+    """Rates of each epoch, without the first iteration after a recovery, whose time includes the recovery."""
     rates: dict[int, list[float]] = {}
     for step in steps:
         if step.epoch not in rates:
@@ -124,7 +124,7 @@ def _step(event: AgreedStep, previous: Step | None, batch: int | None) -> Step:
 
 
 def _duration(event: Iteration, previous: Step | None) -> float | None:
-    """A new reporter has no previous iteration of its own, but the log has its predecessor's."""
+    """Seconds of an iteration. A new reporter has no previous iteration, but the log has its predecessor's."""
     if previous is None or previous.ended_at is None or previous.iteration != event.iteration - 1:
         return None
     return event.time - previous.ended_at

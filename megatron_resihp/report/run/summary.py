@@ -41,13 +41,13 @@ from megatron_resihp.report.run.steps import Step, applied_attempts, applied_ste
 from megatron_resihp.report.words import where
 
 MARGIN: Final = 2.0
-"""How much further than any two runs of other orders a third may be."""
+"""The factor by which a run with a third order may differ more than two runs with other orders."""
 
 __all__ = ["RunSummary", "compare", "summarize", "summarize_log", "with_reference"]
 
 
 def summarize_log(log: EventFile) -> RunSummary:
-    """Everything that a report says about the last run in a log, and what is wrong with the log."""
+    """The summary of the last run in a log, with the log's faults."""
     return summarize(log.events, len(log.malformed) + log.truncated, log.damaged, log.ignored)
 
 
@@ -57,12 +57,12 @@ def summarize(
     damaged: bool = False,
     ignored: Mapping[str, int] = MappingProxyType({}),
 ) -> RunSummary:
-    """Everything that a report says about the last run in `events`.
+    """The summary of the last run in `events`.
 
     Args:
-        unreadable_lines: of the log that they are from.
-        damaged: some of those were of the last run, and may have said anything.
-        ignored: how many events of that log could not be used, by what is wrong with them.
+        unreadable_lines: the number of such lines in the log of these events.
+        damaged: whether some of these lines belong to the last run; their contents are unknown.
+        ignored: the number of unusable events in the log, by their fault.
     """
     run = _last_run([event for event in events if not isinstance(event, UnknownEvent)])
     job = _job(run)
@@ -128,8 +128,8 @@ def with_reference(summary: RunSummary, reference: RunSummary, *others: RunSumma
     """`summary` with its loss compared to the loss of an uninterrupted run.
 
     Args:
-        others: uninterrupted runs of the same job which sum in other orders, as with another data-parallel degree. How
-            far they are from `reference` is what the order alone can do in this job, and sets the bound.
+        others: uninterrupted runs of the same job that sum in other orders, as with another data-parallel degree. Their
+            distance from `reference` is the effect of the order alone in this job, and sets the bound.
     """
     apart = [apart for other in others if (apart := compare(other.loss, reference.loss)) is not None]
     return replace(
@@ -191,8 +191,9 @@ def _count_samples(events: Sequence[Event], job: Job | None, steps: Sequence[Ste
 
 
 def _lacking(events: Sequence[Event], job: Job | None, steps: Sequence[Step]) -> tuple[int, ...]:
-    """Iterations that must have been done, as later ones were, and of which the log says nothing, or nothing of their
-    samples where it says that of others."""
+    """Iterations before the last one that the log lacks, or whose samples it lacks although it has other iterations'
+    samples.
+    """
     if job is None or not steps:
         return ()
     told = {step.iteration for step in steps}
@@ -220,7 +221,7 @@ def _workers_at_end(events: Sequence[Event]) -> Workers | None:
 
 
 def _taken_in(events: Sequence[Event], anew: bool) -> tuple[int, ...]:
-    """Workers that were in no plan at first: those that are not the first in their places, or those that are."""
+    """Workers that were in no plan at first: with `anew` restarted workers, otherwise the first of their places."""
     asked = {each.waiting for each in _all(events, WorkerWaiting) if (each.waiting != each.place) is anew}
     plans = [event.plan for event in _all(events, EpochStarted)]
     return tuple(sorted({worker for plan in plans for worker in asked & (shape.working(plan) | shape.standbys(plan))}))
@@ -250,7 +251,7 @@ def _detection(event: detection.Detection | None) -> Detection | None:
 
 
 def _stalls(events: Sequence[Event]) -> tuple[Stall, ...]:
-    """Each once, as it was told last."""
+    """Each stall once, from its latest event."""
     found = {
         event.iteration: Stall(event.iteration, event.seconds, event.usual_s, event.over, event.meanwhile)
         for event in _all(events, job_events.Stall)

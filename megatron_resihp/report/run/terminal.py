@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RunSummary -> one page on a terminal, for somebody who has ten seconds.
+"""RunSummary -> one page on a terminal, for a reader who has ten seconds.
 
 May import: the standard library, rich and this package's modules.
 """
@@ -33,7 +33,7 @@ from megatron_resihp.report.words import (
 
 DEATHS = "Deaths (iteration: the last one applied; ms: until noticed)"
 MAX_ROWS = 20
-"""Rows of a table; a run that failed more often shows its last ones."""
+"""The most rows of a table; a longer table shows its last rows."""
 
 
 def render(summary: RunSummary, console: Console) -> None:
@@ -94,7 +94,7 @@ def _facts(summary: RunSummary) -> Iterator[str]:
 
 
 def _speeds(summary: RunSummary) -> Iterator[str]:
-    """What the detector found."""
+    """The detector's findings."""
     if summary.detection is not None and not summary.verdicts:
         judged = count(summary.detection.iterations, "iteration")
         warm = "" if summary.detection.warm else ", too few to learn what is normal"
@@ -109,7 +109,7 @@ def _speeds(summary: RunSummary) -> Iterator[str]:
 
 
 def _stalls(summary: RunSummary) -> Iterator[str]:
-    """When nothing moved, and what took time that is no device's doing. Recoveries have a table."""
+    """The stalls, and the delays that no device caused. Recoveries have a table."""
     stalls = [stall for stall in summary.stalls if stall.meanwhile != "recovery"]
     for stall in stalls[-MAX_ROWS:]:
         lasted = f"{'' if stall.over else 'at least '}{duration(stall.seconds)}"
@@ -134,7 +134,7 @@ def _trouble(summary: RunSummary) -> Iterator[str]:
     if summary.iterations_not_in_log:
         few = ", ".join(f"{iteration:,}" for iteration in summary.iterations_not_in_log[:MAX_ROWS])
         more = ", …" if len(summary.iterations_not_in_log) > MAX_ROWS else ""
-        yield f"the event log lacks what it should say of iteration {few}{more}"
+        yield f"the event log has gaps at iteration {few}{more}"
     for problem, times in summary.ignored_events.items():
         yield f"{count(times, 'event')} left out: {problem}"
 
@@ -250,7 +250,7 @@ def _shown[Row](rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def _table(*headings: str) -> Table:
-    """A table with these columns; a heading that ends in a colon stands over numbers."""
+    """A table with these columns; a heading that ends in a colon is for numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     for heading in headings:
         table.add_column(heading.rstrip(":"), justify="right" if heading.endswith(":") else "left")

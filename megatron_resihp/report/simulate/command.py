@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resihp simulate`: what strategies make of a scenario of failures on a simulated cluster.
+"""`resihp simulate`: compares strategies in a scenario of failures on a simulated cluster.
 
-May import: the standard library and this package's modules; all that imports numpy only once it is run, so that the
+May import: the standard library and this package's modules. Imports modules that need numpy only in `run`, so that the
 `resihp` command starts quickly.
 """
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--micro-batches", type=int, default=64, metavar="N", help="of published experiments (default 64)"
     )
     parser.add_argument("--free", action="store_true", help="let strategies choose the layout at the start, too")
-    parser.add_argument("--measure-planning", action="store_true", help="charge planning times as they are here")
+    parser.add_argument("--measure-planning", action="store_true", help="charge planning times as measured here")
     parser.add_argument(
         "--second-step", choices=("auto", "always", "never"), default="auto",
         help="whether joint asks other strategies and tunes pipelines, which takes most of its time: always (as in a "
@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask; the exit code is 0, or 2 for bad or no input.
+    """Run the command with parsed arguments; the exit code is 0, or 2 for bad or no input.
 
-    `namespace.published` makes the published experiments, which are no part of this package.
+    `namespace.published` gives the published experiments, which are not part of this package.
     """
     if namespace.scenario is None and not namespace.list:
         namespace.parser.print_help()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulation found. May import: the standard library and `simulator`."""
+"""The result of a simulation. May import: the standard library and `simulator`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_resihp.simulator.scenario import Scenario
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came out.
+    """The result of a simulation.
 
     Attributes:
-        scenario: what was simulated.
-        outcomes: of each strategy, one for each trace.
+        scenario: the simulated scenario.
+        outcomes: for each strategy, one outcome per trace.
         healthy_samples_per_s: of the layout at the start, with all workers well.
         second_step: whether `joint` took its second step.
     """

@@ -34,23 +34,23 @@ PICTURE_NAME: Final = "throughput.png"
 SECOND_STEP_UP_TO: Final[Mapping[str, int]] = {"auto": 64, "always": DEFAULT.second_step_up_to, "never": 0}
 """Workers up to which `joint` takes its second step, by the value of --second-step."""
 MOST: Final = 1_000_000
-"""Micro-batches, or orders of failures."""
+"""The most micro-batches, or orders of failures."""
 KNOWN: Final[Mapping[str, Entry]] = {"unmitigated": UNMITIGATED, **STRATEGIES}
 
 
 class BadInput(Exception):
-    """The user has to mend something; the message is one line."""
+    """Bad input from the user; the message is one line."""
 
 
 class Published(Protocol):
-    """Experiments that have names; `megatron_resihp.lab.scenarios` is one, and the command hands it in."""
+    """Named experiments; `megatron_resihp.lab.scenarios` implements this, and the command passes it in."""
 
     def names(self) -> tuple[str, ...]:
-        """All that `scenario` knows."""
+        """All names that `scenario` accepts."""
         ...
 
     def scenario(self, name: str, orders: int, micro_batches: int) -> Scenario:
-        """The experiment, with so many random orders of failures; ScenarioError if there is none of that name."""
+        """The experiment, with `orders` random orders of failures; ScenarioError if the name is unknown."""
         ...
 
 
@@ -156,7 +156,7 @@ def _write(found: Simulation, out: Path) -> None:
 
 
 def to_json(found: Simulation) -> dict[str, Any]:
-    """All of it as plain values."""
+    """The result as plain values."""
     return {
         "scenario": found.scenario.name,
         "workers": found.scenario.sizes.workers,

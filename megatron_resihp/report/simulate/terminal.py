@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulation found, for a terminal. May import: rich and this package's modules."""
+"""The result of a simulation, for a terminal. May import: rich and this package's modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_resihp.report.words import count, duration, rate
 
 
 def render(found: Simulation, console: Console) -> None:
-    """Print it."""
+    """Print the result."""
     scenario = found.scenario
     events = statistics.fmean(len(trace.events) for trace in scenario.traces)
     console.print(Text(scenario.name, style="bold"), soft_wrap=True)

@@ -209,9 +209,9 @@ def test_plans_that_no_job_can_run_yet_are_marked(capsys: pytest.CaptureFixture[
     sizes = ("--model", "llama2-7b", "--tp", 4, "--micro-batches", 2, "--memory-gib", 160)
     assert plan(*sizes, "--dead", 3, "--uneven") == 0
     shown = capsys.readouterr().out
-    assert shown.count("members of a stage hold unlike shards: no job can run this plan yet\n") == 1
+    assert shown.count("members of a stage hold unequal shards: no job can run this plan yet\n") == 1
     assert plan(*sizes, "--dead", 3) == 0
-    assert "unlike shards" not in capsys.readouterr().out, "unless they are asked for"
+    assert "unequal shards" not in capsys.readouterr().out, "unless they are asked for"
 
 
 class Terminal(io.StringIO):

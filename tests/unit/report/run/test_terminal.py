@@ -125,7 +125,7 @@ def test_who_was_lost_in_a_damaged_log_cannot_be_told(synthetic_run: Callable[..
         run.lines.remove(line)
     lacking = page(summarize(run.events))
     assert "; samples: can't tell: log damaged\n" in lacking
-    assert "the event log lacks what it should say of iteration 7\n" in lacking
+    assert "the event log has gaps at iteration 7\n" in lacking
     assert "no sample lost or repeated" in page(whole)
 
 
