@@ -17,6 +17,6 @@ def install() -> None:
     torch.compile = _as_it_is
     megatron_jit = sys.modules.get("megatron.core.jit")
     if megatron_jit is not None:
-        # Megatron has kept the real one for modules yet to be imported, and wrapped the fused functions of the others.
+        # Megatron keeps the real one for modules not imported yet, and has wrapped the fused functions of the others.
         megatron_jit.disable_jit_fuser()
         torch.compiler.set_stance("force_eager")

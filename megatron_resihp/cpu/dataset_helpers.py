@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's compiled dataset helper, which its wheel has and a fresh checkout hasn't: there the wheel's is borrowed.
+"""Megatron's compiled dataset helper: a fresh checkout lacks it, so the wheel's is borrowed there.
 
 The wheel has no Makefile to compile with, and a checkout's needs pybind11. May import megatron.
 """
@@ -26,7 +26,7 @@ def install() -> None:
 
 
 def borrow(file: Path | None) -> bool:
-    """Let this compiled file be the helper; whether it could be loaded."""
+    """Use this compiled file as the helper; returns whether it could be loaded."""
     spec = importlib.util.spec_from_file_location(MODULE, file) if file is not None else None
     if spec is None or spec.loader is None:
         return False
@@ -52,14 +52,14 @@ def wheels_helper() -> Path | None:
 
 
 def saying_what_it_needs(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    """Megatron's own way, which runs make, and a line for where that fails."""
+    """Megatron's own compilation, which runs make, with a clear line if it fails."""
 
     def compile_or_say() -> None:
         try:
             compile_helpers()
         except SystemExit:
             directory = os.path.dirname(os.path.abspath(dataset_utils.__file__))
-            mend = f"pip install {WHEEL}, whose own is taken then, or: pip install pybind11 && make -C {directory}"
+            mend = f"pip install {WHEEL}, which has it compiled, or: pip install pybind11 && make -C {directory}"
             sys.exit(f"resihp: Megatron's dataset helper is not compiled; {mend}")
 
     return compile_or_say

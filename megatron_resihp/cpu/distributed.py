@@ -40,7 +40,7 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron names its device; gloo refuses that."""
+    """Drop the device that Megatron passes, because gloo refuses it."""
 
     @functools.wraps(original)
     def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are asked for on, or moved to, a CUDA device stay on the CPU. May import torch."""
+"""Tensors created on, or moved to, a CUDA device stay on the CPU. May import torch."""
 
 import functools
 from collections.abc import Callable
@@ -39,7 +39,7 @@ METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def is_cuda(device: Any) -> bool:
-    """Whether torch would take `device` for a CUDA device; a bare index means one."""
+    """Whether torch would treat `device` as a CUDA device; a bare index means one."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -48,7 +48,7 @@ def is_cuda(device: Any) -> bool:
 
 
 def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same factory, with a CUDA device read as the CPU and pinned memory as plain memory."""
+    """The same factory, with the CPU in place of a CUDA device and plain memory in place of pinned memory."""
 
     @functools.wraps(function)
     def factory(*arguments: Any, **options: Any) -> Any:

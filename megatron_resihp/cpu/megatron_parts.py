@@ -42,7 +42,7 @@ def _no_kernel(self: FusedScaleMaskSoftmax, *_shape: Any) -> bool:
 
 
 def _accumulate_weight_gradient(layer_input: Tensor, output_gradient: Tensor, weight_gradient: Tensor) -> None:
-    """What Apex' kernel does behind `--gradient-accumulation-fusion`, Megatron's default."""
+    """Do the work of Apex's kernel behind `--gradient-accumulation-fusion`, Megatron's default."""
     weight_gradient.add_(output_gradient.t().matmul(layer_input))
 
 
@@ -84,9 +84,9 @@ def _check_packed_attention(
     if (mask_type or attention.attn_mask_type) not in CAUSAL_MASKS:
         raise NotImplementedError("packed documents on a CPU need causal attention")
     if bias is not None or attention.softmax_offset is not None:
-        raise NotImplementedError("packed documents on a CPU know no attention bias and no softmax offset")
+        raise NotImplementedError("packed documents on a CPU support no attention bias and no softmax offset")
     if attention.scale_mask_softmax.window_size is not None:
-        raise NotImplementedError("packed documents on a CPU know no attention window")
+        raise NotImplementedError("packed documents on a CPU support no attention window")
 
 
 def _lengths(packed: PackedSeqParams) -> list[int]:

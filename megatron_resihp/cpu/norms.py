@@ -9,7 +9,7 @@ NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMS
 
 
 def build_norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_options: Any) -> torch.nn.Module:
-    """Stands for `WrappedTorchNorm.__new__`.
+    """Replaces `WrappedTorchNorm.__new__`.
 
     Persistent and memory-saving kernels compute the same numbers, so they are not refused. Under sequence parallelism
     each rank sees a part of the tokens; the mark makes Megatron sum the norm's gradients over tensor-parallel ranks.

@@ -102,7 +102,7 @@ def _resident_bytes() -> int:
 
 
 def _peak_resident_bytes() -> int:
-    # The kernel brings its own peak up to date only now and then.
+    # The kernel updates its own peak only now and then.
     return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, _resident_bytes())
 
 
