@@ -35,7 +35,7 @@ BYTE_VOCAB_SIZE = 257
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 # The standard library's tests are left out: many distributions ship none, and the corpus should be the same anywhere.
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-# What published tokenizers call their end-of-document token, tried in this order.
+# End-of-document tokens of published tokenizers, tried in this order.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 HISTOGRAM_EDGES = (100, 1_000, 10_000, 100_000)
 
@@ -51,7 +51,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenization:
-    """How text becomes token ids, and what Megatron has to be told about it."""
+    """A mapping from text to token ids, and Megatron's flags for it."""
 
     encode: Callable[[bytes], np.ndarray]
     vocab_size: int
@@ -253,7 +253,7 @@ def written_aside(prefix: str) -> Iterator[tuple[Path, Path]]:
     bin_part, idx_part = (Path(f"{path}.part") for path in targets)
     try:
         yield bin_part, idx_part
-        # Megatron caches its sample index beside the data under a key that does not see their content.
+        # Megatron caches its sample index beside the data, under a key that does not depend on their content.
         shutil.rmtree(Path(prefix) / "cache", ignore_errors=True)
         for part, target in zip((bin_part, idx_part), targets, strict=True):
             part.replace(target)

@@ -4,7 +4,7 @@
 
     scripts/make_reference.py > docs/reference.md
 
-Imports the package, nothing heavy.
+Imports only light modules of the package.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plugin for scripts/nightly.sh: runs one of N parts of the tests that were collected, of about equal length.
 
-The collected order is cut, so that tests of a file, which share reference runs, stay together but for those at a cut.
-Lengths are those of an earlier night, in seconds by node id, or those of tests like it by function or file; of what
-is not among them nothing is known but the average.
+The collected order is cut, so that tests of a file, which share reference runs, mostly stay together. Lengths are those
+of an earlier night, in seconds by node id. A test without a length takes that of its function or file, or the average.
 Imports pytest.
 """
 
@@ -17,7 +16,7 @@ import pytest
 
 SECONDS = Path(__file__).resolve().parent.parent / "tests" / "nightly_seconds.json"
 FIRST_GUESS_S = 15.0
-"""Of a test, while nothing at all is known."""
+"""Assumed length of a test while no length is known."""
 
 
 def cut(lengths: Sequence[float], parts: int) -> list[range]:
@@ -32,7 +31,7 @@ def cut(lengths: Sequence[float], parts: int) -> list[range]:
 
 
 def _filled(lengths: Sequence[float], most: float) -> list[range]:
-    """As few parts as possible of which none is longer than `most`, which no element is."""
+    """As few parts as possible, none longer than `most`; no element may be longer than `most`."""
     starts, length = [0], 0.0
     for place, each in enumerate(lengths):
         if length + each > most and place > starts[-1]:
@@ -64,7 +63,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What nightly.sh passes on."""
+    """The options that nightly.sh passes on."""
     group = parser.getgroup("nightly")
     group.addoption("--part", default="1/1", metavar="I/N", help="run part I of N")
     group.addoption("--list", action="store_true", help="show the N parts and run nothing")
@@ -73,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep this part."""
+    """Keep the tests of this part."""
     number, parts = _part(config.getoption("--part"))
     known = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
     lengths = lengths_of([item.nodeid for item in items], known)
@@ -92,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Note how long tests took that came to their end well."""
+    """Record the durations of tests that passed."""
     if not config.getoption("--record"):
         return
     took: dict[str, float] = {}
@@ -107,6 +106,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """To list is no failure; a part without tests is none either."""
+    """Exit with 0 after --list, and for a part without tests."""
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK

@@ -48,7 +48,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 Batch = dict[str, Any]
 LossResult = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
-# What a micro-batch may hold; Megatron looks all of them up, present or not.
+# Possible fields of a micro-batch; Megatron looks all of them up, present or not.
 BATCH_FIELDS = (
     "tokens",
     "labels",
@@ -59,7 +59,7 @@ BATCH_FIELDS = (
     "cu_seqlens_padded",
     "max_seqlen",
 )
-# Dataset settings whose flags have other names; all the others are found by their own.
+# Dataset settings whose flags have other names; the flags of all other settings have the settings' names.
 DATASET_FIELD_FLAGS = {
     "random_seed": "seed",
     "sequence_length": "seq_length",
@@ -75,7 +75,7 @@ DATASET_FIELD_FLAGS = {
 
 
 def reads_data(config: TransformerConfig, vp_stage: int | None) -> bool:
-    """Whether this pipeline stage looks at micro-batches."""
+    """Whether this pipeline stage reads micro-batches."""
     return (
         # Packed documents: attention in every stage needs their bounds.
         get_args().dataloader_inter_document_masking
@@ -118,9 +118,9 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def to_device(sample: Batch) -> Batch:
-    """Every known field, None where the data set has none, and whatever else the data set gave.
+    """All known fields, None where the data set lacks one, and all other fields of the data set.
 
-    In place, as in Megatron-LM's own script; what follows removes from the same object what a stage doesn't need.
+    In place, as in Megatron-LM's own script; later code removes unneeded fields from the same object.
     """
     for name in BATCH_FIELDS:
         value = sample.get(name)
@@ -129,9 +129,9 @@ def to_device(sample: Batch) -> Batch:
 
 
 def next_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
-    """This rank's part of the next micro-batch; what its stage has no use for is None or missing."""
+    """This rank's part of the next micro-batch; fields that its stage does not need are None or missing."""
     args = get_args()
-    # Anew for each micro-batch, as in Megatron-LM's own script: so the arguments have to be those of this stage.
+    # Made for each micro-batch, as in Megatron-LM's own script, so the arguments must be those of this stage.
     config = core_transformer_config_from_args(args)
     if not reads_data(config, vp_stage):
         return {}
@@ -165,7 +165,7 @@ def next_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> B
 
 
 def packing(batch: Batch) -> PackedSeqParams | None:
-    """Where the documents of a packed micro-batch begin and end, so that attention stays inside each."""
+    """The bounds of the documents in a packed micro-batch, so that attention stays inside each document."""
     if batch.get("cu_seqlens") is None:
         return None
     cu_seqlens = batch["cu_seqlens"].squeeze(0)

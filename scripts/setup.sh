@@ -53,24 +53,24 @@ find_python() {
 fingerprint() {
     echo "root $PWD"
     cksum setup.py
-    # What comes behind the package's metadata are settings of tools.
+    # Behind the package's metadata are only settings of tools.
     sed '/^\[tool\./q' pyproject.toml | cksum
     grep '^version' "$VENV/pyvenv.cfg"
 }
 
-# What the planners' machine code was made from.
+# The sources of the planners' machine code.
 loops() {
     find megatron_resihp/pipeline megatron_resihp/planner -name '*.py' -exec cksum {} + | sort
 }
 
-# Or else the first plan of a job would wait for that.
+# Otherwise the first plan of a job would wait for the compilation.
 compile_planners() {
     [[ -f $COMPILED && $(<"$COMPILED") == "$(loops)" ]] && return
     echo "setup.sh: compiling the planners (a minute or two of one core)"
     if "$VENV/bin/python" -m megatron_resihp.planner.practice; then
         loops >"$COMPILED"
     else
-        echo "setup.sh: that failed (the message is above); whoever plans first will try again" >&2
+        echo "setup.sh: that failed (the message is above); the first command that plans will try again" >&2
     fi
 }
 

@@ -32,8 +32,8 @@ run scripts/lint.sh
 if (($#)); then
     run "$BIN/pytest" "${coverage[@]}" "$@"
 else
-    # A test's file stays in one process: what it shares, and compiles, is made once. A test that takes too long is
-    # interrupted: the other way, which ends its process, would be tried again and again.
+    # A file of tests stays in one process, so its shared fixtures are made once. A test that takes too long is
+    # interrupted, because the other way ends the process, and the test would be repeated.
     run "$BIN/pytest" tests/unit "${coverage[@]}" --numprocesses auto --dist loadfile --timeout-method signal
     # These start as many processes as there are cores themselves.
     run "$BIN/pytest" tests/integration

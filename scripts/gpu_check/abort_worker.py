@@ -33,7 +33,7 @@ ABORT_FIRST: Final = 1
 
 
 class Survivor:
-    """A rank that lives, or the peer until it is lost."""
+    """A rank that survives, or the peer until it is lost."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self._case = case
@@ -69,7 +69,7 @@ class Survivor:
             self.found["left_mib"] = free - self._free_mib()
 
     def _warm_up(self) -> None:
-        """What a process takes of the device once is no communicator's."""
+        """Allocate the device memory that a process takes once, so that it is not counted for a communicator."""
         if self._cuda:
             torch.cuda.set_device(0)
             ones = torch.ones(4096, 4096, device=self._device)
@@ -93,7 +93,7 @@ class Survivor:
         os.kill(os.getpid(), signal.SIGSTOP if self._case["peer"] == "stopped" else signal.SIGKILL)
 
     def _hang(self, groups: list[Any]) -> None:
-        """Have collectives under way that the peer takes no part in, until another thread aborts."""
+        """Run collectives without the peer, until another thread aborts them."""
         begun = threading.Event()
         thread = threading.Thread(target=self._abort_later, args=(begun,))
         thread.start()
@@ -132,7 +132,7 @@ class Survivor:
         self.found["abort_s"] = round(time.monotonic() - start, 2)
 
     def _shrink(self, groups: list[Any]) -> None:
-        """torch's own way to go on without a peer, for comparison."""
+        """Continue without the peer in torch's own way, for comparison."""
         start = time.monotonic()
         dist.all_reduce(torch.ones(SIZE, device=self._device), group=groups[0], async_op=True)
         smaller = dist.shrink_group([PEER], shrink_flags=ABORT_FIRST)
@@ -182,7 +182,7 @@ def main(case: dict[str, Any], leave: Callable[[int], None] = os._exit) -> None:
         survivor.found["error"] = f"{type(error).__name__}: {error}"[:300]
         code = 1
     Path(case["result"]).write_text(json.dumps(survivor.found))
-    # Threads that still wait for the lost peer would keep the process.
+    # Threads that still wait for the lost peer would keep the process alive.
     leave(code)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of the survivors' communicators, device and memory when a peer dies or stops.
+"""Checks the survivors' communicators, device and memory after a peer dies or stops.
 
 Three processes, on one GPU, have the world and three more groups. Rank 2 ends; ranks 0 and 1 have collectives under way
 in some of the groups, and kernels queued behind. A second thread aborts through the plugin's own `Communicators`, as in
-a recovery. Imports the standard library; `abort_worker.py` is what the processes run.
+a recovery. Imports the standard library; the processes run `abort_worker.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEFT_MIB: Final = 200
 """The most device memory that may be missing afterwards."""
 PROCESS_S: Final = 60.0
 REHEARSED_PROCESS_S: Final = 240.0
-"""To import torch alone may take a minute where few cores do everything."""
+"""Importing torch alone may take a minute on few cores."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Case:
     Attributes:
         hung: which of the four groups have collectives under way.
         peer: how rank 2 is lost: it "dies", is "stopped", or dies while a group is "made".
-        how: "plugin", or what it is compared with: "serial" aborts, torch's "shrink".
+        how: "plugin", or an alternative for comparison: "serial" aborts, torch's "shrink".
         environment: of all processes.
-        required: whether the plugin stands or falls with it; the others are there to compare.
+        required: whether the plugin depends on it; the other cases are for comparison.
     """
 
     hung: tuple[int, ...] = ()
@@ -93,7 +93,7 @@ def _run(setting: Setting, name: str) -> Row:
 
 
 def own_environment() -> dict[str, str]:
-    """What the plugin starts its workers with."""
+    """The environment in which the plugin starts its workers."""
     from megatron_resihp.control.node.environment import NCCL
 
     return {**NCCL, "TORCH_GLOO_LAZY_INIT": "1"}
@@ -104,7 +104,7 @@ def result_of(meeting: Path, rank: int) -> Path:
 
 
 def await_result(setting: Setting, process: subprocess.Popen[bytes], meeting: Path, rank: int) -> dict[str, Any]:
-    """What a process has found, when it has ended."""
+    """The findings of a process, once it has ended."""
     seconds = REHEARSED_PROCESS_S if setting.stand_in else PROCESS_S
     deadline = time.monotonic() + seconds
     try:

@@ -64,7 +64,7 @@ PARTS: Final = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what was asked for; returns the exit code."""
+    """Run the requested cases; returns the exit code."""
     asked = _parser().parse_args(argv)
     parts = [part for part in PARTS if part.name in asked.part] if asked.part else _of_call(asked)
     if asked.list:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether times are predicted and a slow device is named, in jobs on packed documents. Imports the plugin's reports.
 
-A worker alone is predicted. Of two, one is slowed by kernels that spin: they share the GPU, so they are two stages and
-have one micro-batch, and never compute at the same time.
+One job has a single worker, whose times are predicted. In the other, kernels that spin slow one of two workers. These
+share the GPU, so they are two stages with one micro-batch, and never compute at the same time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SMALL: Final = {"hidden-size": 32, "num-attention-heads": 4, "seq-length": 64}
 REHEARSED_ITERATIONS: Final = 60
 DOCUMENTS: Final = 3000
 SPREAD: Final = 1.3
-"""Of the logarithm of their lengths."""
+"""Standard deviation of the logarithm of document lengths."""
 
 
 def run(setting: Setting) -> Iterator[Row]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device and its libraries: what all other figures were measured on. Imports the standard library and torch."""
+"""The device and libraries on which all other figures are measured. Imports the standard library and torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from setting import Row, Setting
 
 CASES: Final = {"device": "what is here"}
 NEEDED: Final = ("megatron", "matplotlib", "numba", "numpy", "psutil", "rich", "scipy")
-"""What the plugin imports beside torch."""
+"""Modules that the plugin imports besides torch."""
 SEVERAL_RANKS_SINCE: Final = (2, 30)
-"""The NCCL that lets several ranks of a communicator share a GPU."""
+"""The first NCCL version that lets several ranks of a communicator share a GPU."""
 
 
 def run(setting: Setting) -> Iterator[Row]:

@@ -22,7 +22,7 @@ from megatron_resihp.executor.communicators import Communicators
 
 TIMEOUT: Final = timedelta(seconds=50)
 EPOCHS: Final = 2
-"""The second one is what a recovery pays."""
+"""The second epoch shows the cost in a recovery."""
 
 
 def main(options: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ def main(options: dict[str, Any]) -> None:
         del groups, group
         communicators.release()
     Path(options["result"]).write_text(json.dumps(found))
-    os._exit(0)  # what still frees groups need not be waited for
+    os._exit(0)  # no need to wait for threads that still free groups
 
 
 if __name__ == "__main__":

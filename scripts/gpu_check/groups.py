@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the communicators of an epoch take to be made, how many there are, and what they take of the device.
+"""Measures the communicators of an epoch: seconds to make them, their number, and their device memory.
 
-Processes on one GPU make Megatron's groups through the plugin's own `Communicators`. Imports the standard library;
-`group_worker.py` is what the processes run.
+Processes on one GPU make Megatron's groups through the plugin's own `Communicators`. Imports the standard library; the
+processes run `group_worker.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aborts import await_result, own_environment
 from setting import Row, Setting, end_all, python
 
 CASES: Final[Mapping[str, tuple[int, int]]] = {"groups-of-two": (2, 1), "groups-of-four": (4, 2)}
-"""Workers, and how many of them are a tensor-parallel group."""
+"""Number of workers, and size of a tensor-parallel group."""
 
 
 def run(setting: Setting) -> Iterator[Row]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real jobs with a fault each, against undisturbed ones of the same flags. Imports the plugin's plans and reports."""
+"""Real jobs with a fault each, against undisturbed jobs with the same flags. Imports the plugin's plans and reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_resihp.report.run.run_summary import RunSummary
 from megatron_resihp.report.run.summary import compare
 
 TOLERANCE: Final = 1e-5
-"""Of a loss in fp32, relative to the undisturbed run's."""
+"""Tolerance of a loss in fp32, relative to the undisturbed run's."""
 BF16_TOLERANCE: Final = 2e-2
 
 FP32: Final[tuple[str, ...]] = ()
@@ -29,7 +29,7 @@ SEQUENCE: Final = ("--sequence-parallel",)
 
 @dataclass(frozen=True)
 class Case:
-    """A job, and what befalls it.
+    """A job and its faults.
 
     Attributes:
         workers: how many ranks share the GPU.
@@ -126,7 +126,7 @@ def _disturbance(setting: Setting, name: str, case: Case) -> list[str]:
 
 
 def _was_disturbed(case: Case, summary: RunSummary) -> bool:
-    """A job that no fault has reached proves nothing."""
+    """Whether the fault took effect; otherwise the job proves nothing."""
     if case.plans:
         return len(summary.plans) > len(case.plans)
     return bool(summary.recoveries)

@@ -22,7 +22,7 @@ from megatron_resihp.report.run.summary import summarize
 SCRIPT: Final = REPOSITORY / "scripts" / "pretrain_gpt.py"
 JOB_S: Final = 150.0
 REHEARSED_JOB_S: Final = 400.0
-"""Few cores do the work of a device."""
+"""Time limit of a rehearsed job, where few cores do the work of a device."""
 MODEL: Final[Mapping[str, Any]] = {
     "num-layers": 4, "hidden-size": 256, "num-attention-heads": 8, "seq-length": 256, "micro-batch-size": 1,
     "global-batch-size": 8, "train-iters": 12, "vocab-size": 1000,

@@ -17,7 +17,7 @@ from megatron_resihp.executor.slice_sums import pack, unpack
 
 CASES: Final = {"pack": "slices into one tensor", "unpack": "and back"}
 LEAST_SHARE: Final = 0.8
-"""Of a copy's bandwidth."""
+"""Required share of a copy's bandwidth."""
 WIDTH: Final = 4096
 LAYERS: Final = 4
 REHEARSED_WIDTH: Final = 64

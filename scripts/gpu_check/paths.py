@@ -53,7 +53,7 @@ def run(setting: Setting) -> Iterator[Row]:
 
 
 def fastest(way: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of something, done a few times."""
+    """The least seconds of a few calls of `way`."""
     times = []
     for _ in range(ROUNDS):
         start = time.monotonic()
@@ -65,7 +65,7 @@ def fastest(way: Callable[[], Any], device: torch.device) -> float:
 
 
 def _transfer(state: torch.Tensor, device: torch.device) -> Row:
-    """As state moves in a recovery: through host memory and gloo, here between two threads."""
+    """Move state as in a recovery, through host memory and gloo; here between two threads."""
     store = dist.HashStore()
     received: dict[str, torch.Tensor] = {}
     start = time.monotonic()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the probes cost an iteration on the device. Imports the standard library; measured in a process of its own."""
+"""The cost of probes per iteration on the device, measured in a separate process. Imports the standard library."""
 
 from __future__ import annotations
 

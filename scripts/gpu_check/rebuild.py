@@ -38,12 +38,12 @@ def _rebuild(setting: Setting, name: str) -> Row:
 
 
 def _took(job: Launched) -> Row:
-    """What old and new state took together, as a share of the old with its gradients."""
+    """The peak memory of old and new state together, as a share of the old state with its gradients."""
     events = [event for event in read_events(job.run_dir / FILE_NAME).events if isinstance(event, Resources)]
     taken = [(event.bytes_most, event.bytes_before) for event in events]
     return {"peak_of_state": [round(most / before, 3) for most, before in taken if most and before]}
 
 
 def _layers(share: float, memory_bytes: int) -> int:
-    """How many layers' state take this share of the device."""
+    """The number of layers whose state takes this share of the device."""
     return max(1, round(share * memory_bytes / (12 * WIDTH**2 * BYTES_PER_PARAMETER)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all parts of the check share: where they run, how long, what they print. Imports the standard library only."""
+"""Shared by all parts of the check: place, time limit and output of a run. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Setting:
 
     Attributes:
         stand_in: on CPUs, with gloo in NCCL's place and everything small: a rehearsal of the check itself.
-        out: a folder for what the parts leave behind.
+        out: a folder for the parts' files.
         ends_at: monotonic time after which no case is begun.
         cases: names of the only cases to run; empty: all.
     """
@@ -47,7 +47,7 @@ class Setting:
         return "gloo" if self.stand_in else "nccl"
 
     def environment(self, **more: str) -> dict[str, str]:
-        """That of processes which stand for workers."""
+        """The environment of processes that stand for workers."""
         paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         base = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         return base | {"OMP_NUM_THREADS": "1"} | ({} if self.stand_in else dict(SEVERAL_RANKS)) | more
@@ -56,7 +56,7 @@ class Setting:
         return max(0.0, self.ends_at - time.monotonic())
 
     def each(self, names: Sequence[str], run: Callable[[str], Row]) -> Iterator[Row]:
-        """Run cases one after the other; those for which no time is left, or that raise, have failed."""
+        """Run cases one after the other; a case that raises, or for which no time is left, has failed."""
         for name in names:
             if self.cases and name not in self.cases:
                 continue
