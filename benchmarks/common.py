@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: the small job that they run, its processes seen from outside, and how results are printed.
+"""Shared by the benchmarks: their small job, its processes as seen from outside, and the output of results.
 
 May import the standard library and `megatron_resihp.report`; no torch, no megatron, so that measuring costs the job
 nothing.
@@ -125,7 +125,7 @@ def worker_processes(launcher: int) -> dict[int, int]:
 
 
 def process_tree(pid: int) -> list[int]:
-    """A process and all that have been started by it or by one of these, and are still there."""
+    """A process and its living descendants."""
     return [pid, *(each for child in _children(pid) for each in process_tree(child))]
 
 
@@ -149,7 +149,7 @@ def _children(pid: int) -> list[int]:
 
 
 def wait_for[T](what: str, look: Callable[[], T | None], job: subprocess.Popen[bytes], timeout_s: float) -> T:
-    """The first thing that `look` finds.
+    """The first result of `look` that is not None.
 
     Raises:
         RuntimeError: the job ended, or the time is over.
@@ -192,12 +192,12 @@ def all_events(run_dir: Path) -> list[Event]:
 
 
 def load_average() -> float:
-    """Of the last minute."""
+    """The load average of the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
 def rounded(value: Any, digits: int = 3) -> Any:
-    """Numbers in nested dicts and lists cut to what can be measured."""
+    """Nested dicts and lists with their numbers rounded to measurable digits."""
     if isinstance(value, float):
         return round(value, digits)
     if isinstance(value, dict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What judging costs the coordinator: all that it does with the records of a job of 10,000 synthetic workers.
+"""The cost of judging for the coordinator: all its work on the records of a job of 10,000 synthetic workers.
 
 For `overhead.py`, which runs it in a process of its own that is held on one core. `DetectionService.take` is called for
 each message as `control.head.detection` does: record to disk, unpack, assemble, judge. Reading the messages from the
@@ -48,7 +48,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Time what is done meanwhile."""
+        """Time the work in this context."""
         wall, own, whole = time.monotonic(), time.thread_time(), time.process_time()
         yield
         whole = time.process_time() - whole
@@ -70,7 +70,7 @@ class Stopwatch:
 
 
 class Coordinator:
-    """A detection service, and the messages of an iteration after another.
+    """A detection service, and the messages of successive iterations.
 
     Args:
         workers: who sends.
@@ -114,7 +114,7 @@ class Coordinator:
 
 
 def measure(replicas: int, directory: Path) -> dict[str, Any]:
-    """Messages a second, where their time goes, and memory."""
+    """Messages per second, the time of each part, and memory."""
     workers = SyntheticWorkers(replicas)
     coordinator = Coordinator(workers, directory)
     warm_up, judging, parts = Stopwatch(), Stopwatch(), Stopwatch()
@@ -146,7 +146,7 @@ def measure(replicas: int, directory: Path) -> dict[str, Any]:
 
 
 def _parts(workers: SyntheticWorkers, directory: Path, seconds: float, parts: Stopwatch) -> Iterator[tuple[str, float]]:
-    """Names and seconds of the parts. What is too short to be timed inside is timed again by itself."""
+    """Names and seconds of the parts. Parts too short to be timed inside are timed again separately."""
     recorder = Recorder(directory / "again.bin", {})
     for iteration in range(1, AGAIN + 1):
         messages = workers.messages(iteration)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How reliably a slow worker or link is named: this project's detector, Greyhound's and ResiHP's on identical jobs.
+"""How reliably detectors name a slow worker or link: this project's, Greyhound's and ResiHP's on identical jobs.
 
     python benchmarks/detection.py [--jobs N] [--quick] [--results DIR] [--plot FILE]
 
@@ -56,7 +56,7 @@ DETECTORS = ("this", "greyhound", "resihp")
 CHUNK = 20
 """Jobs that a process takes at a time."""
 UNSCORED_SHARE = 6
-"""Rows that are only printed get one job for so many of a scored row."""
+"""Rows that are only printed get one job for this many jobs of a scored row."""
 GOALS = {
     "accuracy": 0.998, "false_alarms_per_job": 0.01, "smallest_slowdown": 0.05, "latency_iterations": 3,
     "speed_error": 0.02,
@@ -80,7 +80,7 @@ class Row(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Which jobs are drawn."""
+    """The selection of drawn jobs."""
 
     purpose: Purpose
     seed: int
@@ -142,7 +142,7 @@ def run_rows(rows: Sequence[Row], draw: Draw, processes: int) -> Iterator[tuple[
 
 
 def kept(directory: Path | None, row: Row, draw: Draw) -> list[JobScore] | None:
-    """What an earlier run found for the same jobs of a row."""
+    """The results of an earlier run for the same jobs of a row."""
     path = directory / f"{row.name}.json" if directory else None
     if path is None or not path.exists():
         return None
@@ -196,7 +196,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def missed(found: dict[str, Any]) -> list[str]:
-    """The goals that these figures miss, before anything is rounded; what was not measured is missed."""
+    """The goals that these figures miss, before rounding; a goal without a measurement is missed."""
     values = {name: found[name]["value"] for name in GOALS}
     unknown = [name for name, value in values.items() if value is None]
     worse = [

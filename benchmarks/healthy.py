@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What --resihp costs a job that nothing happens to.
+"""The cost of --resihp in an undisturbed job.
 
     python benchmarks/healthy.py [--rounds N]
 
@@ -56,7 +56,7 @@ CONFIDENCE: Final = 0.95
 START_S: Final = 180.0
 TURN_S: Final = 120.0
 LAUNCH: Final = ("--heartbeat-timeout", "600")
-"""A job that waits for its turn is stopped, and silent."""
+"""The heartbeat time-out: a job that waits for its turn is stopped, and silent."""
 WITH, PLAIN = "with", ("plain", "plain again")
 TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -104,7 +104,7 @@ class PacedJob:
         self._until_done()
 
     def turn(self, iterations: int) -> float:
-        """Run so many iterations; the seconds that they took."""
+        """Run a number of iterations; returns their seconds."""
         began = time.monotonic()
         self._tell(iterations)
         return self._until_done() - began
@@ -122,7 +122,7 @@ class PacedJob:
         signal_all(process_tree(self.process.pid), signal.SIGCONT)
 
     def cpu_seconds(self) -> float:
-        """Of all its processes that there are now."""
+        """CPU seconds of all its present processes."""
         return TICK_S * sum(_ticks(pid) for pid in process_tree(self.process.pid))
 
     def _tell(self, iterations: int) -> None:
@@ -158,7 +158,7 @@ def take_turns(jobs: dict[str, PacedJob], rounds: int) -> dict[str, list[float]]
 
 
 def bounds_of_median(values: Sequence[float]) -> list[float]:
-    """Between which two of the values the true median lies, with CONFIDENCE: outside there would be too few of them."""
+    """The two values between which the true median lies with probability CONFIDENCE."""
     count, below, probability = len(values), 0, 0.5 ** len(values)
     while 2 * probability <= 1 - CONFIDENCE:
         below += 1
@@ -168,7 +168,7 @@ def bounds_of_median(values: Sequence[float]) -> list[float]:
 
 
 def percent(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """By how much the first of each pair is longer than the second."""
+    """By how many percent the first of each pair exceeds the second: the median with its bounds."""
     ratios = [100 * (first / second - 1) for first, second in pairs]
     return {"median": statistics.median(ratios), "bounds": bounds_of_median(ratios)}
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A model of unlike layers that nobody fails: the planner's pipeline against Megatron's, real processes.
+"""A model of unequal layers without failures: the planner's pipeline against Megatron's, in real processes.
 
     python benchmarks/heterogeneous.py [--time-scale S] [--iterations N]
 
@@ -50,7 +50,7 @@ TIME_SCALE: Final = 0.25
 with the smaller ops of the planned pipeline: at 0.1 the ratio is 8 % less than the simulator's, for that alone."""
 JOB_S: Final = 900.0
 GOAL: Final = 5.0
-"""Percent that the simulator may miss."""
+"""Percent by which the simulator may be wrong."""
 
 
 def own_plan() -> ParallelPlan:
@@ -63,7 +63,7 @@ def interleaved_plan() -> ParallelPlan:
 
 
 def _chunks(count: int) -> tuple[Chunk, ...]:
-    """As many layers in each; the embedding is in the first and the head in the last."""
+    """Equally many layers in each stage; the embedding is in the first and the head in the last."""
     each = JOB.layers // count
     ends = [1 + each * (number + 1) for number in range(count)]
     ends[-1] += 1
@@ -78,7 +78,7 @@ def _plan(chunks: tuple[Chunk, ...], schedule: Schedule | None) -> ParallelPlan:
 
 
 def cost_of(profile: Path) -> JobCost:
-    """As the running job's planner has it."""
+    """The costs as the running job's planner has them."""
     arguments: dict[str, Any] = dict.fromkeys(ARGUMENTS) | EXPERTS | {
         "num_layers": JOB.layers, "hidden_size": JOB.hidden, "num_attention_heads": 4, "vocab_size": 127,
         "max_position_embeddings": JOB.sequence, "seq_length": JOB.sequence, "micro_batch_size": 1,
@@ -90,7 +90,7 @@ def cost_of(profile: Path) -> JobCost:
 
 
 def command(plans: dict[str, ParallelPlan], iterations: int, profile: Path, directory: Path) -> list[str]:
-    """Each plan for as many iterations; it is taken one or two after it was asked for."""
+    """Run each plan for equally many iterations; a plan takes effect one or two iterations after the request."""
     files = []
     for number, (name, plan) in enumerate(list(plans.items())[1:], 1):
         file = directory / f"{name}.json"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker of a running job killed from outside, and what the event log says of how the job went on.
+"""Kills a worker of a running job from outside, and reads the recovery from the event log.
 
 Clock: Unix time.
 - The end is the time of the last `first_step` event, which a worker writes when it has completed the first iteration
@@ -36,9 +36,9 @@ PHASES = ("notice", "abort", "agree", "rebuild", "migrate", "ready", "data", "re
 WARM_UP = 12
 """Iterations before a kill."""
 AFTER = 10
-"""Iterations after it, from which the time of a normal one is taken."""
+"""Iterations after the kill, which give the time of a normal iteration."""
 LONG = 2_000
-"""Iterations that a job could do, which is ended earlier."""
+"""The job's train-iters; the job is ended earlier."""
 START_S = 180.0
 
 
@@ -99,7 +99,7 @@ def kill_in_place(
 
 
 def _iterations(events: Sequence[Event], epoch: int, number: int) -> list[Iteration] | None:
-    """The iterations of an epoch, once there are so many."""
+    """The iterations of an epoch, once there are `count`."""
     found = [event for event in events if isinstance(event, Iteration) and event.epoch == epoch]
     return found if len(found) >= number else None
 
@@ -109,7 +109,7 @@ def _median_s(iterations: Sequence[Iteration]) -> float:
 
 
 def measure(events: Sequence[Event], victim: int, killed_at: float, load: float) -> Kill:
-    """What the event log says of the kill at `killed_at`."""
+    """The recovery from the kill at `killed_at`, from the event log."""
     (recovery,) = (event for event in events if isinstance(event, Recovery))
     if recovery.broken_at is None or recovery.resumed_at is None:
         raise RuntimeError("the event log does not say when the job recovered")
@@ -143,7 +143,7 @@ def _phases_by_worker(events: Sequence[Event]) -> list[dict[str, float]]:
 
 
 def _after_go(name: str, phases: dict[str, float]) -> float:
-    """When a worker ended a phase, counted from when all were let go on, which ends `ready` on every worker."""
+    """When a worker ended a phase, relative to *go*, which ends `ready` on every worker."""
     if name == "data":
         return phases["data"]
     return -sum(phases[phase] for phase in PHASES[PHASES.index(name) + 1 : PHASES.index("data")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What measuring costs: the probes' share of the training thread's time, and how many workers' messages a second the
+"""The cost of measuring: the probes' share of the training thread's time, and how many workers' messages a second the
 coordinator judges on one core.
 
 `probe_us_per_op` is what 8 micro-batches take longer with the probes, over their 16 ops: in each a worker in the middle
@@ -30,7 +30,7 @@ COORDINATOR = Path(__file__).resolve().parent / "coordinator_cost.py"
 
 
 def measure_coordinator(replicas: int) -> dict[str, Any]:
-    """What `coordinator_cost.py` prints, run in a process that never leaves one core."""
+    """The output of `coordinator_cost.py`, run in a process that is bound to one core."""
     core = max(os.sched_getaffinity(0))
     done = subprocess.run(
         [sys.executable, str(COORDINATOR), "--replicas", str(replicas)],

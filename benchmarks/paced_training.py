@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/pretrain_gpt.py, made to stop after so many iterations until it is told to go on. Run by healthy.py.
+"""scripts/pretrain_gpt.py, which pauses after a number of iterations until told to continue. Run by healthy.py.
 
     PACE=SOCKET DEVICE_S=SECONDS … paced_training.py MEGATRON'S FLAGS
 

@@ -80,7 +80,7 @@ PUBLISHED: Mapping[str, Mapping[LayerKind, tuple[float, float, float]]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A model on so many devices.
+    """A model on a number of devices.
 
     Attributes:
         name: for people.
@@ -136,7 +136,7 @@ SHAPES = (
 
 
 def job_of(shape: Shape) -> JobCost:
-    """What the shape's work costs; the limit on memory is still to be set."""
+    """The costs of the shape's work; the caller still has to set the memory limit."""
     model = model_from_arguments(shape.arguments)
     alone = None
     if shape.published:
@@ -148,7 +148,7 @@ def job_of(shape: Shape) -> JobCost:
 
 
 def megatron_plan(shape: Shape, job: JobCost, chunks: int) -> ParallelPlan:
-    """Megatron's own layers with so many chunks on each device."""
+    """Megatron's own layers with `chunks` chunks on each device."""
     count = chunks * shape.devices
     each, rest = divmod(job.layers - 2, count)
     sizes = [each] * count
@@ -176,7 +176,7 @@ def timeline(plan: ParallelPlan, shape: Shape, job: JobCost) -> Timeline:
 
 
 def tuned_within(limit: int, shape: Shape, job: JobCost, effort: int) -> tuple[ParallelPlan, JobCost, float]:
-    """The plan of `adaptis` in so much memory, the job with that limit, and the processor seconds that it took."""
+    """The plan of `adaptis` within a memory limit, the job with that limit, and the processor seconds of planning."""
     job = replace(job, device=replace(job.device, memory=limit))
     started = time.process_time()
     plan = with_effort(effort)(megatron_plan(shape, job, 1), healthy(shape), job)
@@ -188,7 +188,7 @@ def tuned_within(limit: int, shape: Shape, job: JobCost, effort: int) -> tuple[P
 
 
 def any_layout_s(seconds: np.ndarray, devices: int, micro_batches: int) -> float:
-    """What no layout of whole layers and no order of ops can beat.
+    """A lower bound for every layout of whole layers and every order of ops.
 
     Args:
         seconds: of F, B and W of each layer for a micro-batch, [3, layers].
@@ -199,7 +199,7 @@ def any_layout_s(seconds: np.ndarray, devices: int, micro_batches: int) -> float
 
 
 def least_load(seconds: np.ndarray, devices: int) -> float:
-    """A bound on the busiest device's seconds for a micro-batch, proven by an integer program.
+    """A lower bound on the busiest device's seconds for a micro-batch, proven by an integer program.
 
     Args:
         seconds: of each layer for a micro-batch.

@@ -77,7 +77,7 @@ class Instance:
 
 
 def large(gpus: int, random_state: random.Random, cost: JobCost, pipeline: int) -> Instance:
-    """A healthy job's plan, and what is left of its GPUs."""
+    """A healthy job's plan, and its surviving GPUs."""
     ids = list(range(gpus))
     random_state.shuffle(ids)
     dead = max(1, int(gpus * random_state.uniform(0.01, 0.1)))
@@ -88,7 +88,7 @@ def large(gpus: int, random_state: random.Random, cost: JobCost, pipeline: int) 
 
 
 def job(gpus: int) -> tuple[JobCost, int]:
-    """What is trained on so many GPUs, and its stages."""
+    """The model for a number of GPUs, and its number of stages."""
     name, pipeline = ("llama2-30b", 8) if gpus < 256 else ("llama2-70b", 16)
     training = Training(8192, sequence_parallel=True, distributed_optimizer=True)
     device = Device(312e12, 0.5, EFFICIENCY, latency=2e-5, bandwidth=25e9)
@@ -186,12 +186,12 @@ class Gap:
 
     @property
     def percent(self) -> float | None:
-        """Above the proven optimum."""
+        """The gap above the proven optimum, in percent."""
         return None if self.best is None else 100 * (self.seconds / self.best - 1)
 
 
 def gap(seed: int, trials: int, results: Path | None) -> Gap:
-    """Plan a small instance, and find its optimum or take the one that is kept."""
+    """Plan a small instance, and find its optimum or use the stored one."""
     instance = small(seed)
     try:
         *_, plan = answers(instance.plan, instance.health, instance.cost, SETTINGS)
@@ -214,7 +214,7 @@ def gap(seed: int, trials: int, results: Path | None) -> Gap:
 
 
 def gaps(seeds: Iterable[int], trials: int, processes: int, results: Path | None) -> list[Gap]:
-    """Of all small instances for which there is a plan, several at a time; tells those beyond 1 % as they are found."""
+    """Results of all small instances with a plan, several at a time; prints gaps beyond 1 % as they are found."""
     if results:
         results.mkdir(parents=True, exist_ok=True)
     found = []

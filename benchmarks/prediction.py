@@ -45,7 +45,7 @@ SKIPPED, WARM_UP = 2, 50
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SEQUENCE, BATCH = 256, 8
 EMULATED_SEQUENCE = 32768
-"""Tokens that a sequence stands for: long ones, so that the documents in it matter."""
+"""Tokens that a sequence stands for: a long sequence, so that its documents matter."""
 TIME_SCALE = 0.15
 """Seconds of the emulated clock per second of the device: much more than the profiles' own, for two cores."""
 JOB_S = 1800.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the probes cost the training thread: Megatron's seams wrapped and unwrapped around the same work, in turns.
+"""The cost of probes in the training thread: Megatron's seams, wrapped and unwrapped in turns, around the same work.
 
 For `overhead.py`. One worker in the middle of a pipeline: for each micro-batch it receives, runs forward, sends,
 receives a gradient, runs backward and sends. Imports torch, megatron and `megatron_resihp.integration`, after the CPU
@@ -17,7 +17,7 @@ from megatron_resihp import cpu
 MICRO_BATCHES = 8
 LAYERS = 4
 COLLECTIVES = 2 * LAYERS
-"""Of a tensor-parallel group in each op: two for each layer."""
+"""Collectives of a tensor-parallel group in each op: two for each layer."""
 BROADCASTS = 5
 """Tensors of a micro-batch."""
 WARM_UP, ROUNDS = 20, 200
@@ -103,7 +103,7 @@ class _Request:
 
 
 def measure_probes() -> dict[str, Any]:
-    """Microseconds of the training thread for each op and, on a GPU, the share of an iteration."""
+    """Microseconds that probes cost the training thread for each op and, on a GPU, the share of an iteration."""
     cpu.install()
     on_gpu = not cpu.installed()
     work = _gpu_work() if on_gpu else _no_work

@@ -80,7 +80,7 @@ def all_found(cells: Sequence[Cell], settings: Settings, pool: ProcessPoolExecut
 
 
 def _by_strategy(seconds: Seconds) -> str:
-    """Processor seconds; what took less than a hundredth of all is left out."""
+    """Processor seconds, without strategies that took less than a hundredth of the total."""
     whole = seconds.total()
     parts = ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.most_common() if spent > 0.01 * whole)
     return f"{whole:.1f} s ({parts})"

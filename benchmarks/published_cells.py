@@ -38,7 +38,7 @@ Seconds = Counter[str]
 
 
 class Cell(NamedTuple):
-    """An experiment with one model: what it is, in words."""
+    """An experiment with one model, in words."""
 
     model: str
     micro_batches: int
@@ -52,7 +52,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cells have in common.
+    """The settings that all cells share.
 
     Attributes:
         orders: random orders of failures.
@@ -79,12 +79,12 @@ class Settings:
         return self.results / name.replace(" ", "-")
 
     def kept(self, cell: Cell) -> Found | None:
-        """What an earlier run found."""
+        """The results of an earlier run."""
         path = self.path(cell)
         return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else None
 
     def keep(self, cell: Cell, found: Found) -> None:
-        """All of it or nothing, whenever the run is stopped."""
+        """Write atomically, so that a stopped run leaves the whole file or none."""
         path = self.path(cell)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def cells_of(model: str, micro_batches: int) -> list[Cell]:
 
 
 def traces_of(cell: Cell, sizes: Sizes, judge: Judge, orders: int) -> list[Trace]:
-    """What happens, for each random order."""
+    """The events of each random order."""
     seeds = range(orders)
     if cell.experiment == "256 GPUs":
         return [published.with_rejoins(sizes, seed) for seed in seeds]
@@ -146,7 +146,7 @@ def _row(outcomes: Sequence[Outcome], traces: Sequence[Trace], sizes: Sizes, bes
 
 
 def fault_free_best(model: str, micro_batches: int, settings: Settings) -> tuple[float, str]:
-    """The best throughput without failures that any strategy finds, and whose it is."""
+    """The best throughput without failures of any strategy, and the strategy's name."""
     sizes = published.job(model, micro_batches)
     judge, plan = published.judge_of(sizes), sizes.plan()
     well = Health(dict.fromkeys(plan.members, 1.0))
@@ -209,5 +209,5 @@ def measure_all(
 
 
 def processes(count: int) -> ProcessPoolExecutor:
-    """So many, each started anew."""
+    """A number of processes, each newly started."""
     return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))

@@ -12,7 +12,7 @@ COLUMN = 11
 PLACES = ("node", "tp", "pp", "dp")
 
 PAPER = "resihp-paper"
-"""The strategy that repeats what is called resihp in the published tables."""
+"""The strategy that implements the published tables' resihp."""
 
 
 def print_tables(cells: Sequence[Row], idle: Mapping[str, Any], steps: Mapping[str, Any]) -> None:
@@ -112,7 +112,7 @@ def amplification(by_strategy: Mapping[str, Mapping[str, float]]) -> Iterator[st
 
 
 def ablation(by_experiment: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """What each of ResiHP's steps brings."""
+    """The gain from each of ResiHP's steps."""
     yield "Ablation of ResiHP, llama2-13b, samples/s; no published numbers are at hand"
     yield _line("", *next(iter(by_experiment.values())))
     for name, rates in by_experiment.items():
@@ -152,7 +152,7 @@ def over(cell: Row, ours: str, other: str) -> float | None:
 
 
 def difference(old: float | None, new: float | None) -> str:
-    """Of the simulated from the published value."""
+    """The deviation of the simulated from the published value."""
     return "–" if old is None or new is None else f"{new / old - 1:+.1%}"
 
 

@@ -62,20 +62,20 @@ GOALS: Final = {"voluntary_stall_s": 0.3, "fail_stop_s": 1.0}
 LAUNCH: Final = ("--heartbeat-timeout", "600")
 STRATEGY: Final = ("--resihp-strategy", "joint", "--resihp-plan-wait", "60")
 VICTIMS: Final = (3, 6, 1, 4)
-"""One after another; each has a tensor-parallel peer."""
+"""The workers to kill, one after another; each has a tensor-parallel peer."""
 MOMENT: Final = 0.5
-"""Of an iteration, at which a worker is killed."""
+"""Fraction of an iteration after which a worker is killed."""
 PLANNER: Final = b"megatron_resihp.control.replanning.planning"
 ASLEEP_S: Final = 0.5
 PLANNERS_S: Final = 240.0
 """More than the search needs to be compiled, once per installation, and to look for the plans."""
 JOB: Final = SmallJob()
 VOCABULARY: Final = 256
-"""As Megatron pads it for two members."""
+"""Vocabulary size, as Megatron pads it for two members."""
 STATE_BYTES: Final = 12
-"""Of each parameter: itself and two moments, in fp32."""
+"""Bytes of state per parameter: the parameter and two moments, in fp32."""
 EVERY, FIRST = 4, 5
-"""Iterations between changes, and that of the first one."""
+"""Iterations between changes, and the iteration of the first change."""
 JOB_S: Final = 600.0
 OWN: Final = even_chunks(JOB.layers, JOB.pipeline_parallel)
 
@@ -98,7 +98,7 @@ CHANGES: Final = {
 
 
 def train(rounds: int, directory: Path) -> list[Event]:
-    """Run the job with each change and back, so many times; its events."""
+    """Run the job with each change and back, a number of times; returns its events."""
     files: list[str] = []
     for name, changed in [*CHANGES.items()] * rounds:
         for label, wanted in ((name, changed), ("back", OWN_PLAN)):

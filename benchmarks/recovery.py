@@ -45,7 +45,8 @@ TRAINING_STARTS = b"[before the start of training step]"
 def kill_under_torchrun(
     job: SmallJob, victims: Sequence[int], fractions: Sequence[float], directory: Path, say: Callable[[str], None]
 ) -> list[float]:
-    """Kill workers of one job, one after another, each time well after torchrun has restarted it; the times it took.
+    """Kill workers of one job, one after another, each well after torchrun has restarted it; returns the recovery
+    times.
 
     Raises:
         RuntimeError: the job was not restarted, or not from its last checkpoint.
@@ -89,7 +90,7 @@ def _iteration_time(output: Path) -> float:
 
 
 def summarize(kills: Sequence[Kill], incumbent: Sequence[float]) -> dict[str, Any]:
-    """The medians, and what they come from."""
+    """The medians, with the values behind them."""
     phases = {name: statistics.median(kill.phases[name] for kill in kills) for name in PHASES}
     with_redo_s = statistics.median(kill.in_place_with_redo_s for kill in kills)
     incumbent_s = statistics.median(incumbent) if incumbent else None

@@ -20,7 +20,7 @@ from megatron_resihp.lab.detection.series_scoring import SeriesScore, greyhound,
 GOALS = {"found_share": 0.98, "recovered_share": 0.95, "false_alarms_per_1000": 0.1, "latency_iterations": 4,
          "latency_of_30_percent_at_8": 6}  # fmt: skip
 QUIET = 0.03
-"""Noise up to which the latency counts."""
+"""The highest noise for which the latency counts."""
 BESIDE = ("noise_3", "noise_8", "spikes", "faster", "begins_slow", "regimes")
 """Kinds that Greyhound is run on, a quarter of the series."""
 
@@ -62,7 +62,7 @@ def series_missed(found: dict[str, Any]) -> list[str]:
 
 
 def _kept(results: Path | None, detector: str, kind: SeriesKind, seed: int, count: int) -> SeriesScore:
-    """A row, from an earlier run where it is there."""
+    """A row, from an earlier run if that has it."""
     path = results / f"series-{detector}-{kind.name}.json" if results else None
     draw = {"seed": seed, "count": count, "kind": asdict(kind)}
     if path and path.exists():

@@ -25,10 +25,10 @@ from typing import Final
 
 PACKAGE: Final = "megatron_resihp"
 MODE_NAMES: Final = frozenset({"heterogeneous", "optimizer_is_shared_out", "shares_optimizer", "not_uniform"})
-"""What code tests to learn whether Megatron's own groups can run the plan in force."""
+"""Names that code tests to find out whether Megatron's own groups can run the plan in force."""
 MODE_MODULES: Final = ("integration/modes/", "control/replanning/modes.py")
 MESSAGE_NAMES: Final = frozenset({"message", "notice", "answer", "request", "letter", "order", "event", "data"})
-"""What the code calls things that came from another process."""
+"""Names in the code for values from another process."""
 PROTOCOL: Final = ("protocol/", "events/")
 LONG_FUNCTION: Final = 50
 LONG_LINE: Final = 120
@@ -215,7 +215,7 @@ def _count(
 
 
 def _mode_branches(tree: ast.Module) -> Iterator[ast.expr]:
-    """Tests, of any form, in which a name that tells the mode occurs."""
+    """Conditions, of any form, that contain a name of the mode."""
     for node in ast.walk(tree):
         tests = [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert) else []
         if isinstance(node, ast.comprehension):
@@ -277,7 +277,7 @@ def _documented(modules: Iterable[Module]) -> Iterator[bool]:
 
 
 def _sentences(path: Path) -> Iterator[str]:
-    """Of running text: no code, no tables, no headings, no pictures."""
+    """Sentences of running text: no code, no tables, no headings, no pictures."""
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     paragraphs: list[list[str]] = [[]]
     for line in text.splitlines():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of the workers of a large healthy job, made up: what thousands of probes would send to the coordinator.
+"""Synthetic records of a large healthy job's workers, as thousands of probes would send them to the coordinator.
 
 For `overhead.py`. 1F1B's ops and transfers with documents that differ, ops that scatter by 3 %, devices by 1 % and
 transfers by 5 %; members of a tensor-parallel group wait for the slowest, which is timed on one micro-batch in four;
@@ -49,7 +49,7 @@ class SyntheticWorkers:
         ))  # fmt: skip
 
     def messages(self, iteration: int) -> list[bytes]:
-        """What all workers send of an iteration, in the order of their ids."""
+        """The messages of all workers for an iteration, in the order of their ids."""
         squares = self._random.lognormal(np.log(2e7), 0.4, (self._shape[0], MICRO_BATCHES)).clip(1e6, SEQUENCE**2)
         ops, transfers = self._ops(iteration, squares), self._transfers(iteration)
         return [

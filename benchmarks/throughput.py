@@ -62,11 +62,11 @@ TIME_SCALE: Final = 0.5
 WORKERS_PER_NODE: Final = 4
 JOB: Final = SmallJob(layers=6, hidden=32, sequence=32, batch=32)
 MEMORY_SHARE: Final = 0.9
-"""Of the model's state that a device has room for: a replica needs two devices."""
+"""The share of the model's state that fits into a device: a replica needs two devices."""
 WARM_UP, MEASURED = 2, 2
-"""Iterations: at a job's start, and at least, measured of each plan."""
+"""Warm-up iterations at a job's start, and the fewest measured iterations of each plan."""
 PER_PLAN: Final = MEASURED + 2
-"""A plan is taken one or two iterations after it was asked for, and its first one is left out."""
+"""A plan takes effect one or two iterations after the request, and its first iteration is left out."""
 FAULT: Final = WARM_UP + MEASURED + 1
 """The iteration in which the fault comes."""
 JOB_S: Final = 1800.0
@@ -74,7 +74,7 @@ JOB_S: Final = 1800.0
 
 @dataclass(frozen=True)
 class Case:
-    """What fails; workers 0, 1, 4, 5 are the first stage's, of replica 0 and 1 in pairs."""
+    """A fault; workers 0, 1, 4, 5 are the first stage's, of replica 0 and 1 in pairs."""
 
     name: str
     dead: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ class Case:
 
 
 def own_plan() -> ParallelPlan:
-    """As the job starts: data-parallel replicas of a stage beside each other."""
+    """The job's first layout, with the data-parallel replicas of a stage beside each other."""
     replicas, degree = JOB.replicas, JOB.tensor_parallel
     chunks = even_chunks(JOB.layers, JOB.pipeline_parallel)
     stages = [
@@ -122,7 +122,7 @@ CASES: Final = (
 
 
 def cost_of(profile: DeviceProfile) -> JobCost:
-    """The profile's costs as the planner wants them, in seconds of the emulated clock."""
+    """The profile's costs in the planner's form, in seconds of the emulated clock."""
     model = model_from_arguments({
         "num_layers": JOB.layers, "hidden_size": JOB.hidden, "num_attention_heads": 4, "vocab_size": 127,
         "max_position_embeddings": JOB.sequence, "tensor_model_parallel_size": JOB.tensor_parallel,
@@ -152,7 +152,7 @@ STRATEGIES: Final[dict[str, Callable[[ParallelPlan, Health, JobCost], ParallelPl
 
 
 def plans_of(case: Case, cost: JobCost) -> dict[str, ParallelPlan]:
-    """The plans of the strategies that have one."""
+    """The plans of all strategies that find one."""
     found = {}
     for name, strategy in STRATEGIES.items():
         try:
@@ -172,7 +172,7 @@ def plans_of(case: Case, cost: JobCost) -> dict[str, ParallelPlan]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one plan: median seconds of its iterations, how many there were, and what the simulator predicted."""
+    """One plan's median seconds per iteration, the number of iterations, and the simulator's prediction."""
 
     iteration_s: float
     iterations: int
@@ -219,7 +219,7 @@ def same_work(first: ParallelPlan, second: ParallelPlan) -> bool:
 
 
 def to_ask(plans: dict[str, ParallelPlan]) -> dict[str, ParallelPlan]:
-    """Those that the job has to be asked for, where several have the same work done one of them."""
+    """The plans to request from the job; only one of several plans with the same work."""
     known, asked = [own_plan()], {}
     for name, plan in plans.items():
         if not any(same_work(plan, other) for other in known):

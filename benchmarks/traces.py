@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detector on recorded jobs of others: who is named, and whether anybody is who should not be.
+"""The detector on recorded jobs of others: the workers that it names, and whether these are at fault.
 
 Takes the recordings' directory as `--traces DIR` or from RESIHP_TRACES; without it prints that they were left out. The
 recordings have no sequence lengths and their steps are not consecutive.
@@ -47,7 +47,7 @@ SPANS = {"grads-reduce-scatter": SpanKind.GRADIENT_SYNC, "optimizer": SpanKind.O
 EXPECTED: dict[str, set[int]] = {"AR": {0}, "ST": set(), "SE": set()}
 """Workers that are at fault."""
 PAI_STRAGGLER, PAI_FROM, PAI_TO = 6, 181, 195
-"""Job 1: worker 6 takes up to twice its time in these mini-batches, nobody else does."""
+"""Job 1: only worker 6 takes up to twice its time in these mini-batches."""
 
 
 def bytedance_job(path: Path) -> tuple[Layout, list[IterationObservations]]:
@@ -101,25 +101,25 @@ def pai_job(path: Path) -> Table:
     times, place = np.unique([int(row["time"]) for row in rows], return_inverse=True)
     seconds = np.full((len(times), len(workers)), np.nan)
     seconds[place, column] = [float(row["batch_time_norm"]) / 1000 for row in rows]
-    # Mini-batches are numbered anew: `time` counts seconds or records, and leaves most numbers out.
+    # Mini-batches are renumbered: `time` counts seconds or records, and leaves most numbers out.
     return Table.of(seconds, workers)
 
 
 def judge(layout: Layout, steps: Sequence[IterationObservations], warm_up: int) -> Replay:
-    """The detector with its own settings but for the length of warm-up."""
+    """The detector with its own settings, except for the length of warm-up."""
     settings = replace(Settings(), warm_up=warm_up)
     return replay([layout, *steps], FALSE_ALARMS_PER_JOB, len(steps), settings)
 
 
 def judge_bytedance(traces: Path, name: str) -> dict[str, Any]:
-    """Who was named, and whether it is exactly who should be."""
+    """The named workers, and whether they are exactly the workers at fault."""
     result = judge(*bytedance_job(traces / "bytedance" / f"trace-{name}.parquet"), BYTEDANCE_WARM_UP)
     found = {worker for verdict in result.verdicts for worker in verdict.workers}
     return {"named": sorted(found), "right": found == EXPECTED[name], **_counts(result)}
 
 
 def judge_pai(traces: Path, number: int) -> dict[str, Any]:
-    """Who was named and when."""
+    """The named workers, with the time of each verdict."""
     table = pai_job(traces / "alibaba_pai" / f"pai_job_{number}_norm.csv")
     result = judge(table.layout(), list(table.observations()), Settings.warm_up)
     onsets = [verdict for verdict in result.verdicts if verdict.change is Change.ONSET]
@@ -131,7 +131,7 @@ def _counts(result: Replay) -> dict[str, int]:
 
 
 def judge_all(traces: Path) -> dict[str, Any]:
-    """All recorded jobs; which of them are there is up to the directory."""
+    """All recorded jobs that the directory holds."""
     jobs: dict[str, Any] = {f"bytedance_{name}": judge_bytedance(traces, name) for name in EXPECTED}
     jobs |= {f"pai_{number}": judge_pai(traces, number) for number in (1, 2, 3, 4)}
     named = [(at, workers) for at, *workers in jobs["pai_1"]["onsets"] if PAI_FROM <= at <= PAI_TO]
