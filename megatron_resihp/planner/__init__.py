@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the current plan, the health of what is left and what work costs to the next plan. Pure functions, no torch.
+"""Makes the next plan from the current plan, the health of the live workers, and the cost of work.
 
-Imports numpy, scipy, `plan`, `pipeline` and `cost`. `uniform` serves what the executor can run today; `strategies`
-holds everything else.
+Pure functions, no torch. Imports numpy, scipy, `plan`, `pipeline` and `cost`. `uniform` plans what the executor can run
+without a strategy; `strategies` holds everything else.
 """
 
 from megatron_resihp.planner.uniform import JobShape, NoPlanError, initial_plan, plan_uniform

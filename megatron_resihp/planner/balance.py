@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers each stage of a pipeline runs: contiguous, the slowest stage as fast as can be, within memory.
+"""Splits layers over the stages of a pipeline: contiguous, within memory, with the fastest possible slowest stage.
 
 Imports numpy, `cost`, `plan` and this package.
 """
@@ -19,16 +19,16 @@ _ROUNDING = 8
 def balanced_chunks(
     degrees: Sequence[int], speeds: Sequence[float], cost: JobCost, copies: int, in_flight: Sequence[int]
 ) -> tuple[Chunk, ...] | None:
-    """The contiguous split with the least time of the slowest stage; of these, with the least variance.
+    """The contiguous split with the least time of the slowest stage; among equals, the one with the least variance.
 
     Args:
-        degrees, speeds: tensor-parallel degree and slowest member's speed of each stage.
+        degrees, speeds: of each stage, the tensor-parallel degree and the slowest member's speed.
         cost: of the job.
-        copies: replicas that hold each layer, among which a distributed optimizer's state is shared out.
+        copies: how many replicas hold each layer and share a distributed optimizer's state.
         in_flight: micro-batches whose activations each stage keeps at once.
 
     Returns:
-        One chunk for each stage, with a layer at least; None if no split fits in memory.
+        One chunk for each stage, with at least one layer; None if no split fits in memory.
     """
     if len(degrees) > cost.layers:
         return None
@@ -49,7 +49,7 @@ def balanced_chunks(
 
 
 def _spans(degree: int, speed: float, cost: JobCost, copies: int, kept: int) -> Array:
-    """Seconds of a micro-batch in layers first, …, end − 1: [first, end], infinite where they don't fit in memory."""
+    """Seconds of a micro-batch in layers first, …, end − 1: [first, end]; infinite if they do not fit in memory."""
     sizes = cost.bytes(degree, copies)
     seconds = np.append(0.0, cost.seconds(degree).sum(axis=0).cumsum()) / speed
     held = np.append(0.0, (sizes.state + kept * sizes.kept).cumsum())
@@ -61,7 +61,7 @@ def _spans(degree: int, speed: float, cost: JobCost, copies: int, kept: int) -> 
 
 
 def _least(spans: Sequence[Array], join: np.ufunc) -> tuple[Array, list[Array]]:
-    """By dynamic programming over stages: the least joined value up to each layer, and where each last stage begins."""
+    """Dynamic program over stages: the least joined value up to each layer, and where each last stage begins."""
     best = np.full(len(spans[0]), np.inf)
     best[0] = 0.0
     before = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy's plan for a job that runs: asked for by name, and checked to be one that can be run.
+"""Asks a named strategy for a running job's next plan, and checks that the job can run it.
 
-Imports numpy, `plan`, `cost` and this package; the strategies only once one is asked, since that takes a while.
+Imports numpy, `plan`, `cost` and this package. It imports the strategies only on demand, since that takes a while.
 """
 
 from dataclasses import dataclass, replace
@@ -17,15 +17,15 @@ from megatron_resihp.planner.uniform import NoPlanError
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a strategy makes of a health.
+    """A strategy's plan for a given health.
 
     Attributes:
-        plan: the next one, with layers; all live workers are in it.
+        plan: the next plan, with layers; it contains all live workers.
         iteration_s: seconds of its pipelines in an iteration.
-        current_s: the same of the plan in force as things are; None: it can't go on.
-        healthy_s: the same of the plan in force if all its workers were well.
-        moving_s: how long the job stands still to get there.
-        bound_s: what no plan can beat.
+        current_s: seconds that the plan in force needs with this health; None if it cannot go on.
+        healthy_s: seconds that the plan in force would need if all its workers were healthy.
+        moving_s: how long the job stands still during the change.
+        bound_s: least seconds that any plan needs.
     """
 
     plan: ParallelPlan
@@ -37,7 +37,7 @@ class Proposal:
 
 
 def strategy_named(name: str) -> Strategy:
-    """A strategy whose plans can be taken in place.
+    """A strategy whose plans a job can change to in place.
 
     Raises:
         NoPlanError: there is no such strategy.
@@ -53,16 +53,16 @@ def strategy_named(name: str) -> Strategy:
 
 
 def propose(name: str, plan: ParallelPlan, own: tuple[Chunk, ...], health: Health, cost: JobCost) -> Proposal:
-    """Ask a strategy.
+    """Ask a strategy for a plan, check that plan, and evaluate it.
 
     Args:
         name: of the strategy.
-        plan: in force; its workers may be dead by now.
+        plan: the plan in force; its workers may be dead by now.
         own: the job's own split into layers.
-        health, cost: of what is left.
+        health, cost: of the live workers and the job.
 
     Raises:
-        NoPlanError: it has no plan, or none that can be run.
+        NoPlanError: the strategy has no plan, or none that the job can run.
     """
     from megatron_resihp.planner.evaluation import evaluate
     from megatron_resihp.planner.moves import seconds_to_get_there
@@ -85,7 +85,7 @@ def propose(name: str, plan: ParallelPlan, own: tuple[Chunk, ...], health: Healt
 
 
 def require_room(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> None:
-    """Raises NoPlanError if memory would run short on the way to a plan that nobody has to take."""
+    """Raises NoPlanError if memory runs short on the way to an optional plan."""
     try:
         check_change(before, after, cost.model, cost.training, cost.device.memory)
     except PlanError as error:
@@ -93,8 +93,10 @@ def require_room(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> No
 
 
 def plainly_ordered(plan: ParallelPlan) -> ParallelPlan:
-    """The same with the usual order of ops where a replica's only stage could hide no wait with another one: Megatron's
-    own groups and schedule may be able to run that."""
+    """The plan with the usual order of ops in replicas of one stage and one chunk, which have no wait to hide.
+
+    Megatron's own groups and schedule may then be able to run the plan.
+    """
     return replace(plan, replicas=tuple(
         replace(each, schedule=None) if len(each.stages) == len(each.chunks) == 1 and not plan.migrations else each
         for each in plan.replicas
@@ -102,11 +104,11 @@ def plainly_ordered(plan: ParallelPlan) -> ParallelPlan:
 
 
 def require_runnable(plan: ParallelPlan, health: Health, cost: JobCost) -> None:
-    """Raises NoPlanError unless the plan can be run by workers that are alive, with this model."""
+    """Raises NoPlanError unless live workers can run the plan with this model."""
     if not set(plan.working) <= health.speed.keys():
-        raise NoPlanError(f"worker {min(set(plan.working) - health.speed.keys())} is to work and is dead")
+        raise NoPlanError(f"worker {min(set(plan.working) - health.speed.keys())} has work in the plan but is dead")
     if plan.uneven_shards:
-        raise NoPlanError("members of a stage hold unlike shards, which can't be run")
+        raise NoPlanError("members of a stage hold unlike shards; no job can run that yet")
     if plan.micro_batch_count != cost.micro_batches:
         raise NoPlanError(f"the plan has {plan.micro_batch_count} micro-batches, the job {cost.micro_batches}")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a plan is with a given health, by simulation, and how near that is to the bound.
+"""Simulates how fast a plan is with a given health, and how near that is to the bound.
 
 Imports numpy, `plan`, `pipeline`, `cost` and this package.
 """
@@ -27,12 +27,12 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a plan gives.
+    """Simulated times of a plan.
 
     Attributes:
         replica_s: makespan of each replica's micro-batches, in seconds.
-        bound: what no plan can beat with this health.
-        samples: in a global batch.
+        bound: least time that any plan needs with this health.
+        samples: number of samples in a global batch.
     """
 
     replica_s: tuple[float, ...]
@@ -41,7 +41,7 @@ class Evaluation:
 
     @property
     def iteration_s(self) -> float:
-        """Without gradient reduction and optimizer."""
+        """Seconds of an iteration, without gradient reduction and optimizer."""
         return max(self.replica_s)
 
     @property
@@ -50,7 +50,7 @@ class Evaluation:
 
     @property
     def share_of_bound(self) -> float:
-        """Bound over iteration time: 1 is as fast as can be."""
+        """Bound over iteration time: 1 means that no plan is faster."""
         return self.bound.seconds / self.iteration_s
 
 
@@ -78,14 +78,14 @@ def evaluate(plan: ParallelPlan, health: Health, cost: JobCost) -> Evaluation:
 
 
 def iteration_times(plan: ParallelPlan, health: Health, cost: JobCost, squares: Array) -> Array:
-    """Seconds of iterations whose micro-batches hold documents of unlike lengths, [iterations].
+    """Seconds of each iteration when micro-batches hold documents of different lengths, [iterations].
 
     Args:
-        plan, health, cost: as in `evaluate`, which gives the seconds where all micro-batches are typical.
+        plan, health, cost: as in `evaluate`, which gives the seconds for typical micro-batches.
         squares: Σ l² of each micro-batch of the global batch, tokens², [iterations, micro-batches].
 
     Raises:
-        PlanError, KeyError: as `evaluate` does.
+        PlanError, KeyError: as in `evaluate`.
     """
     more = squares - cost.typical_squares
     together = migrating(plan)
@@ -101,7 +101,7 @@ def iteration_times(plan: ParallelPlan, health: Health, cost: JobCost, squares: 
 
 
 def _makespans(replica: Replica, health: Health, cost: JobCost, more: Array) -> Array:
-    """[iterations], with so many tokens² more than the typical in each own micro-batch, [iterations, micro-batches]."""
+    """Seconds of one replica, [iterations]; `more`: tokens² above the typical, [iterations, own micro-batches]."""
     replica = with_layers(replica, cost.model)
     typical = stage_seconds(replica, health, cost)[..., np.newaxis]
     per_square = _chunk_seconds(replica, health, cost.seconds_per_square)[..., np.newaxis]
@@ -110,7 +110,7 @@ def _makespans(replica: Replica, health: Health, cost: JobCost, more: Array) -> 
 
 
 def _joint_makespans(plan: ParallelPlan, health: Health, cost: JobCost, more: Array) -> Array:
-    """The same of the replicas that take part in migrations, together; of all micro-batches of the global batch."""
+    """Seconds of the replicas that take part in migrations, [iterations]; `more` covers the whole global batch."""
     replicas, program, runner = _joint_program(plan, cost)
     typical = _by_op(program, runner, [stage_seconds(replica, health, cost) for replica in replicas])
     slopes = [_chunk_seconds(replica, health, cost.seconds_per_square) for replica in replicas]
@@ -127,7 +127,7 @@ def timeline_of(replica: Replica, health: Health, cost: JobCost) -> Timeline:
 
 
 def migrating(plan: ParallelPlan) -> tuple[int, ...]:
-    """The replicas that take part in migrations, so that none of them can be simulated alone."""
+    """The replicas that take part in migrations; none of them can be simulated alone."""
     owner = {index: number for number, replica in enumerate(plan.replicas) for index in replica.micro_batches}
     return tuple(sorted({number for moved in plan.migrations for number in (owner[moved.micro_batch], moved.replica)}))
 
@@ -140,7 +140,7 @@ def joint_timeline(plan: ParallelPlan, health: Health, cost: JobCost) -> JointTi
 
 
 def _joint_program(plan: ParallelPlan, cost: JobCost) -> tuple[list[Replica], JointProgram, Integers]:
-    """The replicas that take part in migrations, their program, and which of them runs each row of its `flat`."""
+    """The replicas that take part in migrations, their program, and which replica runs each row of its `flat`."""
     replicas = [with_layers(plan.replicas[number], cost.model) for number in migrating(plan)]
     program = joint_program_of(replicas)
     number_of_stage = np.repeat(np.arange(len(replicas)), [len(replica.stages) for replica in replicas])
@@ -148,7 +148,7 @@ def _joint_program(plan: ParallelPlan, cost: JobCost) -> tuple[list[Replica], Jo
 
 
 def _by_op(program: JointProgram, runner: Integers, by_chunk: Sequence[Array]) -> Array:
-    """What each op takes of its runner's [3, chunks], as an array of the program's shape."""
+    """Gather a value for each op from its runner's [3, chunks], as an array of the program's shape."""
     kind, chunk, micro_batch = program.flat.T
     found = np.zeros(program.shape)
     for number, own in enumerate(by_chunk):
@@ -176,27 +176,27 @@ def _joint_transfers(
 
 
 def _members(replica: Replica, chunk: int) -> tuple[int, ...]:
-    """Who runs a chunk; nobody where the replica has no such chunk."""
+    """Workers that run a chunk; empty if the replica has no such chunk."""
     return replica.stages[replica.chunks[chunk].stage] if chunk < len(replica.chunks) else ()
 
 
 def _transfer(sender: tuple[int, ...], receiver: tuple[int, ...], health: Health, cost: JobCost) -> float:
-    """0 where one of both is nobody, so that nothing is sent."""
+    """Seconds of one transfer; 0 if either side is empty, so that nothing is sent."""
     if not (sender and receiver):
         return 0.0
     return cost.transfer(len(sender), len(receiver)) / health.between(sender, receiver)
 
 
 def stage_seconds(replica: Replica, health: Health, cost: JobCost) -> Array:
-    """Of each op of one micro-batch, [3 (F, B, W), chunks]; B is the whole backward where it isn't split.
+    """Seconds of each op of one micro-batch, [3 (F, B, W), chunks]; B is the whole backward unless it is split.
 
-    A stage is as fast as its slowest member; one without members, whose work is migrated, has 0.
+    A stage is as fast as its slowest member. A stage without members, whose work is migrated, takes 0 seconds.
     """
     return _chunk_seconds(replica, health, cost.seconds)
 
 
 def _chunk_seconds(replica: Replica, health: Health, layer_seconds: Callable[[int], Array]) -> Array:
-    """The same from [3, layers] of groups of a degree."""
+    """`stage_seconds` from a function that gives [3, layers] for groups of a degree."""
     seconds = np.zeros((len(OpKind), len(replica.chunks)))
     for number, chunk in enumerate(replica.chunks):
         members = replica.stages[chunk.stage]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well the devices and links are: what a planner is told. Imports only the standard library."""
+"""The health of devices and links, as planners receive it. Imports only the standard library."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,16 +7,16 @@ from itertools import product
 
 
 class HealthError(ValueError):
-    """A health that can't be; the message names the worker or link."""
+    """An impossible health; the message names the worker or link."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """Of each live worker and slow link.
+    """The speed of each live worker and each slow link.
 
     Attributes:
-        speed: p of every live worker, in (0, 1], relative to the device's own healthy speed. Who is not in it is dead.
-        link: speed of slow links in (0, 1], by pair of workers, the smaller id first; links not in it are healthy.
+        speed: p of every live worker, in (0, 1], relative to the device's own healthy speed; other workers are dead.
+        link: speed of each slow link, in (0, 1], by pair of workers, the smaller id first; other links are healthy.
 
     Raises:
         HealthError: on construction, for a speed outside of (0, 1] or a link between unknown workers.
@@ -40,9 +40,9 @@ class Health:
         return tuple(sorted(self.speed))
 
     def rounded_down(self, steps: int) -> "Health":
-        """With speeds that are whole multiples of 1 / steps, or what they are where that would be 0."""
+        """The health with speeds rounded down to multiples of 1 / steps; a speed that would become 0 stays."""
 
-        # A little more, as 0.29 · 100 is just below 29.
+        # Add a little, as 0.29 · 100 is just below 29.
         def rounded(speed: float) -> float:
             return int(speed * steps + 1e-9) / steps or speed
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole units of work dealt so that the last one to finish finishes first, as an integer program. Imports scipy."""
+"""Distributes whole units of work so that the last finish time is least, as an integer program. Imports scipy."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 Kind = tuple[float, float, int]
-"""Slope, offset and most."""
+"""Slope, offset and upper limit."""
 
 
 def least_maximum(
@@ -17,17 +17,17 @@ def least_maximum(
 ) -> list[int] | None:
     """Integers x with Σ x = total and least ≤ x ≤ most that minimise max(slope · x + offset).
 
-    Who has the same slope, offset and most is one variable of the program, the largest x of them, so that the solver
-    doesn't go through their permutations: Σ count · largest ≥ total. What is too much then is taken from the steepest.
+    All x with the same slope, offset and limit share one variable of the program, the largest of them. So the solver
+    does not search their permutations: Σ count · largest ≥ total. The excess is then taken from the steepest.
 
     Args:
         slopes: above 0.
-        offsets, most: of each x.
-        total: of all.
-        least: of each.
+        offsets, most: offset and upper limit of each x.
+        total: sum of all x.
+        least: lower limit of each x.
 
     Returns:
-        x; None if there is none.
+        x, or None if no such x exists.
     """
     if len(slopes) * least > total or min(most, default=0) < least or sum(most) < total:
         return None
@@ -45,7 +45,7 @@ def least_maximum(
 
 @lru_cache(maxsize=4096)
 def _largest(kinds: tuple[tuple[Kind, int], ...], total: int, least: int) -> tuple[int, ...]:
-    """The x of each kind for which the maximum is least and Σ count · x ≥ total, for kinds and counts."""
+    """The x of each kind that minimise the maximum, with Σ count · x ≥ total; `kinds` gives kinds and their counts."""
     if len(kinds) == 1:
         return (-(-total // kinds[0][1]),)
     slope, offset, most = np.array([kind for kind, _ in kinds], np.float64).T

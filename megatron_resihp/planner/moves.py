@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to be moved to get from one plan to another, and how long that takes. Imports numpy, `pipeline`, `plan`
-and `cost`.
+"""What state must move to get from one plan to another, and how long that takes.
+
+Imports numpy, `pipeline`, `plan` and `cost`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,23 +19,24 @@ from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
 Index = NDArray[np.int64]
 Shards = tuple[Shard, ...]
 _ROUNDING: Final = 1e-9
-"""Share that is lacking only because thirds and the like are rounded."""
+"""Share of the wanted bytes that counts as rounding error, from thirds and the like."""
 
 
 def bytes_to_move(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> dict[int, float]:
-    """Bytes of weights and optimizer that each worker of the next plan lacks; workers that lack none are left out.
+    """Bytes of weights and optimizer state that each worker of the next plan lacks; workers that lack none are left
+    out.
 
-    A worker lacks what its new shards hold and none of its old ones does: rectangles of layers × share of a layer, from
-    rank / degree to (rank + 1) / degree (where shards are uneven, as if they were even). Of an optimizer that is
-    distributed over copies, a worker gets its share.
+    A worker lacks what its new shards hold and its old shards do not. A shard is a rectangle: layers × share of a
+    layer, from rank / degree to (rank + 1) / degree (uneven shards are treated as even). If the optimizer is
+    distributed over copies, a worker receives its share of it.
 
     Args:
-        before: the plan that the state is held by; workers that are dead by now don't matter.
-        after: the plan to get to.
+        before: the plan whose workers hold the state; workers that are dead by now are ignored.
+        after: the next plan.
         cost: of the job.
 
     Raises:
-        PlanError: a plan has other layers than the model.
+        PlanError: the layers of a plan differ from the model's.
     """
     size = prefix_bytes(cost, len(after.replicas))
     held, wanted = shards_held(before, cost), shards_held(after, cost)
@@ -46,28 +48,28 @@ def bytes_to_move(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> d
 
 
 def seconds_to_get_there(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> float:
-    """Until a plan can run: new process groups, then what is lacking over the links of those who lack most.
+    """Seconds until a plan can run: new process groups, then the transfer to the worker that lacks the most bytes.
 
-    All links are used at once, one for each worker; state is taken to have sources enough.
+    All links work at once, one for each worker; every piece of state is assumed to have enough sources.
 
     Raises:
-        PlanError: a plan has other layers than the model.
+        PlanError: the layers of a plan differ from the model's.
     """
     return 0.0 if before == after else seconds_to_move(bytes_to_move(before, after, cost), cost)
 
 
 def seconds_to_move(moved: Mapping[int, float], cost: JobCost) -> float:
-    """The same for what `bytes_to_move` gives for plans that differ."""
+    """Seconds to get to a different plan, from what `bytes_to_move` gives."""
     return cost.rebuild_s + max(moved.values(), default=0.0) / cost.device.bandwidth
 
 
 def lacking_bytes(held: Sequence[Shards], wanted: Sequence[Shards], size: Array) -> Array:
-    """Bytes of what is wanted that holders lack, [held, wanted].
+    """Bytes that each holder lacks of each wanted set of shards, [held, wanted].
 
     Args:
-        held: what holders have, each part of the state once.
-        wanted: the same of places.
-        size: bytes of the layers before each one, and of all; see `prefix_bytes`.
+        held: the shards of each holder, without overlap.
+        wanted: the shards that each place needs.
+        size: bytes of the layers before each layer, and of all layers; see `prefix_bytes`.
     """
     have, need = _Rectangles.of(held), _Rectangles.of(wanted)
     found = np.zeros((len(held), len(wanted)))
@@ -79,7 +81,7 @@ def lacking_bytes(held: Sequence[Shards], wanted: Sequence[Shards], size: Array)
 
 @compiled
 def _add_common(found: Array, have: "_Rectangles", need: "_Rectangles", size: Array) -> None:
-    """Add the bytes that each two owners' shards have in common, [owners that have, owners that need]."""
+    """Add the bytes that the shards of each pair of owners have in common, [owners that have, owners that need]."""
     for i in range(len(have.owner)):
         for j in range(len(need.owner)):
             first, end = max(have.first[i], need.first[j]), min(have.end[i], need.end[j])
@@ -89,7 +91,7 @@ def _add_common(found: Array, have: "_Rectangles", need: "_Rectangles", size: Ar
 
 
 class _Rectangles(NamedTuple):
-    """Shards of several owners: layers first, …, end − 1, of each the share from start to stop; each [shards]."""
+    """Shards of several owners: layers first, …, end − 1, and of each layer the share start to stop; each [shards]."""
 
     owner: Index
     first: Index
@@ -102,13 +104,13 @@ class _Rectangles(NamedTuple):
         rows = np.array(
             [(owner, *shard) for owner, shards in enumerate(shards_of) for shard in shards], np.int64
         ).reshape(-1, 5)
-        owner, first, end, rank, degree = rows.T.copy()  # contiguous, or else functions are compiled once more
+        owner, first, end, rank, degree = rows.T.copy()  # contiguous, or Numba compiles each function once more
         return cls(owner, first, end, rank / degree, (rank + 1) / degree)
 
 
 @lru_cache(maxsize=64)
 def prefix_bytes(cost: JobCost, copies: int) -> Array:
-    """Bytes of the layers before each one, and of all, [layers + 1]; of weights and a copy's share of the optimizer."""
+    """Bytes of the layers before each layer, and of all, [layers + 1]: weights and a copy's optimizer share."""
     training = cost.training
     sharers = copies if training.distributed_optimizer else 1
     each = training.weight_bytes + training.optimizer_bytes / sharers
@@ -116,7 +118,7 @@ def prefix_bytes(cost: JobCost, copies: int) -> Array:
 
 
 def shards_held(plan: ParallelPlan, cost: JobCost) -> dict[int, tuple[Shard, ...]]:
-    """What each worker of a plan holds, standbys included."""
+    """The shards that each worker of a plan holds, standbys included."""
     held: dict[int, tuple[Shard, ...]] = {}
     first = with_layers(plan.replicas[0], cost.model)
     for replica in plan.replicas:
@@ -135,7 +137,7 @@ def shards_held(plan: ParallelPlan, cost: JobCost) -> dict[int, tuple[Shard, ...
 
 @lru_cache(maxsize=1024)
 def _shards_of(chunks: Sequence[Chunk], degrees: Sequence[int]) -> list[list[Shards]]:
-    """What each member of each stage holds."""
+    """The shards that each member of each stage holds."""
     return [
         [tuple(Shard(chunk.first, chunk.end, rank, degree) for chunk in of_stage) for rank in range(degree)]
         for of_stage, degree in zip(_by_stage(chunks, len(degrees)), degrees, strict=True)

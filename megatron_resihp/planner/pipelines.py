@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas ↔ pipelines to be tuned. Imports numpy, `plan`, `pipeline`, `cost` and this package."""
+"""Converts replicas to and from pipelines for tuning. Imports numpy, `plan`, `pipeline`, `cost` and this package."""
 
 from collections.abc import Sequence
 
@@ -19,19 +19,19 @@ Group = tuple[int, ...]
 def pipeline_job(
     groups: Sequence[Group], micro_batches: int, copies: int, health: Health, cost: JobCost
 ) -> PipelineJob:
-    """What one replica has to do, with its tensor-parallel groups as devices.
+    """The work of one replica, with its tensor-parallel groups as devices.
 
-    Memory is that of `cost.memory.check_plan` or a little more: recomputation is taken to need the same everywhere, and
-    a tied head to need its copy of the embedding on every device.
+    Memory is that of `cost.memory.check_plan` or a little more. It assumes that recomputation needs the same memory on
+    every device, and that a tied head needs its copy of the embedding on every device.
 
     Args:
-        groups: workers of each.
-        micro_batches: that this replica runs.
-        copies: replicas that hold each layer.
+        groups: the workers of each group.
+        micro_batches: how many this replica runs.
+        copies: how many replicas hold each layer.
         health, cost: of the workers and the job.
 
     Raises:
-        ShardError: a group is of a degree that can't share the model's layers.
+        ShardError: a group has a degree that cannot share the model's layers.
     """
     degrees = [len(group) for group in groups]
     speeds = [min(health.speed[worker] for worker in group) for group in groups]
@@ -49,17 +49,17 @@ def pipeline_job(
 
 
 def layout_of(replica: Replica) -> Layout:
-    """The layout of a replica that says its layers."""
+    """The layout of a replica whose layers are given."""
     return Layout((0, *(chunk.end for chunk in replica.chunks)), replica.stage_of_chunk)
 
 
 def replica_of(groups: Sequence[Group], layout: Layout, program: Program, micro_batches: Sequence[int]) -> Replica:
-    """A layout and program as a replica.
+    """Convert a layout and a program to a replica.
 
     Args:
-        groups: workers of each device.
-        layout, program: what they run; a program without W is Megatron's own.
-        micro_batches: the program's micro-batches 0, 1, … are these of the global batch.
+        groups: the workers of each device.
+        layout, program: what they run; a program without W uses Megatron's own schedule.
+        micro_batches: global-batch indices of the program's micro-batches 0, 1, …
     """
     chunks = tuple(map(Chunk, layout.homes, layout.cuts, layout.cuts[1:]))
     if program.splits_backward:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes which place of a next plan, so that few bytes move. Imports numpy, scipy, `plan`, `cost` and this package.
+"""Assigns workers to the places of a next plan so that few bytes move. Imports numpy, scipy, `plan`, `cost` and this
+package.
 
 A place is a replica, stage and tensor-parallel rank. Workers are interchangeable where that makes no stage slower and
-leaves each tensor-parallel group inside a node. Two kinds of exchange are each an assignment problem, solved in turns
-until nothing is gained: groups, idle ones too, take the places of groups, and nodes those of nodes, worker by worker.
-In jobs of few workers each group is then tried in every node.
+keeps each tensor-parallel group inside a node. Two kinds of exchange alternate until neither gains anything; each is an
+assignment problem. In one, groups (idle ones too) take the places of groups. In the other, nodes take the places of
+nodes, worker by worker. In jobs of few workers, each group is then tried in every node.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -22,11 +23,11 @@ from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.moves import Index, lacking_bytes, prefix_bytes, shards_held
 
 _MOST: Final = 320
-"""Groups, or nodes, that are assigned at the least cost; more groups are in the order of their layers, nodes stay."""
+"""Most groups or nodes for an assignment of least cost; above it, groups go by their middle layer and nodes stay."""
 _MOST_PAIRS: Final = 16_384
-"""The same for unlike pairs of up to four members, whose orders are tried all at once."""
+"""The limit for different pairs of up to four members, whose orders are all tried at once."""
 _MOST_LARGE_PAIRS: Final = 512
-"""The same for pairs of more members, each of which is an assignment problem."""
+"""The limit for pairs with more members, each of which is an assignment problem."""
 _MOST_ROUNDS: Final = 4
 _FEW: Final = 4
 _FEW_WORKERS: Final = 8
@@ -37,17 +38,17 @@ _NOWHERE: Final = -2
 
 
 def keep_places(before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """The same plan for other workers, no slower and with fewer bytes to move, in which standbys keep what they hold.
+    """The plan with other workers in its places: no slower, fewer bytes to move, and standbys keep the state they hold.
 
-    Who has a slow link stays in its group, and the group in its place.
+    A worker with a slow link stays in its group, and that group stays in its place.
 
     Args:
-        before: the plan in force; workers that are dead by now don't matter.
-        after: the plan to get to, of all live workers.
+        before: the plan in force; workers that are dead by now are ignored.
+        after: the next plan, made of all live workers.
         health, cost: of the workers and the job.
 
     Raises:
-        PlanError: a plan has other layers than the model.
+        PlanError: the layers of a plan differ from the model's.
     """
     held = shards_held(before, cost)
     situation, at = _situation(held, after, health, cost)
@@ -66,18 +67,18 @@ def keep_places(before: ParallelPlan, after: ParallelPlan, health: Health, cost:
 
 
 def _has_room(shards: Sequence[Shard], copies: int, cost: JobCost) -> bool:
-    """Whether a standby can keep them; fewer holders than before have larger shares of a distributed optimizer."""
+    """Whether a standby can keep its shards; with fewer holders, shares of a distributed optimizer are larger."""
     state = sum(cost.bytes(shard.tp_degree, copies).state[shard.first : shard.end].sum() for shard in shards)
     return bool(state <= cost.device.memory - _ROUNDING)
 
 
 class _WorkerKind(NamedTuple):
-    """Workers of a kind are interchangeable.
+    """A class of interchangeable workers.
 
     Attributes:
-        held: what they have of the state.
+        held: the state that they hold.
         speed: p.
-        group: the only one that it may be in: ANYWHERE, or NOWHERE if it has to be idle.
+        group: the only group that they may be in; ANYWHERE if any, NOWHERE if they must stay idle.
     """
 
     held: tuple[Shard, ...]
@@ -86,12 +87,12 @@ class _WorkerKind(NamedTuple):
 
 
 class _PlaceKind(NamedTuple):
-    """Places of a kind are interchangeable.
+    """A class of interchangeable places.
 
     Attributes:
-        wanted: what a worker has to have there.
-        speed: what it has to have at least.
-        group: its number if a worker has to stay in it, ANYWHERE otherwise.
+        wanted: the state that a worker needs there.
+        speed: the least speed that a worker needs there.
+        group: the number of the place's group if its workers must stay in it, otherwise ANYWHERE.
     """
 
     wanted: tuple[Shard, ...]
@@ -107,8 +108,8 @@ class _Situation(NamedTuple):
         place_kind: of each place, a column of `lacking`.
         groups: the places of each tensor-parallel group.
         nodes: the workers of each node.
-        kinds, place_kinds: what these numbers stand for.
-        lacking: bytes that workers of a kind lack at places of a kind; infinite where they can't be.
+        kinds, place_kinds: the kinds that these numbers stand for.
+        lacking: bytes that workers of a kind lack at places of a kind; infinite where they may not be.
     """
 
     kind: list[int]
@@ -123,7 +124,7 @@ class _Situation(NamedTuple):
 def _situation(
     held: Mapping[int, tuple[Shard, ...]], after: ParallelPlan, health: Health, cost: JobCost
 ) -> tuple[_Situation, list[int]]:
-    """What there is, and the worker at each place in the plan as it is."""
+    """The live workers and the plan's places, and the worker that the plan has at each place."""
     live = health.live
     linked = {worker for pair in health.link for worker in pair}
     stages = [members for replica in after.replicas for members in replica.stages if members]
@@ -160,19 +161,19 @@ def _situation(
 
 
 def _numbered[Value: Hashable](values: Iterable[Value]) -> tuple[list[int], list[Value]]:
-    """The number of each value among the unlike ones, and those."""
+    """The number of each value, and the distinct values in the order of their numbers."""
     numbers: dict[Value, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values], list(numbers)
 
 
 def _middle(shards: Sequence[Shard]) -> float:
-    """Of the layers."""
+    """The middle of the layers that the shards cover."""
     layers = sum(shard.end - shard.first for shard in shards)
     return sum((shard.first + shard.end) * (shard.end - shard.first) for shard in shards) / max(2 * layers, 1)
 
 
 def _lacking(workers: Sequence[_WorkerKind], places: Sequence[_PlaceKind], size: Array) -> Array:
-    """[kinds of workers, kinds of places]."""
+    """`_Situation.lacking`, [kinds of workers, kinds of places]."""
     row, held = _numbered(worker.held for worker in workers)
     column, wanted = _numbered(place.wanted for place in places)
     lacking = lacking_bytes(held, wanted, size)[np.ix_(row, column)]
@@ -183,7 +184,7 @@ def _lacking(workers: Sequence[_WorkerKind], places: Sequence[_PlaceKind], size:
 
 
 def _settled(situation: _Situation, at: list[int]) -> list[int]:
-    """The worker at each place when no exchange gains anything any more."""
+    """The worker at each place once no exchange gains anything."""
     least = _total(situation, at)
     for _ in range(_MOST_ROUNDS):
         moved = _nodes_exchanged(situation, _groups_exchanged(situation, at))
@@ -195,10 +196,10 @@ def _settled(situation: _Situation, at: list[int]) -> list[int]:
 
 
 def _tried_everywhere(situation: _Situation, at: list[int]) -> list[int]:
-    """The best of all ways to have groups in nodes, each worker where it lacks least.
+    """The best of all ways to place groups in nodes, where each worker takes the place at which it lacks least.
 
-    Groups are put into nodes one after the other, and no further where that lacks as much as the best way known: more
-    places in a node never lack less. Of nodes that are alike so far one is tried.
+    Groups are placed one after the other. A branch ends once it lacks as much as the best way so far, since more places
+    in a node never lack less. Of nodes that are alike so far, only one is tried.
     """
     best, least = None, _total(situation, at)
     known: dict[tuple[int, tuple[int, ...]], float] = {}
@@ -234,7 +235,7 @@ def _tried_everywhere(situation: _Situation, at: list[int]) -> list[int]:
 def _least_in(
     situation: _Situation, node: int, places: Sequence[int], known: dict[tuple[int, tuple[int, ...]], float]
 ) -> float:
-    """Bytes that the workers of a node lack at these places; places of one kind are alike."""
+    """Bytes that a node's workers lack at these places; places of one kind are interchangeable."""
     key = node, tuple(sorted(situation.place_kind[place] for place in places))
     if key not in known:
         kinds = np.array([situation.kind[worker] for worker in situation.nodes[node]])
@@ -248,7 +249,7 @@ def _total(situation: _Situation, at: Sequence[int]) -> float:
 
 
 def _groups_exchanged(situation: _Situation, at: Sequence[int]) -> list[int]:
-    """Groups, and as many idle workers of a node, to the places of groups of that degree."""
+    """Assign working groups, and idle groups of the same degree, to the places of groups of that degree."""
     by_degree: dict[int, list[Sequence[int]]] = {}
     for each in situation.groups:
         by_degree.setdefault(len(each), []).append(each)
@@ -264,7 +265,7 @@ def _groups_exchanged(situation: _Situation, at: Sequence[int]) -> list[int]:
 
 
 def _idle_groups(situation: _Situation, at: Sequence[int], degree: int) -> list[list[int]]:
-    """Of each node, with who holds the same layers together."""
+    """Groups of each node's idle workers; workers that hold the same layers stay together."""
     working = set(at)
     groups = []
     for workers in situation.nodes:
@@ -274,7 +275,7 @@ def _idle_groups(situation: _Situation, at: Sequence[int], degree: int) -> list[
 
 
 def _nodes_exchanged(situation: _Situation, at: Sequence[int]) -> list[int]:
-    """All that is done in one node to another one; inside a node, any worker to any place."""
+    """Move all work of one node to another node; inside a node, any worker may take any place."""
     node_of = {worker: node for node, workers in enumerate(situation.nodes) for worker in workers}
     places_of: list[list[int]] = [[] for _ in situation.nodes]
     for place, worker in enumerate(at):
@@ -288,7 +289,7 @@ def _nodes_exchanged(situation: _Situation, at: Sequence[int]) -> list[int]:
 
 
 def _seat(situation: _Situation, workers: Sequence[int], places: Sequence[int], at: list[int]) -> None:
-    """Give the places to the workers who lack least there."""
+    """Give each place to a worker so that the fewest bytes are lacking in total."""
     if not places:
         return
     kinds = [situation.kind[worker] for worker in workers]
@@ -300,7 +301,7 @@ def _seat(situation: _Situation, workers: Sequence[int], places: Sequence[int], 
 def _costs(
     situation: _Situation, workers_of: Sequence[Sequence[int]], places_of: Sequence[Sequence[int]]
 ) -> Array | None:
-    """Bytes that workers lack if they take places as well as they can, [workers_of, places_of]; None if too many."""
+    """Bytes that workers lack in their best assignment to places, [workers_of, places_of]; None if too many."""
     who, workers = _numbered(tuple(sorted(situation.kind[worker] for worker in each)) for each in workers_of)
     where, places = _numbered(tuple(sorted(situation.place_kind[place] for place in each)) for each in places_of)
     sizes = {*map(len, workers), *map(len, places)}
@@ -317,7 +318,7 @@ def _costs(
 
 
 def _least_of_orders(lacking: Array, workers: Index, places: Index) -> Array:
-    """Bytes that each row of workers lacks at each row of as many places, in the best order of the workers."""
+    """Bytes that each row of workers lacks at each row of equally many places, in the best order of the workers."""
     each = lacking[workers[:, np.newaxis, :, np.newaxis], places[np.newaxis, :, np.newaxis, :]]
     count = np.arange(workers.shape[1])
     orders = (each[:, :, order, count].sum(axis=2) for order in permutations(count))
@@ -325,7 +326,7 @@ def _least_of_orders(lacking: Array, workers: Index, places: Index) -> Array:
 
 
 def _least(lacking: Array, workers: Index, places: Index) -> float:
-    """Bytes lacked by the workers, [n], at all of the places, [≤ n, 1]; infinite if they can't be there."""
+    """Bytes that the workers, [n], lack at all of the places, [≤ n, 1]; infinite if they may not be there."""
     if len(workers) < len(places) or not len(places):
         return np.inf if len(places) else 0.0
     costs = lacking[workers, places]
@@ -336,7 +337,7 @@ def _least(lacking: Array, workers: Index, places: Index) -> float:
 
 
 def _in_order(situation: _Situation, members: Sequence[Sequence[int]], places_of: Sequence[Sequence[int]]) -> list[int]:
-    """The group for each group's places, of those that are as fast, by the middle of their layers."""
+    """The group for each group's places, among groups of equal speed, in the order of the middles of their layers."""
     middle = [_middle(kind.held) for kind in situation.kinds]
     wanted_middle = [_middle(kind.wanted) for kind in situation.place_kinds]
     alike: dict[tuple[float, int], list[int]] = {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of small jobs for whoever is slow or dead: every loop of the planners runs, and so is compiled.
+"""Plans small jobs with slow or dead workers, so that Numba compiles every loop of the planners.
 
-`python -m megatron_resihp.planner.practice` does so for an installation; after that its processes only load the machine
-code. Imports `plan`, `cost`, `pipeline` and `planner`.
+`python -m megatron_resihp.planner.practice` does this for an installation; later processes only load the machine code.
+Imports `plan`, `cost`, `pipeline` and `planner`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megatron_resihp.planner.strategy import Strategy
 WORKERS: Final = 8
 LAYERS: Final = 8
 SHAPES: Final = (JobShape(2, 2, 8, WORKERS), JobShape(1, 4, 8, WORKERS))
-"""Numba compiles a function for each kind of array that it is given, and pipelines of two stages give others."""
+"""Numba compiles a function for each kind of array; pipelines of two stages use different kinds from longer ones."""
 
 
 def practise() -> None:
-    """Ask all strategies, and judge what they say."""
+    """Run every strategy and evaluate its plans."""
     for shape in SHAPES:
         cost, plan = _job(shape)
         well = dict.fromkeys(plan.members, 1.0)
@@ -47,7 +47,7 @@ def practise() -> None:
 
 
 def _job(shape: JobShape) -> tuple[JobCost, ParallelPlan]:
-    """A job in its first plan, on devices that nothing is too large for."""
+    """A job in its first plan, on devices with memory for anything."""
     arguments = {
         "num_layers": LAYERS, "hidden_size": 768, "num_attention_heads": 12, "padded_vocab_size": 1024,
         "max_position_embeddings": 256,
@@ -64,7 +64,7 @@ def _strategies() -> Iterator[Strategy]:
 
 
 def _judge(before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost) -> None:
-    """By a typical iteration, as jobs do, and by several, as simulations do."""
+    """Evaluate a typical iteration, as jobs do, and several iterations, as simulations do."""
     evaluate(after, health, cost)
     iteration_times(after, health, cost, np.full((2, cost.micro_batches), cost.typical_squares))
     seconds_to_get_there(before, after, cost)

@@ -11,7 +11,7 @@ from megatron_resihp.planner.health import Health
 
 
 def pace_of(replica: Replica, health: Health, cost: JobCost) -> tuple[float, float]:
-    """Seconds that 1F1B takes for the first micro-batch, transfers included, and for each further one."""
+    """Seconds of 1F1B for the first micro-batch, transfers included, and for each further micro-batch."""
     per_chunk = stage_seconds(replica, health, cost).sum(axis=0)
     per_stage = [0.0] * len(replica.stages)
     for chunk, seconds in zip(replica.chunks, per_chunk, strict=True):
@@ -20,13 +20,13 @@ def pace_of(replica: Replica, health: Health, cost: JobCost) -> tuple[float, flo
 
 
 def fastest_shares(paces: Sequence[tuple[float, float]], micro_batches: int) -> list[int]:
-    """Counts of at least 1 that make the slowest replica finish first: each next one goes to who ends it soonest.
+    """Counts of at least 1 for which the slowest replica finishes earliest.
 
-    Giving each micro-batch in turn to the earliest end is optimal, since a replica's time grows with its count.
+    Each micro-batch goes to the replica that ends first. That is optimal, since a replica's time grows with its count.
 
     Args:
-        paces: of each replica, the seconds of its first micro-batch and of each further one.
-        micro_batches: to share out, as many as there are replicas at least.
+        paces: for each replica, the seconds of its first micro-batch and of each further one.
+        micro_batches: how many to distribute; at least as many as replicas.
     """
     counts = [1] * len(paces)
     ends = [(first + further, number) for number, (first, further) in enumerate(paces)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every strategy is: current plan, health and cost → the next plan. Imports `plan`, `cost` and this package."""
+"""The signature of every strategy: plan, health and cost → next plan. Imports `plan`, `cost` and this package."""
 
 from typing import Protocol
 
@@ -15,10 +15,10 @@ class Strategy(Protocol):
         """The next plan.
 
         Args:
-            plan: the one in force; its workers may be dead by now, and live workers may be missing in it.
+            plan: the plan in force; its workers may be dead by now, and it may lack some live workers.
             health: of all live workers.
             cost: what work costs in this job.
 
         Raises:
-            NoPlanError: nothing that this strategy can do fits the survivors; the message says why.
+            NoPlanError: this strategy finds no plan that fits the survivors; the message says why.
         """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans whose replicas are all complete TP x PP grids, formed out of any survivors. Imports only `plan`.
+"""Plans whose replicas are all complete TP x PP grids, formed from any survivors. Imports only `plan`.
 
-A shard is worked on by one worker per replica. Workers stay on the shard that they hold wherever that shard is wanted;
-only when a shard has fewer living holders than replicas does a surplus worker move to it, and fetches its state.
+In each replica, one worker works on each shard. A worker keeps the shard that it holds if the plan needs it there. If a
+shard has fewer living holders than there are replicas, a surplus worker moves to it and fetches its state.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from megatron_resihp.plan import Coordinate, ParallelPlan, Replica, deal, even_c
 
 
 class NoPlanError(Exception):
-    """No plan fits the survivors; the message says why, `missing` lists the shards that nobody holds."""
+    """No plan fits the survivors; the message says why, and `missing` lists the shards that no survivor holds."""
 
     def __init__(self, reason: str, missing: tuple[Coordinate, ...] = ()) -> None:
         super().__init__(reason)
@@ -68,7 +68,7 @@ def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previou
 
     Args:
         shape: sizes of the job.
-        held: for every living worker the shard that it holds complete and current (None: none).
+        held: for every living worker, the shard that it holds completely and up to date, or None.
         previous: the plan that the survivors come from; its replica indices are kept where possible.
 
     Raises:
@@ -95,7 +95,7 @@ def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previou
 
 
 def _preference(worker: int, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> tuple[int, ...]:
-    """Workers that worked before come first (no warm-up), and of those the ones that lost the fewest mates.
+    """Sort key: workers that had work come first (no warm-up), and among them those that lost the fewest mates.
 
     A TP group that stays together needs no new links, and TP peers of different replicas may be on different nodes.
     """
@@ -109,7 +109,7 @@ def _preference(worker: int, held: Mapping[int, Coordinate | None], previous: Pa
 
 
 def _fill(chosen: dict[Coordinate, list[int]], replicas: int, free: list[int], shape: JobShape) -> set[int]:
-    """Give shards that lack workers free ones, from the node of their TP peers first; returns who moved."""
+    """Give free workers to shards that lack them, from the node of their TP peers first; returns the moved workers."""
     moved: set[int] = set()
     for coordinate, workers in chosen.items():
         while len(workers) < replicas:
@@ -124,7 +124,7 @@ def _fill(chosen: dict[Coordinate, list[int]], replicas: int, free: list[int], s
 def _arrange(
     chosen: dict[Coordinate, list[int]], replicas: int, previous: ParallelPlan, shape: JobShape
 ) -> list[dict[Coordinate, int]]:
-    """Deal each shard's workers to replicas: previous replica mates together, then TP peers on one node."""
+    """Deal each shard's workers to replicas: mates of the previous replica together, then TP peers on one node."""
     grid: list[dict[Coordinate, int]] = [{} for _ in range(replicas)]
     waiting: list[tuple[Coordinate, int]] = []
     for coordinate, workers in chosen.items():

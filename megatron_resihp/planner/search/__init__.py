@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of `planner.strategies.joint`: one subject in each file, loops compiled. See there for how they fit."""
+"""The parts of `planner.strategies.joint`, which says how they fit together; one subject per file, compiled loops."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layout of the search as a plan. Imports `plan`, `cost` and this package."""
+"""Converts a layout of the search to a plan. Imports `plan`, `cost` and this package."""
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import Chunk, Kept, ParallelPlan, Replica, Schedule, deal
@@ -10,12 +10,12 @@ from megatron_resihp.planner.search.layout import Layout
 
 
 def plan_of(layout: Layout, nodes: Nodes, splits_backward: bool, health: Health, cost: JobCost) -> ParallelPlan:
-    """Workers without work are standbys that hold nothing.
+    """The layout as a plan; workers without work are standbys that hold nothing.
 
     Args:
         layout, nodes: what the search found.
-        splits_backward: whether its order of ops is ZB-H1 and not 1F1B.
-        health: whose workers are planned.
+        splits_backward: whether its order of ops is ZB-H1 instead of 1F1B.
+        health: of the workers that the plan covers.
         cost: of the job.
     """
     stages = [

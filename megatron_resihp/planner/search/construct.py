@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First layouts: groups dealt to so many replicas. Imports numpy and numba."""
+"""First layouts: deals groups to a given number of replicas. Imports numpy and numba."""
 
 from heapq import heappop, heappush
 from typing import Final
@@ -16,9 +16,9 @@ from megatron_resihp.planner.search.tables import Index, Tables
 BY_POWER: Final = 0
 """Replicas get equal power."""
 BY_SIZE: Final = 1
-"""Replicas get equally many workers, and with them equal memory."""
+"""Replicas get equal numbers of workers, and so equal memory."""
 ALIKE: Final = 2
-"""Replicas get equal power out of groups that are alike: slow ones come together."""
+"""Replicas get equal power from similar groups: slow groups share a replica."""
 WAYS: Final = (BY_POWER, BY_SIZE, ALIKE)
 
 
@@ -26,9 +26,9 @@ WAYS: Final = (BY_POWER, BY_SIZE, ALIKE)
 def construct(
     tables: Tables, nodes: Nodes, working: Index, idle: Index, replicas: int, micro_batches: int, way: int
 ) -> Layout:
-    """Deal groups to replicas; the slowest come first in each pipeline (Malleus, 2410.13333).
+    """Deal groups to replicas; slower groups come earlier in each pipeline (Malleus, 2410.13333).
 
-    Groups that are left without layers become idle. Seconds are as high as MISFIT where a replica doesn't fit.
+    Groups without layers become idle. A replica that does not fit has seconds of MISFIT or more.
     """
     most_stages = min(tables.forward.shape[1], 4 * (len(working) // replicas) + 8)
     scratch = new_scratch(most_stages)
@@ -47,9 +47,9 @@ def construct(
 
 @compiled
 def _deal(nodes: Nodes, layout: Layout, working: Index, power: Array, way: int) -> None:
-    """Each group to the replica that has least so far; or, for ALIKE, one replica after another filled.
+    """Deal each group to the replica that has the least so far; for ALIKE, fill one replica after another.
 
-    The most powerful are dealt first, and so each becomes the first stage of those that were dealt before.
+    The most powerful groups are dealt first; each new group goes before the groups that its replica already has.
     """
     replicas, most_stages = layout.order.shape
     least = [(0.0, replica) for replica in range(replicas)]
@@ -73,7 +73,7 @@ def _deal(nodes: Nodes, layout: Layout, working: Index, power: Array, way: int) 
 
 @compiled
 def _drop_empty(layout: Layout) -> bool:
-    """Make groups idle that got no layers; whether there were any."""
+    """Make groups without layers idle; returns whether there were any."""
     dropped = False
     for replica in range(len(layout.stages)):
         for stage in range(layout.stages[replica] - 1, -1, -1):

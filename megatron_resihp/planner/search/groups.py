@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel groups inside nodes. Imports numpy, numba and `planner`.
 
-Members of a group wait for its slowest one, so groups are cut out of a node's workers sorted by speed: any other
-grouping with the same sizes has, sorted by speed, no faster group anywhere. (Of its i fastest groups, each of whose
-workers is at least as fast as the i-th group, there are as many workers as in the first i groups cut from the sorted
-ones; so the last of those is at least as fast.) A group is one number: its node, its first place there, its degree.
+Members of a group wait for the slowest one, so groups are cut out of a node's workers sorted by speed. No other
+grouping with the same sizes has a faster group at any rank by speed. (The i fastest groups of any grouping hold as many
+workers as the first i groups cut from the sorted ones, and each of these workers is at least as fast as the i-th group.
+So the last of the groups cut is at least as fast.) One number encodes a group: its node, its first place there and its
+degree.
 """
 
 from typing import NamedTuple
@@ -23,8 +24,8 @@ class Nodes(NamedTuple):
     """Live workers, node by node, the fastest first.
 
     Attributes:
-        workers: worker ids, [nodes, workers per node]; NOBODY where there are fewer.
-        speed: of these, [nodes, workers per node]; 0 for nobody.
+        workers: worker ids, [nodes, workers per node]; NOBODY in empty places.
+        speed: of these workers, [nodes, workers per node]; 0 in empty places.
         link_ends: both ends of each slow link, as indices into the flat `workers`, [slow links, 2].
         link_speed: of each slow link, [slow links].
     """
@@ -36,7 +37,7 @@ class Nodes(NamedTuple):
 
 
 def nodes_of(health: Health, workers_per_node: int) -> Nodes:
-    """Live workers by node; of equal speed those with slow links last, then by id."""
+    """Live workers by node, fastest first; at equal speed, workers with slow links come last, then ids decide."""
     count = len(health.speed)
     ids, speeds = np.fromiter(health.speed, np.int64, count), np.fromiter(health.speed.values(), np.float64, count)
     link = {pair: speed for pair, speed in health.link.items() if health.speed.keys() >= set(pair)}
@@ -48,7 +49,7 @@ def nodes_of(health: Health, workers_per_node: int) -> Nodes:
     workers = np.full((len(numbers), workers_per_node), NOBODY)
     by_node = np.zeros(workers.shape)
     workers[node, place], by_node[node, place] = ids, speeds
-    # In an order that doesn't depend on names, so that plans don't either.
+    # This order does not depend on worker ids, so that plans don't either.
     order = np.lexsort((numbers, *-by_node.T[::-1]))
     workers, by_node = workers[order], by_node[order]
     where = {worker: index for index, worker in enumerate(workers.ravel().tolist())} if link else {}
@@ -64,7 +65,7 @@ def members_of(nodes: Nodes, group: int) -> tuple[int, ...]:
 
 @compiled
 def group_at(nodes: Nodes, node: int, first: int, degree: int) -> int:
-    """The group of so many workers from the first place on."""
+    """The group of `degree` workers from the first place on."""
     most = nodes.speed.shape[1]
     return (node * most + first) * most + degree - 1
 
@@ -86,7 +87,7 @@ def degree_of(nodes: Nodes, group: int) -> int:
 
 @compiled
 def speed_of(nodes: Nodes, group: int) -> float:
-    """Of its slowest member."""
+    """Speed of a group's slowest member."""
     return nodes.speed[node_of(nodes, group), first_of(nodes, group) + degree_of(nodes, group) - 1]
 
 
@@ -112,18 +113,19 @@ def _holds(nodes: Nodes, group: int, place: int) -> bool:
 
 @compiled
 def form_groups(nodes: Nodes, rate: Array, price: float) -> tuple[Index, Index]:
-    """In each node, the groups with the largest Σ (rate · speed − price).
+    """The groups in each node with the largest Σ (rate · speed − price).
 
-    The price is what another stage in a pipeline costs: at 0 groups are small, as small ones lose least to slow members
-    and to communication; the higher it is, the larger they are. Slow workers that are not worth it are left out.
+    The price is the cost of another stage in a pipeline. At price 0 groups are small, as small groups lose least to
+    slow members and to communication; a higher price gives larger groups. Slow workers that are not worth the price are
+    left out.
 
     Args:
         nodes: live workers.
-        rate: of a healthy group of each degree, [degrees + 1]; 0 for degrees that are not allowed.
+        rate: of a healthy group of each degree, [degrees + 1]; 0 if the degree is not allowed.
         price: in units of rate.
 
     Returns:
-        groups that are to work; and workers left out, as groups of one.
+        The groups that work, and the workers left out as groups of one.
     """
     count, most = nodes.speed.shape
     working, idle = np.empty(count * most, np.int64), np.empty(count * most, np.int64)

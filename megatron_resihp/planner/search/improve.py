@@ -23,15 +23,15 @@ from megatron_resihp.planner.search.share import level
 from megatron_resihp.planner.search.tables import Tables
 
 _TIE: Final = 1e-4
-"""Weight of the mean makespan beside the longest one: it tells layouts with the same longest one apart."""
+"""Weight of the mean makespan against the longest; it separates layouts whose longest makespans are equal."""
 _THRESHOLD: Final = 0.1
-"""Share by which a first move may make the score worse at most."""
+"""Largest share by which the first move may worsen the score."""
 _OFTEN: Final = 0.8
-"""Share of moves that touch the slowest replica; the others touch any."""
+"""Share of moves that touch the slowest replica; other moves touch any replica."""
 _TWICE: Final = 0.3
-"""Share of steps of two moves: between layouts that fit there may be none that does."""
+"""Share of steps with two moves; two layouts that fit may have none that fits between them."""
 _JOIN: Final = 0.7
-"""Share of new cuts that go over two groups."""
+"""Share of new cuts that join two groups first."""
 _MOVES: Final = 5
 NOTHING: Final = -1
 IDLE: Final = -2
@@ -39,22 +39,22 @@ IDLE: Final = -2
 
 @compiled
 def score_of(layout: Layout) -> float:
-    """Seconds of the slowest replica, and a little of the mean."""
+    """Seconds of the slowest replica, with a small part of the mean."""
     return layout.seconds.max() * (1 - _TIE) + layout.seconds.mean() * _TIE
 
 
 @partial(compiled, without_lock=True)
 def improve(tables: Tables, nodes: Nodes, layout: Layout, steps: int, seed: int) -> None:
-    """Random moves, each kept if it makes the score little worse, and ever less so; leaves the best layout in place.
+    """Random moves, kept if they worsen the score little, and ever less so; leaves the best layout in place.
 
     Source: Dueck and Scheuer, Threshold accepting, J. of Computational Physics 90 (1990).
 
     Args:
         tables: what work costs.
         nodes: live workers.
-        layout: one that fits.
+        layout: a layout that fits.
         steps: how many moves are tried.
-        seed: of the random choices.
+        seed: for the random choices.
     """
     np.random.seed(seed)
     replicas, most_stages = layout.order.shape
@@ -90,7 +90,7 @@ def improve(tables: Tables, nodes: Nodes, layout: Layout, steps: int, seed: int)
 
 @compiled
 def _move(tables: Tables, nodes: Nodes, layout: Layout, one: int, other: int) -> int:
-    """Change a replica at random, and perhaps another, which is returned; NOTHING if it could not be done."""
+    """Change a replica at random, and perhaps another, whose index is returned; NOTHING if the move failed."""
     move = np.random.randint(_MOVES)
     if move == 0:
         return other if _swap(layout, one, other) else NOTHING
@@ -143,7 +143,7 @@ def _use_idle(layout: Layout, replica: int) -> bool:
 
 @compiled
 def _cut_anew(tables: Tables, nodes: Nodes, layout: Layout, one: int, other: int) -> int:
-    """Cut a group in two, or it and the next of its node at another place or not at all; the other replica changed."""
+    """Cut a group in two, or move or drop the cut between it and the next; returns the other changed replica."""
     stage = np.random.randint(layout.stages[one])
     group = layout.order[one, stage]
     node, first, degree = node_of(nodes, group), first_of(nodes, group), degree_of(nodes, group)
@@ -167,7 +167,7 @@ def _cut_anew(tables: Tables, nodes: Nodes, layout: Layout, one: int, other: int
 
 @compiled
 def _replace(layout: Layout, where: int, place: int, group: int, one: int) -> int:
-    """Put a group, or none, where another was; the replica that is changed beside `one`."""
+    """Replace a group with another, or with nothing; returns the replica that changes besides `one`."""
     if where == IDLE:
         take_idle(layout, place)
         if group != NOTHING:
@@ -184,7 +184,7 @@ def _replace(layout: Layout, where: int, place: int, group: int, one: int) -> in
 
 @compiled
 def _find(nodes: Nodes, layout: Layout, node: int, first: int) -> tuple[int, int]:
-    """Replica (or IDLE) and place of the group that begins there; NOTHING if there is none."""
+    """Replica (or IDLE) and place of the group that begins at `first`; NOTHING if there is none."""
     for place in range(layout.idle_count[0]):
         if node_of(nodes, layout.idle[place]) == node and first_of(nodes, layout.idle[place]) == first:
             return IDLE, place

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas as the search holds them, and how long each takes. Imports numpy and numba."""
+"""Replicas in the form that the search uses, and how long each takes. Imports numpy and numba."""
 
 from typing import Final, NamedTuple
 
@@ -13,17 +13,17 @@ from megatron_resihp.planner.search.stages import most_in_flight, split_layers
 from megatron_resihp.planner.search.tables import Index, Tables
 
 MISFIT: Final = 1e9
-"""Seconds that stand for a layer without a place, far more than any real ones: so a search comes to fit at all."""
+"""Seconds that stand for a layer without a place, far more than real ones, so that the search finds what fits."""
 
 
 _SHIFTED: Final = 150
-"""Ops of a replica (stages × waves) up to which single layers are shifted: with few of either it matters most."""
+"""Most ops of a replica (stages × waves) for which single layers shift: it matters most with few of either."""
 _FEW: Final = 32
-"""Workers up to which layers are shifted further and stages left without any, which takes twice the time."""
+"""Most workers for which layers shift further and stages may stay empty, which takes twice the time."""
 _REACH: Final = 3
-"""Stages that a layer is then shifted over at most."""
+"""Most stages that a layer then shifts over."""
 _EMPTIED: Final = 100
-"""Ops of a replica up to which the weakest stage is then tried without layers."""
+"""Most ops of a replica for which the weakest stage is then tried without layers."""
 
 
 class Layout(NamedTuple):
@@ -31,12 +31,12 @@ class Layout(NamedTuple):
 
     Attributes:
         order: groups of each replica's stages, [replicas, most stages].
-        stages: how many each has, [replicas].
+        stages: number of stages of each replica, [replicas].
         ends: where each stage's layers end, [replicas, most stages].
         micro_batches: of each replica, [replicas].
-        seconds: makespan of each; where it doesn't fit, MISFIT for each layer without a place, [replicas].
+        seconds: makespan of each replica, or MISFIT for each layer without a place, [replicas].
         period: seconds that another micro-batch would take, [replicas].
-        idle: groups without work, [workers]; the first `idle_count[0]` of them.
+        idle: groups without work, [workers]; only the first `idle_count[0]` are valid.
         idle_count: [1].
     """
 
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Rows to compute in, [most stages] each."""
+    """Buffers for computation, [most stages] each."""
 
     degree: Index
     speed: Array
@@ -66,7 +66,7 @@ class Scratch(NamedTuple):
 
 @compiled
 def new_layout(replicas: int, most_stages: int, workers: int) -> Layout:
-    """Without any group."""
+    """A layout without any group."""
     return Layout(
         np.zeros((replicas, most_stages), np.int64),
         np.zeros(replicas, np.int64),
@@ -87,7 +87,7 @@ def new_scratch(most_stages: int) -> Scratch:
 
 @compiled
 def copy_layout(source: Layout, target: Layout) -> None:
-    """Make both equal; they have the same sizes."""
+    """Copy a layout to another of the same sizes."""
     for replica in range(len(source.stages)):
         # One by one: rows are short, and views of them take longer than their elements.
         for stage in range(source.stages[replica]):
@@ -104,7 +104,7 @@ def copy_layout(source: Layout, target: Layout) -> None:
 
 @compiled
 def same_result(nodes: Nodes, layout: Layout, one: int, other: int) -> bool:
-    """Whether two replicas take equally long, as their groups have the same degrees and speeds in the same order."""
+    """Whether two replicas take equally long: same degrees, speeds and links in the same order."""
     if layout.stages[one] != layout.stages[other] or layout.micro_batches[one] != layout.micro_batches[other]:
         return False
     for stage in range(layout.stages[one]):
@@ -188,7 +188,7 @@ def assess(tables: Tables, nodes: Nodes, layout: Layout, replica: int, scratch: 
 
 @compiled
 def _note_transfers(tables: Tables, nodes: Nodes, layout: Layout, replica: int, scratch: Scratch) -> None:
-    """Seconds from each stage to the next one."""
+    """Fill in the seconds from each stage to the next one."""
     for stage in range(layout.stages[replica] - 1):
         this, following = layout.order[replica, stage], layout.order[replica, stage + 1]
         seconds = tables.transfer[scratch.degree[stage], scratch.degree[stage + 1]]
@@ -197,7 +197,7 @@ def _note_transfers(tables: Tables, nodes: Nodes, layout: Layout, replica: int, 
 
 @compiled
 def _shift_layers(tables: Tables, layout: Layout, replica: int, scratch: Scratch, most: int) -> None:
-    """Give single layers to one of so many next stages, or back, while that makes the replica faster."""
+    """Shift single layers by up to `most` stages, forward or back, while that makes the replica faster."""
     stages = layout.stages[replica]
     improved = True
     while improved:
@@ -212,7 +212,7 @@ def _shift_layers(tables: Tables, layout: Layout, replica: int, scratch: Scratch
 def _shift_layer(
     tables: Tables, layout: Layout, replica: int, scratch: Scratch, stage: int, other: int, step: int
 ) -> bool:
-    """Move a layer from one stage to the other, and all between by one, if that makes the replica faster."""
+    """Move a layer between two stages, shifting all between by one, if that makes the replica faster."""
     ends, seconds, period = layout.ends[replica], layout.seconds[replica], layout.period[replica]
     giver = other if step == 1 else stage
     if ends[giver] == (ends[giver - 1] if giver else 0):
@@ -232,7 +232,7 @@ def _shift_layer(
 
 @compiled
 def _try_without_weakest(tables: Tables, layout: Layout, replica: int, scratch: Scratch) -> None:
-    """Leave the stage with the least power without layers, which lets those before run further ahead, if that pays."""
+    """Leave the weakest stage without layers, if that pays; stages before it can then run further ahead."""
     stages, ends = layout.stages[replica], layout.ends[replica]
     weakest = 0
     for stage in range(stages):
@@ -257,7 +257,7 @@ def _try_without_weakest(tables: Tables, layout: Layout, replica: int, scratch: 
 
 @compiled
 def _has_room(tables: Tables, layout: Layout, replica: int, stage: int, scratch: Scratch) -> bool:
-    """Whether a stage's layers fit its memory."""
+    """Whether a stage's layers fit in memory."""
     k, ends, copies = scratch.degree[stage], layout.ends[replica], len(layout.stages)
     in_flight = most_in_flight(tables, layout.stages[replica], stage, layout.micro_batches[replica])
     state, kept, working = 0.0, 0.0, 0.0
@@ -270,7 +270,7 @@ def _has_room(tables: Tables, layout: Layout, replica: int, stage: int, scratch:
 
 @compiled
 def time_of(tables: Tables, layout: Layout, replica: int, scratch: Scratch) -> None:
-    """Run a replica's micro-batches with its layers as they are; what is known of its stages is in `scratch`."""
+    """Compute a replica's seconds and period with its present layers; `scratch` holds its stages' data."""
     stages, ends = layout.stages[replica], layout.ends[replica]
     first = 0
     for stage in range(stages):
@@ -298,7 +298,7 @@ def time_of(tables: Tables, layout: Layout, replica: int, scratch: Scratch) -> N
 
 @compiled
 def _period(stages: int, scratch: Scratch) -> float:
-    """Of the steady state: the busiest stage, or the way from a stage to the end and back, shared by its F ahead."""
+    """Period of the steady state: the busiest stage, or a stage's round trip to the end divided by its F ahead."""
     period, way = 0.0, 0.0
     for stage in range(stages - 1, -1, -1):
         if stage + 1 < stages:

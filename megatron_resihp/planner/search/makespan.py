@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long 1F1B and ZB-H1 take over stages of unlike speed, without building the program. Imports numpy and numba."""
+"""Computes how long 1F1B and ZB-H1 take on stages of unequal speed, without a program. Imports numpy and numba."""
 
 from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.pipeline.times import Array
@@ -16,11 +16,12 @@ def pipeline_makespan(
     free: Array,
     done: Array,
 ) -> float:
-    """Seconds from the first F to the last op; what `simulate` gives for `zero_bubble_h1`, in order of dependence.
+    """Seconds from the first F to the last op; equals what `simulate` gives for `zero_bubble_h1`.
 
-    Without seconds of W that is `one_f_one_b`. Stage s runs S − 1 − s forwards ahead, and W of a micro-batch s
-    micro-batches after its B. In wave j every stage runs F of micro-batch j + S − 1 − s, which needs the F that the
-    stage before ran in the wave before, then, last stage first, B of micro-batch j, and W of j − s.
+    If W takes no time, the result is that of `one_f_one_b`. Stage s runs S − 1 − s forwards ahead, and runs W of a
+    micro-batch s micro-batches after its B. The waves follow the order of dependence. In wave j, every stage first runs
+    F of micro-batch j + S − 1 − s, which needs the F of the stage before from the wave before. Then, last stage first,
+    it runs B of micro-batch j and W of micro-batch j − s.
 
     Args:
         forward, backward, weight: seconds of each stage's op, [≥ stages].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makespans of plans as `evaluation` gives them, without building programs where the order is known.
+"""Makespans of plans as in `evaluation`, without programs where the order of ops is known.
 
 Imports numpy, `plan`, `cost` and this package.
 """
@@ -18,10 +18,10 @@ _KNOWN = (ONE_F_ONE_B, ZERO_BUBBLE)
 
 
 def iteration_seconds(plan: ParallelPlan, health: Health, cost: JobCost) -> float:
-    """What `evaluate` says.
+    """Same as `evaluate(…).iteration_s`.
 
     Raises:
-        PlanError: the plan has other layers than the model.
+        PlanError: the plan's layers differ from the model's.
         KeyError: a working worker is dead.
     """
     replicas = [with_layers(replica, cost.model) for replica in plan.replicas]

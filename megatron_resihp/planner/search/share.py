@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches for each replica: the smallest longest makespan. Imports numpy and numba."""
+"""Shares of micro-batches for each replica that minimise the longest makespan. Imports numpy and numba."""
 
 from typing import Final
 
@@ -12,14 +12,14 @@ from megatron_resihp.planner.search.layout import MISFIT, Layout, Scratch, asses
 from megatron_resihp.planner.search.tables import Index, Tables
 
 _MOST_MOVES: Final = 16
-"""Of micro-batches, after they were shared by estimate."""
+"""Most micro-batches that move after the estimate."""
 _MANY: Final = 8
-"""Replicas; with so many there are layouts enough that fit, or fewer replicas do."""
+"""Replicas; above this, a misfit ends the assessment, since enough other layouts fit or fewer replicas do."""
 
 
 @compiled
 def share_out(tables: Tables, nodes: Nodes, layout: Layout, micro_batches: int, scratch: Scratch) -> None:
-    """Share by power, then by what replicas with these shares take, then one by one.
+    """Distribute micro-batches by power, then by the replicas' times with those shares, then one by one.
 
     There are at least as many micro-batches as replicas.
     """
@@ -41,7 +41,7 @@ def share_out(tables: Tables, nodes: Nodes, layout: Layout, micro_batches: int, 
 
 @compiled
 def _fill_up(offset: Array, period: Array, micro_batches: int) -> Index:
-    """The shares, at least one each, with the least longest offset + share · period."""
+    """The shares, at least one each, that minimise the largest offset + share · period."""
     low, high = 0.0, (offset + micro_batches * period).max()
     for _ in range(40):
         limit = (low + high) / 2
@@ -57,7 +57,7 @@ def _fill_up(offset: Array, period: Array, micro_batches: int) -> Index:
 
 @compiled
 def assess_all(tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch) -> bool:
-    """Assess every replica, those that are alike once; whether all fit. Of many, all behind a misfit are left out."""
+    """Assess every replica, equal ones once; returns whether all fit. Of many replicas, a misfit ends the loop."""
     replicas = len(layout.stages)
     layout.seconds[:] = MISFIT
     fit = True
@@ -79,7 +79,7 @@ def assess_all(tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch) -
 
 @compiled
 def level(tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch) -> None:
-    """Move micro-batches from the slowest replica to the one that would then be fastest, while it pays."""
+    """Move micro-batches from the slowest replica to the one that would then be fastest, while that pays."""
     for _ in range(_MOST_MOVES):
         slowest, fastest = int(np.argmax(layout.seconds)), int(np.argmin(layout.seconds + layout.period))
         longest = layout.seconds[slowest]
@@ -94,7 +94,7 @@ def level(tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch) -> Non
 def _give(
     tables: Tables, nodes: Nodes, layout: Layout, scratch: Scratch, giver: int, taker: int, longest: float
 ) -> bool:
-    """Move a micro-batch if both replicas then take less than the longest one has; whether it was moved."""
+    """Move one micro-batch if both replicas then take less than `longest`; returns whether it moved."""
     ends = layout.ends[giver].copy(), layout.ends[taker].copy()
     seconds = layout.seconds[giver], layout.seconds[taker]
     period = layout.period[giver], layout.period[taker]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers each stage of a pipeline runs: the smallest possible maximum of stage times, under memory.
+"""Splits layers over the stages of a pipeline: the smallest possible maximum of stage times, within memory.
 
 Imports numpy and numba.
 """
@@ -11,23 +11,23 @@ from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.planner.search.tables import Index, Tables
 
 PRECISION = 1e-5
-"""Share by which the found maximum may be above the smallest one."""
+"""Relative error that the found maximum may have."""
 
 
 @compiled
 def split_layers(
     tables: Tables, degree: Index, speed: Array, stages: int, micro_batches: int, copies: int, ends: Index
 ) -> int:
-    """Fill `ends` with each stage's end in layers; how many layers found no place.
+    """Fill `ends` with each stage's end in layers; returns how many layers found no place.
 
-    For a given limit of time, stages that take as many layers as time and memory allow, first stage first, reach
-    furthest; so the limit is found by bisection. A stage may be left without layers.
+    For a given time limit, stages reach furthest if each takes as many layers as time and memory allow, first stage
+    first. So the limit is found by bisection. A stage may stay without layers.
 
     Args:
         tables: what work costs.
-        degree, speed: of each stage's group, [≥ stages]; who has speed 0 gets no layers.
+        degree, speed: of each stage's group, [≥ stages]; a group with speed 0 gets no layers.
         stages, micro_batches, copies: how many there are.
-        ends: filled, [≥ stages].
+        ends: output, [≥ stages].
     """
     layers = tables.forward.shape[1]
     power = 0.0
@@ -61,7 +61,7 @@ def _fill(
     limit: float,
     ends: Index,
 ) -> int:
-    """Layers that can be placed with no stage longer than the limit."""
+    """How many layers can be placed so that no stage exceeds the limit; fills `ends`."""
     layers = tables.forward.shape[1]
     layer = 0
     for stage in range(stages):

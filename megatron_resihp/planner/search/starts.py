@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the local search starts: groupings, numbers of replicas, ways to deal, orders of ops.
+"""Starting points of the local search: groupings, numbers of replicas, ways to deal, orders of ops.
 
 Imports numpy and this package.
 """
@@ -16,13 +16,13 @@ from megatron_resihp.planner.search.layout import MISFIT, Layout, copy_layout, n
 from megatron_resihp.planner.search.tables import Index, Tables
 
 PRICES: Final = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
-"""Of a group, in healthy single workers (`form_groups`)."""
+"""Prices of a group, in units of a healthy single worker (`form_groups`)."""
 _GRID: Final = 1.7
-"""Ratio between numbers of replicas that are looked at first."""
+"""Ratio between the numbers of replicas that the first look tries."""
 _HOPELESS: Final = 1.5
-"""Times the seconds of the best start: groupings that are slower end the look around."""
+"""Ratio to the best start's seconds; a grouping slower than that ends the first look."""
 _LEFT: Final = 0.3
-"""Share of a pipeline's bubbles that tuning leaves."""
+"""Share of a pipeline's bubbles that is expected to remain after tuning."""
 _PROMISING: Final = 6
 """How many of the first starts are varied."""
 
@@ -31,10 +31,10 @@ class Start(NamedTuple):
     """A first layout.
 
     Attributes:
-        score: of `improve.score_of`.
-        grouping: which one, in the order of PRICES.
+        score: as in `improve.score_of`.
+        grouping: its index in the order of PRICES.
         layout: the groups in replicas.
-        tables: for which order of ops.
+        tables: for its order of ops.
     """
 
     score: float
@@ -43,14 +43,14 @@ class Start(NamedTuple):
     tables: Tables
 
     def copied(self) -> "Start":
-        """The same with a layout of its own."""
+        """The start with a layout of its own."""
         replicas, most_stages = self.layout.order.shape
         layout = new_layout(replicas, most_stages, len(self.layout.idle))
         copy_layout(self.layout, layout)
         return self._replace(layout=layout)
 
     def promise(self) -> float:
-        """Seconds that are about within reach when pipelines are tuned, which takes most of their bubbles."""
+        """Seconds that tuning can be expected to reach; it removes most of the pipelines' bubbles."""
         busy = float((self.layout.micro_batches * self.layout.period).max())
         return busy + _LEFT * (float(self.layout.seconds.max()) - busy)
 
@@ -67,7 +67,7 @@ class Starts:
     """Makes starts, each once.
 
     Attributes:
-        found: the best first; of equal ones the one that was made first. Those that don't fit come last.
+        found: best start first; of equal starts the one made first. Starts that do not fit come last.
     """
 
     def __init__(self, nodes: Nodes, micro_batches: int, rate: Sequence[float]) -> None:
@@ -79,10 +79,10 @@ class Starts:
         self.found: list[Start] = []
 
     def look_around(self, tables: Tables) -> None:
-        """Groupings from the fewest groups to the most, with numbers of replicas far from each other.
+        """Try groupings from the fewest groups to the most, with widely spaced numbers of replicas.
 
-        Once a grouping is much slower than the best so far, those with still more groups are left out: what they win in
-        efficiency they lose to bubbles.
+        Once a grouping is much slower than the best so far, groupings with more groups are skipped: they lose more to
+        bubbles than they win in efficiency.
         """
         for grouping in sorted(range(len(self._groupings)), key=lambda each: len(self._groupings[each][0])):
             # More groups than layers would have nothing to do.
@@ -94,14 +94,14 @@ class Starts:
         self.found.sort(key=lambda start: (start.score, start.grouping))
 
     def look_closer(self, orders: Sequence[Tables]) -> None:
-        """The best of what was found, with every order of ops and way to deal, and numbers of replicas between."""
+        """Vary the best starts: every order of ops, every way to deal, and numbers of replicas in between."""
         promising = {(start.grouping, start.replicas): None for start in self.found}
         for grouping, replicas in list(promising)[:_PROMISING]:
             for tables in orders:
                 self._make(tables, grouping, _near(replicas, self._most(grouping)), WAYS)
 
     def different(self, count: int) -> list[Start]:
-        """The best of those whose scores differ, and of each number of replicas before a second one of any."""
+        """The best starts with different scores, spread over the numbers of replicas: two of each per round."""
         seen: set[float] = set()
         rounds: dict[int, int] = {}
         ranked: list[tuple[int, int, Start]] = []
@@ -113,7 +113,7 @@ class Starts:
         return [start for _, _, start in sorted(ranked, key=lambda each: each[:2])[:count]]
 
     def promising(self, count: int) -> list[Start]:
-        """Those of the most promise if pipelines are tuned, one for each number of replicas; with copied layouts."""
+        """The most promising starts for tuning, one for each number of replicas, with copied layouts."""
         best: dict[int, Start] = {}
         for start in sorted(self.found, key=Start.promise):
             best.setdefault(start.replicas, start)
@@ -136,7 +136,7 @@ class Starts:
 
 
 def _spread(least: int, most: int) -> list[int]:
-    """From the least to the most, each number about as far from the next in proportion."""
+    """Numbers from the least to the most, in roughly equal ratios."""
     numbers = [min(least, most)]
     while numbers[-1] < most:
         numbers.append(min(max(numbers[-1] + 1, int(numbers[-1] * _GRID)), most))
@@ -144,7 +144,7 @@ def _spread(least: int, most: int) -> list[int]:
 
 
 def _near(number: int, most: int) -> Index:
-    """Up to five numbers as far as halfway to the next ones that were looked at first."""
+    """Up to five numbers, within half the distance to the neighbours that the first look tried."""
     reach = max(1, int(number * (_GRID - 1) / 2))
     numbers = np.unique(np.linspace(number - reach, number + reach, 5).round().astype(np.int64))
     return numbers[(numbers >= 1) & (numbers <= most)]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second step of the search: each replica's pipeline tuned for itself.
+"""The second step of the search: tunes each replica's pipeline.
 
 Imports `plan`, `pipeline`, `cost` and `planner`.
 
-Chunks, their places and the order of ops are what `pipeline.search.tuning` finds for the replica's groups; groups,
-replicas and shares of the micro-batches stay.
+`pipeline.search.tuning` finds chunks, their places and the order of ops for the replica's groups; groups, replicas and
+shares of the micro-batches stay.
 """
 
 from dataclasses import replace
@@ -25,9 +25,9 @@ def tuned(plan: ParallelPlan, health: Health, cost: JobCost, effort: int) -> Par
     """The plan with every replica's pipeline tuned where that makes it faster.
 
     Args:
-        plan: says its layers, has no migrations.
+        plan: with layers and without migrations.
         health, cost: of the workers and the job.
-        effort: ops run in trials, for all replicas together; of those that are alike one is tuned.
+        effort: ops that trials run, for all replicas together; equal replicas are tuned once.
     """
     alike: dict[tuple[object, ...], Replica | None] = {}
     keys = [_key(replica, health) for replica in plan.replicas]
@@ -42,13 +42,13 @@ def tuned(plan: ParallelPlan, health: Health, cost: JobCost, effort: int) -> Par
 
 
 def _key(replica: Replica, health: Health) -> tuple[object, ...]:
-    """Equal for replicas whose pipelines are tuned alike; with slow links none are."""
+    """A key that is equal for replicas with the same tuned pipeline; with slow links, each replica differs."""
     speeds = tuple(min(health.speed[worker] for worker in members) for members in replica.stages)
     return replica.shape, speeds, replica.chunks, len(replica.micro_batches), replica.stages if health.link else ()
 
 
 def _like(found: Replica | None, replica: Replica) -> Replica:
-    """The replica with the chunks and order of ops of what was found for those that are just like it, if anything."""
+    """The replica with the chunks and order of ops found for its equals, if any."""
     if found is None:
         return replica
     schedule = found.schedule
@@ -58,7 +58,7 @@ def _like(found: Replica | None, replica: Replica) -> Replica:
 
 
 def _tuned(replica: Replica, copies: int, health: Health, cost: JobCost, effort: int) -> Replica | None:
-    """What is faster than the replica as it is, for other workers and micro-batches."""
+    """A faster replica, possibly with other workers' and micro-batches' ids; None if none is faster."""
     if len(replica.stages) == 1:
         return None
     job = pipeline_job(replica.stages, len(replica.micro_batches), copies, health, cost)
@@ -71,9 +71,9 @@ def _tuned(replica: Replica, copies: int, health: Health, cost: JobCost, effort:
 
 @lru_cache(maxsize=256)
 def _pipeline(job: PipelineJob, known: Layout, effort: int) -> tuple[Replica, float]:
-    """What was found, with devices as workers and micro-batches from 0 on, and its makespan.
+    """The replica found, with devices as workers and micro-batches numbered from 0, and its makespan.
 
-    Kept, because most replicas are as they were when something happened to another one.
+    Cached, because most replicas stay unchanged when another one changes.
     """
     found = tuned_pipeline(job, [known], effort)
     devices = [(device,) for device in range(job.devices)]

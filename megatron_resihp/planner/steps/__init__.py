@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of published planners that several strategies share: groups, migration, repartition, re-routing."""
+"""Steps of published planners that several strategies share: groups, migration, repartition, re-routing."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which workers make up the tensor-parallel group of each stage: ResiHP's TP step. Imports `plan` and this package."""
+"""Forms the tensor-parallel group of each stage: ResiHP's TP step. Imports `plan` and this package."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Grouping:
-    """The groups of a plan's replicas and who is left over.
+    """The groups of a plan's replicas, and the workers left over.
 
     Attributes:
-        groups: of each stage of each replica, in tensor-parallel order; empty: the stage is dead there.
-        free: live workers of no group, sorted.
+        groups: of each stage of each replica, in tensor-parallel order; empty if the stage is dead there.
+        free: live workers outside all groups, sorted.
     """
 
     groups: tuple[tuple[Group, ...], ...]
@@ -39,7 +39,7 @@ class _Pool:
             self.nodes[worker // self.workers_per_node].remove(worker)
 
     def beside(self, group: Group) -> Group:
-        """Free workers of the group's node."""
+        """Free workers in the group's node."""
         return tuple(sorted(self.nodes.get(group[0] // self.workers_per_node, ()))) if group else ()
 
     @property
@@ -48,15 +48,15 @@ class _Pool:
 
 
 def strength(group: Sequence[int], health: Health) -> float:
-    """k · min p of a group; 0 of an empty one."""
+    """k · min p of a group; 0 if it is empty."""
     return len(group) * min((health.speed[worker] for worker in group), default=0.0)
 
 
 def fastest(members: Sequence[int], degrees: Sequence[int], health: Health) -> Group:
-    """S* = argmax over k of k · min p, for each k the k fastest; the smallest such k. Empty if there are too few.
+    """S* = argmax over k of k · min p, where k takes the k fastest members. Empty if there are too few members.
 
-    Source: ResiHP, arXiv 2605.06374, TP adaptation. Taken here, where its text leaves it open: of k with equal k · min
-    p the smallest, since a member of a smaller group works more efficiently.
+    Source: ResiHP, arXiv 2605.06374, TP adaptation. Where the text leaves it open, equal k · min p go to the smallest
+    k, since a member of a smaller group works more efficiently.
 
     Args:
         members: G', in the order of preference among equally fast ones; the result keeps it.
@@ -73,15 +73,15 @@ def regroup(
 ) -> Grouping:
     """The TP step for all stages of all replicas.
 
-    Each group first keeps the best of its own live members. Then free workers (left over by their group, or not in the
-    plan: come back) are offered to the groups of their node, dead ones first, then the weakest; dead stages, which are
-    at home nowhere, get those of any node.
+    Each group first keeps the best of its own live members. Then free workers are offered to the groups of their node:
+    first to dead stages, then to the weakest groups. Free workers are those that their group left over, and those that
+    came back and are not in the plan. A dead stage has no node, so it is offered the free workers of every node.
 
     Args:
         plan: its replicas have the same number of stages.
         health: of all live workers.
-        degrees: those that are allowed, ascending.
-        smallest: k_min of each stage; where no degree from there on has enough members, smaller ones do.
+        degrees: the allowed degrees, ascending.
+        smallest: k_min of each stage; smaller degrees count only if no degree from k_min up has enough members.
         workers_per_node: groups stay inside a node.
     """
     pool = _Pool(workers_per_node)

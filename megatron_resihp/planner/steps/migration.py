@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who does a stage's work for which micro-batch when replicas help each other out: ResiHP's Algorithm 1, simulated.
+"""Simulates ResiHP's Algorithm 1: which replica does a stage's work for which micro-batch when replicas help each
+other.
 
-Imports numpy, numba (by way of `pipeline`) and `plan`. Pure arrays; a "device" is one stage of one replica.
+Imports numpy, numba (through `pipeline`) and `plan`. Pure arrays; a "device" is one stage of one replica.
 """
 
 from dataclasses import dataclass
@@ -25,11 +26,11 @@ _F, _B = int(OpKind.F), int(OpKind.B)
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """Replicas that hold the same layers in the same stages.
+    """The devices of replicas that hold the same layers in the same stages.
 
     Attributes:
-        seconds: of F and of the whole B of one micro-batch, [2, replicas, stages]; not looked at for dead devices.
-        room: micro-batches whose activations fit on a device, [replicas, stages]; 0: it is dead.
+        seconds: of F and of the whole B of one micro-batch, [2, replicas, stages]; ignored for dead devices.
+        room: micro-batches whose activations fit on a device, [replicas, stages]; 0 means that it is dead.
         transfers: seconds from a replica's stage to the next stage of another, and back, [stages − 1, replicas,
             replicas].
     """
@@ -41,7 +42,7 @@ class Stages:
 
 @dataclass(frozen=True, eq=False)
 class Migrated:
-    """What came out.
+    """The simulated iteration.
 
     Attributes:
         executor: the replica that runs each stage of each micro-batch, [stages, micro-batches].
@@ -54,7 +55,7 @@ class Migrated:
     makespan: float
 
     def migrations(self, owner: Integers) -> tuple[Migration, ...]:
-        """What is done elsewhere than in the micro-batch's own replica."""
+        """The work that another replica does than the micro-batch's own."""
         moved = np.argwhere(owner[:, np.newaxis] != self.executor.T)
         return tuple(Migration(int(m), int(s), int(self.executor[s, m])) for m, s in moved)
 
@@ -68,22 +69,22 @@ class Migrated:
 
 
 def migrate(stages: Stages, owner: Integers, delta: float, ahead: int) -> Migrated:
-    """Run an iteration in simulated time, and migrate work of stages that are dead or lag behind.
+    """Simulate an iteration, and migrate work of stages that are dead or lag behind.
 
-    Each replica keeps at most so many micro-batches more between the F and the B of a stage than 1F1B does, within
-    memory; a device runs a B before an F. P[d, i] counts replica d's micro-batches whose F of stage i is done, or has
-    been migrated. Whenever it changes or work arrives: of the replicas whose stage i is dead or busy and has work
-    waiting, let d_min be the one with the smallest P, the dead first; and d_max the live one with the largest P, less
-    what is waiting there for others, and with room for one more micro-batch. If (d_min, i) is dead or P[d_max, i] −
-    P[d_min, i] > δ, d_max runs d_min's next waiting work of stage i, its B later included.
+    Between the F and the B of a stage, each replica keeps at most `ahead` micro-batches more than 1F1B does, within
+    memory. A device prefers a B to an F. P[d, i] counts replica d's micro-batches whose F of stage i is done or
+    migrated. The algorithm runs whenever P changes or work arrives. It considers the replicas whose stage i is dead or
+    busy and has work waiting. Of these, d_min has the smallest P, dead stages first. d_max is the live replica with the
+    largest P, less the migrated work that waits there, that has room for one more micro-batch. If (d_min, i) is dead or
+    P[d_max, i] − P[d_min, i] > δ, then d_max runs d_min's next waiting work of stage i, and its B later.
 
-    Source: ResiHP, arXiv 2605.06374, Algorithm 1. Taken here, where its text leaves it open: the order of ops on a
-    device, and that migrated work counts for the replica whose micro-batch it is, so that the gap closes.
+    Source: ResiHP, arXiv 2605.06374, Algorithm 1. Where the text leaves it open, this code chooses the order of ops on
+    a device, and counts migrated work for the replica that owns the micro-batch, so that the gap closes.
 
     Args:
-        stages: the devices. Each stage needs a live one.
+        stages: the devices; each stage needs a live one.
         owner: the replica of each micro-batch, [micro-batches].
-        delta: δ; infinite: only dead stages' work is migrated.
+        delta: δ; if infinite, only the work of dead stages is migrated.
         ahead: micro-batches by which a stage may be ahead of 1F1B.
     """
     executor, ops, makespan = _run(stages.seconds, stages.room, stages.transfers, owner, delta, ahead)
@@ -91,20 +92,20 @@ def migrate(stages: Stages, owner: Integers, delta: float, ahead: int) -> Migrat
 
 
 class _State(NamedTuple):
-    """An iteration at some time. Of devices: [replicas, stages]; of ops: [2 (F, B), stages, micro-batches].
+    """An iteration at one point in time. Of devices: [replicas, stages]; of ops: [2 (F, B), stages, micro-batches].
 
     Attributes:
         room, owner: as given.
         rank: of each micro-batch in its replica.
-        executor: who runs a micro-batch's stage, [stages, micro-batches]; nobody as long as it is open.
-        arrival: when an op can start for what it needs; infinite as long as that isn't known.
-        started: ops.
+        executor: the replica that runs a micro-batch's stage, [stages, micro-batches]; NOBODY until it is decided.
+        arrival: when an op's inputs arrive, so that it can start; infinite until that is known.
+        started: whether an op has started.
         progress: P.
-        in_flight: a replica's micro-batches between F and B of a stage, wherever they are run, and those that are
-            migrated but not started yet.
-        pending: a device's work for others that isn't started yet.
+        in_flight: a replica's micro-batches between F and B of a stage, wherever they run, and migrated ones that have
+            not started.
+        pending: work for other replicas that has not started on a device.
         held: micro-batches whose activations are on a device.
-        kind, micro_batch, free: what a device runs, and until when; nothing: nobody.
+        kind, micro_batch, free: the op that a device runs, and until when; kind is NOBODY if it runs none.
     """
 
     room: Integers
@@ -143,7 +144,7 @@ def _begin(room: Integers, owner: Integers) -> _State:
 def _run(
     seconds: Array, room: Integers, transfers: Array, owner: Integers, delta: float, ahead: int
 ) -> tuple[Integers, Integers, float]:
-    """Executors, ops and makespan, event by event: (time, replica, stage) where something may be done."""
+    """Executors, ops and makespan, event by event; an event is (time, replica, stage), where an op may end or start."""
     state = _begin(room, owner)
     ops = np.empty((2 * state.executor.size, 4), np.int64)
     count = 0
@@ -171,7 +172,7 @@ def _run(
 
 @compiled
 def _end(state: _State, transfers: Array, events: list[tuple[float, int, int]], now: float, d: int, i: int) -> None:
-    """What a device was running is done; whoever needs it gets it after the transfer."""
+    """End the op that a device ran; the op that needs its result gets it after the transfer."""
     m = state.micro_batch[d, i]
     home = state.owner[m]
     kind = state.kind[d, i]
@@ -205,7 +206,7 @@ def _migrate(
     delta: float,
     limit: int,
 ) -> None:
-    """Algorithm 1 at a stage, until there is nothing more to migrate; `limit` bounds a replica's `in_flight`."""
+    """Algorithm 1 at a stage, until no more work can migrate; `limit` bounds a replica's `in_flight`."""
     while True:
         m = _most_behind(state, now, i, limit)
         if m == _NOBODY:
@@ -221,7 +222,7 @@ def _migrate(
         state.in_flight[lagging, i] += 1
         state.pending[helper, i] += 1
         if i > 0:
-            # What was on its way to d_min goes to d_max instead.
+            # The input that was on its way to d_min goes to d_max instead.
             before = state.executor[i - 1, m]
             detour = transfers[i - 1, before, helper] - transfers[i - 1, before, lagging]
             state.arrival[_F, i, m] = max(now, state.arrival[_F, i, m] + detour)
@@ -230,7 +231,7 @@ def _migrate(
 
 @compiled
 def _most_behind(state: _State, now: float, i: int, limit: int) -> int:
-    """The next micro-batch of d_min; nobody: none waits."""
+    """The next micro-batch of d_min; NOBODY if none waits."""
     found = _NOBODY
     for m in range(len(state.owner)):
         home = state.owner[m]
@@ -256,7 +257,7 @@ def _most_behind(state: _State, now: float, i: int, limit: int) -> int:
 
 @compiled
 def _helper(state: _State, lagging: int, i: int) -> int:
-    """d_max; nobody: none has room."""
+    """d_max; NOBODY if no replica has room."""
     best = _NOBODY
     for d in range(len(state.room)):
         if d == lagging or state.held[d, i] + state.pending[d, i] >= state.room[d, i]:
@@ -269,7 +270,7 @@ def _helper(state: _State, lagging: int, i: int) -> int:
 
 @compiled
 def _next_op(state: _State, now: float, d: int, i: int, limit: int) -> tuple[int, int]:
-    """Kind and micro-batch of what a device runs next: the B that came first, or the F with the lowest rank."""
+    """Kind and micro-batch of a device's next op: the B that arrived first, or the F with the lowest rank."""
     chosen = _NOBODY
     for m in range(len(state.owner)):
         if state.executor[i, m] != d or not state.started[_F, i, m] or state.started[_B, i, m]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many layers each stage runs, the same in all replicas: ResiHP's PP step.
+"""Chooses how many layers each stage runs, the same in all replicas: ResiHP's PP step.
 
 Imports numpy, `cost` and this package.
 """
@@ -21,8 +21,8 @@ class Lane:
     """A stage's group in one replica.
 
     Attributes:
-        degree: members; 0: there are none.
-        speed: p of the slowest one.
+        degree: number of members; 0 if the group is empty.
+        speed: p of the slowest member.
     """
 
     degree: int
@@ -31,7 +31,7 @@ class Lane:
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """What layers first, …, end − 1 cost on a member of a healthy group, each [layers + 1 (first), layers + 1 (end)].
+    """Costs of layers first, …, end − 1 on a member of a healthy group, each [layers + 1 (first), layers + 1 (end)].
 
     Attributes:
         seconds: of F, B and W of a micro-batch.
@@ -45,7 +45,7 @@ class Ranges:
 
 
 def ranges(cost: JobCost, degree: int, copies: int) -> Ranges:
-    """Of all ranges of layers, for groups of a degree."""
+    """Costs of all ranges of layers, for groups of a degree."""
     size = cost.bytes(degree, copies)
     working = np.zeros((cost.layers + 1, cost.layers + 1))
     for first in range(cost.layers):
@@ -60,14 +60,14 @@ def _sums(each: Array) -> Array:
 
 
 class Partitioner:
-    """Splits a job's layers over stages, each of which is one lane per replica."""
+    """Splits a job's layers over stages; each stage has one lane per replica."""
 
     def __init__(self, cost: JobCost) -> None:
         self._cost = cost
         self._ranges: dict[tuple[int, int], Ranges] = {}
 
     def room(self, degree: int, copies: int, first: int, end: int) -> int:
-        """Micro-batches of which activations of layers first, …, end − 1 fit beside the layers' state; 0: none."""
+        """Micro-batches whose activations of layers first, …, end − 1 fit beside the layers' state; 0 if none does."""
         costs = self._of(degree, copies)
         left = self._memory - costs.state[first, end] - costs.working[first, end]
         kept = costs.kept[first, end]
@@ -78,18 +78,18 @@ class Partitioner:
     def split(
         self, stages: Sequence[Sequence[Lane]], in_flight: Sequence[int], near: Sequence[int]
     ) -> list[int] | None:
-        """Where each stage's layers end so that the slowest stage is as fast as can be.
+        """Where each stage's layers end so that the slowest stage is as fast as possible.
 
-        A stage's lanes share its work out by their speeds, as far as the layers fit them. Of equally good splits, the
-        one whose ends are nearest to those given.
+        The lanes of a stage share its work by their speeds, if the layers fit them. Of equally good splits, the ends
+        nearest to those given win.
 
-        Source: ResiHP, arXiv 2605.06374, PP adaptation: (4, 4, 4) → (5, 2, 5). Taken here, where its text leaves it
-        open: the layers' own costs are balanced, embedding and head included, and a lane that memory rules out is one
-        that the stage can do without.
+        Source: ResiHP, arXiv 2605.06374, PP adaptation: (4, 4, 4) → (5, 2, 5). Where the text leaves it open: the split
+        balances the layers' own costs, embedding and head included; and a stage goes on without the lanes whose memory
+        is too small.
 
         Args:
-            stages: of each stage, its lanes.
-            in_flight: of each stage, the micro-batches whose activations have to fit.
+            stages: the lanes of each stage.
+            in_flight: for each stage, how many micro-batches' activations must fit.
             near: where the stages end now.
 
         Returns:
@@ -112,7 +112,7 @@ class Partitioner:
         return max(float(table[pair]) for table, pair in zip(tables, _pairs(ends), strict=True))
 
     def fitting(self, lanes: Sequence[Lane], in_flight: int, first: int, end: int) -> list[bool]:
-        """Which lanes run these layers."""
+        """Which lanes have room to run these layers."""
         for copies in self._copies(lanes):
             fits = [lane.degree > 0 and self.room(lane.degree, copies, first, end) >= in_flight for lane in lanes]
             if sum(fits) >= copies:
@@ -121,11 +121,11 @@ class Partitioner:
 
     @cached_property
     def _memory(self) -> float:
-        # Plans are judged by bytes that are rounded up several times.
+        # The plan check rounds bytes up several times.
         return self._cost.device.memory - 16
 
     def _copies(self, lanes: Sequence[Lane]) -> Sequence[int]:
-        """How many lanes may share the optimizer's state, the most first."""
+        """How many lanes may share the optimizer's state, largest number first."""
         live = sum(lane.degree > 0 for lane in lanes)
         return range(live, 0, -1) if self._cost.training.distributed_optimizer else range(1, min(live, 1) + 1)
 
@@ -136,7 +136,7 @@ class Partitioner:
         return self._ranges[key]
 
     def _stage_seconds(self, lanes: Sequence[Lane], in_flight: int) -> Array:
-        """Of each range of layers: seconds of a micro-batch, shared by all lanes that it fits; infinite: by none."""
+        """Seconds of a micro-batch for each range of layers, shared by all lanes that it fits; infinite if none."""
         layers = self._cost.layers
         best = np.zeros((layers + 1, layers + 1))
         alike: dict[int, list[float]] = {}
@@ -155,7 +155,7 @@ class Partitioner:
         return np.divide(1.0, best, out=np.full_like(best, np.inf), where=best > 0)
 
     def _least(self, tables: Sequence[Array], join: np.ufunc) -> list[int] | None:
-        """The ends for which the tables' values at (end of the stage before, end) are least, joined."""
+        """The ends that minimise the joined values of the tables at (end of the stage before, end)."""
         layers = self._cost.layers
         least = np.full(layers + 1, np.inf)
         least[0] = 0.0

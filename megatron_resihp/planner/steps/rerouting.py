@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work of stages that have no worker, done by their data-parallel peers. Imports numpy, `plan`, `pipeline`, `cost`."""
+"""Data-parallel peers do the work of stages without workers. Imports numpy, `plan`, `pipeline` and `cost`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,19 +31,19 @@ class Place(NamedTuple):
 def rerouted(
     replicas: Sequence[Replica], health: Health, cost: JobCost
 ) -> tuple[tuple[Replica, ...], tuple[Migration, ...]]:
-    """Give the work of stages without workers to other replicas, and order the ops of all who take part.
+    """Give the work of stages without workers to other replicas, and order the ops of all replicas that take part.
 
-    Each micro-batch goes to the peer that would be through with its own ones and those given to it first: in turns, if
-    peers are equally fast and have equally many (ReCycle, arXiv 2405.14009).
+    Each micro-batch goes to the peer that would finish first with its own micro-batches and those given to it. Equally
+    fast peers with equal counts take turns (ReCycle, arXiv 2405.14009).
 
     Args:
-        replicas: of one chunk per stage and the same layers each, with micro-batches; some stages have no workers.
-        health: speeds to plan with, of all workers in them.
+        replicas: with micro-batches, one chunk per stage and the same layers each; some stages have no workers.
+        health: speeds to plan with, of all workers in the replicas.
         cost: of the job.
 
     Raises:
-        NoPlanError: no replica has workers for some stage, memory doesn't hold one micro-batch more, or replicas differ
-            in layers.
+        NoPlanError: a stage has no workers in any replica, memory cannot hold one more micro-batch, or the replicas'
+            layers differ.
     """
     if all(all(replica.stages) for replica in replicas):
         return tuple(replicas), ()
@@ -83,7 +83,7 @@ def _migrations(replicas: Sequence[Replica], health: Health, cost: JobCost) -> l
 
 
 def _seconds(replica: Replica, stage: int, health: Health, cost: JobCost) -> Array:
-    """Of F, B and W of one micro-batch, [3]."""
+    """Seconds of F, B and W of one micro-batch, [3]."""
     members, chunk = replica.stages[stage], replica.chunks[stage]
     seconds: Array = cost.seconds(len(members))[:, chunk.first : chunk.end].sum(axis=1)
     return seconds / min(health.speed[worker] for worker in members)
@@ -140,7 +140,7 @@ def _transfers(device: NDArray[np.int64], members: Sequence[tuple[int, ...]], he
 
 
 def _most_live(replica: Replica, stage: int, copies: int, cost: JobCost) -> int:
-    """Micro-batches whose activations fit beside a stage's state; 0: not even the state does."""
+    """Micro-batches whose activations fit beside a stage's state; 0 if not even the state fits."""
     sizes = cost.bytes(len(replica.stages[stage]), copies)
     layers = slice(*replica.chunks[stage][1:])
     working = sizes.working[layers].max(initial=0.0)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One module for each way to plan, all of one signature. Imports what the planner may."""
+"""One module for each strategy, all with one signature. Imports what the planner may import."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdaPtis / OctoPipe (arXiv 2509.23722): partition, placement and schedule of each pipeline tuned together.
+"""AdaPtis / OctoPipe (arXiv 2509.23722): tunes partition, placement and schedule of each pipeline together.
 
 Imports the standard library, `plan`, `pipeline`, `cost` and this package.
 """
@@ -23,17 +23,17 @@ from megatron_resihp.planner.strategy import Strategy
 from megatron_resihp.planner.uniform import NoPlanError
 
 EFFORT = 1_000_000
-"""Ops run in trials for each pipeline, when a job waits for its next plan."""
+"""Ops that trials run for each pipeline while a job waits for its next plan."""
 
 
 def adaptis(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """Every replica's pipeline tuned for the devices that it has left; see `pipeline.search.tuning`.
+    """Tune every replica's pipeline for its remaining devices; see `pipeline.search.tuning`.
 
-    The paper is about models whose layers differ. It says nothing of failures; taken here: a tensor-parallel group goes
-    on with the power of two of its live members, and free workers of its node, that is worth most; one without members
-    leaves its pipeline; other free workers form groups that join the weakest replicas. What is left of a pipeline is
-    tuned as devices of unlike speed. Micro-batches are shared out by the replicas' speeds. If a replica doesn't fit
-    into memory, the weakest is left out. A plan in force that is at least as fast stays.
+    The paper is about models whose layers differ and does not cover failures. Here a tensor-parallel group goes on with
+    its live members and free workers of its node: the power of two with the greatest strength. A group without members
+    leaves its pipeline. Other free workers form groups that join the weakest replicas. The rest of a pipeline is tuned
+    as devices of unequal speed. Micro-batches are distributed by the replicas' speeds. If a replica does not fit into
+    memory, the weakest replica is left out. The plan in force stays if it is at least as fast.
 
     Raises:
         NoPlanError: no replica fits into memory.
@@ -42,7 +42,7 @@ def adaptis(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
 
 
 def with_effort(effort: int) -> Strategy:
-    """`adaptis` that runs so many ops in trials for each pipeline."""
+    """`adaptis` whose trials run `effort` ops for each pipeline."""
     return partial(_tuned_plan, effort=effort)
 
 
@@ -99,7 +99,7 @@ def _tuned(
     """Replicas of these groups.
 
     Raises:
-        ProgramError: one of them doesn't fit into memory.
+        ProgramError: a replica does not fit into memory.
     """
     alone = [pipeline_job(row, 1, len(rows), health, cost) for row in rows]
     counts = fastest_shares([(float(job.work.sum(axis=1).mean()), job.floor) for job in alone], cost.micro_batches)
@@ -113,12 +113,12 @@ def _tuned(
 
 @lru_cache(maxsize=256)
 def _pipeline(job: PipelineJob, known: tuple[Layout, ...], effort: int) -> Pipeline:
-    """Kept, because replicas are alike, and so are the states that a job's devices come back to."""
+    """Cached, because replicas are often equal and a job's devices return to earlier states."""
     return tuned_pipeline(job, known, effort)
 
 
 def _no_slower(following: ParallelPlan, plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """The plan in force instead, if its workers are alive, it fits and is at least as fast."""
+    """The plan in force if its workers are alive, it fits, and it is at least as fast; otherwise `following`."""
     if all(worker in health.speed for worker in plan.working):
         try:
             staying = next_plan(plan.replicas, plan, health, cost, plan.migrations)

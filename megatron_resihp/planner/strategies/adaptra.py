@@ -20,25 +20,24 @@ from megatron_resihp.planner.strategies.common import next_plan, spelt_out
 from megatron_resihp.planner.uniform import NoPlanError
 
 _DECOUPLED = Schedule("zero-bubble-h1")
-"""Asks `stage_seconds` for B and W apart."""
+"""Makes `stage_seconds` give B and W separately."""
 
 
 def adaptra(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """Every replica gets the order of ops that ends first with its own links and speeds; nobody changes places.
+    """Each replica gets the order of ops that ends first with its links and speeds; workers keep their places.
 
-    1. Slackness: a delay between two stages is absorbed if the earlier one runs enough forwards ahead, one
-       more for each time that the slowest stage's work for a micro-batch fits into the way there and back; and
-       backwards are split, so that W fills what would be bubbles. The paper's greedy search for the numbers of warm-up
-       forwards under the memory limit is `pipeline.search.list_scheduling` here, which tries multiples of just that
-       number.
-    2. Delegated communication: transfers are taken off the device's queue, so that slow ones don't block
-       kernels. The simulator lets no transfer block its ends, for any strategy.
+    1. Slackness: a delay between two stages is absorbed if the earlier stage runs enough forwards ahead. It needs one
+    more for each time that the slowest stage's work for a micro-batch fits into the round trip. Backwards are split, so
+    that W fills what would be bubbles. The paper uses a greedy search for the numbers of warm-up forwards under the
+    memory limit. Here `pipeline.search.list_scheduling` tries multiples of that number instead.
+    2. Delegated communication: transfers leave the device's queue, so that slow ones do not block kernels. In the
+    simulator, no strategy's transfers block their ends.
 
-    Left open by the text: what is done once all is well; here an order of ops that was adapted is adapted again.
-    Micro-batches stay shared out as they were, since the paper leaves replicas alone.
+    The text leaves open what happens once all workers are healthy; here an adapted order of ops is adapted again.
+    Shares of micro-batches stay the same, since the paper does not change replicas.
 
     Raises:
-        NoPlanError: a working worker is dead, which Adaptra leaves to others, or the plan in force doesn't fit.
+        NoPlanError: a working worker is dead, which Adaptra does not handle, or the plan in force does not fit.
     """
     plan = spelt_out(plan, cost)
     dead = [worker for worker in plan.working if worker not in health.speed]
@@ -60,7 +59,7 @@ def adaptra(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
 def _adapted(
     replica: Replica, copies: int, health: Health, cost: JobCost, known: dict[bytes, Program | None]
 ) -> Replica:
-    """The replica with the fastest order of ops found, its own one included; replicas alike are planned once."""
+    """The replica with the fastest order of ops found, its own included; equal replicas are planned once."""
     micro_batches = len(replica.micro_batches)
     shape = (3, len(replica.chunks), micro_batches)
     durations = np.broadcast_to(
@@ -89,7 +88,7 @@ def _own_s(replica: Replica, health: Health, cost: JobCost) -> float:
 
 
 def _memory(replica: Replica, copies: int, cost: JobCost) -> tuple[Array, Array]:
-    """Bytes that each stage has for activations, and that each chunk keeps of a micro-batch."""
+    """Bytes that each stage has for activations, and bytes that each chunk keeps of a micro-batch."""
     limit, size = np.full(len(replica.stages), float(cost.device.memory)), np.zeros(len(replica.chunks))
     working = np.zeros(len(replica.stages))
     for number, chunk in enumerate(replica.chunks):

@@ -13,18 +13,18 @@ from megatron_resihp.planner.strategies.recycle import recycle
 
 
 def recycle_greyhound(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """ReCycle's plan for who is left, then Greyhound's for how fast they are (ResiHP, arXiv 2605.06374, section 8).
+    """ReCycle's plan for the live workers, then Greyhound's for their speeds (ResiHP, arXiv 2605.06374, section 8).
 
     Raises:
-        NoPlanError: as either of them.
+        NoPlanError: as in either strategy.
     """
     return greyhound(recycle(plan, health, cost), health, cost)
 
 
 def oobleck_greyhound(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """Oobleck's pipelines of who is left, then Greyhound's shares and places (ResiHP, arXiv 2605.06374, section 8).
+    """Oobleck's pipelines of live workers, then Greyhound's shares and places (ResiHP, arXiv 2605.06374, section 8).
 
     Raises:
-        NoPlanError: as either of them.
+        NoPlanError: as in either strategy.
     """
     return greyhound(oobleck(plan, health, cost), health, cost)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several published strategies share: spelt-out layers, groups inside nodes, standbys, the last check.
+"""Parts that several published strategies share: layers, groups inside nodes, standbys, the final check.
 
 Imports the standard library, `plan`, `cost` and this package.
 """
@@ -20,10 +20,10 @@ Group = tuple[int, ...]
 
 
 def spelt_out(plan: ParallelPlan, cost: JobCost) -> ParallelPlan:
-    """The plan with the layers of each stage, where it leaves them to the job's own split.
+    """The plan with the layers of each stage, also where it leaves them to the job's own split.
 
     Raises:
-        NoPlanError: the plan has other layers than the model.
+        NoPlanError: the plan's layers differ from the model's.
     """
     try:
         return replace(plan, replicas=tuple(with_layers(replica, cost.model) for replica in plan.replicas))
@@ -32,7 +32,7 @@ def spelt_out(plan: ParallelPlan, cost: JobCost) -> ParallelPlan:
 
 
 def job_degree(plan: ParallelPlan, cost: JobCost) -> int:
-    """The job's tensor-parallel degree: the largest even power of two in the plan, which published strategies keep."""
+    """The job's tensor-parallel degree: the largest even power of two in the plan. Published strategies keep it."""
     largest = max(degree for replica in plan.replicas for degree in replica.shape)
     usable = [k for k in cost.degrees if k <= largest and k.bit_count() == 1 and not cost.uneven(k)]
     if not usable:
@@ -41,7 +41,7 @@ def job_degree(plan: ParallelPlan, cost: JobCost) -> int:
 
 
 def require_state(plan: ParallelPlan, health: Health) -> None:
-    """Raises NoPlanError unless the live workers of a plan with layers hold every layer's state between them."""
+    """Raises NoPlanError unless the live workers of a plan with layers hold the state of every layer together."""
     held: dict[int, set[tuple[Fraction, Fraction]]] = defaultdict(set)
     for shard in {shard for worker in plan.members if worker in health.speed for shard in plan.shards_of(worker)}:
         part = (Fraction(shard.tp_rank, shard.tp_degree), Fraction(shard.tp_rank + 1, shard.tp_degree))
@@ -58,9 +58,9 @@ def require_state(plan: ParallelPlan, health: Health) -> None:
 def groups_in_nodes(
     workers: Iterable[int], degree: int, plan: ParallelPlan, health: Health, cost: JobCost
 ) -> list[Group]:
-    """As many groups of a degree as the nodes' workers can form, like speeds together, the fastest groups first.
+    """As many groups of a degree as each node's workers can form, fastest groups first; similar speeds share a group.
 
-    Of equally fast workers those who are mates in the plan stay together.
+    Equally fast workers that are mates in the plan stay together.
     """
 
     def preference(group: Group) -> tuple[float, float, float, Group]:
@@ -80,10 +80,10 @@ def groups_in_nodes(
 def groups_that_came_back(
     plan: ParallelPlan, used: Iterable[Group], degree: int, health: Health, cost: JobCost
 ) -> list[Group]:
-    """Groups that are whole again, of workers in no used group.
+    """Whole groups of workers that came back; the workers are in no used group.
 
-    They are blocks of workers as Megatron numbers them; where groups were mixed since, workers that the plan doesn't
-    know are put together with whoever of their node is free. So what is left of two broken groups makes no new one.
+    A whole group is a block of workers as Megatron numbers them. If groups were mixed since, workers that are new to
+    the plan join free workers of their node. So the remains of two broken groups form no new group.
     """
     working = {worker for group in used for worker in group}
     nodes: dict[int, list[int]] = defaultdict(list)
@@ -95,7 +95,7 @@ def groups_that_came_back(
 
 
 def _whole_groups(free: list[int], known: set[int], degree: int) -> Iterator[Group]:
-    """Groups of the free workers of a node, as `groups_that_came_back` says."""
+    """Whole groups of a node's free workers; see `groups_that_came_back`."""
     left = set(free)
     for first in free:
         block = range(first, first + degree)
@@ -109,14 +109,14 @@ def _whole_groups(free: list[int], known: set[int], degree: int) -> Iterator[Gro
 
 
 def position_of(group: Group, plan: ParallelPlan) -> tuple[float, float]:
-    """Replica and stage of the first of a group's members that the plan gives work; sorts others to the end."""
+    """Replica and stage of the first group member that has work in the plan; infinite if no member has."""
     places = [(plan.replica_of(worker), plan.coordinate_of(worker)) for worker in group]
     known = [(float(replica), float(place.stage)) for replica, place in places if replica is not None and place]
     return min(known, default=(float("inf"), float("inf")))
 
 
 def all_well(health: Health) -> Health:
-    """What strategies that don't react to slow workers and links plan with."""
+    """Full speed for all live workers: the health for strategies that ignore slow workers and links."""
     return Health({worker: 1.0 for worker in health.live})
 
 
@@ -126,7 +126,7 @@ def speed_of(group: Sequence[int], health: Health) -> float:
 
 
 def with_shares(replicas: Sequence[Replica], counts: Sequence[int]) -> tuple[Replica, ...]:
-    """The replicas with so many micro-batches each; an explicit order of ops for others than these is dropped."""
+    """The replicas with `counts` micro-batches; an explicit order of ops for other micro-batches is dropped."""
     changed = []
     for replica, share in zip(replicas, deal(counts), strict=True):
         orders = replica.schedule.orders if replica.schedule else ()
@@ -136,7 +136,7 @@ def with_shares(replicas: Sequence[Replica], counts: Sequence[int]) -> tuple[Rep
 
 
 def evenly_shared(replicas: Sequence[Replica], cost: JobCost) -> tuple[Replica, ...]:
-    """The replicas with the global batch shared out evenly; none of them may be left without work."""
+    """The replicas with even shares of the global batch; each of them must get work."""
     return with_shares(replicas, even_counts(cost.micro_batches, len(replicas)))
 
 
@@ -147,23 +147,23 @@ def next_plan(
     cost: JobCost,
     migrations: tuple[Migration, ...] = (),
 ) -> ParallelPlan:
-    """A plan of these replicas in which all other live workers are standbys that keep what they hold, or nothing.
+    """A plan of these replicas; all other live workers are standbys that keep the state they hold, or nothing.
 
     Args:
         replicas: with layers and micro-batches.
-        plan: the one in force, with layers.
+        plan: the plan in force, with layers.
         health, cost: as for a strategy.
         migrations: between the replicas.
 
     Raises:
-        NoPlanError: a rule of plans is broken, or the plan doesn't fit in memory.
+        NoPlanError: the plan breaks a rule of plans or does not fit in memory.
     """
     working = {worker for replica in replicas for worker, _ in replica.workers()}
     standbys: dict[int, Kept] = {
         worker: plan.shards_of(worker) or None for worker in health.live if worker not in working
     }
     uneven = any(cost.uneven(degree) for replica in replicas for degree in set(replica.shape) - {0})
-    # Fewer holders have larger shares of a distributed optimizer, so that a standby may have no room for what it had.
+    # With fewer holders, shares of a distributed optimizer are larger, so a standby may lack room for its old state.
     for kept in (standbys, dict.fromkeys(standbys)):
         try:
             following = ParallelPlan(tuple(replicas), kept, migrations, uneven)

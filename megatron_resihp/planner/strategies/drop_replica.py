@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simplest way to go on without a restart: a replica that lost a worker is left out.
+"""The simplest way to go on without a restart: leave out each replica that lost a worker.
 
 Imports the standard library, `plan`, `cost` and this package.
 """
@@ -22,9 +22,9 @@ from megatron_resihp.planner.uniform import NoPlanError
 
 
 def drop_replica(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """Replicas that lost nobody share out the batch; the live workers of the others become standbys.
+    """Replicas that lost no worker share the batch; live workers of the other replicas become standbys.
 
-    When workers come back, further replicas are formed of them and the standbys.
+    When workers come back, they and the standbys form more replicas.
 
     Raises:
         NoPlanError: every replica lost a worker, or memory is too small for the optimizer's share of the rest.
@@ -43,7 +43,7 @@ def _is_whole(replica: Replica, health: Health) -> bool:
 
 
 def _formed(whole: list[Replica], plan: ParallelPlan, health: Health, cost: JobCost) -> list[Replica]:
-    """Replicas like the first of the whole ones, of who isn't in any of them."""
+    """Replicas like the first of the whole ones, formed from workers that are in none of them."""
     degree, model = job_degree(plan, cost), whole[0]
     working = {worker for replica in whole for worker, _ in replica.workers()}
     groups = groups_in_nodes(set(health.live) - working, degree, plan, health, cost)

@@ -19,29 +19,29 @@ from megatron_resihp.planner.strategies.common import Group, all_well, next_plan
 from megatron_resihp.planner.uniform import NoPlanError
 
 Rows = list[list[Group]]
-"""The groups of each replica's stages."""
+"""The groups of each stage, for each replica."""
 
 Judged = tuple[float, ParallelPlan]
-"""A plan and the seconds of its iteration."""
+"""The seconds of a plan's iteration, and the plan."""
 
 _TOLERANCE = 1e-9
 
 
 def greyhound(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """The level that pays until health is expected to change again, as a ski rental.
+    """The level that pays until the next expected change of health, as a ski rental.
 
-    S1: nothing is done. S2: micro-batches are shared out by the replicas' speed, min max m_i · t_i, for nothing. S3:
-    workers change places: slow ones are gathered in as few tensor-parallel groups as their node allows, slow groups in
-    as few replicas as possible, and slow links are moved to where pipelines don't send over them; then
-    S2 again. S3 is taken when the time that S2 loses until then, against healthy devices, exceeds what changing places
-    takes: new groups and one stage's state over a link.
+    S1 does nothing. S2 distributes micro-batches by the replicas' speed, min max m_i · t_i, at no cost. S3 lets workers
+    change places, then repeats S2. It gathers slow workers in as few tensor-parallel groups as their node allows, and
+    slow groups in as few replicas as possible. It moves slow links to where no pipeline sends over them. S3 pays if the
+    time that S2 loses until the next change, compared to healthy devices, exceeds the time to change places: new
+    groups, and one stage's state over a link.
 
-    Left open or not taken: S4 restarts from a checkpoint with healthy nodes instead of slow ones; there are none to
-    spare here, and a restart on the same nodes gains nothing over S3. The text swaps nodes; here any worker of a node,
-    and any group of the same degree, may change places with another, which can only be faster.
+    S4, a restart from a checkpoint with healthy nodes instead of slow ones, is left out: there are no spare nodes here,
+    and a restart on the same nodes gains nothing over S3. The paper swaps nodes. Here any worker of a node, and any
+    group of the same degree, may change places with another, which can only be faster.
 
     Raises:
-        NoPlanError: a working worker is dead, which Greyhound leaves to others; or no level fits in memory.
+        NoPlanError: a working worker is dead, which Greyhound does not handle; or no level fits in memory.
     """
     plan = spelt_out(plan, cost)
     dead = [worker for worker in plan.working if worker not in health.speed]
@@ -59,7 +59,7 @@ def _judged(plan: ParallelPlan, health: Health, cost: JobCost) -> Judged:
 
 
 def _fastest(best: Judged, others: Iterator[ParallelPlan], health: Health, cost: JobCost) -> Judged:
-    """The first of the fastest plans."""
+    """The fastest plan; the first of them if several are equally fast."""
     for other in others:
         judged = _judged(other, health, cost)
         if judged[0] < best[0] * (1 - _TOLERANCE):
@@ -68,7 +68,7 @@ def _fastest(best: Judged, others: Iterator[ParallelPlan], health: Health, cost:
 
 
 def _pays(judged: Judged, health: Health, cost: JobCost) -> bool:
-    """Whether this plan, S2's, loses more time until the next event than changing places takes."""
+    """Whether this S2 plan loses more time until the next event than the change of places takes."""
     seconds, shared = judged
     even = with_shares(shared.replicas, even_counts(cost.micro_batches, len(shared.replicas)))
     at_best = max(_paced_s(replica, all_well(health), cost) for replica in even)
@@ -90,7 +90,7 @@ def _paced_s(replica: Replica, health: Health, cost: JobCost) -> float:
 def _shared_out(
     replicas: Sequence[Replica], plan: ParallelPlan, health: Health, cost: JobCost
 ) -> Iterator[ParallelPlan]:
-    """S2: these replicas with micro-batches by speed; also with as many as now. What can't be run is left out."""
+    """S2: the replicas with micro-batches by speed, and with present counts; plans that cannot run are left out."""
     by_speed = fastest_shares([pace_of(replica, health, cost) for replica in replicas], cost.micro_batches)
     as_now = [len(replica.micro_batches) for replica in replicas]
     for counts in (by_speed, as_now) if by_speed != as_now else (by_speed,):
@@ -102,7 +102,7 @@ def _shared_out(
 
 
 def _gathered(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterator[ParallelPlan]:
-    """S3 for slow workers: together in groups, and these in replicas, too; each shared out again."""
+    """S3 for slow workers: gathered in groups, then in replicas too; each with new shares."""
     in_groups = _rows(plan)
     _gather_in_groups(in_groups, health, cost)
     in_replicas = [list(row) for row in in_groups]
@@ -121,7 +121,7 @@ def _placed(plan: ParallelPlan, rows: Rows) -> list[Replica]:
 
 
 def _gather_in_groups(rows: Rows, health: Health, cost: JobCost) -> None:
-    """In each node, change the fastest members of slow groups for slower ones of its other groups."""
+    """In each node, swap the fastest members of slow groups for slower members of its other groups."""
     nodes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for r, row in enumerate(rows):
         for s, group in enumerate(row):
@@ -136,7 +136,7 @@ def _gather_in_groups(rows: Rows, health: Health, cost: JobCost) -> None:
 
 
 def _swap_members(rows: Rows, target: tuple[int, int], other: tuple[int, int], health: Health) -> bool:
-    """Change the fastest member of one group for the slowest of another, if that is slower; whether it was."""
+    """Swap the fastest member of one group for the slowest of another if that one is slower; returns whether it was."""
     ours, theirs = rows[target[0]][target[1]], rows[other[0]][other[1]]
     fast = max(ours, key=lambda worker: health.speed[worker])
     slow = min(theirs, key=lambda worker: health.speed[worker])
@@ -148,7 +148,7 @@ def _swap_members(rows: Rows, target: tuple[int, int], other: tuple[int, int], h
 
 
 def _gather_in_replicas(rows: Rows, health: Health) -> None:
-    """Fill the replicas that have most slow groups with those of the others, at the same stage where possible."""
+    """Fill the replicas that have the most slow groups with slow groups of others, at the same stage where possible."""
     healthy = max(health.speed[worker] for row in rows for group in row for worker in group)
 
     def delay(group: Group) -> float:
@@ -166,7 +166,7 @@ def _gather_in_replicas(rows: Rows, health: Health) -> None:
 
 
 def _unlinked(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterator[ParallelPlan]:
-    """S3 for slow links: a group at their ends changes places so that no pipeline sends over them."""
+    """S3 for slow links: a group at one end changes places so that no pipeline sends over the link."""
     if plan.migrations:
         return
     rows, moved = _rows(plan), False
@@ -192,9 +192,10 @@ def _crosses(link: tuple[int, int], senders: Group, receivers: Group) -> bool:
 def _best_swap(
     plan: ParallelPlan, rows: Rows, ends: Sequence[tuple[int, int]], health: Health, cost: JobCost
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """The change of places between an end and another group that makes the slower of both replicas fastest, if any.
+    """The swap of an end with another group that most speeds up the slower of both replicas; None if none helps.
 
-    Groups of the same stage of other replicas, which need no state, or of other stages where there is one replica.
+    The other groups are those of the same stage in other replicas, which need no state. With one replica, they are
+    those of its other stages.
     """
 
     def worst(changed: Rows, numbers: set[int]) -> float:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This project's own strategy and its default: one search over groups, replicas, stages, layers and micro-batches.
+"""The project's own and default strategy: one search over groups, replicas, stages, layers and micro-batches.
 
-Imports `plan`, `cost` and `planner`. The parts are in `planner/search`: groups are cut out of each node's workers
-sorted by speed (`groups`), dealt to replicas (`construct`, `starts`), each pipeline's layers split so that its slowest
-stage is as fast as memory allows (`stages`), micro-batches shared so that the slowest replica is as fast as can be
-(`share`); then random moves of all these, kept where the simulated 1F1B makespan says so (`improve`). In the end
-workers take the places where they lack least of the state (`planner.places`).
+Imports `plan`, `cost` and `planner`. The parts are in `planner/search`. The search cuts groups out of each node's
+workers, sorted by speed (`groups`), and deals them to replicas (`construct`, `starts`). It splits each pipeline's
+layers so that the slowest stage is as fast as memory allows (`stages`), and distributes micro-batches so that the
+slowest replica is as fast as possible (`share`). Then it tries random moves of all these and keeps those that the
+simulated 1F1B makespan supports (`improve`). Finally, workers take the places where they lack the least state
+(`planner.places`).
 """
 
 import os
@@ -42,16 +43,16 @@ class Settings:
     """How to search.
 
     Attributes:
-        uneven: whether tensor-parallel members may hold unlike shards (3 of 4, say); such plans are marked, and no job
-            can run them yet.
+        uneven: whether tensor-parallel members may hold unequal shards (such as 3 of 4); such plans are marked, and no
+            job can run them yet.
         zero_bubble: whether replicas may run ZB-H1 instead of 1F1B.
         starts: how many first layouts are improved.
-        steps: moves that are tried on each with 64 workers; more with fewer, whose moves take less time.
-        seeds: strategies whose plans are taken where they are faster.
-        effort: ops run in trials to tune a layout's pipelines in the end: layers, their places and the order of ops
-            (`pipeline.search.tuning`); 0 leaves that out.
+        steps: moves to try on each layout with 64 workers; more with fewer workers, whose moves take less time.
+        seeds: strategies whose plans are candidates too.
+        effort: ops that trials run to tune a layout's pipelines at the end: layers, their places and the order of ops
+            (`pipeline.search.tuning`); 0 turns tuning off.
         tuned: how many layouts are tuned.
-        second_step_up_to: workers; with more, other strategies are not asked and nothing is tuned.
+        second_step_up_to: most workers for which the search asks other strategies and tunes layouts.
     """
 
     uneven: bool = False
@@ -68,7 +69,7 @@ DEFAULT: Final = Settings()
 UNEVEN: Final = Settings(uneven=True)
 _LEAST_STEPS: Final = 60
 _SPEEDS: Final = 200
-"""Steps of speed that candidates are made for."""
+"""Number of speed steps to which candidates round speeds down."""
 
 
 def joint(plan: ParallelPlan, health: Health, cost: JobCost, settings: Settings = DEFAULT) -> ParallelPlan:
@@ -82,11 +83,11 @@ def joint(plan: ParallelPlan, health: Health, cost: JobCost, settings: Settings 
 
 
 def answers(plan: ParallelPlan, health: Health, cost: JobCost, settings: Settings = DEFAULT) -> Iterator[ParallelPlan]:
-    """A first plan at once, then the best one found, which is the plan in force where no other pays.
+    """Yields a first plan at once, then the best one found; that is the plan in force if no other pays.
 
-    Candidates are made for speeds rounded down, and the best one is chosen for those that are: so a bit more of any
-    speed, which leaves the candidates as they are, never gives a slower plan, nor does any more of it where the plan in
-    force is the one for less, as that is a candidate.
+    Candidates are made for speeds rounded down, and the best one is chosen for the real speeds. So a slightly higher
+    speed that leaves the candidates unchanged never gives a slower plan. No higher speed does if the plan in force is
+    the one for the lower speed, as that plan is a candidate.
 
     Raises:
         NoPlanError: nothing fits the survivors.
@@ -103,13 +104,13 @@ def answers(plan: ParallelPlan, health: Health, cost: JobCost, settings: Setting
     if not candidates:
         raise NoPlanError(f"no layout of {len(health.speed)} workers fits their memory")
     if _runs_short(plan, min(candidates, key=lambda each: iteration_seconds(each, seen, cost)), cost):
-        # Other layouts are best where what is held until then must have room, too.
+        # Other layouts are best if the state held until then must have room, too.
         uses = memory_of(plan, cost.model, cost.training).items()
         held = max((use.state for worker, use in uses if worker in seen.speed), default=0)
         search = _Search(search.nodes, seen, replace(cost, beside=held), replace(settings, seeds=()))
         candidates += [keep_places(plan, each, seen, cost) for each in search.found(plan)]
     if set(plan.working) <= health.speed.keys():
-        # Nobody has to change, and who runs out of memory on the way ends the job.
+        # The change is optional, and a worker that runs out of memory on the way ends the job.
         candidates = [each for each in candidates if not _runs_short(plan, each, cost)]
         if not candidates:
             raise NoPlanError("no layout leaves room for the state before it while the job changes")
@@ -117,7 +118,7 @@ def answers(plan: ParallelPlan, health: Health, cost: JobCost, settings: Setting
 
 
 class _Search:
-    """Looks for layouts of these workers, with the memory that `cost` says their devices have."""
+    """Searches layouts of these workers within the device memory in `cost`."""
 
     def __init__(self, nodes: Nodes, seen: Health, cost: JobCost, settings: Settings) -> None:
         self.nodes, self._seen, self._cost, self._settings = nodes, seen, cost, settings
@@ -128,7 +129,7 @@ class _Search:
         self.starts.look_around(one_f_one_b)
 
     def found(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
-        """The best ones, and what other strategies would do after `plan`; workers not yet where they lack least."""
+        """The best plans, and other strategies' next plans after `plan`; workers are not yet where they lack least."""
         settings, workers = self._settings, len(self._seen.speed)
         self.starts.look_closer(self._orders)
         improved = self.starts.different(settings.starts)
@@ -152,7 +153,7 @@ class _Search:
 
 
 def _improve_all(starts: Sequence[Start], nodes: Nodes, steps: int) -> None:
-    """Improve each in place, on as many cores as there are: each has its own layout and its own random numbers."""
+    """Improve each start in place, on all cores; each has its own layout and its own random numbers."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for _ in pool.map(
             lambda seed: improve(starts[seed].tables, nodes, starts[seed].layout, steps, seed), range(len(starts))
@@ -161,7 +162,7 @@ def _improve_all(starts: Sequence[Start], nodes: Nodes, steps: int) -> None:
 
 
 def _made_by(seeds: Sequence[Strategy], plan: ParallelPlan, health: Health, cost: JobCost) -> Iterator[ParallelPlan]:
-    """What other strategies would do, where they can do anything."""
+    """The plans of other strategies; a strategy without a plan is skipped."""
     for seed in seeds:
         try:
             yield seed(plan, health, cost)
@@ -170,7 +171,7 @@ def _made_by(seeds: Sequence[Strategy], plan: ParallelPlan, health: Health, cost
 
 
 def _still_possible(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan | None:
-    """The plan in force if all who work are alive, with who is alive beside as standbys; None if not."""
+    """The plan in force if its workers are alive, with all other live workers as standbys; otherwise None."""
     if not set(plan.working) <= health.speed.keys():
         return None
     idle = sorted(health.speed.keys() - set(plan.working))
@@ -183,7 +184,7 @@ def _still_possible(plan: ParallelPlan, health: Health, cost: JobCost) -> Parall
 
 
 def _runs_short(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> bool:
-    """Whether the states of both plans together, while one follows the other, don't fit into memory."""
+    """Whether the states of both plans together do not fit into memory during the change."""
     if after.replicas == before.replicas:
         return False
     try:
@@ -194,8 +195,10 @@ def _runs_short(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> boo
 
 
 def _charges(before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost) -> tuple[bool, float, float]:
-    """Whether memory runs short on the way; seconds of an iteration, getting there shared out over the time until the
-    next event; then bytes to move."""
+    """Sort key: whether memory runs short on the way; seconds of an iteration; bytes to move.
+
+    The seconds include the time to get there, spread over the time until the next event.
+    """
     seconds, moved = iteration_seconds(after, health, cost), bytes_to_move(before, after, cost)
     if before.replicas != after.replicas and cost.until_next_event_s < float("inf"):
         left = 1 - seconds_to_move(moved, cost) / cost.until_next_event_s

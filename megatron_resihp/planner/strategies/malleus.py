@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Malleus (arXiv 2410.13333): groups by speed, pipelines of unlike groups, layers and data by integer programs.
+"""Malleus (arXiv 2410.13333): groups by speed, pipelines of unequal groups, integer programs for layers and data.
 
-Imports numpy, scipy (by way of `planner.minimax`), `plan`, `cost` and `planner`.
+Imports numpy, scipy (also through `planner.minimax`), `plan`, `cost` and `planner`.
 """
 
 from collections import Counter, defaultdict
@@ -26,29 +26,29 @@ from megatron_resihp.planner.strategies.common import Group, next_plan, speed_of
 from megatron_resihp.planner.uniform import NoPlanError
 
 TRIED: Final = 3
-"""Candidates, most promising first, whose layers and data are solved for."""
+"""How many candidates get their layers and data solved, most promising first."""
 
 _EQUAL: Final = 1e-3
-"""Relative difference of iteration times below which the plan that is cheaper to get to is taken."""
+"""Relative difference of iteration times below which the plan that moves fewer bytes wins."""
 
 
 def malleus(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     """The bi-level problem of section 4: groups and pipelines above, layers and data below.
 
-    Upper level: for each largest tensor-parallel degree, each node's workers form groups (`_grouped`); for each of a
-    few numbers of pipelines, the groups are divided so that all pipelines have about the same Σ 1/y (`_divided`), and
-    those of a pipeline stand slow ones first. Lower level: ILP 1 gives layers to groups, min max y_j · l_j within
-    memory, l = 0 allowed, which leaves a group out; ILP 2 gives micro-batches to pipelines, min max o_i · m_i.
+    Upper level: for each largest tensor-parallel degree, each node's workers form groups (`_grouped`). For each of a
+    few numbers of pipelines, the groups are divided so that all pipelines have about the same Σ 1/y (`_divided`). In
+    each pipeline, slow groups come first. Lower level: ILP 1 distributes layers over groups, min max y_j · l_j within
+    memory; l = 0 is allowed and leaves a group out. ILP 2 distributes micro-batches over pipelines, min max o_i · m_i.
 
-    The text leaves open, and here is taken: the numbers of pipelines that are tried are the present one, one fewer and
-    one more, half and twice as many; the division is greedy, not the optimum of the paper's program; all upper-level
-    candidates are put in the order of their iteration time with memory left aside; the first few that fit are solved
-    for and simulated; those within 0.1 % of the best count as equal, the plan in force among them, and of them the one
-    is taken whose workers lack the fewest bytes of state. Groups may also stay in their present order of stages, if
-    that is as fast. The head's work counts to the last group.
+    Where the text leaves it open: the numbers of pipelines tried are the present one, one fewer, one more, half and
+    twice as many. The division is greedy, not the optimum of the paper's program. All upper-level candidates are sorted
+    by their iteration time without memory limits. The first few that fit are solved and simulated. Plans within 0.1 %
+    of the best count as equal, including the plan in force; of them, the one whose workers lack the fewest bytes of
+    state wins. Groups may also keep their present order of stages if that is as fast. The head's work counts for the
+    last group.
 
     Raises:
-        NoPlanError: nothing fits what is left.
+        NoPlanError: no plan fits the live workers.
     """
     given, plan = plan, spelt_out(plan, cost)
     if not health.live:
@@ -80,7 +80,7 @@ def malleus(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
 
 
 def _present(plan: ParallelPlan, health: Health, cost: JobCost) -> list[tuple[float, ParallelPlan]]:
-    """The plan in force and its iteration time, if it can still be run as it is."""
+    """The plan in force and its iteration time, if the job can still run it unchanged."""
     if not plan.migrations and all(worker in health.speed for worker in plan.working):
         try:
             same = next_plan(plan.replicas, plan, health, cost)
@@ -110,23 +110,24 @@ def _candidates(plan: ParallelPlan, health: Health, cost: JobCost, places: dict[
 
 
 def _capacity(group: Group, health: Health, cost: JobCost) -> float:
-    """1 / y: 1 / (α_k · rate · weight); rate is 1 / p of the slowest, α_k the seconds of all layers at degree k."""
+    """1 / y: 1 / (α_k · rate · weight); rate: 1 / p of the slowest member, α_k: seconds of all layers at degree k."""
     return speed_of(group, health) / float(cost.seconds(len(group)).sum())
 
 
 def _grouped(
     health: Health, cost: JobCost, degrees: Sequence[int], splits: bool, places: dict[int, int]
 ) -> tuple[Group, ...]:
-    """Groups inside nodes: workers of like speed together, the largest degree while there are enough.
+    """Groups inside nodes: workers of similar speed together, each of the largest degree that enough workers are left
+    for.
 
-    Source: section 4.2: a group is as slow as its slowest member, so the best groups of given sizes are runs of the
-    workers in order of speed; a group with a straggler may be split, to leave the others whole.
+    Source: section 4.2. A group is as slow as its slowest member, so the best groups of given sizes are runs of the
+    workers in order of speed. A group with a straggler may be split, to keep the other members fast.
 
     Args:
         health, cost: of the workers.
-        degrees: allowed ones, ascending from 1.
-        splits: whether groups of unlike speeds may be split, wherever that makes Σ 1/y larger.
-        places: of workers in the present plan, which decide between equally fast ones.
+        degrees: the allowed degrees, ascending from 1.
+        splits: whether groups of unequal speeds may be split where that makes Σ 1/y larger.
+        places: of workers in the present plan; they break ties between equally fast workers.
     """
     nodes: dict[int, list[int]] = defaultdict(list)
     for worker in sorted(health.live, key=lambda worker: (-health.speed[worker], _place(worker, places))):
@@ -146,7 +147,7 @@ def _place(worker: int, places: dict[int, int]) -> tuple[int, int]:
 
 
 def _split(group: Group, health: Health, cost: JobCost, degrees: Sequence[int]) -> list[Group]:
-    """Runs of a group's workers, sorted by speed, with the largest Σ 1/y; the group itself, if that is as good."""
+    """The split of a group, sorted by speed, into runs with the largest Σ 1/y; the whole group if that is as good."""
     best: list[tuple[float, list[Group]]] = [(0.0, [])]
     for end in range(1, len(group) + 1):
         runs = [group[end - degree : end] for degree in reversed(degrees) if degree <= end]
@@ -160,8 +161,11 @@ def _split(group: Group, health: Health, cost: JobCost, degrees: Sequence[int]) 
 def _orchestrated(
     groups: Sequence[Group], number: int, plan: ParallelPlan, health: Health, cost: JobCost
 ) -> Iterator[Candidate]:
-    """The groups in so many pipelines: slow ones first, so that fast ones, which hold more layers, come where fewer
-    micro-batches are in flight (section 4.3); and as they stand now."""
+    """The groups in `number` pipelines, in two orders: slow groups first, and as they stand now.
+
+    Slow groups come first so that fast ones, which hold more layers, come where fewer micro-batches are in flight
+    (section 4.3).
+    """
     capacity = {group: _capacity(group, health, cost) for group in groups}
     stage = {worker: place.stage for replica in plan.replicas for worker, place in replica.workers()}
     divided = _divided(capacity, number, plan)
@@ -175,10 +179,10 @@ def _orchestrated(
 
 
 def _divided(capacity: dict[Group, float], number: int, plan: ParallelPlan) -> list[list[Group]]:
-    """Groups for each pipeline: the next strongest one to the weakest pipeline; who is alike stays where it is.
+    """Groups for each pipeline: the next strongest group goes to the weakest pipeline; equal groups stay in place.
 
-    The paper's division is a nonlinear integer program whose optimum, with whole groups and whole micro-batches left
-    aside, is that all pipelines have the same Σ 1/y. This greedy way comes near to that, and is no proof of it.
+    The paper's division is a nonlinear integer program. Without the limits of whole groups and whole micro-batches, its
+    optimum gives all pipelines the same Σ 1/y. This greedy method comes near to that, but does not guarantee it.
     """
     alike = Counter(capacity.values())
     totals = np.zeros(number)
@@ -209,14 +213,14 @@ def _divided(capacity: dict[Group, float], number: int, plan: ParallelPlan) -> l
 
 
 def _home(group: Group, plan: ParallelPlan, number: int) -> int:
-    """The present replica of most members; −1: none, or it is no more."""
+    """The present replica of most members; −1 if they have none or it no longer exists."""
     replicas = Counter(plan.replica_of(worker) for worker in group)
     replica = max(replicas, key=lambda each: (replicas[each], -(len(plan.replicas) if each is None else each)))
     return replica if replica is not None and replica < number else -1
 
 
 class _Estimate:
-    """Iteration time of a candidate by the paper's cost model, (m − 1) · max t + Σ t, with memory left aside."""
+    """Iteration time of a candidate by the paper's cost model, (m − 1) · max t + Σ t, without memory limits."""
 
     def __init__(self, health: Health, cost: JobCost) -> None:
         self._health, self._cost = health, cost
@@ -228,7 +232,7 @@ class _Estimate:
         return max(first + (count - 1) * further for count, (first, further) in zip(counts, paces, strict=True))
 
     def _pace(self, groups: tuple[tuple[int, float], ...]) -> tuple[float, float]:
-        """Seconds of a pipeline's first micro-batch and of each further one; each next layer to the earliest end."""
+        """Seconds of a pipeline's first and each further micro-batch; each layer goes to the group that ends first."""
         if groups not in self._paces:
             each, ends, last = [], [], len(groups) - 1
             for stage, (degree, speed) in enumerate(groups):
@@ -245,7 +249,7 @@ class _Estimate:
 
 
 class _Layers:
-    """ILP 1, for all pipelines of a job; alike ones are solved for once."""
+    """ILP 1, for all pipelines of a job; equal ones are solved once."""
 
     def __init__(self, cost: JobCost) -> None:
         self._cost = cost
@@ -254,12 +258,12 @@ class _Layers:
     def of(
         self, degrees: Sequence[int], speeds: Sequence[float], copies: int, most: int
     ) -> tuple[tuple[int, ...], tuple[Chunk, ...]] | None:
-        """Which groups have layers, and which these are; None if memory is too small.
+        """Which groups have layers, and their chunks; None if memory is too small.
 
         Args:
             degrees, speeds: of the groups, first stage first.
-            copies: pipelines.
-            most: micro-batches that are in flight at the first stage at most.
+            copies: number of pipelines.
+            most: largest number of micro-batches in flight at the first stage.
         """
         key = (*degrees, *speeds, copies, most)
         if key not in self._solved:
@@ -274,7 +278,7 @@ class _Layers:
         for stage, (degree, speed) in enumerate(zip(degrees, speeds, strict=True)):
             seconds, size = cost.seconds(degree).sum(axis=0) / speed, cost.bytes(degree, copies)
             held = size.state + min(stages - stage, most) * size.kept
-            # The head is at the last group. The embedding follows the first one that has layers, wherever that is.
+            # The head is at the last group. The embedding is at the first group that has layers.
             fixed = held[0] + size.working.max() + (held[-1] if stage == stages - 1 else 0.0)
             slopes.append(float(seconds[1:-1].mean()))
             offsets.append(float(seconds[-1]) if stage == stages - 1 else 0.0)
@@ -296,7 +300,7 @@ class _Layers:
 
     @property
     def _alike(self) -> bool:
-        """Whether all layers between embedding and head are; if not, their split needs more than counts."""
+        """Whether all layers between embedding and head are equal; if not, counts do not determine their split."""
         return len(set(self._cost.model.layers[1:-1])) == 1
 
 

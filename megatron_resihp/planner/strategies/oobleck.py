@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oobleck (Jang et al., SOSP 2023, arXiv 2309.08125): pipelines made from templates for so many nodes.
+"""Oobleck (Jang et al., SOSP 2023, arXiv 2309.08125): pipelines from templates for given numbers of nodes.
 
 Imports numpy, `plan`, `cost` and this package.
 """
@@ -25,30 +25,31 @@ from megatron_resihp.planner.strategies.common import (
 from megatron_resihp.planner.uniform import NoPlanError
 
 FAILURES = 1
-"""f, the simultaneous failures that have to be survivable: at least f + 1 pipelines are kept."""
+"""f, the simultaneous failures that a job must survive: it keeps at least f + 1 pipelines."""
 
 
 def oobleck(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """Pipelines that lost nodes go on with a smaller template, or borrow nodes, or are merged; the batch follows.
+    """Pipelines that lost nodes take a smaller template, borrow nodes, or are merged; the batch is distributed to
+    match.
 
     The paper's node is the hardware that fails as one. Here that is a tensor-parallel group: stages keep the job's
     tensor-parallel degree, so a group that lost a worker is idle until it is whole again.
 
-    1. Node specification: n0 nodes are the fewest that hold the model with f + 1 copies. Fewer than
-       (f + 1) · n0 nodes end the job.
-    2. Template of n nodes: the paper's divide and conquer over layers and nodes minimises the time of
-       a pipeline of N_b micro-batches, in which the slowest stage counts N_b times. A stage may not span nodes, and
-       fills one, so that n nodes make n stages: the split with the fastest slowest stage, found exactly.
-    3. Reconfiguration: a pipeline with n0 nodes or more left takes the template for them; with fewer
-       it borrows nodes from the pipelines with most; if none can spare any it is merged with the smallest other one.
-    4. Batch distribution: micro-batches in proportion to the pipelines' speed, so that all end together.
+    1. Node specification: n0 is the fewest nodes that hold the model with f + 1 copies. With fewer than (f + 1) · n0
+    nodes, the job ends.
+    2. Template of n nodes: the paper's divide and conquer over layers and nodes minimises the time of a pipeline of N_b
+    micro-batches, in which the slowest stage counts N_b times. A stage may not span nodes, and fills one, so n nodes
+    make n stages. The template is the exact split with the fastest slowest stage.
+    3. Reconfiguration: a pipeline with n0 nodes or more left takes the template for them. With fewer, it borrows nodes
+    from the pipelines that have the most. If none can spare a node, it is merged with the smallest other pipeline.
+    4. Batch distribution: micro-batches in proportion to the pipelines' speed, so that all pipelines end together.
 
-    The text leaves open what happens to nodes that come back: here all nodes are instantiated anew, with
-    pipelines whose sizes differ by one at most, as many as give the most throughput. Slow workers are not reacted to.
+    Where the text leaves open what happens to nodes that come back: all nodes form new pipelines. Their sizes differ by
+    at most one, and their number gives the most throughput. The strategy ignores slow workers.
 
     Raises:
-        NoPlanError: fewer than (f + 1) · n0 nodes are left, a layer's state is held by none of them, or a template
-            doesn't fit in memory.
+        NoPlanError: fewer than (f + 1) · n0 nodes are left, none of them holds a layer's state, or a template does not
+            fit in memory.
     """
     plan = spelt_out(plan, cost)
     degree = job_degree(plan, cost)
@@ -79,7 +80,7 @@ def _alive(replica: Replica, degree: int, health: Health) -> list[Group]:
 
 
 def _fewest_nodes(degree: int, cost: JobCost) -> int:
-    """n0; more than there are layers if memory is too small for any number."""
+    """n0; greater than the number of layers if memory is too small for any number of nodes."""
     return next((n for n in range(1, cost.layers) if _template(n, degree, FAILURES + 1, cost)), cost.layers + 1)
 
 
@@ -89,7 +90,7 @@ def _template(nodes: int, degree: int, copies: int, cost: JobCost) -> tuple[Chun
 
 
 def _reconfigured(pipelines: list[list[Group]], least: int, plan: ParallelPlan) -> list[list[Group]]:
-    """Step 3."""
+    """Step 3: reconfiguration."""
     pipelines = [list(groups) for groups in pipelines]
     while True:
         short = next((groups for groups in pipelines if len(groups) < least), None)
@@ -104,7 +105,7 @@ def _reconfigured(pipelines: list[list[Group]], least: int, plan: ParallelPlan) 
 
 
 def _instantiated(groups: list[Group], least: int, plan: ParallelPlan, cost: JobCost) -> list[list[Group]]:
-    """Nodes as pipelines of the sizes that give the most throughput, each as near to where it was as can be."""
+    """New pipelines of all nodes, in the sizes with the most throughput; each node stays near its old place."""
     degree = len(groups[0])
     most = min(len(groups) // least, cost.micro_batches)
     sizes = min(
@@ -131,7 +132,7 @@ def _expected_s(sizes: Sequence[int], degree: int, cost: JobCost) -> float:
 
 
 def _home(group: Group, plan: ParallelPlan) -> tuple[int, Group]:
-    """Sorts nodes by the first layer that they hold, so that layers move little."""
+    """Sort key of a node: the first layer that it holds, so that few layers move."""
     held = plan.shards_of(group[0])
     return (held[0].first if held else plan.replicas[0].chunks[-1].end, group)
 

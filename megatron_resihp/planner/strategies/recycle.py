@@ -24,25 +24,25 @@ from megatron_resihp.planner.uniform import NoPlanError
 
 
 def recycle(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """Micro-batches of a stage that died go through that stage in other replicas, everything else stays where it is.
+    """Micro-batches of a dead stage go through that stage in other replicas; everything else stays where it is.
 
     1. A dead worker takes its tensor-parallel group with it: the group's stage is dead in its replica. Groups that are
-       whole again take a dead stage's place.
-    2. Failure normalization: which replica lost a stage doesn't matter, only how many each stage lost;
-       whole groups are moved between stages where that makes the slowest stage faster.
-    3. Adaptive pipelining: the micro-batches of a dead stage are dealt to its live peers in turns.
-    4. Decoupled back-propagation: B and W are ops of their own in replicas that take part, as far as
-       memory allows. The paper's schedules come from a MILP, solved offline; here from list scheduling with several
-       policies (`pipeline.search.rerouted`).
-    5. The staggered optimizer lets the stages begin the next iteration one by one. No strategy is judged
-       by more than one iteration here, and a step before every stage's gradients are known can't clip by their norm: it
-       is left out of the plan.
+    whole again take a dead stage's place.
+    2. Failure normalization: it matters how many replicas lost each stage, not which. Whole groups move between stages
+    where that makes the slowest stage faster.
+    3. Adaptive pipelining: the live peers of a dead stage take its micro-batches in turns.
+    4. Decoupled back-propagation: B and W are separate ops in replicas that take part, as far as memory allows. The
+    paper's schedules come from a MILP that is solved offline; here they come from list scheduling with several policies
+    (`pipeline.search.rerouted`).
+    5. The staggered optimizer lets the stages begin the next iteration one by one. The plan leaves it out, since no
+    strategy is judged by more than one iteration here, and a step before every stage's gradients are known cannot clip
+    by their norm.
 
-    Left open by the text: peers have to have the same layers; pipelines have one chunk per stage (1F1B). Slow workers
-    are not reacted to: ops are ordered as if all were healthy.
+    Where the text leaves it open: peers must have the same layers, and pipelines have one chunk per stage (1F1B). The
+    strategy ignores slow workers: it orders ops as if all workers were healthy.
 
     Raises:
-        NoPlanError: a stage lost all its data-parallel peers, replicas differ in layers, or memory is too small.
+        NoPlanError: a stage lost all its data-parallel peers, replicas' layers differ, or memory is too small.
     """
     plan = spelt_out(plan, cost)
     rows = [[_whole(members, health) for members in replica.stages] for replica in plan.replicas]
@@ -62,7 +62,7 @@ def recycle(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
 
 
 def _whole(members: Group, health: Health) -> Group:
-    """The group, or nobody if one of it died."""
+    """The group, or an empty group if one of its members died."""
     return members if all(worker in health.speed for worker in members) else ()
 
 
@@ -73,7 +73,7 @@ def _require_peers(rows: Sequence[Sequence[Group]]) -> None:
 
 
 def _fill(rows: list[list[Group]], plan: ParallelPlan, health: Health, cost: JobCost) -> None:
-    """Groups that came back take dead stages' places: of the stage whose layers they hold, else where most are dead."""
+    """Put groups that came back at dead stages: the stage whose layers they hold, else the one with the most deaths."""
     used = [group for row in rows for group in row]
     degree = max(map(len, used))
     for block in groups_that_came_back(plan, used, degree, health, cost):
@@ -89,7 +89,7 @@ def _fill(rows: list[list[Group]], plan: ParallelPlan, health: Health, cost: Job
 
 
 def _stage_seconds(replica: Replica, rows: Sequence[Sequence[Group]], cost: JobCost) -> list[float]:
-    """Of a micro-batch in each stage, on a healthy group."""
+    """Seconds of a micro-batch in each stage, on a healthy group."""
     degrees = [max(map(len, groups)) for groups in zip(*rows, strict=True)]
     return [
         float(cost.seconds(degree)[:, chunk.first : chunk.end].sum())
@@ -98,7 +98,7 @@ def _stage_seconds(replica: Replica, rows: Sequence[Sequence[Group]], cost: JobC
 
 
 def _normalize(rows: list[list[Group]], seconds: Sequence[float], micro_batches: int) -> None:
-    """Move groups from other stages to the slowest one, as long as this makes the slower of both faster."""
+    """Move groups from other stages to the slowest one, while this makes the slower of the two faster."""
     while True:
         live = [sum(map(bool, groups)) for groups in zip(*rows, strict=True)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ways to plan by name. Imports the other files of this package."""
+"""All strategies by name. Imports the other files of this package."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Change(StrEnum):
 
 
 class ReactsTo(StrEnum):
-    """What makes a strategy plan anew."""
+    """Which changes of health make a strategy plan again."""
 
     DEAD = "dead workers"
     SLOW = "slow workers and links"
@@ -37,13 +37,13 @@ class ReactsTo(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """A strategy and what people and the simulator need to know of it.
+    """A strategy, and what users and the simulator need to know about it.
 
     Attributes:
         strategy: the function.
-        summary: what it does, one line for people.
-        change: how it gets to its plans.
-        reacts_to: which changes of health it makes a new plan for.
+        summary: what it does, in one line for users.
+        change: how a job gets to its plans.
+        reacts_to: the changes of health for which it makes a new plan.
     """
 
     strategy: Strategy
@@ -70,27 +70,27 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
     ),
     "oobleck": Entry(
         oobleck,
-        "gives pipelines that lost a group of workers smaller templates, lets them borrow or merges them",
+        "gives pipelines that lost a group of workers smaller templates, lets them borrow groups, or merges them",
         Change.IN_PLACE,
         ReactsTo.DEAD,
     ),
     "greyhound": Entry(
         greyhound,
-        "shares micro-batches out by speed, then gathers slow workers in few groups and replicas, if that pays",
+        "distributes micro-batches by speed, then gathers slow workers in few groups and replicas if that pays",
         Change.IN_PLACE,
         ReactsTo.SLOW,
     ),
     "adaptra": Entry(
         adaptra,
-        "orders each pipeline's ops anew, with more forwards ahead and W apart, to absorb slow links and stages",
+        "reorders each pipeline's ops, with more forwards ahead and separate W, to absorb slow links and stages",
         Change.IN_PLACE,
         ReactsTo.SLOW,
     ),
     "recycle+greyhound": Entry(
-        recycle_greyhound, "recycle for who is dead, then greyhound for who is slow", Change.IN_PLACE, ReactsTo.BOTH
+        recycle_greyhound, "recycle for dead workers, then greyhound for slow ones", Change.IN_PLACE, ReactsTo.BOTH
     ),
     "oobleck+greyhound": Entry(
-        oobleck_greyhound, "oobleck for who is dead, then greyhound for who is slow", Change.IN_PLACE, ReactsTo.BOTH
+        oobleck_greyhound, "oobleck for dead workers, then greyhound for slow ones", Change.IN_PLACE, ReactsTo.BOTH
     ),
     "resihp-paper": Entry(
         resihp,
@@ -100,7 +100,7 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
     ),
     "malleus": Entry(
         malleus,
-        "groups workers of like speed, makes pipelines of unlike groups, solves for their layers and micro-batches",
+        "groups workers of similar speed, makes pipelines of unequal groups, solves for layers and micro-batches",
         Change.IN_PLACE,
         ReactsTo.BOTH,
     ),
@@ -112,9 +112,9 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
     ),
     "joint": Entry(
         joint,
-        "one search over groups, unlike replicas, layers and uneven micro-batches; this project's own",
+        "one search over groups, unequal replicas, layers and uneven micro-batches; this project's own strategy",
         Change.IN_PLACE,
         ReactsTo.BOTH,
     ),
 }
-"""In the order in which comparisons show them."""
+"""In the order in which comparisons show the strategies."""

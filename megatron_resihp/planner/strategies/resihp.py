@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ResiHP (arXiv 2605.06374): smaller tensor-parallel groups, other layers per stage, then work moved between replicas.
+"""ResiHP (arXiv 2605.06374): smaller tensor-parallel groups, other layers per stage, then migration between replicas.
 
 Imports numpy, `plan`, `cost` and `planner`.
 """
@@ -26,24 +26,24 @@ from megatron_resihp.planner.strategies.common import groups_in_nodes, job_degre
 from megatron_resihp.planner.uniform import NoPlanError
 
 DELTAS: Final = (0.0, 1.0, 2.0, 3.0)
-"""δ of Algorithm 1 is not given in the text: of these, whichever is fastest in the simulation."""
+"""Values of δ in Algorithm 1 to try, since the paper gives none; the fastest in the simulation wins."""
 
 AHEAD: Final = (0, 1, 2, 4, 8, 16)
-"""Nor is how many micro-batches a stage may run ahead of 1F1B, within its memory: likewise."""
+"""Micro-batches that a stage may run ahead of 1F1B, within its memory; chosen the same way."""
 
 NEVER: Final = float("inf")
 
 
 def resihp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """The three steps in their order, TP, PP, DP; see `fastest`, `Partitioner.split` and `migrate` for each.
+    """The three steps in the order TP, PP, DP; see `fastest`, `Partitioner.split` and `migrate` for each.
 
-    The text leaves open, and here is taken: a replica without any live worker is dropped, and so is a stage that is
-    dead in every replica; once enough workers for whole groups are back, they become stages or replicas again, if that
-    is faster; micro-batches are dealt evenly where work is migrated, and by speed where none has to be, if that is
-    faster; the even split of layers stands while no stage is slower than another.
+    Where the text leaves it open: a replica without any live worker is dropped, and so is a stage that is dead in every
+    replica. Once enough workers for whole groups are back, they become stages or replicas again, if that is faster.
+    Micro-batches are dealt evenly if work migrates. If none has to, they are dealt by speed if that is faster. The even
+    split of layers stays while all stages are equally fast.
 
     Raises:
-        NoPlanError: replicas of unlike stages, or no split of the layers fits what is left.
+        NoPlanError: replicas have different numbers of stages, or no split of the layers fits the live workers.
     """
     stages = {len(replica.stages) for replica in plan.replicas}
     if len(stages) != 1:
@@ -71,13 +71,13 @@ def resihp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Groups with layers.
+    """Groups and their layers.
 
     Attributes:
-        groups: of each stage of each replica; empty: its work has to be migrated.
+        groups: of each stage of each replica; if empty, its work must migrate.
         ends: where each stage's layers end.
-        room: micro-batches of which each group has room for activations, [replicas][stages].
-        free: who is left over.
+        room: micro-batches whose activations each group has room for, [replicas][stages].
+        free: the workers left over.
     """
 
     groups: tuple[tuple[Group, ...], ...]
@@ -87,13 +87,13 @@ class _Layout:
 
 
 def _nothing_to_do(plan: ParallelPlan, health: Health) -> bool:
-    """Whether all work at full speed; only then an interleaved order can stay, which this strategy can't make."""
+    """Whether all workers run at full speed; only then can an interleaved order stay, as ResiHP makes none."""
     interleaved = any(len(replica.stage_of_chunk) > len(replica.stages) for replica in plan.replicas)
     return interleaved and set(plan.working) == health.speed.keys() and set(health.speed.values()) == {1.0}
 
 
 def _current_ends(plan: ParallelPlan, cost: JobCost) -> list[int]:
-    """Where the stages' layers end now; spread evenly if they aren't one chunk each."""
+    """Where the stages' layers end now; an even split if the stages do not have one chunk each."""
     chunks, stages = plan.replicas[0].chunks, len(plan.replicas[0].stages)
     return [chunk.end for chunk in chunks] if len(chunks) == stages else _spread(cost.layers, stages)
 
@@ -120,7 +120,7 @@ def _smallest_degrees(
 
 
 def _without_dead(grouping: Grouping, cost: JobCost) -> Grouping:
-    """Without replicas and stages that nobody is left of, and without replicas beyond the micro-batches."""
+    """The grouping without dead replicas and stages, and without replicas beyond the number of micro-batches."""
     rows = [row for row in grouping.groups if any(row)]
     if len(rows) > cost.micro_batches:
         rows = sorted(rows, key=lambda row: -sum(map(len, row)))[: cost.micro_batches]
@@ -133,7 +133,7 @@ def _without_dead(grouping: Grouping, cost: JobCost) -> Grouping:
 
 
 def _grown(grouping: Grouping, plan: ParallelPlan, health: Health, cost: JobCost) -> list[Grouping]:
-    """With further replicas, or further stages, of those who are free and make up whole groups; most often none."""
+    """Groupings with more replicas, or more stages, formed from free workers in whole groups; usually none."""
     groups = groups_in_nodes(grouping.free, job_degree(plan, cost), plan, health, cost)
     rows, stages = grouping.groups, len(grouping.groups[0])
     grown = []
@@ -153,7 +153,7 @@ def _left_over(free: Group, rows: Sequence[Sequence[Group]]) -> Group:
 def _repartition(
     grouping: Grouping, near: Sequence[int], health: Health, cost: JobCost, partitioner: Partitioner
 ) -> _Layout | None:
-    """The PP step, and who can't hold its new layers; None if no split fits."""
+    """The PP step; groups that cannot hold their new layers become empty. None if no split fits."""
     rows = grouping.groups
     stages = len(rows[0])
     in_flight = _in_flight(len(rows), stages, cost)
@@ -205,7 +205,7 @@ def _lane(group: Group, health: Health) -> Lane:
 
 
 def _deal(layout: _Layout, health: Health, cost: JobCost) -> tuple[tuple[int, ...], Migrated]:
-    """The DP step: the fastest of whole micro-batches dealt by speed and Algorithm 1 with each δ; with the counts."""
+    """The DP step: the faster of dealing by speed and Algorithm 1 with each δ; returns counts and outcome."""
     stages = _stages(layout, health, cost)
     even = even_counts(cost.micro_batches, len(layout.groups))
     owner = _owners(even)
@@ -218,7 +218,7 @@ def _deal(layout: _Layout, health: Health, cost: JobCost) -> tuple[tuple[int, ..
                 trials.append((counts, migrate(stages, _owners(counts), NEVER, 0)))
         if (each == each[0]).all():
             return trials[0]
-    # Nobody can be ahead by more than all.
+    # No stage can be ahead by more than all micro-batches.
     for ahead, delta in product([each for each in AHEAD if each < max(even)], DELTAS):
         outcome = migrate(stages, owner, delta, ahead)
         if (outcome.executor != owner).any():
@@ -227,7 +227,7 @@ def _deal(layout: _Layout, health: Health, cost: JobCost) -> tuple[tuple[int, ..
 
 
 def _holds_1f1b(counts: Sequence[int], room: Integers) -> bool:
-    """Whether there is room for 1F1B's activations of so many micro-batches, as `_in_flight` has it for even counts."""
+    """Whether 1F1B's activations fit with `counts` micro-batches per replica; `_in_flight` checks even counts only."""
     depth = np.arange(room.shape[1], 0, -1)
     return bool((np.minimum(depth, np.array(counts)[:, np.newaxis]) <= room).all())
 
@@ -244,7 +244,7 @@ def _stages(layout: _Layout, health: Health, cost: JobCost) -> Stages:
 
 
 def _transfers(groups: Sequence[Sequence[Group]], health: Health, cost: JobCost) -> Array:
-    """Seconds from each replica's stage to the next one of each replica, [stages − 1, replicas, replicas]."""
+    """Seconds from each replica's stage to the next stage of each replica, [stages − 1, replicas, replicas]."""
     healthy = cache(cost.transfer)
 
     def seconds(sender: Group, receiver: Group) -> float:
@@ -273,7 +273,7 @@ def _owners(counts: Sequence[int]) -> Integers:
 def _replicas(
     layout: _Layout, counts: Sequence[int], outcome: Migrated, schedule: Schedule | None
 ) -> tuple[tuple[Replica, ...], tuple[Migration, ...]]:
-    """With the order of ops spelt out where replicas take part in migrations."""
+    """The replicas, with an explicit order of ops in those that take part in migrations, and the migrations."""
     owner = _owners(counts)
     moved = outcome.migrations(owner)
     involved = {number for each in moved for number in (each.replica, int(owner[each.micro_batch]))}
@@ -287,6 +287,6 @@ def _replicas(
 
 
 def _schedule_of(plan: ParallelPlan) -> Schedule | None:
-    """What runs where nothing is migrated."""
+    """The schedule of replicas that take no part in migrations."""
     schedule = plan.replicas[0].schedule
     return schedule if schedule is not None and schedule.name in (ONE_F_ONE_B, ZERO_BUBBLE) else None

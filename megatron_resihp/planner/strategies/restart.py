@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The usual answer to a failure: start the job again from its last checkpoint on what is left.
+"""The usual answer to a failure: restart the job from its last checkpoint on the live workers.
 
 Imports the standard library, `plan`, `cost` and this package.
 """
@@ -23,12 +23,12 @@ from megatron_resihp.planner.uniform import NoPlanError
 def restart(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     """Complete replicas of the job's own TP × PP and layers, as many as survivors can form and the batch divides by.
 
-    What is taken where schedulers and users differ: a node that lost workers is used with those that are left, as long
-    as they make whole tensor-parallel groups; the global batch has to be a multiple of the replicas, as unmodified
-    Megatron demands. Of more groups than are needed the fastest are taken.
+    Schedulers and users differ here. This strategy uses the remaining workers of a node that lost some, if they make
+    whole tensor-parallel groups. The global batch must be a multiple of the number of replicas, as unmodified Megatron
+    demands. If more groups exist than are needed, the fastest are used.
 
     Raises:
-        NoPlanError: too few workers for one replica, or too little memory for the replicas that are left.
+        NoPlanError: too few workers for one replica, or too little memory for the remaining replicas.
     """
     plan = spelt_out(plan, cost)
     degree, original = job_degree(plan, cost), plan.replicas[0]
