@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who does what in an epoch. Immutable, validated, JSON in and out. May import `coding`."""
+"""The plan of an epoch: which worker does which work. Immutable, validated, JSON in and out. May import `coding`."""
 
 from megatron_resihp.plan.difference import differences
 from megatron_resihp.plan.errors import PlanError

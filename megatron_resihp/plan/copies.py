@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who keeps a copy of whose part of a distributed optimizer. Pure; imports this package only.
+"""Chooses which worker keeps a copy of which part of a distributed optimizer. Pure; imports this package only.
 
-Each part lives once, on the replica that owns it. So the holders of a shard of the model form a ring, working ones
-first, and each keeps its predecessor's part too. A standby owns none, and keeps one.
+Each part exists once, on the replica that owns it. So the holders of a shard of the model form a ring, working holders
+first, and each holder also keeps its predecessor's part. A standby owns no part, and keeps one.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,11 +11,11 @@ from megatron_resihp.plan.parallel_plan import ParallelPlan
 from megatron_resihp.plan.replica import Coordinate
 
 Edge = tuple[int, int]
-"""Owner of a part, and who keeps its copy."""
+"""Owner of a part, and the worker that keeps its copy."""
 
 
 def copies_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[Edge, ...]:
-    """Owners and buddies of the parts of one shard, by replica; empty where nobody is there to keep a copy."""
+    """Owners and buddies of the parts of one shard, by replica; empty if no other worker can keep a copy."""
     ring = plan.holders_of(coordinate)
     if len(ring) < 2:
         return ()
@@ -23,7 +23,7 @@ def copies_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[Edge, ...]:
 
 
 def in_turns(edges: Sequence[Edge]) -> list[Edge]:
-    """The edges of a ring in an order in which all can pass something on, waiting for each other, in three turns."""
+    """Order the edges of a ring for three turns, so that all can pass something on while they wait for each other."""
     last = len(edges) - 1
     closes = len(edges) % 2 == 1 and last > 0 and edges[last][1] == edges[0][0]
     turns = {edge: 2 if closes and index == last else index % 2 for index, edge in enumerate(edges)}
@@ -31,7 +31,7 @@ def in_turns(edges: Sequence[Edge]) -> list[Edge]:
 
 
 def lost_parts(plan: ParallelPlan, survivors: Collection[int]) -> tuple[Coordinate, ...]:
-    """The shards of which the owner of some part and the buddy that keeps its copy are both gone."""
+    """The shards that have a part whose owner and buddy are both gone."""
     found = []
     for coordinate in plan.coordinates():
         buddies = dict(copies_at(plan, coordinate))

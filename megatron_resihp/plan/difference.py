@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changes from one plan to the next, in lines for people. Imports the other files of `plan`."""
+"""What changes from one plan to the next, as lines for users. Imports the other files of `plan`."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from megatron_resihp.plan.replica import Coordinate, Replica
 
 
 def differences(before: ParallelPlan, after: ParallelPlan) -> tuple[str, ...]:
-    """One line for each thing that changes, replicas first, then workers by id; none if the plans are equal."""
+    """One line for each change, replicas first, then workers by id; empty if the plans are equal."""
     return (
         *_of_replicas(before, after),
         *_of_migrations(before, after),
@@ -71,7 +71,7 @@ def _shape(replica: Replica) -> str:
 
 
 def _layers(replica: Replica) -> str:
-    """How many layers each stage runs, "5+4" where it holds several chunks."""
+    """How many layers each stage runs, such as "5+4" for a stage with several chunks."""
     if not replica.chunks:
         return "the job's own"
     counts = [[c.end - c.first for c in replica.chunks if c.stage == stage] for stage in range(len(replica.stages))]
@@ -79,6 +79,6 @@ def _layers(replica: Replica) -> str:
 
 
 def _ranges(indices: tuple[int, ...]) -> str:
-    """ "8 (0 1 2 …)": how many, and which; the middle of long lists is left out."""
+    """ "8 (0 1 2 …)": how many indices, and which; long lists omit the middle."""
     shown = [*map(str, indices)] if len(indices) <= 8 else [*map(str, indices[:4]), "…", *map(str, indices[-2:])]
     return f"{len(indices)} ({' '.join(shown)})"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is raised for a plan that can't be. Imports nothing."""
+"""The error for an impossible plan. Imports nothing."""
 
 
 class PlanError(ValueError):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans in files. May import `coding` and this package's `errors`.
+"""Reads plans from files. May import `coding` and this package's `errors`.
 
-What they hold is not looked at; `ParallelPlan.from_dict` does that.
+It does not check their contents; `ParallelPlan.from_dict` does.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_resihp.plan.errors import PlanError
 
 @dataclass(frozen=True)
 class _Found:
-    """What a file may have of one strategy.
+    """The fields of a file for one strategy.
 
     Attributes:
-        plan: its JSON; None: there is none.
-        no_plan: why not.
+        plan: the plan's JSON; None if there is none.
+        no_plan: the reason why there is none.
     """
 
     plan: Any = None
@@ -31,7 +31,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _File(_Found):
-    """What it may have of several, too, by their names."""
+    """The fields of a file, which may also hold several strategies by name."""
 
     strategies: dict[str, _Found] = field(default_factory=dict)
 
@@ -40,10 +40,10 @@ def read_plan(path: Path, strategy: str | None = None) -> Any:
     """The plan's JSON in a file: a plan, an object with a "plan", or what `resihp plan --json` prints.
 
     Args:
-        strategy: whose plan, where the file has those of several.
+        strategy: the strategy whose plan to read, if the file has several.
 
-    Raises:
-        PlanError: there is none, or it isn't clear which.
+        Raises:
+            PlanError: the file has no plan, or it is unclear which one is meant.
     """
     try:
         data = json.loads(path.read_text())

@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
 
 
 def check_chunks(chunks: Sequence[Chunk], stages: int) -> None:
-    """Raises PlanError unless the chunks hold each layer once, and each stage has one at least."""
+    """Raises PlanError unless the chunks hold each layer exactly once, and each stage has at least one chunk."""
     following = 0
     for number, chunk in enumerate(chunks):
         if not 0 <= chunk.stage < stages:
@@ -43,7 +43,7 @@ def check_chunks(chunks: Sequence[Chunk], stages: int) -> None:
         following = chunk.end
     idle = sorted(set(range(stages)) - {chunk.stage for chunk in chunks})
     if idle:
-        raise PlanError(f"stage {idle[0]} has no chunk; give it one without layers if it shall have none")
+        raise PlanError(f"stage {idle[0]} has no chunk; give it a chunk without layers if it is to hold none")
 
 
 def in_turns(stage_of_chunk: Sequence[int], stages: int) -> bool:
@@ -54,10 +54,10 @@ def in_turns(stage_of_chunk: Sequence[int], stages: int) -> bool:
 
 
 def chunks_from(counts: Sequence[int], stages: int) -> tuple[Chunk, ...]:
-    """Chunks of so many layers each, dealt to the stages in turns as Megatron does.
+    """Chunks of the given numbers of layers, dealt to the stages in turns as Megatron does.
 
     Raises:
-        PlanError: the chunks are no multiple of the stages, or a count is negative.
+        PlanError: the number of chunks is no multiple of the number of stages, or a count is negative.
     """
     if stages < 1 or not counts or len(counts) % stages:
         raise PlanError(f"{len(counts)} chunks can't be dealt to {stages} stages")
@@ -68,15 +68,15 @@ def chunks_from(counts: Sequence[int], stages: int) -> tuple[Chunk, ...]:
 
 
 def even_chunks(decoder_layers: int, stages: int, after: int = 1) -> tuple[Chunk, ...]:
-    """Megatron's own split: as many decoder layers in each stage, embedding in the first, head in the last.
+    """Megatron's own split: equally many decoder layers in each stage, embedding in the first, head in the last.
 
     Args:
         decoder_layers: layers between embedding and head.
-        stages: how many to split them over.
+        stages: number of stages.
         after: layers behind the decoder: the head, and any multi-token prediction.
 
     Raises:
-        PlanError: the layers can't be split evenly.
+        PlanError: the layers cannot be split evenly.
     """
     each, rest = divmod(decoder_layers, stages)
     if rest:
@@ -91,10 +91,10 @@ def parse_layout(text: str) -> tuple[str, ...]:
     """Megatron's `--pipeline-model-parallel-layout` → the letters of each chunk: "E|t*2|(t,t|)*2m,L" → ("E", "tt", …).
 
     Raises:
-        PlanError: it is no such layout: unknown letters, or not one E first, one L last, and every t before any m.
+        PlanError: not a layout: unknown letters, or not one E first, one L last, and every t before any m.
     """
     letters = text.replace(",", "")
-    # First what is in parentheses, which may hold repeated letters itself.
+    # First expand parentheses, which may hold repeated letters themselves.
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         letters = re.sub(repeated, _unroll, letters)
         if len(letters) > _MOST:
@@ -123,24 +123,24 @@ def _run(letter: str, times: int) -> str:
 
 
 def chunks_of_layout(text: str, stages: int) -> tuple[Chunk, ...]:
-    """The chunks that Megatron makes of a layout with so many pipeline stages.
+    """The chunks that Megatron makes of a layout with this number of pipeline stages.
 
     Raises:
-        PlanError: it is no layout, or its chunks are no multiple of the stages.
+        PlanError: the text is no layout, or the number of chunks is no multiple of the number of stages.
     """
     return chunks_from([len(letters) for letters in parse_layout(text)], stages)
 
 
 def layout_of(chunks: Sequence[Chunk], letters: str) -> str:
-    """Chunks of a model in Megatron's words.
+    """Chunks of a model in Megatron's layout notation.
 
     Args:
         chunks: all chunks of a replica.
         letters: the model's layers, as in "EttttL".
 
     Raises:
-        PlanError: the chunks hold another number of layers, or aren't dealt to the stages in turns, which Megatron
-            can't say.
+        PlanError: the chunks hold another number of layers, or are not dealt to the stages in turns; Megatron has no
+            notation for that.
     """
     _check_sayable(chunks, len(letters))
     return format_layout([letters[chunk.first : chunk.end] for chunk in chunks])

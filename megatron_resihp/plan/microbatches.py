@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which micro-batches of a global batch each replica runs. Imports only the standard library.
+"""Chooses which micro-batches of a global batch each replica runs. Imports only the standard library.
 
 Micro-batch m of an iteration is always samples [m * mbs, (m + 1) * mbs) of its global batch; replicas differ only in
-which m they run. With equal counts the dealing below is Megatron's own (replica r runs m = r, r + R, r + 2R, ...).
+the m that they run. With equal counts, the dealing is Megatron's own (replica r runs m = r, r + R, r + 2R, ...).
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,6 @@ def deal(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def even_share(micro_batches: int, replicas: int, replica: int) -> tuple[int, ...]:
-    """What one of them gets of an even deal; nothing for the last of more replicas than there are micro-batches."""
+    """The share of one replica in an even deal; empty for surplus replicas if there are more than micro-batches."""
     busy = min(micro_batches, replicas)
     return deal(even_counts(micro_batches, busy))[replica] if replica < busy else ()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parallel plan of one epoch: replicas, stages, members, layers, micro-batches, order of ops, standbys.
 
-May import `coding` and this package's modules, so that planning answers on a laptop in a second.
+May import `coding` and this package's modules, so that planning takes about a second on a laptop.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, S
 from megatron_resihp.plan.rules import check
 
 VERSION: Final = 2
-"""Of a plan's JSON. Plans of version 1 do not say it; they had no chunks, schedules, migrations or marks."""
+"""Version of a plan's JSON. Plans of version 1 do not say it; they had no chunks, schedules, migrations or marks."""
 
 
 @dataclass(frozen=True)
 class _Written:
-    """A plan's JSON but for its version; what a plan makes no use of is left out."""
+    """A plan's JSON without its version; it omits what the plan does not use."""
 
     replicas: tuple[Replica, ...]
     standbys: dict[int, WrittenKept]
@@ -34,14 +34,14 @@ class _Written:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Who does what in an epoch.
+    """Which worker does which work in an epoch.
 
     Attributes:
         replicas: the working part. Replicas may differ in stages, layers and tensor-parallel degree.
-        standbys: live workers without work, each with what it holds and keeps current (None: it holds nothing).
-        migrations: work that is done in another replica; who takes part lists its ops explicitly.
-        uneven_shards: whether tensor-parallel members hold unlike shards somewhere (3 of 4, say), which an executor has
-            to know of. Whether they do depends on the model: `cost.memory.check_plan` holds it to be true.
+        standbys: live workers without work, each with the state that it keeps up to date (None if it holds nothing).
+        migrations: work that another replica does; every replica that takes part lists its ops explicitly.
+        uneven_shards: whether some tensor-parallel members hold unequal shards (such as 3 of 4), which an executor must
+            know. That depends on the model; `cost.memory.check_plan` checks it.
 
     Equal plans have equal hashes; plans may be pickled and copied.
 
@@ -56,7 +56,7 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         check(self.replicas, self.standbys, self.migrations)
-        # A copy that nobody can write to: neither through the plan nor through what it was made of.
+        # A read-only copy: neither the plan nor the caller's own dict can change it.
         object.__setattr__(self, "standbys", MappingProxyType(dict(self.standbys)))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,12 +87,12 @@ class ParallelPlan:
 
     @cached_property
     def working(self) -> tuple[int, ...]:
-        """Worker ids that have work, replica by replica, stage by stage, in tensor-parallel order."""
+        """Ids of workers with work, replica by replica, stage by stage, in tensor-parallel order."""
         return tuple(self._places)
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, Coordinate]]:
-        """Replica and place in it of each worker that has work."""
+        """Replica of each worker with work, and its place there."""
         return {
             worker: (index, coordinate)
             for index, replica in enumerate(self.replicas)
@@ -110,8 +110,10 @@ class ParallelPlan:
 
     @property
     def not_uniform(self) -> str | None:
-        """Why the plan is none of equal replicas of stages with equal tensor-parallel degree, with the job's own layers
-        and order of ops, which is all that an executor can run that knows only Megatron's groups; None if it is one.
+        """Why the plan is not uniform; None if it is.
+
+        A uniform plan has equal replicas, whose stages have equal tensor-parallel degree, and the job's own layers and
+        order of ops. An executor that knows only Megatron's groups can run no other plan.
         """
         if len({degree for replica in self.replicas for degree in replica.shape}) != 1:
             return "stages differ in tensor-parallel degree"
@@ -126,7 +128,7 @@ class ParallelPlan:
         return "shards are uneven" if self.uneven_shards else None
 
     def coordinate_of(self, worker: int) -> Coordinate | None:
-        """The shard that `worker` works on or keeps current; None also for a standby with shards of another layout."""
+        """The shard that `worker` works on or keeps; None also for a standby with shards of another layout."""
         if worker in self._places:
             return self._places[worker][1]
         kept = self.standbys.get(worker)
@@ -137,7 +139,7 @@ class ParallelPlan:
         return self._places[worker][0] if worker in self._places else None
 
     def shards_of(self, worker: int) -> tuple[Shard, ...]:
-        """What `worker` works on or keeps current, in terms of layers.
+        """The shards that `worker` works on or keeps up to date, in terms of layers.
 
         Raises:
             PlanError: the plan doesn't say which layers its stages run.
@@ -154,11 +156,11 @@ class ParallelPlan:
         return shards_at(replica.chunks, coordinate, len(replica.stages[coordinate.stage]))
 
     def workers_at(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The working holders of a shard, one per replica, in replica order. Replicas have to be of one shape."""
+        """The working holders of a shard, one per replica, in replica order. Replicas must have one shape."""
         return tuple(replica.stages[coordinate.stage][coordinate.tp_rank] for replica in self.replicas)
 
     def standbys_at(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The standbys that keep a shard current, sorted."""
+        """The standbys that keep a shard up to date, sorted."""
         return tuple(sorted(worker for worker, held in self.standbys.items() if held == coordinate))
 
     def holders_of(self, coordinate: Coordinate) -> tuple[int, ...]:
@@ -170,7 +172,7 @@ class ParallelPlan:
                 yield Coordinate(stage, tp_rank)
 
     def rank_order(self, pipeline_last: bool = True) -> tuple[int, ...]:
-        """Worker ids in the order of torch ranks that makes Megatron's rank formula give this plan's coordinates.
+        """Worker ids in the order of torch ranks for which Megatron's rank formula gives this plan's coordinates.
 
         Args:
             pipeline_last: Megatron's default order 'tp-cp-ep-dp-pp'; False for `--use-tp-pp-dp-mapping`.
@@ -185,7 +187,7 @@ class ParallelPlan:
         return self.working
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values for JSON; what a plan makes no use of is left out."""
+        """Plain values for JSON, without what the plan does not use."""
         return {"version": VERSION, **encode(self._written)}
 
     @property
@@ -198,7 +200,7 @@ class ParallelPlan:
         """Read what `to_dict` gives, of this version or the one before.
 
         Raises:
-            PlanError: it is of another version, lacks a part, breaks a rule, or is no plan at all.
+            PlanError: the data has another version, lacks a part, breaks a rule, or is no plan at all.
         """
         try:
             version = version_said(data)
@@ -219,7 +221,7 @@ class ParallelPlan:
 
     @property
     def work_digest(self) -> str:
-        """The same of who works and how, whatever others keep."""
+        """Like `digest`, but only for the working part: it ignores standbys."""
         return replace(self, standbys={}).digest
 
 

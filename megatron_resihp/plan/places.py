@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places: a worker that is started anew has an id of its own and the place of the one that died. Imports `plan` only.
+"""Places: a restarted worker gets a new id and takes the place of the worker that died. Imports `plan` only.
 
-A job of n places starts with workers 0, 1, … in the first of them, in all unless nodes may join later. The first worker
-in place p is worker p, and the k-th restart is worker p + k·n, so that ids are never used twice and no two living
-workers have one place. Whoever asks where a worker is, on which node for example, asks for its place; what knows places
-only, as planners do, is given a plan in which workers are named after them.
+A job of n places starts with workers 0, 1, … in the first places, or in all of them unless nodes may join later. The
+first worker in place p is worker p, and its k-th restart is worker p + k·n. So ids are never used twice, and no two
+living workers share a place. Code that needs a worker's location, such as its node, uses the worker's place. Code that
+knows only places, such as planners, gets a plan in which each worker has the number of its place.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,22 +14,22 @@ from megatron_resihp.plan.parallel_plan import ParallelPlan
 
 
 def place_of(worker: int, places: int) -> int:
-    """Its place among so many."""
+    """The worker's place, in a job with this number of places."""
     return worker % places
 
 
 def node_of(worker: int, places: int, workers_per_node: int) -> int:
-    """The node that its place is on."""
+    """The node of the worker's place."""
     return place_of(worker, places) // workers_per_node
 
 
 def names_of_places(workers: Iterable[int], places: int) -> dict[int, int]:
-    """Place → which of these living workers has it."""
+    """Place → the living worker in it."""
     return {place_of(worker, places): worker for worker in workers}
 
 
 def links_of_places(links: Mapping[tuple[int, int], float], places: int) -> dict[tuple[int, int], float]:
-    """What is known of links between workers, said of their places, the smaller one first."""
+    """Values of links between workers, keyed by their places instead, the smaller place first."""
     return {
         (min(ends), max(ends)): value
         for (one, other), value in links.items()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that is cut by elements: who holds which part of a parameter, and who sends what. Standard library only.
+"""State cut by elements: which worker holds which part of a parameter, and which sends what. Standard library only.
 
-Megatron's distributed optimizer lays all parameters of a shard out in flat buffers and cuts these into equal parts, one
-for each replica, wherever a parameter ends. So a worker's part is a list of ranges of flattened parameters.
+Megatron's distributed optimizer puts all parameters of a shard into flat buffers. It cuts each buffer into equal parts,
+one for each replica, regardless of where parameters end. So a worker's part is a list of ranges of flattened
+parameters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ class Range(NamedTuple):
     """Elements start … end − 1 of a flattened parameter.
 
     Attributes:
-        name: of the parameter, the same on all its holders.
+        name: name of the parameter, the same on all its holders.
     """
 
     name: str
@@ -22,13 +23,13 @@ class Range(NamedTuple):
     end: int
 
     def common(self, other: "Range") -> "Range | None":
-        """The elements that both have."""
+        """The elements that both ranges contain."""
         start, end = max(self.start, other.start), min(self.end, other.end)
         return Range(self.name, start, end) if self.name == other.name and start < end else None
 
 
 class RangeMove(NamedTuple):
-    """`source` gives ranges to `target`, each within one of its own and one of the target's; both may be one worker."""
+    """`source` gives ranges to `target`, each inside one range of either; both may be the same worker."""
 
     source: int
     target: int
@@ -36,20 +37,20 @@ class RangeMove(NamedTuple):
 
 
 Ranges = Mapping[int, Sequence[Range]]
-"""For each worker ranges that do not overlap."""
+"""For each worker, ranges that do not overlap."""
 
 
 def plan_range_moves(holdings: Ranges, wanted: Ranges) -> tuple[list[RangeMove], tuple[Range, ...]]:
-    """Who gives which elements to whom; the same on every worker.
+    """Which worker gives which elements to which; the same on every worker.
 
-    A worker takes from itself what it has, and the rest from others, spread over those who have it.
+    A worker takes what it has from itself, and the rest from other workers, spread over the holders.
 
     Args:
-        holdings: for each living worker what it holds, current.
-        wanted: for each worker what it needs.
+        holdings: for each living worker, the ranges that it holds up to date.
+        wanted: for each worker, the ranges that it needs.
 
     Returns:
-        the moves in an order in which they can be made one after the other, and what nobody holds.
+        the moves, in an order in which they can run one after the other, and the ranges that no worker holds.
     """
     holders = _by_name(holdings)
     sent = dict.fromkeys(holdings, 0)
@@ -76,7 +77,7 @@ def _by_name(holdings: Ranges) -> dict[str, list[tuple[Range, int]]]:
 
 
 def _pieces(whole: Range, holders: Iterable[tuple[Range, int]]) -> Iterator[tuple[Range, list[int]]]:
-    """A range cut wherever some holder's begins or ends, and who holds each piece."""
+    """The pieces of a range, cut where a holder's range begins or ends, and the holders of each piece."""
     overlaps = [(part, worker) for held, worker in holders if (part := whole.common(held)) is not None]
     ends = sorted({whole.start, whole.end, *(end for part, _ in overlaps for end in (part.start, part.end))})
     for start, end in pairwise(ends):

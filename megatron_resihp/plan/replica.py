@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is made of: coordinates, shards, migrations and replicas. May import `coding`."""
+"""The parts of a plan: coordinates, shards, migrations and replicas. May import `coding`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from megatron_resihp.plan.schedule import Schedule
 
 
 class Coordinate(NamedTuple):
-    """Which shard of the model a worker holds, in the layout of the plan's first replica."""
+    """The shard of the model that a worker holds, in the layout of the plan's first replica."""
 
     stage: int
     tp_rank: int
 
 
 class Shard(NamedTuple):
-    """What a worker holds of some layers, in whatever layout.
+    """A worker's share of some layers, in any layout.
 
     Attributes:
         first, end: layers first, …, end − 1.
-        tp_rank, tp_degree: which of so many tensor-parallel shares of each.
+        tp_rank, tp_degree: which tensor-parallel share of each layer, and how many there are.
     """
 
     first: int
@@ -32,7 +32,7 @@ class Shard(NamedTuple):
 
 
 def shards_at(chunks: Sequence[Chunk], coordinate: Coordinate, degree: int) -> tuple[Shard, ...]:
-    """What the holder of a coordinate holds: its share, of so many, of each chunk with layers of its stage."""
+    """The shards at a coordinate: its share, of `degree`, of each chunk of its stage that has layers."""
     return tuple(
         Shard(chunk.first, chunk.end, coordinate.tp_rank, degree)
         for chunk in chunks
@@ -46,7 +46,7 @@ class Migration(NamedTuple):
     Attributes:
         micro_batch: index in the global batch.
         chunk: index of the chunk, the same in both replicas; all its ops for this micro-batch move.
-        replica: who runs it instead of the micro-batch's own replica.
+        replica: index of the replica that runs it instead of the micro-batch's own replica.
     """
 
     micro_batch: int
@@ -69,7 +69,7 @@ def _kept_of(value: Any) -> "Kept":
 Kept = Coordinate | tuple[Shard, ...] | None
 """What a standby holds and keeps current."""
 WrittenKept = Annotated[Kept, Form(_plain_kept, _kept_of)]
-"""JSON has a row for a coordinate, and rows for shards."""
+"""In JSON, a coordinate is one row, and shards are several rows."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Replica:
         stages: worker ids of the tensor-parallel members of each pipeline stage, in tensor-parallel order. A stage may
             lack members if all its work is migrated.
         micro_batches: indices of the micro-batches of each global batch that this replica runs, in order.
-        chunks: which layers the stages run; none: the job's own split, one chunk for each stage.
-        schedule: the order of ops; None: the job's own.
+        chunks: which layers the stages run; empty for the job's own split, one chunk for each stage.
+        schedule: the order of ops; None for the job's own.
     """
 
     stages: tuple[tuple[int, ...], ...]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a plan possible: one function for each rule. Imports the other files of `plan` beside `parallel_plan`.
+"""The rules that every plan must follow: one function for each. Imports the other files of `plan` except
+`parallel_plan`.
 
-Whether a plan fits a model and its devices' memory takes more than the plan to say: `cost.memory.check_plan`.
+Whether a plan fits a model and its devices' memory depends on more than the plan: see `cost.memory.check_plan`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,13 +141,13 @@ def _check_schedules(replicas: Sequence[Replica], migrations: Sequence[Migration
 
 
 def check_ops(replica: Replica) -> None:
-    """Raises PlanError unless a replica can run the ops that it lists by itself; its schedule is known to run then."""
+    """Raises PlanError unless a replica can run its listed ops alone; then marks its schedule as known to run."""
     if replica.schedule is not None and replica.schedule.orders:
         _check_explicit([replica], (), [0])
 
 
 def _check_explicit(replicas: Sequence[Replica], migrations: Sequence[Migration], explicit: Sequence[int]) -> None:
-    """Without migrations no replica waits for another one, so that each is checked by itself, and once."""
+    """Check listed ops; without migrations no replica waits for another, so each is checked alone and only once."""
     if not migrations:
         explicit = [number for number in explicit if not _is_known_to_run(replicas[number])]
     _check_listed(replicas, migrations, explicit)
@@ -189,7 +190,7 @@ def _orders(replicas: Sequence[Replica], explicit: Sequence[int]) -> Iterator[tu
 
 
 def _owners(replicas: Sequence[Replica]) -> dict[int, int]:
-    """The replica that each micro-batch belongs to."""
+    """The replica that owns each micro-batch."""
     return {micro_batch: number for number, replica in enumerate(replicas) for micro_batch in replica.micro_batches}
 
 

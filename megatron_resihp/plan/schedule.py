@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order a replica's stages run their ops: a schedule known by name, or every op. May import `coding`."""
+"""The order in which a replica's stages run their ops: a named schedule, or every op. May import `coding`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class PlannedOp(NamedTuple):
     """An op of a stage. "F3.1" is the forward of micro-batch 3 through chunk 1.
 
     Attributes:
-        kind: "F", "B" or "W"; without any W in the replica, B is the whole backward.
-        chunk: index among the replica's chunks (without chunks: the stage).
-        micro_batch: index in the global batch; with migrations that of another replica's micro-batch, too.
+        kind: "F", "B" or "W"; if the replica has no W, B is the whole backward.
+        chunk: index among the replica's chunks (without chunks, the stage).
+        micro_batch: index in the global batch; with migrations, it may be another replica's.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class PlannedOp(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "PlannedOp":
-        """Raises PlanError if it is no op."""
+        """Raises PlanError if the text is no op."""
         micro_batch, dot, chunk = text[1:].partition(".")
         if text[:1] not in KINDS or not (dot and micro_batch.isdecimal() and chunk.isdecimal()):
             raise PlanError(f"{text!r} is no op; an op is like F3.1: forward, micro-batch 3, chunk 1")
@@ -53,7 +53,7 @@ def _parsed(text: object) -> tuple[PlannedOp, ...]:
 
 
 Order = Annotated[tuple[PlannedOp, ...], Form(_in_words, _parsed)]
-"""JSON has its ops as words with blanks between them."""
+"""In JSON, the ops are words separated by spaces."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Schedule:
 
     Attributes:
         name: one of NAMES; the first three are those of `pipeline.schedules`.
-        group_size: of "interleaved": micro-batches that a stage runs through one chunk before it turns to the next;
-            None: the smallest that works.
-        orders: of "explicit": each stage's ops in the order in which it runs them.
+        group_size: for "interleaved", the micro-batches that a stage runs through one chunk before it turns to the
+            next; None means the smallest number that works.
+        orders: for "explicit", each stage's ops in the order in which it runs them.
 
     Raises:
-        PlanError: on construction, for an unknown name or parts that the name has no use for.
+        PlanError: on construction, for an unknown name, or for parts that do not belong to the name.
     """
 
     name: str
@@ -84,24 +84,24 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are ops of their own."""
+        """Whether weight gradients are separate ops."""
         return self.name == ZERO_BUBBLE or any(op.kind == "W" for order in self.orders for op in order)
 
     @cached_property
     def known_to_run(self) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """What an explicit schedule was found to be an order for: stage of each chunk, and the replica's micro-batches.
+        """Where an explicit schedule is known to run: the stage of each chunk, and the replica's micro-batches.
 
-        Only `plan.rules` adds to it, after its check of ops that no other replica takes part in: so that ops are looked
-        at once, however many plans hold this schedule.
+        Only `plan.rules` adds to it, after it has checked ops that wait for no other replica. So the ops are checked
+        once, however many plans hold this schedule.
         """
         return set()
 
     def renamed(self, before: Sequence[int], after: Sequence[int]) -> "Schedule":
-        """The same order for other micro-batches, known to run wherever this one is.
+        """The same order for other micro-batches; it is known to run wherever this schedule is.
 
         Args:
             before: the micro-batches of the ops.
-            after: what each of them is called from now on; all different.
+            after: their new indices, all different.
         """
         if not self.orders or tuple(before) == tuple(after):
             return self
@@ -117,7 +117,7 @@ class Schedule:
         return found
 
     def check_shape(self, stages: int, chunks: Sequence[Chunk], micro_batches: int) -> None:
-        """Raises PlanError if a replica of this shape can't be run so."""
+        """Raises PlanError if a replica of this shape cannot run this schedule."""
         homes = [chunk.stage for chunk in chunks] or list(range(stages))
         if self.name == EXPLICIT:
             if len(self.orders) != stages:
@@ -155,11 +155,11 @@ def check_order(order: Sequence[PlannedOp], expected: Iterable[tuple[int, int]],
 
 
 def stuck_op(orders: Sequence[Sequence[PlannedOp]], last_chunk: Mapping[int, int]) -> PlannedOp | None:
-    """An op that would wait forever for another stage, None if all can be run.
+    """An op that would wait forever for another stage; None if all ops can run.
 
     Args:
-        orders: the valid orders of all stages, of all replicas that send each other results.
-        last_chunk: of each micro-batch's own replica.
+        orders: the valid orders of all stages, in all replicas that send each other results.
+        last_chunk: of each micro-batch, the last chunk of its own replica.
     """
     done: set[PlannedOp] = set()
     following = [0] * len(orders)
@@ -181,7 +181,7 @@ def stuck_op(orders: Sequence[Sequence[PlannedOp]], last_chunk: Mapping[int, int
 
 
 def _needed(op: PlannedOp, last_chunk: int) -> PlannedOp | None:
-    """The op of another chunk whose result it works on."""
+    """The op of another chunk whose result this op needs."""
     if op.kind == "F" and op.chunk > 0:
         return op._replace(chunk=op.chunk - 1)
     if op.kind == "B" and op.chunk < last_chunk:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The smallest pieces of a model's state that no plan in force cuts further. Imports only the standard library.
 
-Gradients are summed, state moves and digests are compared slice by slice, so that workers whose shards are cut unlike
-each other can work together (DESIGN section 2).
+Workers sum gradients, move state and compare digests slice by slice, so that workers with different shards can work
+together (DESIGN section 2).
 """
 
 import math
@@ -13,9 +13,9 @@ from megatron_resihp.plan.parallel_plan import ParallelPlan
 from megatron_resihp.plan.replica import Shard
 
 WHOLE: Final = -1
-"""The cut of a layer's parameters that every tensor-parallel member holds whole."""
+"""The cut of a layer's parameters that every tensor-parallel member holds completely."""
 TIED: Final = -1
-"""The layer number of word embeddings that the head shares: held where the first layer is, and where the head is."""
+"""The layer number of word embeddings that the head shares: held with the first layer and with the head."""
 
 
 class Slice(NamedTuple):
@@ -34,7 +34,7 @@ class Slice(NamedTuple):
 
 
 def cuts_of(shards: Iterable[Shard]) -> int:
-    """In how many cuts layers have to be thought, so that each shard is made of whole cuts."""
+    """The number of cuts per layer with which every shard consists of whole cuts."""
     return math.lcm(*(shard.tp_degree for shard in shards))
 
 
@@ -42,7 +42,7 @@ def cuts_of_shard(shard: Shard, cuts: int) -> range:
     """The cuts that a shard consists of.
 
     Raises:
-        ValueError: its degree does not divide the cuts.
+        ValueError: the number of cuts is not a multiple of its degree.
     """
     each, rest = divmod(cuts, shard.tp_degree)
     if rest:
@@ -51,11 +51,11 @@ def cuts_of_shard(shard: Shard, cuts: int) -> range:
 
 
 def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None) -> frozenset[Slice]:
-    """What a worker holds that has these shards.
+    """The slices that a worker with these shards holds.
 
     Args:
         shards: of one worker.
-        cuts: what `cuts_of` gives for all workers' shards.
+        cuts: the result of `cuts_of` for all workers' shards.
         tied_head: number of the head's layer if it shares the word embeddings, None if it has weights of its own.
     """
     found = set()
@@ -69,14 +69,14 @@ def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None) -> froz
 
 
 def all_shards(plan: ParallelPlan) -> dict[int, tuple[Shard, ...]]:
-    """The shards of each member of a plan that says which layers its stages run."""
+    """The shards of each member of a plan with layers."""
     return {worker: plan.shards_of(worker) for worker in plan.members}
 
 
 def contributors_of(plan: ParallelPlan, cuts: int, tied_head: int | None) -> dict[Slice, tuple[int, ...]]:
-    """For each slice who has a gradient of it that counts, replica by replica, and in each by stage.
+    """For each slice, the workers whose gradient of it counts, replica by replica, and within each by stage.
 
-    Of parameters that all members of a tensor-parallel group hold whole, the first member's counts.
+    For parameters that all members of a tensor-parallel group hold completely, only the first member's gradient counts.
     """
     found: dict[Slice, list[int]] = {}
     for worker in plan.working:
@@ -99,14 +99,14 @@ class Move(NamedTuple):
 def plan_moves(
     holdings: dict[int, frozenset[Slice]], wanted: dict[int, frozenset[Slice]]
 ) -> tuple[list[Move], frozenset[Slice]]:
-    """Who sends which slices to whom, only what is missing, spread over the holders; the same on every worker.
+    """Which worker sends which slices to which: only missing slices, spread over the holders; the same on every worker.
 
     Args:
-        holdings: for each live worker what it holds, current.
-        wanted: for each worker what it needs.
+        holdings: for each live worker, the slices that it holds up to date.
+        wanted: for each worker, the slices that it needs.
 
     Returns:
-        the moves in an order in which they can be made one after the other, and the slices that nobody holds.
+        the moves, in an order in which they can run one after the other, and the slices that no worker holds.
     """
     holders: dict[Slice, list[int]] = {}
     for worker in sorted(holdings):
@@ -127,7 +127,7 @@ def plan_moves(
 
 
 def in_buckets(holders: dict[Slice, tuple[int, ...]]) -> list[tuple[tuple[int, ...], tuple[Slice, ...]]]:
-    """Slices with the same holders together, in an order that is the same on every worker."""
+    """Group slices with the same holders, in an order that is the same on every worker."""
     buckets: dict[tuple[int, ...], list[Slice]] = {}
     for piece in sorted(holders):
         buckets.setdefault(holders[piece], []).append(piece)
@@ -135,7 +135,7 @@ def in_buckets(holders: dict[Slice, tuple[int, ...]]) -> list[tuple[tuple[int, .
 
 
 def holders_of(shards: Mapping[int, Sequence[Shard]], cuts: int, tied_head: int | None) -> dict[Slice, tuple[int, ...]]:
-    """For each slice all workers that hold it, sorted."""
+    """For each slice, all workers that hold it, sorted."""
     found: dict[Slice, list[int]] = {}
     for worker in sorted(shards):
         for piece in slices_of(shards[worker], cuts, tied_head):

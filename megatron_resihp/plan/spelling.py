@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan with all that it leaves to the job said in full, and back. Imports the other files of `plan`.
+"""Adds to a plan everything that it leaves to the job, and removes it again. Imports the other files of `plan`.
 
-A plan that leaves layers and order of ops to the job can be run with Megatron's own groups, schedules and gradient
-reduction; comparing, validating and migrating want every layer named. These are two ways to say the same.
+A plan that leaves layers and order of ops to the job can run with Megatron's own groups, schedules and gradient
+reduction. Comparison, validation and migration need every layer named. These are two forms of the same plan.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from megatron_resihp.plan.schedule import EXPLICIT, INTERLEAVED, ONE_F_ONE_B
 
 
 def coordinate_at(chunks: Sequence[Chunk], held: Sequence[Shard], degree: int) -> Coordinate | None:
-    """The coordinate whose holder holds just these shards, of stages of this tensor-parallel degree; None: no such."""
+    """The coordinate that holds exactly these shards in stages of this tensor-parallel degree, or None."""
     if not held:
         return None
     for stage in sorted({chunk.stage for chunk in chunks}):
@@ -27,14 +27,14 @@ def coordinate_at(chunks: Sequence[Chunk], held: Sequence[Shard], degree: int) -
 
 
 def spelled_out(plan: ParallelPlan, own: tuple[Chunk, ...]) -> ParallelPlan:
-    """The plan in which each replica says its layers, and each standby which layers it keeps.
+    """The plan with the layers of each replica, and with the layers that each standby keeps.
 
     Args:
-        plan: any.
-        own: the job's own split, which holds for replicas that say none.
+        plan: any plan.
+        own: the job's own split, for replicas without layers.
 
     Raises:
-        PlanError: a replica without layers has other stages than `own`, or others have other layers.
+        PlanError: a replica without layers has other stages than `own`, or other replicas have other layers.
     """
     replicas = tuple(each if each.chunks else replace(each, chunks=own) for each in plan.replicas)
 
@@ -48,10 +48,10 @@ def spelled_out(plan: ParallelPlan, own: tuple[Chunk, ...]) -> ParallelPlan:
 
 
 def shortened(plan: ParallelPlan, own: tuple[Chunk, ...]) -> ParallelPlan:
-    """The plan without what the job's own arguments say as well; the plan itself where it says more than they do.
+    """The plan without what the job's own arguments imply; the plan itself if it says more than they do.
 
-    Such are uniform plans with the job's own layers and order of ops, for which 1F1B counts, whose standbys keep
-    what a working member holds. For these it is the inverse of `spelled_out`.
+    It shortens uniform plans with the job's own layers and order of ops (1F1B counts as such), whose standbys keep what
+    a working member holds. For these plans it is the inverse of `spelled_out`.
     """
     if plan.migrations or plan.uneven_shards or len({degree for each in plan.replicas for degree in each.shape}) != 1:
         return plan
@@ -71,11 +71,13 @@ def shortened(plan: ParallelPlan, own: tuple[Chunk, ...]) -> ParallelPlan:
 
 
 def trimmed(plan: ParallelPlan) -> ParallelPlan:
-    """The plan without chunks and stages that have no layers. Planners may leave a slow stage with none, which then
-    passes on what it gets; it has no state, and nobody could tell when it is well again.
+    """The plan without chunks and stages that have no layers.
+
+    A planner may leave a slow stage without layers. Such a stage only passes on what it receives, and has no state; and
+    the detector could not tell when it recovers.
 
     Raises:
-        PlanError: the first or last chunk of a replica has no layers, and others depend on its number.
+        PlanError: the first or last chunk of a replica has no layers, and other chunks depend on its number.
     """
     fixed = bool(plan.migrations)
     return replace(plan, replicas=tuple(_checked_ends(each if fixed else _trimmed(each)) for each in plan.replicas))
