@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validations under way: what suspects are asked to measure, and what their answers mean.
+"""Validations in progress: what suspects measure, and what their answers mean.
 
-Pure. One at a time, since all workers have to have heard of one before it can be run. Imports this package and
-`protocol`.
+Pure. Only one runs at a time, since all workers must know of it before it can run. Imports this package and `protocol`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +12,14 @@ from megatron_resihp.detector.validation import Suspicion, culprits, plan_valida
 from megatron_resihp.protocol.notices import ValidationOrder
 
 PAUSE: Final = 50
-"""Iterations after which the same suspects may be asked again, and answers that are missing are given up."""
+"""Iterations before the same suspects may be asked again, and after which missing answers are given up."""
 
 Settled = tuple[Suspicion, Mapping[int, float]]
-"""A suspicion with its culprits and their speeds."""
+"""A suspicion, with its culprits and their speeds."""
 
 
 class Inquiries:
-    """Asks and understands.
+    """Asks suspects to measure, and evaluates their answers.
 
     Args:
         gemm_shape: (m, n, k) of a matrix product of the training.
@@ -37,11 +36,11 @@ class Inquiries:
 
     @property
     def asked(self) -> Sequence[Suspicion]:
-        """What is being validated."""
+        """The suspicions under validation."""
         return self._suspicions
 
     def ask(self, suspicions: Sequence[Suspicion], layout: Layout, iteration: int) -> ValidationOrder | None:
-        """What to have measured; None while answers are awaited, or if there is nothing new to ask."""
+        """What to measure; None while answers are awaited, or if there is nothing new to ask."""
         if iteration >= self._asked_at + PAUSE:
             self.drop()
         fresh = [each for each in suspicions if iteration >= self._not_before.get(each.workers, 0)]
@@ -55,7 +54,7 @@ class Inquiries:
         return ValidationOrder(self._number, layout.epoch, plan.gemms, plan.transfers)
 
     def answer(self, number: int, worker: int, gemm_seconds: Sequence[float]) -> list[Settled]:
-        """A worker has measured. When all suspects have, everything is settled."""
+        """Take a worker's measurement; once all suspects have answered, returns the settled suspicions."""
         if number != self._number or not self._suspicions:
             return []
         self._seconds[worker] = gemm_seconds
@@ -66,5 +65,5 @@ class Inquiries:
         return found
 
     def drop(self) -> None:
-        """Await no answers any more: the epoch has ended, or one was lost."""
+        """Stop waiting for answers: the epoch ended, or an answer was lost."""
         self._suspicions, self._seconds = (), {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every detector of this project offers, the published ones written here as baselines included.
+"""The interface of all detectors in this project, including published ones that serve as baselines.
 
 A detector is constructed for one epoch's layout and then sees each iteration once. All detectors of a comparison get
 the same observations; their settings are fixed beforehand. Imports numpy.
@@ -17,15 +17,15 @@ class Detector(Protocol):
     """Judges one job, online."""
 
     def observe(self, observations: IterationObservations) -> list[Verdict]:
-        """What is new after this iteration; iterations come in growing order.
+        """New verdicts after this iteration; iterations arrive in ascending order.
 
-        A verdict whose `workers` is empty says that the job is slow and that nobody was found to blame: a false alarm
-        where nobody is slow.
+        A verdict with empty `workers` says that the job is slow but no worker was identified. If no worker is slow, it
+        is a false alarm.
         """
         ...
 
     def speed(self, worker: int) -> float:
-        """The worker's speed p as now known, 1.0 unless it is known to be slow."""
+        """The worker's speed p, 1.0 unless it is known to be slow."""
         ...
 
     def link_speed(self, ends: tuple[int, int]) -> float:

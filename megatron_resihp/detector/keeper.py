@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps what a run learns in its cost model file.
 
-Imports numpy, `cost` and this package; numba once there is something to fit.
+Imports numpy, `cost` and this package, and numba once there is something to fit.
 
-The costs of ops are the monitor's, which follow the devices. Collectives, links, what an iteration has beside its
-pipeline, and how well all this predicts are fitted from the first iterations of each epoch.
+The costs of ops come from the monitor, whose costs follow the devices. The first iterations of each epoch give the fits
+of collectives, links, times outside the pipeline, and the prediction error.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from megatron_resihp.detector.settings import Settings
 
 
 class Keeper:
-    """Takes each iteration; says when there is something to save."""
+    """Takes each iteration, and says when there is something to save."""
 
     def __init__(self, path: Path, settings: Settings | None = None) -> None:
         self._path = path
@@ -29,12 +29,12 @@ class Keeper:
         self._model: CostModel | None = None
 
     def begin(self, layout: Layout) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         self._layout, self._model, self._complete = layout, None, False
         self._to_skip, self._waiting = self._settings.skipped, []
 
     def add(self, observations: IterationObservations) -> bool:
-        """Take in an iteration; returns whether it was the last that the epoch's fit needed."""
+        """Take in an iteration; returns whether it was the last one that the epoch's fit needed."""
         if self._complete or self._layout is None or observations.epoch != self._layout.epoch:
             return False
         if self._to_skip > 0:
@@ -47,17 +47,17 @@ class Keeper:
         observed, self._waiting = self._waiting, []
         if not self._layout.native:
             return True
-        # Only now, because the simulator's machine code takes a second that the start of a job need not wait for.
+        # Import only now: compiling the simulator takes a second, for which the start of a job need not wait.
         from megatron_resihp.detector.judging.prediction import Prediction
 
         self._model = Prediction(self._layout, observed).model
         return True
 
     def save(self, learned: Learned) -> None:
-        """Write what was learned, completed by what was fitted here; nothing while an epoch has just begun, or where
-        stages are not the job's own: other runs, and planners, take what is in the file for those.
+        """Write what was learned, together with what was fitted here. Raises OSError.
 
-        Raises OSError.
+        It writes nothing while an epoch has just begun, or if stages are not the job's own. Other runs and planners
+        assume that the file describes the job's own stages.
         """
         if not self._complete or self._layout is None or not self._layout.native:
             return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The online detector: one iteration's observations in, verdicts out. Imports numpy and this package.
 
-It waits out what is not representative, warms up, and then judges every iteration (`judge`). Bad input is counted and
-left out; nothing that arrives can end it.
+It skips unrepresentative iterations, warms up, and then judges every iteration (`judge`). Bad input is counted and left
+out; no input can end the monitor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Verdict
 
 MOST_NOTICES: Final = 1000
-"""Notices that nobody takes are dropped."""
+"""Most notices that are kept until taken; older ones are dropped."""
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Counters:
     Attributes:
         other_epoch: iterations of an epoch that is over, or not known yet.
         repeated: iterations that were not newer than the last.
-        missing: iterations that never came.
-        unreported: workers' iterations whose record did not arrive.
+        missing: iterations that never arrived.
+        unreported: records of single workers that did not arrive.
         malformed: iterations whose arrays do not fit the layout.
     """
 
@@ -56,15 +56,15 @@ class Monitor:
         settings: Settings | None = None,
         known: Learned | None = None,
     ) -> None:
-        """A detector that knows nothing yet of the job's devices.
+        """Start without any knowledge of the job's devices.
 
         Args:
             layout: the workers and links in the order of the observations' arrays.
-            false_alarms_per_job: how many false alarms the user accepts in a whole job, on average.
+            false_alarms_per_job: accepted false alarms in a whole job, on average.
             expected_iterations: how many iterations the job is expected to have.
-            settings: the rest.
-            known: what an earlier run of the job has learned. It then begins like a new epoch: its first iterations
-                tell the devices' levels. If they contradict the known costs, warm-up is as usual.
+            settings: all other settings.
+            known: what an earlier run of the job learned. The monitor then begins as in a new epoch: the first
+                iterations tell the devices' levels. If they contradict the known costs, warm-up is as usual.
         """
         self._settings = settings or Settings()
         self._budget = false_alarms_per_job, expected_iterations
@@ -82,28 +82,28 @@ class Monitor:
         self._disturbances = Disturbances(self._layout.workers.size)
 
     def _needed(self) -> int:
-        """Iterations of an epoch to learn from."""
+        """How many iterations of an epoch to learn from."""
         return self._settings.settling if self._judge or self._known else self._settings.warm_up
 
     # What others ask
 
     @property
     def resumed(self) -> bool:
-        """Whether it judges, or will, by what an earlier run has learned."""
+        """Whether it judges, or will judge, by what an earlier run learned."""
         return self._known is not None
 
     def learned(self) -> Learned | None:
-        """What another run of the job can start from, once warm-up is over."""
+        """What another run of the job can start from; None before the end of warm-up."""
         return self._judge.learned() if self._judge else None
 
     @property
     def model(self) -> CostModel | None:
-        """The cost model, once warm-up is over."""
+        """The cost model; None before the end of warm-up."""
         return self._judge.expected.model if self._judge else None
 
     @property
     def watching(self) -> bool:
-        """Whether iterations are judged, not learned from."""
+        """Whether iterations are judged rather than learned from."""
         return self._to_learn == 0
 
     def speed(self, worker: int) -> float:
@@ -115,36 +115,36 @@ class Monitor:
         return self._judge.link_speed(ends) if self._judge else 1.0
 
     def suspicions(self) -> list[Suspicion]:
-        """Groups of which somebody is slow and nobody knows who: to be validated."""
+        """Groups in which some unidentified worker is slow, for validation."""
         return self._judge.suspicions() if self._judge else []
 
     def idle_suspects(self) -> list[Suspicion]:
-        """Slow workers that have no work by which they could be judged: to be validated now and then."""
+        """Slow workers without work to judge them by, for validation now and then."""
         if self._judge is None or self._last is None or not self.watching:
             return []
         return self._judge.idle_suspects(self._last.iteration)
 
     def settle(self, suspicion: Suspicion, culprits: Mapping[int, float]) -> list[Verdict]:
-        """Validation of a suspicion named these workers, with their speeds (`validation.culprits`), or nobody."""
+        """Apply a validation that named these culprits, with their speeds (`validation.culprits`), or none."""
         if self._judge is None or self._last is None:
             return []
         settle = self._judge.recheck if suspicion.idle else self._judge.settle
         return settle(suspicion, culprits, self._last)
 
     def take_notices(self) -> list[Notice]:
-        """What took time and is not a device's doing, since this was last asked."""
+        """Return and clear the notices: time that no device is to blame for."""
         taken, self._notices = self._notices, []
         return taken
 
     # Input
 
     def change_layout(self, layout: Layout) -> None:
-        """A new epoch has begun: its first iterations are not judged."""
+        """Begin a new epoch; its first iterations are not judged."""
         self._layout = layout
         self._begin_epoch()
 
     def observe(self, observations: IterationObservations) -> list[Verdict]:
-        """What is new after this iteration; iterations come in growing order."""
+        """New verdicts after this iteration; iterations arrive in ascending order."""
         if not self._acceptable(observations):
             return []
         self._last = observations
@@ -196,6 +196,6 @@ class Monitor:
 
 
 def _alike(observed: Sequence[IterationObservations]) -> list[IterationObservations]:
-    """The same with as many model chunks as most of them have."""
+    """The observations, all with the number of model chunks that is most common."""
     chunks = int(np.bincount([each.compute.shape[2] for each in observed]).argmax())
     return [with_chunks(each, chunks) for each in observed]

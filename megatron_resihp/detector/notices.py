@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What takes time and is not a device's doing: named as information, never as a verdict. Imports numpy."""
+"""Time that no device is to blame for: reported as information, never as a verdict. Imports numpy."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -12,24 +12,24 @@ from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.detector.judging.units import tensor_groups
 
 DISTURBING: Final = (SpanKind.GARBAGE_COLLECTION, SpanKind.EVALUATION, SpanKind.SAVE, SpanKind.VALIDATION)
-"""Spans that may lie inside ops, or slow the device down for a while after them."""
+"""Spans that may lie inside ops, or slow the device down for a while afterwards."""
 DISTURBING_SHARE: Final = 0.01
-"""Of the worker's own compute in the iteration; less than that changes no verdict."""
+"""Share of the worker's own compute in the iteration; a smaller disturbance changes no verdict."""
 MOST_DISTURBED: Final = 4
-"""Successive iterations of a worker that may be left out; one that is always disturbed is judged none the less."""
+"""Most successive iterations of a worker that are left out; a worker that is always disturbed is still judged."""
 STALL_SHARE: Final = 0.25
-"""A wait for data longer than this share of the iteration is a stall worth a word."""
+"""Share of the iteration above which a wait for data is reported as a stall."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something to know that is nobody's fault, such as a data-loader stall.
+    """Information about lost time that is not a device's fault, such as a data-loader stall.
 
     Attributes:
         what: the kind of span.
-        workers: who was affected.
+        workers: the workers affected.
         seconds: the longest of their times.
-        iteration: when.
+        iteration: when it happened.
     """
 
     what: SpanKind
@@ -41,7 +41,7 @@ class Notice:
 def data_stall(observations: IterationObservations, layout: Layout) -> Notice | None:
     """The data-loader stall of this iteration, if there was one.
 
-    One member of a tensor-parallel group reads for all of them. Who waits longer than another waits for that one.
+    One member of a tensor-parallel group reads for all of them. A member that waits longer than another waits for it.
     """
     waited = observations.spans[:, SpanKind.DATA]
     if not np.nan_to_num(waited).any():
@@ -59,13 +59,13 @@ def data_stall(observations: IterationObservations, layout: Layout) -> Notice | 
 
 
 class Disturbances:
-    """Which workers' iterations say nothing of their device, because something else ran beside the ops."""
+    """Finds workers whose iteration tells nothing about their device, because something else ran beside the ops."""
 
     def __init__(self, workers: int) -> None:
         self._successive = np.zeros(workers, dtype=np.int64)
 
     def see(self, observations: IterationObservations) -> NDArray[np.bool_]:
-        """[workers] whose measurements of this iteration are to be left out."""
+        """[workers] whether to leave out the worker's measurements of this iteration."""
         beside = np.nan_to_num(observations.spans[:, DISTURBING]).sum(axis=1)
         if not beside.any():
             self._successive[:] = 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detector of a running job: records and the run's events in; verdicts, as events, out.
+"""The detector of a running job: takes records and the run's events, and returns verdicts as events.
 
-On node 0 in a thread of its own (`control.head.detection`). Everything that comes is kept in the run directory, so that
-`resihp detect` can judge it again. Imports numpy, `plan`, `cost`, `events` and this package.
+It runs on node 0 in its own thread (`control.head.detection`). It keeps all input in the run directory, so that `resihp
+detect` can judge it again. Imports numpy, `plan`, `cost`, `events` and this package.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,16 +35,16 @@ from megatron_resihp.plan.places import node_of
 from megatron_resihp.protocol.notices import ValidationOrder
 
 MOST_KEPT: Final = 4 << 30
-"""Bytes of records that are kept with a run: 24 hours of 256 workers with iterations of ten seconds."""
+"""Most bytes of records kept with a run: 24 hours of 256 workers with iterations of ten seconds."""
 NEVER: Final = float("inf")
 
 
 class DetectionService:
-    """Judges the records of one job. See `control.head.detection.Judge` for when its methods are called.
+    """Judges the records of one job. `control.head.detection.Judge` says when its methods are called.
 
     Args:
         run_dir: where records and the cost model are kept.
-        order: takes notices that all workers are to get.
+        order: takes notices for all workers.
     """
 
     def __init__(self, run_dir: Path, order: Callable[[ValidationOrder], None]) -> None:
@@ -62,11 +62,11 @@ class DetectionService:
         self._keeper = Keeper(run_dir / COST_MODEL_NAME)
         self._known: Learned | None = None
         self._known_from: Path | None = None
-        """Where the monitor's costs come from, until that has been told."""
+        """Where the monitor's costs come from; None once that is reported."""
         self._held_up = HeldUp()
 
     def note(self, event: Event) -> list[Event]:
-        """Learn of the job, or of an epoch that begins."""
+        """Take in an event of the job, or of an epoch that begins."""
         match event:
             case RunStarted(nproc_per_node=int(workers_per_node), most_nodes=int(nodes)):
                 self._workers_per_node = workers_per_node
@@ -87,16 +87,16 @@ class DetectionService:
         return []
 
     def take(self, message: bytes, now: float) -> list[Event]:
-        """A message of a worker."""
+        """Take a worker's message."""
         events = self._keep(message)
         return events + self._judge(self._assembler.add(message, now))
 
     def look(self, now: float) -> list[Event]:
-        """Judge what has been waited for long enough."""
+        """Judge iterations that have waited long enough."""
         return self._record(Recorder.flush) + self._judge(self._assembler.poll(now))
 
     def finish(self) -> list[Event]:
-        """Judge what is left, and say what was seen."""
+        """Judge the remaining iterations, and summarise."""
         events = self._judge(self._assembler.poll(NEVER))
         events += self._save_model()
         events += self._record(Recorder.close)
@@ -108,7 +108,7 @@ class DetectionService:
         return events
 
     def _faults(self) -> dict[str, int]:
-        """What was left out, and why: on the way to the monitor, then by it."""
+        """What was left out, and why: before the monitor, then by it."""
         assert self._monitor is not None
         own = {f"iterations_{name}": count for name, count in asdict(self._monitor.counters).items() if count}
         return self._assembler.counters.nonzero() | own
@@ -141,7 +141,7 @@ class DetectionService:
         return events
 
     def _resumed(self, iteration: int) -> list[Event]:
-        """Whether an earlier run's costs are those of this one, told once that is known."""
+        """Report whether an earlier run's costs fit this run, once that is known."""
         assert self._monitor is not None
         if self._known_from is None or (self._monitor.resumed and not self._monitor.watching):
             return []
@@ -152,7 +152,7 @@ class DetectionService:
         try:
             complete = self._keeper.add(observations)
         except Exception as error:
-            # What is fitted there is for other runs: whatever keeps it from being so is no reason to judge no more.
+            # The fit there is for other runs; its failure is no reason to stop judging.
             return [_failed("cost model", error), *self._save_model()]
         return self._save_model() if complete else []
 
@@ -160,7 +160,7 @@ class DetectionService:
         return [verdict_event(verdict) for verdict in verdicts]
 
     def _inquire(self, iteration: int) -> list[Event]:
-        """Have suspects validated, where evidence leaves several."""
+        """Ask suspects to validate if the evidence leaves several."""
         assert self._monitor is not None and self._layout is not None
         idle = [each for each in self._monitor.idle_suspects() if each.workers[0] in self._standbys]
         suspicions = self._monitor.suspicions() + idle
@@ -173,7 +173,7 @@ class DetectionService:
         return [_suspicion(each, iteration, tested=False) for each in self._inquiries.asked if not each.idle]
 
     def _settle(self, event: Validation) -> list[Event]:
-        """A suspect has measured."""
+        """Take a suspect's measurement."""
         if self._inquiries is None or self._monitor is None or event.worker is None:
             return []
         settled = self._inquiries.answer(event.number, event.worker, event.gemm_seconds)
@@ -206,7 +206,7 @@ class DetectionService:
         return _failed("recording", error)
 
     def _record(self, action: Callable[[Recorder], None]) -> list[Event]:
-        """Write to the recording; a full disk ends it and nothing else."""
+        """Write to the recording; a full disk ends the recording and nothing else."""
         if self._recorder is None:
             return []
         try:
@@ -216,7 +216,7 @@ class DetectionService:
         return []
 
     def _load(self, named: str | None) -> list[Event]:
-        """What an earlier run has learned: the one that was named, or the one that used this directory before."""
+        """Load what an earlier run learned: the named run, or the one that used this directory before."""
         path = Path(named) if named else self._run_dir / COST_MODEL_NAME
         if self._monitor is not None or (named is None and not path.exists()):
             return []

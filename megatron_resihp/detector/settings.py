@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user may set of the detector. Imports only the standard library."""
+"""User settings of the detector. Imports only the standard library."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ class Settings:
         warm_up: iterations from which healthy levels, costs and noise are learned.
         skipped: first iterations of a job, or of an epoch, that are not representative (allocations, compilation).
         settling: iterations after `skipped` from which a new epoch's costs are learned.
-        smallest_slowdown: slowdowns (as log of the ratio of times) below this are never reported: devices drift by
-            fractions of it.
-        peer_slowdown: how much slower than its stage's other workers one has to be in warm-up to be reported as slow
-            from the start, where it has no healthy level of its own yet; a link, than others between the same stages.
-        learn_every: iterations between updates of the cost model: what it follows takes a hundred. Odd, since
-            collectives are timed on one micro-batch in four, in turns.
+        smallest_slowdown: smallest slowdown to report (as log of the ratio of times); devices drift by fractions of it.
+        peer_slowdown: how much slower than its stage's other workers a worker must be in warm-up to be reported as slow
+            from the start, when it has no healthy level of its own yet. For a link: than other links between the same
+            stages.
+        learn_every: iterations between updates of the cost model, which follows changes over about a hundred. Odd,
+            since collectives are timed on one micro-batch in four, in turns.
     """
 
     warm_up: int = 50

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What evidence alone cannot decide: which micro-benchmarks on whom, and what their results mean.
+"""Micro-benchmarks for cases that evidence alone cannot decide: which to run on which workers, and what they mean.
 
-Pure; the benchmarks themselves run in `integration`, on the suspects only, at the next iteration boundary. ResiHP
-(arXiv 2605.06374) and Greyhound validate every suspicion so; here only those that name several workers. Imports the
-standard library, numpy and `protocol`.
+Pure; the benchmarks themselves run in `integration`, only on the suspects, at the next iteration boundary. ResiHP
+(arXiv 2605.06374) and Greyhound validate every suspicion in this way; here only suspicions of several workers are.
+Imports the standard library, numpy and `protocol`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,19 +15,19 @@ import numpy as np
 from megatron_resihp.protocol.notices import MatrixProduct, Transfer
 
 LEAST_SHARE: Final = 0.5
-"""A culprit shows at least this share of the suspected slowdown (as log ratio) in a micro-benchmark."""
+"""Least share of the suspected slowdown (as log ratio) that a culprit shows in a micro-benchmark."""
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """One or several of these workers are slow, and the evidence does not say who.
+    """At least one of these workers is slow, and the evidence does not say which.
 
     Attributes:
         workers: the suspects' ids.
-        slowdown: 1 − p of whoever it is.
+        slowdown: 1 − p of the slow worker.
         since: estimated first iteration.
-        iteration: iteration whose records decided.
-        idle: the first was slow and has no work by which it could be judged; the other is well.
+        iteration: the iteration whose records decided.
+        idle: whether the first worker was slow and has no work to judge it by; the other one is healthy.
     """
 
     workers: tuple[int, ...]
@@ -39,7 +39,7 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """What to run. All times are reported in seconds, one for each repeat."""
+    """The benchmarks to run. All times are reported in seconds, one for each repeat."""
 
     gemms: tuple[MatrixProduct, ...]
     transfers: tuple[Transfer, ...]
@@ -54,9 +54,9 @@ def plan_validation(
     """Benchmarks for all suspects together.
 
     Args:
-        suspicions: what is to be decided.
+        suspicions: what to decide.
         gemm_shapes: (m, n, k) of the training's matrix products.
-        links: pairs of workers that send each other data; those between a suspect with work and anybody are tried.
+        links: pairs of workers that send each other data; those with a suspect that has work are tested.
         transfer_size: bytes of a usual transfer.
     """
     suspects = tuple(sorted({worker for each in suspicions for worker in each.workers}))
@@ -75,15 +75,15 @@ def culprits(
     seconds: Mapping[int, Sequence[float]],
     healthy: Mapping[int, float] | None = None,
 ) -> dict[int, float]:
-    """Who of the suspects is slow, with its speed p.
+    """The suspects that are slow, with their speeds p.
 
-    A worker's time is the median of its repeats. It is compared with its own healthy time where that is known, else
-    with the fastest suspect's: not all of them are slow, or it would not be one of them. Who shows less than half of
-    the suspected slowdown is a victim. Who was known to be slow, and is idle, stays so unless it was measured.
+    A worker's time is the median of its repeats. It is compared with its own healthy time if that is known, otherwise
+    with the fastest suspect's, since not all suspects are slow. A suspect that shows less than half of the suspected
+    slowdown is a victim. An idle worker that was known to be slow stays slow unless it was measured.
 
     Args:
-        suspicion: what is to be decided.
-        seconds: repeats of the same benchmark by worker id; suspects that are missing here are not judged.
+        suspicion: what to decide.
+        seconds: repeats of the same benchmark by worker id; suspects without an entry are not judged.
         healthy: by worker id, seconds that the benchmark takes when the device is healthy.
     """
     measured = [worker for worker in suspicion.workers if len(seconds.get(worker, ()))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the detector says: which worker or link is slow, since when, how sure, and why.
+"""The detector's findings: which worker or link is slow, since when, how certain, and why.
 
 Imports only the standard library.
 """
@@ -18,7 +18,7 @@ class Kind(StrEnum):
 
 
 class Change(StrEnum):
-    """What happened to it."""
+    """What happened to the worker or link."""
 
     ONSET = "onset"
     SEVERITY = "severity"
@@ -36,9 +36,9 @@ class Verdict:
         speed: p in (0, 1], relative to its own healthy speed; 1.0 for a recovery.
         speed_low, speed_high: 95 % confidence interval of p.
         since: estimated first iteration of the change.
-        iteration: iteration whose records decided.
+        iteration: the iteration whose records decided.
         epoch: the epoch of that iteration.
-        evidence: numbers behind it, by name, for the event log.
+        evidence: the numbers behind the verdict, by name, for the event log.
     """
 
     kind: Kind

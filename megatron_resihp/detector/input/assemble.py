@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of all workers → observations of iterations, in order. Pure: the time is passed in. Imports numpy.
+"""Assembles the messages of all workers into observations of iterations, in order. Pure: the caller passes the time.
+Imports numpy.
 
-Which iteration is complete, and when: a worker sends its records in order, so that an iteration is complete once every
-worker has sent it or a later one; otherwise it is waited for until `patience_s` after its first record came, and then
-judged without those who are missing. An iteration of which less than half of the workers reported is dropped, so that
-one damaged number cannot carry the job into the future.
+A worker sends its records in order, so an iteration is complete once every worker has sent it or a later one. If that
+takes longer than `patience_s` after its first record, the iteration is judged without the missing records. An iteration
+for which less than half of the workers reported is dropped. So one damaged iteration number cannot move the job into
+the future.
 """
 
 from dataclasses import dataclass, field
@@ -18,19 +19,19 @@ from megatron_resihp.detector.input.wire import WireError, unpack
 
 PATIENCE_S: Final = 5.0
 MOST_PENDING: Final = 16
-"""Iterations that may wait for records at once; the oldest does not wait longer."""
+"""Most iterations that wait for records at once; the oldest waits no longer."""
 
 
 @dataclass
 class _Pending:
     first_at: float
     settled: int
-    """Workers that have sent this iteration's record or a later one."""
+    """Number of workers that have sent this iteration's record or a later one."""
     records: dict[int, IterationRecord] = field(default_factory=dict)
 
 
 class Assembler:
-    """Puts an epoch's records together; a new epoch begins with `begin`."""
+    """Assembles an epoch's records; a new epoch begins with `begin`."""
 
     def __init__(self, patience_s: float = PATIENCE_S, counters: Counters | None = None) -> None:
         self.counters = counters if counters is not None else Counters()
@@ -41,17 +42,17 @@ class Assembler:
         self._judged = 0
 
     def begin(self, layout: Layout) -> None:
-        """Only records of this epoch count from now on; what was incomplete is dropped with its broken iteration."""
+        """Accept only records of this epoch from now on; incomplete iterations are dropped with their epoch."""
         self._joiner = Joiner(layout)
         self._pending = {}
         self._latest = dict.fromkeys(map(int, layout.workers), 0)
         self._judged = 0
 
     def add(self, message: bytes, now: float) -> list[IterationObservations]:
-        """Take a message; returns the iterations that it completes. Never raises for what the message holds.
+        """Take a message; returns the iterations that it completes. Never raises because of the message's content.
 
         Args:
-            message: what `wire.pack` packed, or anything else.
+            message: the result of `wire.pack`, or any other bytes.
             now: seconds on any clock that does not go back.
         """
         self.counters.received += 1
@@ -63,7 +64,7 @@ class Assembler:
         return self.add_record(record, now)
 
     def add_record(self, record: IterationRecord, now: float) -> list[IterationObservations]:
-        """The same for a record that is no message any more."""
+        """Like `add`, for an unpacked record."""
         if self._joiner is None or record.epoch != self._joiner.layout.epoch:
             self.counters.other_epoch += 1
         elif self._joiner.row_of(record.worker) is None:
@@ -92,7 +93,7 @@ class Assembler:
         return sum(latest >= iteration for latest in self._latest.values())
 
     def poll(self, now: float) -> list[IterationObservations]:
-        """Iterations that are complete, or that have been waited for long enough."""
+        """Iterations that are complete, or that have waited long enough."""
         judged = []
         while self._pending:
             iteration = min(self._pending)
@@ -112,7 +113,7 @@ class Assembler:
         missing = len(self._latest) - len(pending.records)
         if missing > len(pending.records):
             self.counters.abandoned += 1
-            # Its number may be a damaged one: it does not say that these workers are past anything.
+            # Its number may be damaged, so it does not show how far these workers are.
             self._latest.update(dict.fromkeys(pending.records, self._judged))
             for number, each in self._pending.items():
                 each.settled = self._settled(number)

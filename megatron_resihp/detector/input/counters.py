@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What went wrong on the way from the probes to the detector: counted, reported, never fatal. Standard library only."""
+"""Counts faults on the way from the probes to the detector; they are reported, never fatal. Standard library only."""
 
 from dataclasses import asdict, dataclass
 
 
 @dataclass
 class Counters:
-    """Numbers of what was received and of what was left out, and why.
+    """Numbers of messages received, and of data left out, by reason.
 
     Attributes:
         received: messages.
-        truncated, foreign, version, damaged: messages that were no records, by `wire.Fault`.
+        truncated, foreign, version, damaged: messages that were not records, by `wire.Fault`.
         other_epoch: records of an epoch that is not in force.
         unknown_worker: records of workers that have no work in the epoch.
         duplicate: second records of the same worker and iteration.
         late: records of iterations that were already judged without them.
-        lost: records that workers say they have dropped.
-        missing: records that an iteration was judged without.
-        abandoned: iterations of which less than half of the workers reported.
-        bad_times: ops and spans with durations that cannot be: NaN, negative, longer than the iteration.
+        lost: records that workers say they dropped.
+        missing: records that were missing when an iteration was judged.
+        abandoned: iterations for which less than half of the workers reported.
+        bad_times: ops and spans with impossible durations: NaN, negative, longer than the iteration.
         bad_transfers: transfers whose two sides cannot both be right, as when a clock jumped.
         unpaired: sides of transfers whose other side is missing.
         unsynchronised: transfers between machines whose clocks could not be compared.
@@ -42,5 +42,5 @@ class Counters:
     unsynchronised: int = 0
 
     def nonzero(self) -> dict[str, int]:
-        """The counters that count something, but for `received`."""
+        """The counters that are not 0, except `received`."""
         return {name: count for name, count in asdict(self).items() if count and name != "received"}

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of one iteration → its arrays: a pure function. Imports numpy and this package.
+"""Joins the records of one iteration to its arrays: a pure function. Imports numpy and this package.
 
 **Ops** keep their own durations. The micro-batch axis is the position in the worker's own list of micro-batches, in
 growing order of their index in the global batch, so that replicas of a large job do not fill each other's places.
 
-**Transfers** are joined from both sides. Whoever posted first waits for the other: the transfer itself lasts from the
-later of the two posts to the receiver's end. Posts are read on two clocks. On one machine they are the same clock;
-between machines the receiver's end minus the sender's post is D + θ in one direction and D' − θ in the other, with θ
-the offset of the clocks. The shortest transfers of both directions have D = D' (no waits, the same number of bytes),
-hence θ = (least forward − least backward) / 2, as in NTP (RFC 5905, section 8); the median over the links of the two
-machines is taken, so that one slow link does not move the clocks.
+**Transfers** are joined from both sides. The side that posts first waits for the other. So the transfer itself lasts
+from the later of the two posts to the receiver's end. The posts come from two clocks. On one machine these are the same
+clock. Between machines, the receiver's end minus the sender's post is D + θ in one direction and D' − θ in the other,
+where θ is the offset of the clocks. The shortest transfers of both directions have D = D' (no waits, the same number of
+bytes). Hence θ = (least forward − least backward) / 2, as in NTP (RFC 5905, section 8). The median over the links of
+the two machines is used, so that one slow link does not move the clocks.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from megatron_resihp.detector.input.records import OP, SPAN, TRANSFER, WORKLOAD,
 from megatron_resihp.detector.judging.units import tensor_groups
 
 SLACK_S: Final = 1e-4
-"""By how much times of one record may contradict each other: events are not read at exactly the same moment."""
+"""Largest contradiction between times of one record: events are not read at exactly the same moment."""
 _MICRO_BATCHES = 1 << 16
 
 _Rows = tuple[NDArray[np.int64], NDArray[np.void]]
-"""Of each entry the row of its worker, and the entries."""
+"""For each entry the row of its worker, and the entries."""
 
 
 class Joiner:
@@ -45,7 +45,7 @@ class Joiner:
         keys = ends[:, 0] * self._count + ends[:, 1]
         low, high = layout.node[ends[:, 0]], layout.node[ends[:, 1]]
         self._machines = low, high
-        """Of each link's ends, the smaller row first."""
+        """Machines of each link's ends, the smaller row first."""
         pairs = np.minimum(low, high) * (int(layout.node.max(initial=0)) + 1) + np.maximum(low, high)
         self._pair_of_machines = np.unique(pairs, return_inverse=True)[1]
         self._by_key = np.argsort(keys)
@@ -56,7 +56,7 @@ class Joiner:
         return self._rows.get(worker)
 
     def rows_of(self, workers: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Indices in the layout of any shape of worker ids, and whether they are in it."""
+        """Indices in the layout of worker ids, in any shape, and whether the layout has them."""
         return _look_up(self._ids, self._by_id, workers)
 
     def join(self, iteration: int, records: Sequence[IterationRecord], counters: Counters) -> IterationObservations:
@@ -114,7 +114,7 @@ class Joiner:
         return compute, waited, tokens, squares
 
     def _blame_absences(self, absent: NDArray[np.float64], waited: NDArray[np.float64]) -> None:
-        """Take out of `waited` in which a worker was stopped while all others of its group waited, for it."""
+        """Remove from `waited` the time in which a worker was stopped while all others of its group waited for it."""
         for row in np.flatnonzero(absent.any(axis=(1, 2, 3))):
             others = (self._group == self._group[row]) & (np.arange(self._count) != row)
             if others.any():
@@ -124,7 +124,7 @@ class Joiner:
     def _workload(
         self, keys: NDArray[np.int64], load: NDArray[np.void], place: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """N and Σ l² of each (worker, micro-batch) key; where a worker did not say, what its replica's others said."""
+        """N and Σ l² of each (worker, micro-batch) key; if a worker gave none, another worker's of its replica."""
         tokens, squares = np.full(len(keys), np.nan), np.full(len(keys), np.nan)
         known = np.isfinite(load["tokens"]) & np.isfinite(load["squares"]) & (load["tokens"] >= 0)
         tokens[place[known]], squares[place[known]] = load["tokens"][known], load["squares"][known]
@@ -139,7 +139,7 @@ class Joiner:
 
     def _spans(self, rows: NDArray[np.int64], found: _Rows, counters: Counters) -> NDArray[np.float64]:
         span_rows, spans = found
-        # Evaluations and saves come between iterations and may last longer than one.
+        # Evaluations and saves come between iterations and may last longer than one iteration.
         duration = _durations(spans, np.full(len(spans), np.inf), spans["kind"] <= max(SpanKind), counters)
         usable = np.isfinite(duration)
         kinds = len(SpanKind)
@@ -195,7 +195,7 @@ class Joiner:
         target: NDArray[np.int64],
         transit: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        """What the receiver's clock shows more than the sender's, for each transfer; they are in order of links."""
+        """How far the receiver's clock is ahead of the sender's, for each transfer, in the order of links."""
         node = self.layout.node
         far = node[source] != node[target]
         shift = np.zeros(len(link))
@@ -216,14 +216,14 @@ class Joiner:
 def _concatenate(
     rows: NDArray[np.int64], arrays: Sequence[NDArray[np.void]], dtype: np.dtype[np.void]
 ) -> tuple[NDArray[np.int64], NDArray[np.void]]:
-    """All entries, and the row that each belongs to."""
+    """All entries, and the row of each."""
     counts = [len(array) for array in arrays]
     data = b"".join([array.tobytes() for array in arrays])
     return np.repeat(rows, counts), np.frombuffer(data, dtype)
 
 
 def _absences(op_rows: NDArray[np.int64], ops: NDArray[np.void], found: _Rows) -> NDArray[np.float64] | None:
-    """Of each op, the seconds in which its worker's process was stopped; None: none was, as in healthy jobs."""
+    """For each op, the seconds in which its worker's process was stopped; None if none was, as in healthy jobs."""
     span_rows, spans = found
     stopped = spans["kind"] == SpanKind.ABSENT
     if not stopped.any():
@@ -236,7 +236,7 @@ def _absences(op_rows: NDArray[np.int64], ops: NDArray[np.void], found: _Rows) -
 
 
 def _shared(spans: NDArray[np.void], one: SpanKind, other: SpanKind) -> float:
-    """Seconds that lie in spans of both kinds, each of which do not overlap each other."""
+    """Seconds that lie in spans of both kinds; spans of one kind do not overlap each other."""
     return float(_overlaps(spans[spans["kind"] == one], spans[spans["kind"] == other]).sum())
 
 
@@ -249,7 +249,7 @@ def _overlaps(one: NDArray[np.void], other: NDArray[np.void]) -> NDArray[np.floa
 def _durations(
     entries: NDArray[np.void], limit: NDArray[np.float64], known: NDArray[np.bool_], counters: Counters
 ) -> NDArray[np.float64]:
-    """End minus start; NaN and counted where it cannot be."""
+    """End minus start; impossible durations are counted and become NaN."""
     with np.errstate(invalid="ignore"):
         duration = entries["end"] - entries["start"]
         possible = known & (duration >= 0) & ~(duration > limit + SLACK_S)
@@ -262,13 +262,13 @@ def _pair(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Indices of both sides of each transfer, in order of groups.
 
-    A transfer from the last stage to the first one changes its chunk: within a group (link, direction, kind and
-    micro-batch) the n-th chunk of the sender goes to the n-th chunk of the receiver.
+    A transfer from the last stage to the first one changes its chunk. Within a group (link, direction, kind and
+    micro-batch), the n-th chunk of the sender goes to the n-th chunk of the receiver.
     """
     order = np.argsort(group * 256 + chunk, kind="stable")
     senders, receivers = order[sent[order]], order[received[order]]
     if not np.array_equal(group[senders], group[receivers]):
-        # Sides are missing: only groups that have as many senders as receivers can be told.
+        # Some sides are missing: only groups with equal numbers of senders and receivers can be paired.
         names, of_side = np.unique(group, return_inverse=True)
         counts = [np.bincount(of_side[side], minlength=len(names)) for side in (senders, receivers)]
         whole = (counts[0] == counts[1])[of_side]
@@ -279,7 +279,7 @@ def _pair(
 def _look_up(
     ordered: NDArray[np.int64], value: NDArray[np.int64], keys: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The value of each key (any of them where there is none), and whether there is one."""
+    """The value of each key (arbitrary if there is none), and whether there is one."""
     if not len(ordered):
         return np.zeros(keys.shape, np.int64), np.zeros(keys.shape, np.bool_)
     at = np.minimum(np.searchsorted(ordered, keys), len(ordered) - 1)
@@ -287,7 +287,7 @@ def _look_up(
 
 
 def _group_medians(values: NDArray[np.float64], group: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[groups] median of each group's finite values, NaN without any; groups are numbered from 0."""
+    """[groups] median of each group's finite values, NaN if there is none; groups are numbered from 0."""
     groups = int(group.max()) + 1 if len(group) else 0
     values = np.where(np.isfinite(values), values, np.inf)
     ordered = values[np.lexsort((values, group))]

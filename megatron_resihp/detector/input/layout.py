@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan → the Layout of its workers and links. Imports numpy and `plan`.
 
-Where Megatron's own groups can't run a plan, stages of one number may be unlike: there `Layout.stage` numbers what
-stages do, so that only workers with the same layers, degree and kinds of ops are compared with each other.
+In plans that Megatron's own groups cannot run, stages with the same number may differ. There `Layout.stage` numbers
+kinds of work, so that only workers with the same layers, degree and kinds of ops are compared with each other.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,12 +18,12 @@ Work = tuple[object, ...]
 
 
 def layout_of(plan: ParallelPlan, epoch: int, node_of: Mapping[int, int], interleaved: bool = False) -> Layout:
-    """Where each working worker of the plan stands; standbys are left out.
+    """The position of each working worker in the plan; standbys are left out.
 
     Args:
         plan: the plan of the epoch.
         epoch: its number.
-        node_of: index of the machine of each worker id.
+        node_of: worker id → index of its machine.
         interleaved: whether workers hold several model chunks, so that the last stage sends to the first.
     """
     native = plan.not_uniform is None
@@ -57,14 +57,14 @@ def _numbers(plan: ParallelPlan) -> dict[Work, int]:
 
 
 def _work(replica: Replica, stage: int) -> Work:
-    """What tells the ops of a stage from those of others: its layers, its degree, and whether B includes W."""
+    """What distinguishes a stage's ops from others': its layers, its degree, and whether B includes W."""
     layers = tuple((chunk.first, chunk.end) for chunk in replica.chunks if chunk.stage == stage)
     splits = replica.schedule is not None and replica.schedule.splits_backward
     return (layers if replica.chunks else stage, len(replica.stages[stage]), splits)
 
 
 def _links(plan: ParallelPlan) -> list[tuple[int, int]]:
-    """The pairs of workers that send each other anything, each once."""
+    """The pairs of workers that send each other data, each once."""
     found: dict[tuple[int, int], None] = {}
     for path in _paths(plan):
         for before, after in pairwise(path):
@@ -74,7 +74,7 @@ def _links(plan: ParallelPlan) -> list[tuple[int, int]]:
 
 
 def _paths(plan: ParallelPlan) -> Iterator[list[tuple[int, ...]]]:
-    """Who runs the chunks of a micro-batch, one after the other: in each replica, and of each one that is migrated."""
+    """The groups that run a micro-batch's chunks, in order: for each replica, and for each migrated micro-batch."""
     for replica in plan.replicas:
         yield [replica.stages[stage] for stage in replica.stage_of_chunk]
     owner = {micro_batch: replica for replica in plan.replicas for micro_batch in replica.micro_batches}

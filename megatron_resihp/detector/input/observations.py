@@ -44,8 +44,8 @@ class IterationObservations:
         epoch: the epoch; its Layout gives the order of workers and links.
         iteration: number of the iteration, from 1.
         compute: [workers, kinds (F, B, W), chunks, micro-batches] duration of each op.
-        waited: the same shape; of that duration, the time spent waiting in tensor-parallel collectives; NaN where it
-            was not timed, so that the op's duration may hold other members' slowness.
+        waited: the same shape; the part of that duration spent waiting in tensor-parallel collectives. NaN where it was
+            not timed, so that the op's duration may contain other members' slowness.
         tokens, squares: [workers, micro-batches] N and Σ l² of the micro-batch.
         transfer: [links, transfers] duration of each transfer, without the wait for a peer that was not there yet.
         transfer_bytes: [links, transfers].
@@ -82,7 +82,7 @@ def padded(arrays: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
 
 
 def with_chunks(observations: IterationObservations, chunks: int) -> IterationObservations:
-    """The same with so many model chunks of a worker: others hold nothing, or were told of by a damaged record."""
+    """The observations with this number of model chunks per worker, padded with NaN or cut."""
     compute, waited = observations.compute, observations.waited
     if compute.shape[2] == chunks:
         return observations
@@ -92,7 +92,7 @@ def with_chunks(observations: IterationObservations, chunks: int) -> IterationOb
 
 
 def without(observations: IterationObservations, workers: NDArray[np.bool_]) -> IterationObservations:
-    """The same without what these workers, [workers], measured of their ops."""
+    """The observations without these workers' op measurements, [workers]."""
     if not workers.any():
         return observations
     compute = np.where(workers[:, None, None, None], np.nan, observations.compute)

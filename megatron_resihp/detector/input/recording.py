@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a run on disk, to be judged again later. Imports `coding` and this package.
+"""Stores the records of a run on disk, so that they can be judged again later. Imports `coding` and this package.
 
-One file of frames: kind, length, payload. A run begins with a frame of its own and so do its epochs' layouts, so that a
-directory may hold several runs, of which the last counts. A writer that is killed leaves a cut frame at the end, which
-readers count and writers remove.
+A file consists of frames: kind, length, payload. A run and each epoch's layout have frames of their own, so a file may
+hold several runs; the last one counts. A killed writer leaves an incomplete frame at the end, which readers report and
+writers remove.
 """
 
 import json
@@ -23,7 +23,7 @@ _FRAME = struct.Struct("<BI")
 
 
 class RecordingError(Exception):
-    """A file is no recording; the message is "cause; mend" in one line."""
+    """The file is no recording; the message is "cause; mend" in one line."""
 
 
 class _Frame(IntEnum):
@@ -33,18 +33,18 @@ class _Frame(IntEnum):
 
 
 class Recorder:
-    """Appends a run to a file. Every method raises OSError where the disk does."""
+    """Appends a run to a file. Every method raises OSError if the disk fails."""
 
     def __init__(self, path: Path, job: Mapping[str, Any]) -> None:
-        """`job`: what is worth knowing of the job later, as JSON.
+        """`job`: what later readers should know about the job, as JSON.
 
         Raises:
-            RecordingError: the file is there and is no recording.
-            OSError: it cannot be opened.
+            RecordingError: the file exists and is no recording.
+            OSError: the file cannot be opened.
         """
         self._file = path.open("ab+")
         if self._file.tell():
-            # A frame that an earlier run could not finish would hide all that follows it.
+            # An incomplete frame of an earlier run would hide all that follows it.
             self._file.truncate(_scan(self._file, path).end)
         else:
             self._file.write(_MAGIC)
@@ -73,7 +73,7 @@ class Recording:
     """The last run of a file; iterating gives layouts and messages (see `wire`) as they were written.
 
     Attributes:
-        job: what was noted of the job when it started.
+        job: the description of the job, noted when it started.
         cut: whether the last frame was cut off.
     """
 
@@ -104,7 +104,7 @@ class Recording:
 
 
 class _Extent(NamedTuple):
-    """Offsets in a file: where its last run begins (0: nowhere) and where its last whole frame ends."""
+    """Offsets in a file: the start of its last run (0 if none) and the end of its last whole frame."""
 
     run: int
     end: int

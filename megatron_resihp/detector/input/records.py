@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker measured in one iteration: its ops, transfers, workload and whatever else took its time.
+"""A worker's measurements of one iteration: its ops, transfers, workload and other spans of time.
 
 Imports numpy. The probes that fill these records are in `integration`.
 """
@@ -15,7 +15,7 @@ from megatron_resihp.pipeline.op import OpKind as OpKind  # the kinds of OP and 
 
 
 class SpanKind(IntEnum):
-    """What else takes a worker's time in an iteration, or between two."""
+    """Other spans of a worker's time in an iteration, or between two iterations."""
 
     DATA = 0
     GRADIENT_SYNC = 1
@@ -26,7 +26,7 @@ class SpanKind(IntEnum):
     SAVE = 6
     VALIDATION = 7
     ABSENT = 8
-    """Its process was stopped."""
+    """The worker's process was stopped."""
 
 
 OP: Final = np.dtype([

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detector run again over what was recorded: verdicts, and observed against predicted time. Imports numpy.
+"""Runs the detector again on recorded input: verdicts, and observed against predicted time. Imports numpy.
 
-The same `Monitor` sees the same observations in the same order as in the job; only the waits for late
-records are left out.
+The same `Monitor` sees the same observations in the same order as in the job, without the waits for late records.
 """
 
 import math
@@ -24,22 +23,24 @@ from megatron_resihp.detector.verdict import Verdict
 Step = Layout | IterationObservations
 
 BLOCK = 256
-"""Iterations that are predicted at once."""
+"""Iterations per prediction call."""
 
 
 @dataclass
 class Replay:
-    """What came out; lists have one element per iteration.
+    """The result of a replay; lists have one element per iteration.
 
     Attributes:
-        iterations, epochs: numbers.
-        observed, predicted: seconds, NaN where not known.
+        iterations, epochs: their numbers.
+        observed, predicted: seconds, NaN where unknown.
         verdicts, notices: in order.
         workers: ids of all workers seen.
-        judged: how many iterations were judged, not only learned from.
-        unknown: iterations whose workload was outside what had been learned, so that they could not be judged.
-        smallest_seen: the slow-down that would be found at the end, as a share of speed lost; NaN where not computed.
-        micro_batch_mape, iteration_mape: of the predictions in the last epoch's warm-up; of a series, in all healthy
+        judged: number of iterations that were judged, not only learned from.
+        unknown: number of iterations whose workload was outside the learned range, so that they could not be judged.
+        smallest_seen: the smallest slowdown that would be found at the end, as a share of speed lost; NaN if not
+            computed.
+        micro_batch_mape, iteration_mape: error of the predictions in the last epoch's warm-up; for a series, in all its
+            healthy iterations.
             iterations.
     """
 
@@ -58,7 +59,7 @@ class Replay:
 
 
 def steps_of(recording: Recording, counters: Counters) -> Iterator[Step]:
-    """Layouts and complete iterations of a recorded run, in order; what is damaged is counted.
+    """Layouts and complete iterations of a recorded run, in order; damaged messages are counted.
 
     Raises:
         RecordingError: a layout is damaged.
@@ -85,10 +86,10 @@ def replay(
 
     Args:
         steps: layouts, each followed by the iterations of its epoch.
-        false_alarms_per_job: how many false alarms are accepted in the whole job, on average.
-        expected_iterations: how many iterations the job was to have.
+        false_alarms_per_job: accepted false alarms in the whole job, on average.
+        expected_iterations: planned number of iterations of the job.
         settings: of the detector.
-        known: what an earlier run of the job has learned, and this one began with.
+        known: what an earlier run of the job learned, if this run began with it.
     """
     settings = settings or Settings()
     result = Replay()
@@ -115,7 +116,7 @@ def replay(
 
 
 class _EpochPredictions:
-    """Predicts an epoch's iterations, its first ones too as soon as the costs are known; holds few at a time."""
+    """Predicts an epoch's iterations, also the first ones once costs are known; holds few iterations at a time."""
 
     def __init__(self, layout: Layout, settings: Settings, result: Replay) -> None:
         self._layout = layout

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Iteration times in a CSV or JSON-lines file, for users without the plugin → observations. Imports numpy.
+"""Reads iteration times from a CSV or JSON-lines file, for users without the plugin. Imports numpy.
 
 Columns: `seconds`, and optionally `iteration`, `worker`, and the workload as `tokens` (N) and `squares` (Σ l²). Without
-`worker` a row is the whole job's iteration: then all that can be said is that some worker is slow.
+`worker`, a row is the whole job's iteration; the detector can then only say that some worker is slow.
 
-Numbers that begin anew are those of a job that was started anew: each start is a segment.
+If the numbering starts over, the job was restarted: each start is a segment.
 """
 
 import csv
@@ -27,31 +27,31 @@ Array = NDArray[np.float64]
 SUFFIXES: Final = (".csv", ".jsonl")
 COLUMNS: Final = ("seconds", "iteration", "worker", "tokens", "squares")
 LARGEST: Final = {"seconds": 1e9, "iteration": 2.0**53, "worker": 2.0**31, "tokens": 1e15, "squares": 1e30}
-"""What is larger is no such number: 1e9 s are 30 years."""
+"""Largest valid values: 1e9 s are 30 years."""
 SMALLEST: Final = 1e-9
-"""Nor is what is smaller, but for 0 where that can be."""
+"""Smallest valid value, apart from 0 where 0 is allowed."""
 CHUNK: Final = 20_000
-"""Rows that are read at a time."""
+"""Rows that are read at once."""
 OUT_OF_ORDER: Final = 0.05
-"""Where more of the rows than this share go back in their numbering, and none is repeated, they are merely unsorted."""
+"""Share of rows that may go back in their numbering; if more do and none is repeated, the rows are merely unsorted."""
 
 
 class TableError(Exception):
-    """A file that cannot be used; the message is "cause; mend" in one line."""
+    """The file cannot be used; the message is "cause; mend" in one line."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Iteration times. A step is an iteration of a segment, in their order.
+    """Iteration times. A step is one iteration of one segment; steps are in order.
 
     Attributes:
-        workers: [workers] ids; the single worker 0 stands for the job where there is no column of workers.
-        iterations: [steps] the file's numbers, growing within a segment.
-        segments: [steps] how often the numbering has begun anew before.
-        rows: [steps] number of the step's first row in the file, the first row of data being 1.
+        workers: [workers] ids; without a column of workers, the single worker 0 stands for the job.
+        iterations: [steps] the file's numbers, ascending within a segment.
+        segments: [steps] how often the numbering has started over before.
+        rows: [steps] number of the step's first row in the file; the first row of data is 1.
         seconds, tokens, squares: [steps, workers], NaN where not given.
         has_workers: whether there is a column of workers.
-        left_out: lines that could not be used, each with its reason.
+        left_out: the unusable lines, each with its reason.
     """
 
     workers: NDArray[np.int64]
@@ -66,7 +66,7 @@ class Table:
 
     @classmethod
     def of(cls, seconds: Array, workers: NDArray[np.int64] | None = None) -> "Table":
-        """Times alone, [steps, workers], numbered from 1; without ids of workers, of the job."""
+        """A table of times alone, [steps, workers], numbered from 1; without worker ids they are the job's times."""
         numbers = np.arange(1, len(seconds) + 1)
         unknown = np.full_like(seconds, np.nan)
         ids = np.zeros(1, np.int64) if workers is None else workers
@@ -74,11 +74,11 @@ class Table:
 
     @property
     def restarts(self) -> list[int]:
-        """Rows of the file at which the numbering begins anew."""
+        """Rows of the file at which the numbering starts over."""
         return [int(self.rows[place]) for place in np.flatnonzero(np.diff(self.segments)) + 1]
 
     def layout(self, segment: int = 0) -> Layout:
-        """Every worker a replica of its own, on a machine of its own: nothing more is known."""
+        """A layout with every worker as its own replica on its own machine, since the file says no more."""
         rows = np.arange(len(self.workers))
         zero = np.zeros_like(rows)
         return Layout(segment, self.workers, rows, zero, zero, rows, np.zeros((0, 2), np.int64))
@@ -99,7 +99,7 @@ class Table:
             )  # fmt: skip
 
     def steps(self) -> Iterator[Layout | IterationObservations]:
-        """The observations, with the layout before each segment's."""
+        """The observations, with a layout before each segment."""
         segment = -1
         for observations in self.observations():
             if observations.epoch != segment:
@@ -109,14 +109,14 @@ class Table:
 
 
 def read(path: Path, advance: Callable[[int], None] | None = None) -> Table:
-    """Read a file by its suffix.
+    """Read a file of the format that its suffix names.
 
     Args:
         path: of the file.
-        advance: told now and then how many more rows have been read.
+        advance: called now and then with the number of further rows read.
 
-    Raises:
-        TableError: it is missing, of another kind, or holds no iteration times.
+        Raises:
+            TableError: the file is missing, has another format, or holds no iteration times.
     """
     columns: dict[str, list[Array]] = {name: [] for name in COLUMNS}
     reasons: dict[int, str] = {}
@@ -170,7 +170,7 @@ def _table(
 
 
 def _numbers(values: Sequence[Any], name: str, count: int, first: int, reasons: dict[int, str]) -> Array:
-    """A column's numbers, NaN where there is none; why a row cannot be used goes into `reasons`, by the row's place."""
+    """A column's numbers, NaN if empty; `reasons` receives, by row, why a row cannot be used."""
     if not len(values):
         values = [None] * count
     try:
@@ -201,7 +201,7 @@ def _one(value: Any, name: str, row: int, reasons: dict[int, str]) -> float:
 
 
 def _number(columns: dict[str, Array], reasons: Mapping[int, str]) -> None:
-    """Fill in what is not there: worker 0, and the numbers of a worker's rows, those that are left out included."""
+    """Fill in missing values: worker 0, and the numbers of a worker's rows; rows that are left out count too."""
     worker, iteration = columns["worker"], columns["iteration"]
     worker[np.isnan(worker)] = 0
     missing = np.isnan(iteration)
@@ -211,7 +211,7 @@ def _number(columns: dict[str, Array], reasons: Mapping[int, str]) -> None:
     last: dict[float, float] = {}
     for row, (who, number) in enumerate(zip(worker.tolist(), iteration.tolist(), strict=True)):
         if math.isnan(number):
-            # Of a row that says neither who it is of nor which, nothing follows for the others.
+            # A row with neither a number nor a usable worker does not count for the other rows.
             if known and row in reasons:
                 continue
             iteration[row] = number = last.get(who, 0.0) + 1
@@ -219,7 +219,7 @@ def _number(columns: dict[str, Array], reasons: Mapping[int, str]) -> None:
 
 
 def _segments(columns: Mapping[str, Array], usable: NDArray[np.bool_]) -> tuple[NDArray[np.int64], list[int]]:
-    """[rows] how often its worker's numbering has begun anew before, and rows that only repeat the one before."""
+    """[rows] how often its worker's numbering has started over before, and the rows that only repeat a number."""
     worker, iteration = columns["worker"], columns["iteration"]
     rows = np.flatnonzero(usable)
     order = rows[np.argsort(worker[rows], kind="stable")]
@@ -286,7 +286,7 @@ def _check_columns(path: Path, names: Sequence[str]) -> None:
 
 
 def _object(line: str) -> Mapping[str, Any]:
-    """The line's JSON object; one without a value where it is none, so that it is counted like other bad lines."""
+    """The line's JSON object; for other lines, an object without a usable value, so that they count as bad lines."""
     try:
         value = json.loads(line)
     except ValueError:

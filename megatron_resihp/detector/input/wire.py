@@ -34,7 +34,7 @@ class Fault(StrEnum):
 
 
 class WireError(ValueError):
-    """Bytes that are no message; `fault` says why."""
+    """The bytes are no message; `fault` says why."""
 
     def __init__(self, fault: Fault, detail: str) -> None:
         super().__init__(f"{fault} record: {detail}")
@@ -53,7 +53,7 @@ def pack(record: IterationRecord) -> bytes:
 
 
 def unpack(message: bytes) -> IterationRecord:
-    """What `pack` packed; its arrays are read-only views of the message.
+    """Reverse `pack`; the record's arrays are read-only views of the message.
 
     Raises:
         WireError: the bytes are cut short, damaged, from another version or not a record at all.

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What many workers share at one moment, so that it can be taken out of each one's residual. Imports numpy.
+"""The part of the residuals that many workers share at one moment, to be removed from each one. Imports numpy.
 
-Neither of the two estimates hides a fault. The job's level stays 0 unless more than three quarters of the workers moved
-together; a node's median follows its workers, but that is why each worker is also judged without it (`tracker`).
+Neither estimate hides a fault. The job's level stays 0 unless more than three quarters of the workers moved together. A
+node's median follows its workers, so each worker is also judged without it (`tracker`).
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 FEWEST_PEERS = 3
-"""A median of fewer workers is moved by a single slow one."""
+"""Fewest workers for a median; one slow worker shifts a median of fewer."""
 
 
 def job_level(residuals: NDArray[np.float64], usable: NDArray[np.bool_]) -> float:
     """The point nearest to 0 between the lower and the upper quartile of the usable residuals; 0 if there are none.
 
-    Independent noise gives 0. A shift that everybody shares gives that shift, but for two thirds of a standard
-    deviation of what is not shared. Up to three quarters of slow workers (a whole node of two) give 0, where a median
-    would blame half of their slowness on the healthy ones.
+    Independent noise gives 0. A shift that all workers share gives that shift, less two thirds of a standard deviation
+    of the unshared noise. Up to three quarters of slow workers (such as a whole node of two) give 0; a median would
+    blame half of their slowness on the healthy workers.
     """
     values = residuals[usable]
     if values.size < 2:
@@ -34,10 +34,10 @@ def job_level(residuals: NDArray[np.float64], usable: NDArray[np.bool_]) -> floa
 def peer_medians(
     residuals: NDArray[np.float64], usable: NDArray[np.bool_], group: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """For each unit the median of its group's *other* usable residuals; NaN where fewer than FEWEST_PEERS are usable.
+    """For each unit, the median of its group's *other* usable residuals; NaN if fewer than FEWEST_PEERS are usable.
 
-    Without the unit's own: a median that holds it follows it in its usual range and not in its tail, so that the
-    variance of the difference would say too little about its tail.
+    The unit's own residual is left out. A median that includes it follows it in its usual range but not in its tail, so
+    the variance of the difference would say too little about the tail.
 
     Args:
         residuals, usable: [units].
@@ -48,7 +48,7 @@ def peer_medians(
     order = members[np.lexsort((residuals[members], group[members]))]
     count = np.bincount(group[members], minlength=groups)
     first = (np.cumsum(count) - count)[group]
-    # Who is not usable ranks behind all others.
+    # Units that are not usable rank behind all others.
     rank = np.full(group.size, group.size)
     rank[order] = np.arange(order.size) - first[order]
     others = count[group] - usable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ops and transfers should take on healthy devices: the cost model in the hands of the detector.
+"""Predicted times of ops and transfers on healthy devices: the cost model as the detector uses it.
 
 Imports numpy and the package `cost`.
 """
@@ -23,12 +23,12 @@ from megatron_resihp.detector.judging.units import alike_links, has_peers
 from megatron_resihp.detector.settings import Settings
 
 ENOUGH: Final = 4000
-"""Measurements of an op kind in a stage from which its cost is fitted; more would only take longer."""
+"""Measurements of an op kind in a stage that suffice to fit its cost; more would only take longer."""
 LEAST_NOISE: Final = 1e-3
 MISFIT: Final = 1.5
-"""Ops that scatter by so many times their noise are not those that the costs were learned from."""
+"""Ratio of ops' scatter to their noise above which the costs come from other ops."""
 IRRELEVANT: Final = 0.01
-"""Scatter that does not matter, whatever the noise was."""
+"""Scatter that does not matter, whatever the noise."""
 UNKNOWN: Final = LinkCost(float("nan"), float("nan"), False, float("nan"))
 
 
@@ -36,8 +36,8 @@ class Expected:
     """Predicts ops and transfers, and turns one iteration's measurements into residuals.
 
     Attributes:
-        hidden: [workers, kinds, chunks] ops whose duration says nothing of their worker unless waits were timed: those
-            of tensor-parallel groups that were seen to wait.
+        hidden: [workers, kinds, chunks] ops whose duration tells nothing about their worker unless waits were timed:
+            those of tensor-parallel groups that were seen to wait.
         op_noise: relative standard deviation of an op's own compute.
     """
 
@@ -54,9 +54,9 @@ class Expected:
         Args:
             layout: of the iterations.
             warm_up: iterations to learn from.
-            shared: [workers] who is in a tensor-parallel group with others.
-            known: costs that an earlier run has learned, which only have to be scaled to these iterations. Of links
-                it is known how their time depends on the size; a plain level is learned anew.
+            shared: [workers] whether the worker is in a tensor-parallel group with others.
+            known: costs that an earlier run learned; they are only scaled to these iterations. For links, the
+                dependence on size stays, while a plain level is learned again.
             peer_slowdown: see `Settings`.
         """
         self._peer_slowdown = peer_slowdown
@@ -91,8 +91,10 @@ class Expected:
         self._cost.relearn(self._stage, own * np.exp(-level)[:, None, None, None], *features)
 
     def _set_links(self, layout: Layout, observed: Sequence[IterationObservations]) -> None:
-        """Fit links that were not known before; the others keep their costs, or a slow link would become normal. For
-        the same reason one that is slow from the start gets its peers' costs."""
+        """Fit links that were not known before, and keep the costs of the others, or a slow link would become normal.
+
+        For the same reason, a link that is slow from the start gets its peers' costs.
+        """
         sizes = stacked(observed, "transfer_bytes")
         costs = fit_links(layout.links, stacked(observed, "transfer"), sizes)
         by_link = np.moveaxis(sizes, 1, 0).reshape(len(layout.links), sizes.shape[0] * sizes.shape[2])
@@ -114,14 +116,14 @@ class Expected:
 
     @property
     def model(self) -> CostModel:
-        """The cost model as it is now."""
+        """The present cost model."""
         return self._cost.model
 
     def own(self, observations: IterationObservations) -> NDArray[np.float64]:
-        """Seconds that each worker computed itself, shape of `compute`; NaN where that is not known.
+        """Seconds of each worker's own compute, shape of `compute`; NaN where unknown.
 
-        An op of a tensor-parallel group lasts as long as its slowest member's, so without the wait in collectives all
-        members look alike.
+        An op of a tensor-parallel group lasts as long as its slowest member's op. So all members look alike unless the
+        wait in collectives is subtracted.
         """
         timed = np.isfinite(observations.waited)
         own = observations.compute - np.where(timed, observations.waited, 0.0)
@@ -129,14 +131,14 @@ class Expected:
         return np.where(known & (own > 0) & np.isfinite(own), own, np.nan)
 
     def predicted(self, observations: IterationObservations) -> NDArray[np.float64]:
-        """Seconds that each op should take its worker, shape of `compute`."""
+        """Predicted seconds of each op on its worker, shape of `compute`."""
         return self.model.own_compute(self._stage, *workload(observations))
 
     def workers(self, observations: IterationObservations) -> NDArray[np.float64]:
         """[workers] residuals of compute."""
         own, predicted = self.own(observations), self.predicted(observations)
         residual = robust_average(own, predicted, self.op_noise)
-        # The few ops in which a process was stopped are no outliers: what they took longer is what it was slower.
+        # Ops in which a process was stopped are no outliers: their extra time is the worker's slowness.
         stopped = np.nan_to_num(observations.spans[:, SpanKind.ABSENT]) > 0
         if stopped.any():
             residual[stopped] = plain_average(own[stopped], predicted[stopped])
@@ -149,8 +151,10 @@ class Expected:
         return robust_average(observations.transfer, predicted, self._link_noise)
 
     def bandwidth(self, link: int, excess: float, size: float) -> float:
-        """The share p of its bandwidth that a link has left when its transfers of `size` bytes take e^excess times as
-        long: latency does not grow, so p = (1 − f) / (e^excess − f) with f the share of latency in a healthy one."""
+        """The share p of its bandwidth that a link has left if transfers of `size` bytes take e^excess times as long.
+
+        Latency does not grow, so p = (1 − f) / (e^excess − f), where f is the share of latency on a healthy link.
+        """
         healthy = self._latency[link] + self._per_byte[link] * size
         fixed = self._latency[link] / healthy if healthy > 0 else 0.0
         return float((1 - fixed) / max(np.exp(excess) - fixed, 1 - fixed))
@@ -162,13 +166,13 @@ class Expected:
         suspect: NDArray[np.bool_],
         iterations: int,
     ) -> None:
-        """Follow slow changes of what work costs.
+        """Follow slow changes of costs.
 
         Args:
             observations: of one iteration.
-            level: [workers] log of each device's own level against its stage's; taken out before learning.
-            suspect: [workers] who teaches nothing.
-            iterations: how many have passed since the last time.
+            level: [workers] log of each device's own level relative to its stage's; removed before learning.
+            suspect: [workers] whether to learn nothing from the worker.
+            iterations: iterations since the last call.
         """
         own = self.own(observations) * np.exp(-level)[:, None, None, None]
         self._cost.update(self._stage, own, np.full_like(own, np.nan), *workload(observations), suspect, iterations)
@@ -180,7 +184,7 @@ class Expected:
         level: NDArray[np.float64],
         shared: NDArray[np.bool_],
     ) -> None:
-        """Fit to another epoch's plan: what a stage costs is scaled, its dependence on the workload stays.
+        """Fit to another epoch's plan: scale each stage's cost, and keep its dependence on the workload.
 
         Args:
             layout: of the new epoch.
@@ -212,8 +216,10 @@ class Expected:
 
 
 def explains(model: CostModel, layout: Layout, observed: Sequence[IterationObservations]) -> bool:
-    """Whether each worker's ops scatter around the model's predictions, scaled to that worker, as its own noise does,
-    and not as with another model, other kernels or another kind of schedule."""
+    """Whether each worker's ops scatter around the model's scaled predictions only as much as its own noise.
+
+    They scatter more with another model, other kernels or another kind of schedule.
+    """
     if model.ops.alpha.shape[1:] != observed[0].compute.shape[1:3]:
         return False
     expected = Expected(layout, observed, has_peers(layout), model)
@@ -227,7 +233,7 @@ def explains(model: CostModel, layout: Layout, observed: Sequence[IterationObser
 
 
 def workload(observations: IterationObservations) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """N and Σ l², [workers, micro-batches]; 1 and 0 where nothing is known of any, so that a level can be fitted."""
+    """N and Σ l², [workers, micro-batches]; 1 and 0 if none is known, so that a level can be fitted."""
     tokens, squares = observations.tokens, observations.squares
     if np.isfinite(tokens).any() and np.isfinite(squares).any():
         return tokens, squares
@@ -241,8 +247,7 @@ def _hidden(observed: Sequence[IterationObservations], shared: NDArray[np.bool_]
 
 
 def _by_bytes(cost: LinkCost, size: float) -> LinkCost:
-    """Where all transfers were of one size nothing tells latency from bandwidth: bandwidth it is, for in training the
-    tensors are large."""
+    """If all transfers have one size, treat the time as bandwidth, not latency, since tensors are large in training."""
     if cost.informative or not size > 0:
         return cost
     return replace(cost, latency=0.0, seconds_per_byte=cost.latency / size)
@@ -257,7 +262,7 @@ def _select(fits: Fits, stages: NDArray[np.int64], chunks: NDArray[np.int64]) ->
 
 
 def _scaled(fits: Fits, scale: NDArray[np.float64]) -> Fits:
-    """The same fits of ops that take `scale` times as long."""
+    """The fits for ops that take `scale` times as long."""
     return replace(
         fits,
         alpha=fits.alpha * scale,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which notices are worth a word: told once they have cost something, and again when that has grown.
+"""Decides which notices to report: once they have cost enough time, and again when that has grown.
 
 Imports `events` and this package.
 """
@@ -12,11 +12,11 @@ from megatron_resihp.detector.notices import Notice
 from megatron_resihp.events import detection as told
 
 TOLD_FROM_S: Final = 1.0
-"""What a kind of notice has to have cost in all, to be told."""
+"""Seconds that a kind of notice must cost in total before it is reported."""
 TOLD_AGAIN: Final = 10.0
-"""How much more it has to cost to be told again."""
+"""Factor by which its cost must grow before it is reported again."""
 WORSE: Final = 2.0
-"""A single one that is so much longer than all before it is told by itself, from TOLD_FROM_S on."""
+"""A notice this many times longer than all before it is reported by itself, from TOLD_FROM_S on."""
 
 
 @dataclass
@@ -26,17 +26,17 @@ class _Kind:
     longest_s: float = 0.0
     told_from_s: float = TOLD_FROM_S
     workers: set[int] = field(default_factory=set)
-    """Who was held up since it was told."""
+    """Workers that were held up since the last report."""
 
 
 class HeldUp:
-    """Adds notices up by what they are about."""
+    """Sums notices up by kind."""
 
     def __init__(self) -> None:
         self._kinds: dict[SpanKind, _Kind] = {}
 
     def add(self, notice: Notice) -> list[told.Notice]:
-        """The event to write, if this one makes it worth one."""
+        """The event to write, if this notice makes one worthwhile."""
         kind = self._kinds.setdefault(notice.what, _Kind())
         worse = notice.seconds >= max(TOLD_FROM_S, WORSE * kind.longest_s)
         kind.total_s += notice.seconds
@@ -54,5 +54,5 @@ class HeldUp:
         )]  # fmt: skip
 
     def totals(self) -> dict[str, float]:
-        """Seconds that each kind has cost in all."""
+        """Seconds that each kind has cost in total."""
         return {what.name.lower(): kind.total_s for what, kind in self._kinds.items()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges the iterations of one epoch after another: residuals, trackers, and the verdicts that follow from them.
+"""Judges the iterations of successive epochs: residuals, trackers, and the verdicts that follow from them.
 
-A worker's own compute is what counts, so that who waits for a slow peer is not slow itself. Where the waits inside a
-tensor-parallel group were never timed its members all look alike: the group is judged as one and stays a suspicion
-until validation names the culprit. Imports numpy and this package.
+Only a worker's own compute counts, so a worker that waits for a slow peer is not slow itself. Where waits inside a
+tensor-parallel group were never timed, all its members look alike. The group is then judged as one, and stays a
+suspicion until validation names the culprit. Imports numpy and this package.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +25,14 @@ from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
 
 CONFIDENCE: Final = 1.96
-"""Standard errors on both sides of an estimate that hold the truth with 95 % probability."""
+"""Standard errors on both sides of an estimate that contain the truth with 95 % probability."""
 
 
 class Judge:
-    """What has been learned of the devices, and the judgement of each iteration.
+    """Knowledge of the devices, and the judgement of each iteration.
 
     Attributes:
-        expected: what ops and transfers should take.
+        expected: predicts ops and transfers.
         workers, links: the trackers of their levels.
     """
 
@@ -45,7 +45,7 @@ class Judge:
         settings: Settings,
         known: Learned | None = None,
     ) -> None:
-        """Learn from warm-up, or from a few iterations what is not known; the arguments are those of `Monitor`."""
+        """Learn from warm-up, or learn what is unknown from a few iterations; arguments as in `Monitor`."""
         self._layout, self._settings = layout, settings
         self._budget = false_alarms, iterations
         shared = has_peers(layout)
@@ -64,7 +64,7 @@ class Judge:
         self.links = Tracker(_sender_node(layout), history, numbers, smallest, level, slow, noise)
         self._share_budget()
         if known is None:
-            # Without peers only its own rows tell what is healthy, and those of warm-up need not be.
+            # Without peers, only its own rows tell what is healthy, and warm-up rows may be slow.
             alone = np.bincount(self._units.stage)[self._units.stage] == 1
             self.workers.follow_alone(alone, of_workers, numbers)
         self._suspicions: dict[Members, Suspicion] = {}
@@ -79,13 +79,16 @@ class Judge:
             tracker.budget(*self._budget, units)
 
     def first_verdicts(self, observations: IterationObservations) -> list[Verdict]:
-        """On those that were slow from the start; `observations` are the last of warm-up."""
+        """Verdicts for units that were slow from the start; `observations` are the last of warm-up."""
         slow_workers, slow_links = self.workers.slow_from_the_start(), self.links.slow_from_the_start()
         return self._verdicts(slow_workers, slow_links, observations)
 
     def moved(self, layout: Layout, settling: Sequence[IterationObservations]) -> list[Verdict]:
-        """Go on with another epoch's layout, after its first iterations: what work costs is learned anew, what is known
-        of devices and links stays, of those too that have no work now. Returns who else is slow from the start."""
+        """Switch to another epoch's layout, after its first iterations; returns verdicts for new units slow from the
+        start.
+
+        Costs are learned again. What is known of devices and links stays, also for those that have no work now.
+        """
         shared = has_peers(layout)
         level = np.array([self._level_of(worker) for worker in layout.workers.tolist()])
         self.expected.move(layout, settling, level, shared)
@@ -109,7 +112,7 @@ class Judge:
         return self._verdicts(slow, slow_links, settling[-1])
 
     def _level_of(self, worker: int) -> float:
-        """Log of the worker's present level against the prediction, slowness included; 0 of an unknown worker."""
+        """Log of the worker's present level relative to the prediction, slowness included; 0 for an unknown worker."""
         for unit, members in enumerate(self._units.members):
             if worker in members:
                 return float(self.workers.healthy_level()[unit] + self.workers.excess[unit])
@@ -123,7 +126,7 @@ class Judge:
 
         Args:
             observations: of the iteration.
-            left_out: [workers] whose measurements say nothing of their device.
+            left_out: [workers] whose measurements tell nothing about their device.
         """
         observations = with_chunks(observations, self.expected.hidden.shape[2])
         residuals = np.where(left_out, np.nan, self.expected.workers(observations))
@@ -172,11 +175,11 @@ class Judge:
         return _verdict(Kind.LINK, (first, second), finding, speeds, observations)
 
     def suspicions(self) -> list[Suspicion]:
-        """Groups that have work, of which somebody is slow and nobody knows who."""
+        """Groups with work in which some unidentified worker is slow."""
         return [each for members, each in self._suspicions.items() if members in self._units.members]
 
     def idle_suspects(self, iteration: int) -> list[Suspicion]:
-        """Workers that were slow when an epoch left them without work, each with one that is well beside it."""
+        """Workers that were slow when an epoch left them without work, each with a healthy worker as reference."""
         well = np.flatnonzero(~self._units.spread(self.workers.slow))
         reference = self._layout.workers[well[:1]].tolist()
         return [
@@ -188,7 +191,7 @@ class Judge:
     def recheck(
         self, suspicion: Suspicion, culprits: Mapping[int, float], observations: IterationObservations
     ) -> list[Verdict]:
-        """What validation says of one of `idle_suspects`: it is as slow as it was, or well again; see `settle`."""
+        """Apply validation to one of `idle_suspects`: it is as slow as before, or healthy again; see `settle`."""
         worker = suspicion.workers[0]
         known = self._idle_workers.get((worker,))
         if known is None or not known.slow or worker in culprits:
@@ -200,11 +203,11 @@ class Judge:
     def settle(
         self, suspicion: Suspicion, culprits: Mapping[int, float], observations: IterationObservations
     ) -> list[Verdict]:
-        """Validation of a suspicion is over. Where it found nobody the suspicion stays, to be validated again.
+        """Apply a finished validation. If it found no culprit, the suspicion stays, for another validation.
 
         Args:
             suspicion: one of `suspicions`.
-            culprits: what `validation.culprits` says.
+            culprits: the result of `validation.culprits`.
             observations: the last ones.
         """
         if suspicion.workers not in (each.workers for each in self.suspicions()) or not culprits:
@@ -223,7 +226,7 @@ class Judge:
     # What others ask
 
     def speed(self, worker: int) -> float:
-        """p of a worker as last estimated, 1.0 unless it is slow."""
+        """Last estimate of a worker's p; 1.0 unless it is slow."""
         for members, excess in _slow(self._units.members, self.workers, self._idle_workers):
             named = self._named.get(members, {})
             if worker in (members if len(members) == 1 else named):
@@ -231,7 +234,7 @@ class Judge:
         return 1.0
 
     def link_speed(self, ends: tuple[int, int]) -> float:
-        """p of a link as last estimated, 1.0 unless it is slow."""
+        """Last estimate of a link's p; 1.0 unless it is slow."""
         pairs = _pairs(self._layout)
         for pair, excess in _slow(pairs, self.links, self._idle_links):
             if set(ends) == set(pair):
@@ -245,8 +248,10 @@ class Judge:
 def _sources(
     before: Sequence[Members], now: Sequence[Members], tracker: Tracker, idle: dict[Members, Known]
 ) -> tuple[NDArray[np.int64], dict[int, Known]]:
-    """For `Tracker.move`: each unit's number before, and what is known of those that had no work. What is known of
-    units that have none now is kept in `idle`."""
+    """For `Tracker.move`: each unit's earlier number, and what is known of units that had no work.
+
+    What is known of units that have no work now goes to `idle`.
+    """
     number = {members: place for place, members in enumerate(before)}
     returning = {place: idle.pop(members) for place, members in enumerate(now) if members in idle}
     present = set(now)
@@ -255,7 +260,7 @@ def _sources(
 
 
 def _slow(units: Sequence[Members], tracker: Tracker, idle: Mapping[Members, Known]) -> Iterator[tuple[Members, float]]:
-    """Who is known to be slow, with or without work, and the excess."""
+    """The units known to be slow, with or without work, and their excess."""
     for unit in map(int, np.flatnonzero(tracker.slow)):
         yield units[unit], float(tracker.excess[unit])
     for members, known in idle.items():
@@ -298,7 +303,7 @@ def _verdict(
 
 
 def _pairs(layout: Layout) -> list[Members]:
-    """The ends of each link, the smaller id first."""
+    """The ends of each link, smaller id first."""
     return [(min(pair), max(pair)) for pair in layout.links.tolist()]
 
 

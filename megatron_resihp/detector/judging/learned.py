@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a resumed job can start from: what work costs, and how noisy devices and links are.
+"""What a resumed job can start from: the cost of work, and the noise of devices and links.
 
-Not the devices' own levels: a resumed job may run on other devices. One file, that of the cost model, with the noise as
-a section of it. Imports numpy, `coding` and `cost`.
+It excludes the devices' own levels, since a resumed job may run on other devices. The cost model's file holds the noise
+as a section. Imports numpy, `coding` and `cost`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Members = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Units:
-    """`UnitsNoise`, as the file has it."""
+    """`UnitsNoise` as the file stores it."""
 
     members: tuple[Members, ...]
     transient: int
@@ -44,7 +44,7 @@ class _Noise:
 
 @dataclass(frozen=True)
 class _Section:
-    """What is added to the file of the cost model."""
+    """The section added to the file of the cost model."""
 
     noise: _Noise
 
@@ -54,8 +54,8 @@ class UnitsNoise:
     """Noise of some units.
 
     Attributes:
-        members: worker ids of each: a worker, those of a tensor-parallel group, or the ends of a link.
-        noise: arrays with an element for each.
+        members: worker ids of each unit: a worker, the members of a tensor-parallel group, or the ends of a link.
+        noise: arrays with one element per unit.
     """
 
     members: tuple[Members, ...]
@@ -72,8 +72,8 @@ class Learned:
     """What a run has learned.
 
     Attributes:
-        model: what work costs.
-        workers, links: how noisy they are.
+        model: the cost of work.
+        workers, links: their noise.
     """
 
     model: CostModel
@@ -82,7 +82,7 @@ class Learned:
 
 
 def save(learned: Learned, path: Path) -> None:
-    """Write it; a reader never sees half a file, and `cost.fitted.store.load` reads its cost model. Raises OSError."""
+    """Write it atomically; `cost.fitted.store.load` can read the file's cost model. Raises OSError."""
     section = _Section(_Noise(_written(learned.workers), _written(learned.links)))
     store.save(learned.model, path, encode(section))
 
@@ -108,7 +108,7 @@ def _written(units: UnitsNoise) -> _Units:
 
 
 def _noise(name: str, units: _Units) -> UnitsNoise:
-    """Raises WrongValueError where arrays don't fit each other."""
+    """Raises WrongValueError if the arrays do not fit each other."""
     noise = KnownNoise(units.near, units.far, units.weight, units.far_weight, units.tail, units.transient)
     if not noise.shape_is_sound or noise.near.shape[1] != len(units.members):
         raise WrongValueError(f"has arrays that do not fit each other or {len(units.members)} units", "noise", name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levels of units' residuals: who is healthy, and who was slow all the time. Imports numpy."""
+"""Levels of units' residuals: which units are healthy, and which were slow all the time. Imports numpy."""
 
 from typing import Final
 
@@ -13,15 +13,15 @@ OUTLYING: Final = 6.0
 def healthy_levels(
     history: NDArray[np.float64], peers: NDArray[np.int64], slowest: float
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Each unit's healthy level, and who was slow throughout warm-up.
+    """Each unit's healthy level, and whether it was slow throughout warm-up.
 
-    The level is the median of the unit's residuals. Who is farther above its peers' median than `slowest` and than
-    OUTLYING robust standard deviations of the peers' levels is taken to have been slow from the start, its healthy
-    level to be its peers'. Fewer than FEWEST_PEERS peers don't say.
+    The level is the median of the unit's residuals. A unit counts as slow from the start if its level exceeds its
+    peers' median by more than `slowest` and by more than OUTLYING robust standard deviations of the peers' levels. Its
+    healthy level is then that of its peers. With fewer than FEWEST_PEERS peers, no unit counts as slow.
 
     Args:
         history: [iterations, units], NaN where unknown.
-        peers: [units] units of the same number have the same work.
+        peers: [units] group number; units with the same number have the same work.
         slowest: share of additional time.
     """
     level = column_medians(history)
@@ -38,7 +38,7 @@ def healthy_levels(
 
 
 def column_medians(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Median over the first axis, 0 where nothing is known."""
+    """Median over the first axis, 0 in columns without a known value."""
     known = ~np.isnan(values).all(axis=0)
     result = np.zeros(values.shape[1:])
     if values.size:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How healthy residuals vary: variance, drift and tail, learned from the residuals themselves. Imports numpy.
 
-A healthy residual is modelled as e + d: e independent from iteration to iteration, d a slow drift. The variogram
-V(k) = ½ E (r(t+k) − r(t))² tells the two apart without knowing the mean: V(1) ≈ var e, V(k) − V(1) ≈ what drift adds
-in k iterations (Cressie, Statistics for Spatial Data, section 2.4). The tail of e is taken as it was seen, not from a
-formula: heavy tails and stalls raise the thresholds by themselves.
+A healthy residual is modelled as e + d: e is independent from iteration to iteration, d drifts slowly. The variogram
+V(k) = ½ E (r(t+k) − r(t))² separates the two without the mean: V(1) ≈ var e, and V(k) − V(1) ≈ the drift's addition in
+k iterations (Cressie, Statistics for Spatial Data, section 2.4). The tail of e is the tail seen, not a formula: heavy
+tails and stalls raise the thresholds by themselves.
 
 Arrays are [families, units]; see `tracker` for families.
 """
@@ -18,33 +18,33 @@ from numpy.typing import NDArray
 FAR: Final = 24
 """Iterations over which drift is measured."""
 HORIZON: Final = 60
-"""Iterations between the residuals that a level was learned from and those that are judged by it, on average."""
+"""Average iterations between the residuals that tell a level and those judged by it."""
 MEMORY: Final = 300.0
 """Residuals of a unit after which its variance is forgotten."""
 SHRINKAGE: Final = 30.0
-"""A unit's own variance counts like this many residuals less than what all units say together."""
+"""Number of residuals that the pooled variance of all units counts as, beside a unit's own."""
 CLIP: Final = 3.0
-"""Residuals count as at most this many standard deviations."""
+"""Standard deviations at which residuals are clipped."""
 SIGNIFICANT: Final = 1.5
-"""Standard errors that V(FAR) − V(1) must exceed to be drift."""
+"""Standard errors that V(FAR) − V(1) must exceed to count as drift."""
 _BIN, _BINS = 0.05, 400
 EARLIER_RUN: Final = 50.0
-"""What an earlier run learned of a unit counts like so many residuals, a warm-up's worth: the devices may be others."""
+"""Residuals that an earlier run's estimate of a unit counts as, like a warm-up; the devices may differ."""
 MEDIAN_EFFICIENCY: Final = 2 / np.pi
-"""A median says as much of a level as the mean of this share of the residuals."""
+"""Efficiency of a median: it tells a level as well as a mean of this share of the residuals."""
 
 LATER_RESIDUAL: Final = 0.25
-"""A level learned from a few residuals follows later ones so slowly (`tracker`) that each is worth this part of one."""
+"""Worth of a later residual for a level learned from few: the level follows so slowly (`tracker`)."""
 
 
 @dataclass(frozen=True)
 class KnownNoise:
-    """What was learned of some units' noise, to be used in another run.
+    """Learned noise of some units, for another run.
 
     Attributes:
         near, far: [families, units] the variogram at lags 1 and FAR.
-        weight, far_weight: [families, units] pairs of residuals that they were learned from.
-        tail: [families, bins] how many standardised residuals were that large.
+        weight, far_weight: [families, units] pairs of residuals behind them.
+        tail: [families, bins] histogram of standardised residuals by size.
         transient: iterations of the longest slowdown that ended by itself and must not alarm.
     """
 
@@ -57,16 +57,16 @@ class KnownNoise:
 
     @property
     def shape_is_sound(self) -> bool:
-        """Whether the arrays fit each other and hold what they can hold."""
+        """Whether the arrays fit each other and hold possible values."""
         arrays = (self.near, self.far, self.weight, self.far_weight, self.tail)
         alike = self.near.ndim == 2 and all(each.shape == self.near.shape for each in arrays[:-1])
         sized = alike and self.tail.shape == (self.near.shape[0], _BINS + 1)
         return sized and all(bool((np.isfinite(each) & (each >= 0)).all()) for each in arrays)
 
     def of(self, source: NDArray[np.int64]) -> "KnownNoise | None":
-        """Of other units: number `source` of these each, -1 for one that was not known and counts as average.
+        """Noise of other units: `source` gives each one's number here, or -1 for a new unit, which gets the average.
 
-        A family without residuals is as noisy as the noisiest; None if nothing is known at all.
+        A family without residuals is as noisy as the noisiest family; None if nothing is known at all.
         """
         if not self.weight.any():
             return None
@@ -84,16 +84,15 @@ class KnownNoise:
 
 
 class Noise:
-    """Learned from healthy residuals only; who is healthy is the caller's business."""
+    """Noise learned from healthy residuals only; the caller decides which are healthy."""
 
     def __init__(self, warm_up: NDArray[np.float64], smallest_clip: float, known: KnownNoise | None = None) -> None:
-        """From warm-up's residuals, [iterations, families, units], NaN where unknown, each unit's median 0.
+        """Learn from warm-up's residuals, [iterations, families, units], NaN where unknown, each unit's median 0.
 
         Args:
             warm_up: the residuals.
-            smallest_clip: residuals are never clipped closer than this, so that a fault far above the noise is not
-                clipped down to it.
-            known: what an earlier run says of these units; then the residuals tell their levels and nothing else.
+            smallest_clip: lower limit of clipping, so that a fault far above the noise is not clipped down to it.
+            known: an earlier run's noise of these units; then the residuals tell only their levels.
         """
         self._smallest_clip = smallest_clip
         spread = np.nan_to_num(1.4826 * _median(np.abs(warm_up)))
@@ -105,7 +104,7 @@ class Noise:
         self._near, self._far = (np.nan_to_num(np.nanmean(_or_nan(each), axis=0)) for each in (near, far))
         self._tail = np.zeros((warm_up.shape[1], _BINS + 1))
         self._of_level, self._worth = self._weight.copy(), 1.0
-        """Residuals that say what a unit's level is, and how many more a further one counts for."""
+        """Residuals that tell a unit's level, and the number that each further one counts as."""
         if known is not None:
             self._worth = LATER_RESIDUAL
             self._of_level = MEDIAN_EFFICIENCY * np.isfinite(warm_up).sum(axis=0)
@@ -124,8 +123,11 @@ class Noise:
         earlier: NDArray[np.float64],
         both_healthy: NDArray[np.bool_],
     ) -> None:
-        """Take in residuals, [iterations, families, units], those that followed them by one iteration, and those that
-        came FAR earlier; all of them too old to be part of a fault that has not been found yet."""
+        """Take in residuals, [iterations, families, units], those one iteration later, and those FAR iterations
+        earlier.
+
+        All are too old to be part of a fault that has not been found yet.
+        """
         count = healthy.sum(axis=0)
         step = 1.0 / (np.minimum(self._weight, MEMORY) + np.maximum(count, 1))
         first, second, third = (np.clip(each, -self.clip, self.clip) for each in (residuals, following, earlier))
@@ -138,7 +140,7 @@ class Noise:
         self._refresh()
 
     def move(self, source: NDArray[np.int64]) -> None:
-        """Go on with other units: number `source` of the old ones each, -1 for one that was not known."""
+        """Switch to other units: `source` gives each one's old number, or -1 if it is new."""
         known = source >= 0
         pooled = [_pooled(values, self._weight) for values in (self._near, self._far)]
         self._near, self._far = (
@@ -151,17 +153,17 @@ class Noise:
         self._refresh()
 
     def known(self) -> KnownNoise:
-        """What was learned."""
+        """The learned noise."""
         return KnownNoise(self._near, self._far, self._weight, self._far_weight, self._tail)
 
     def _refresh(self) -> None:
         near, far = _pooled(self._near, self._weight), _pooled(self._far, self._weight)
         own = self._weight / (self._weight + SHRINKAGE)
-        # A unit may be noisier than the others; that it is quieter is more often luck than truth.
+        # A unit may be noisier than the others; if it seems quieter, that is more often luck.
         self.variance = np.maximum(own * self._near + (1 - own) * near, near) + 1e-12
-        # A random walk through V(FAR) is an upper bound for how an AR(1) drift goes on growing.
-        # What sampling error alone may have added to V(FAR) − V(1) is no drift: each ½ D² has variance 2 V², and of
-        # pairs that share a residual half as much again. There are fewer pairs at lag FAR than at lag 1.
+        # A random walk through V(FAR) is an upper bound on the growth of an AR(1) drift. The possible sampling error of
+        # V(FAR) − V(1) does not count as drift: each ½ D² has variance 2 V², and half as much again for pairs that
+        # share a residual. There are fewer pairs at lag FAR than at lag 1.
         pairs, far_pairs = (
             np.maximum(each.clip(max=MEMORY).sum(axis=1, keepdims=True), 1.0)
             for each in (self._weight, self._far_weight)
@@ -179,13 +181,13 @@ class Noise:
 
     @property
     def freedom(self) -> float:
-        """Residuals of a unit that variances were learned from, on average."""
+        """Average number of residuals per unit behind the variances."""
         return float(np.minimum(self._weight, MEMORY).mean()) if self._weight.size else 1.0
 
     def quantile(self, exceedance: float) -> NDArray[np.float64]:
-        """[families] the standardised residual that healthy ones exceed with at most this probability.
+        """[families] the standardised residual that healthy residuals exceed with at most this probability.
 
-        One more exceedance than was seen is assumed; infinite where too little was seen to say.
+        It assumes one exceedance more than was seen, and is infinite if too few were seen.
         """
         seen = self._tail.sum(axis=1)
         above = np.cumsum(self._tail[:, ::-1], axis=1)[:, ::-1]
@@ -206,13 +208,13 @@ def _median(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _or_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """With 0 in place of columns that are NaN throughout, so that their mean is 0."""
+    """Replace columns that are NaN throughout by 0, so that their mean is 0."""
     empty = np.isnan(values).all(axis=0) if len(values) else np.ones(values.shape[1:], bool)
     return np.where(empty, 0.0, values if len(values) else np.zeros((1, *values.shape[1:])))
 
 
 def _pooled(values: NDArray[np.float64], weight: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """[families, 1] mean over units, as much of each as it weighs; of those without any weight a plain mean."""
+    """[families, 1] weighted mean over units; a plain mean in families without any weight."""
     weight = np.ones_like(values) if weight is None else weight
     weight = np.where(weight.any(axis=1, keepdims=True), weight, 1.0)
     total = weight.sum(axis=1, keepdims=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long an iteration should take on healthy devices: the cost model through the pipeline's program.
 
-Imports numpy, `plan`, `cost` and `pipeline`. Fitted for one epoch's plan from its first iterations; the makespan of
-each replica comes from the simulator, the iteration waits for the slowest replica, and what is beside the pipeline is
+Imports numpy, `plan`, `cost` and `pipeline`. It is fitted for one epoch's plan from its first iterations. The simulator
+gives the makespan of each replica, and the iteration waits for the slowest replica. The times outside the pipeline are
 added.
 """
 
@@ -27,9 +27,9 @@ from megatron_resihp.plan.schedule import ZERO_BUBBLE
 Array = NDArray[np.float64]
 
 TERMS: Final = (SpanKind.GRADIENT_SYNC, SpanKind.AGREEMENT, SpanKind.OPTIMIZER)
-"""Spans that every iteration has, after its pipeline."""
+"""Spans of every iteration, after its pipeline."""
 REST: Final = "rest"
-"""Term of what is in no span: the usual difference between the iteration and the sum of its parts."""
+"""Term for time outside all spans: the usual difference between the iteration and the sum of its parts."""
 
 
 class Prediction:
@@ -40,7 +40,7 @@ class Prediction:
     """
 
     def __init__(self, layout: Layout, warm_up: Sequence[IterationObservations]) -> None:
-        """Fit.
+        """Fit the model.
 
         Args:
             layout: of the epoch.
@@ -73,8 +73,10 @@ class Prediction:
         )
 
     def micro_batches(self, observations: Sequence[IterationObservations]) -> tuple[Array, Array]:
-        """Measured and predicted own compute that a micro-batch takes of a worker, all its ops: [iterations, workers,
-        micro-batches] each, NaN where that of one of the ops was not measured."""
+        """Measured and predicted own compute of a worker for a micro-batch, all its ops.
+
+        Each is [iterations, workers, micro-batches]; NaN where one of the ops was not measured.
+        """
         own = own_seconds(stacked(observations, "compute"), stacked(observations, "waited"))
         known = np.isfinite(own).any(axis=(0, 1, 4))[None, None, ..., None]
         predicted = self._predicted(self.model.own_compute, observations)
@@ -82,7 +84,7 @@ class Prediction:
         return measured, predicted
 
     def iterations(self, observations: Sequence[IterationObservations]) -> Array:
-        """[iterations] predicted seconds; NaN where the workload is not known."""
+        """[iterations] predicted seconds; NaN where the workload is unknown."""
         durations = self._predicted(self.model.durations, observations)
         slowest = np.zeros(len(observations))
         for replica in np.unique(self._layout.replica):
@@ -107,8 +109,7 @@ class Prediction:
         return np.where(unknown, np.nan, seconds)
 
     def _predicted(self, costs: Callable[..., Array], observations: Sequence[IterationObservations]) -> Array:
-        """One of the model's costs, [iterations, workers, kinds, chunks, micro-batches]; 0 for kinds of ops that there
-        are not."""
+        """One of the model's costs, [iterations, workers, kinds, chunks, micro-batches]; 0 for absent kinds of ops."""
         features = [stacked(observations, name) for name in ("tokens", "squares")]
         predicted = np.stack([
             costs(self._layout.stage, *of_iteration)
@@ -117,13 +118,13 @@ class Prediction:
         return np.where(self._measured.any(axis=1)[None, None, :, None, None], predicted, 0.0)
 
     def _features(self, tokens: Array, squares: Array) -> tuple[Array, Array]:
-        """N and Σ l²; 1 and 0 where a job records none at all, so that levels can be fitted."""
+        """N and Σ l²; 1 and 0 if a job records neither, so that levels can be fitted."""
         if np.isnan(self._usual).any():
             return np.ones_like(tokens), np.zeros_like(squares)
         return tokens, squares
 
     def _boundary_seconds(self, size: float) -> dict[frozenset[int], float]:
-        """Usual transfer time between two workers, by their rows."""
+        """Usual transfer time between two workers, by their row numbers."""
         row_of = {int(worker): row for row, worker in enumerate(self._layout.workers)}
         return {
             frozenset(row_of[worker] for worker in pair): float(link.seconds(size))
@@ -133,12 +134,12 @@ class Prediction:
 
 @cache
 def _program(stages: int, chunks: int, micro_batches: int, splits_backward: bool) -> Program:
-    """The program that Megatron runs for such a pipeline; ZB-H1 where the backward is split."""
+    """The program that Megatron runs for such a pipeline; ZB-H1 if the backward is split."""
     return known_program(Schedule(ZERO_BUBBLE) if splits_backward else None, stages, chunks * stages, micro_batches)
 
 
 def mape(measured: Array, predicted: ArrayLike) -> float:
-    """Mean of |measured − predicted| / measured over what both know; NaN without any. `predicted` is broadcast."""
+    """Mean of |measured − predicted| / measured where both are known; NaN without any. `predicted` is broadcast."""
     predicted = np.broadcast_to(predicted, measured.shape)
     known = np.isfinite(measured) & np.isfinite(predicted) & (measured > 0)
     if not known.any():

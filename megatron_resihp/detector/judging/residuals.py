@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log ratio of measured to predicted time: one number per worker, and one per link, for an iteration.
+"""Log ratio of measured to predicted time: one number per worker and per link, for each iteration.
 
-A residual of 0 is the usual speed, 0.2 means 22 % more time. Logarithms, because a slow device multiplies the time of
-each of its ops by 1/p, whatever the op. Imports numpy and the package `cost`.
+A residual of 0 is the usual speed, 0.2 means 22 % more time. Logarithms fit, because a slow device multiplies the time
+of each op by 1/p, whatever the op. Imports numpy and the package `cost`.
 """
 
 import math
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from megatron_resihp.cost.fitted.fit import masked_median
 
 OUTLYING = 2.0
-"""Ops farther from their worker's median than this many standard deviations of op noise count as that far."""
+"""Standard deviations of op noise from their worker's median at which ops are clipped."""
 
 
 def robust_average(seconds: NDArray[np.float64], predicted: NDArray[np.float64], noise: float) -> NDArray[np.float64]:
     """One residual for each row from the residuals of its measurements: [units, …] twice → [units].
 
-    The mean, weighted by predicted duration (a long op averages more of the noise inside), of residuals clipped at
+    The mean is weighted by predicted duration, since a long op averages out more noise. Residuals are clipped at
     OUTLYING · `noise` around their median: an M-estimate with Huber's ψ, one step from the median. NaN for units
     without a valid measurement.
     """
@@ -37,7 +37,7 @@ def robust_average(seconds: NDArray[np.float64], predicted: NDArray[np.float64],
 
 
 def plain_average(seconds: NDArray[np.float64], predicted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The same from all that was measured and all that was predicted, outliers too."""
+    """One residual for each row, from the sums of measured and predicted time, outliers included."""
     units = len(seconds)
     y, weight = (each.reshape(units, math.prod(each.shape[1:])) for each in (seconds, predicted))
     valid = np.isfinite(y) & (y > 0) & np.isfinite(weight) & (weight > 0)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sequential test: has the level of a series of residuals risen? Imports numpy and scipy.
 
-Two window-limited tests, as generalised likelihood ratio tests for a change of the mean are (Lai, 1995; Basseville and
-Nikiforov, Detection of Abrupt Changes, section 2.4), with the false-alarm probability of each window stated:
+Two window-limited tests, like generalised likelihood ratio tests for a change of the mean (Lai, 1995; Basseville and
+Nikiforov, Detection of Abrupt Changes, section 2.4). Each window has a stated false-alarm probability:
 
 - run test, for large slowdowns: all of the last n residuals exceed a threshold u. If healthy residuals exceed u with
-  probability q independently, the chance of such a run is qⁿ; u is the quantile at q = α^(1/n) of the residuals seen.
-  With n = 3 that quantile is far inside what has been seen, whatever the tail, and one stall (or two) cannot alarm.
-- mean test, for small ones: the mean of the last n clipped residuals exceeds t(α) √(v/n + d), with v the variance
-  of a residual and d that of drift; clipping makes the sum nearly Gaussian and bounds what a stall adds.
+probability q independently, the chance of such a run is qⁿ. So u is the quantile of the seen residuals at q = α^(1/n).
+With n = 3 that quantile is well inside the seen range, whatever the tail, and one or two stalls cannot alarm.
+- mean test, for small slowdowns: the mean of the last n clipped residuals exceeds t(α) √(v/n + d). v is the variance of
+a residual, and d that of drift. Clipping makes the sum nearly Gaussian and bounds the effect of a stall.
 
-Arithmetic of the budget: a user accepts A false alarms in a job of T iterations with U units (workers and links). Each
-unit is tested in each iteration in 2 families (see `tracker`) with 2 tests of some windows each. By Bonferroni's
-inequality α = A / (2 T U · windows of both tests) for each holds A for the job. Tests of neighbouring windows and
-iterations nearly coincide, so that the true rate is several times lower.
+Budget: a user accepts A false alarms in a job of T iterations with U units (workers and links). Each unit is tested in
+each iteration in 2 families (see `tracker`), with 2 tests of several windows each. By Bonferroni's inequality, α = A /
+(2 T U · windows of both tests) for each window keeps the job within A. Tests of neighbouring windows and iterations
+nearly coincide, so the true rate is several times lower.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ MEANS: Final = (6, 8, 12, 16, 24, 32)
 LONGEST: Final = MEANS[-1]
 FAMILIES: Final = 2
 WINDOW_PER_TRANSIENT: Final = 2.5
-"""A mean is taken over windows so many times as long as the transients that have been seen."""
+"""Fewest times that a mean's window must be as long as the longest transient seen."""
 
 FEWEST_FREEDOM: Final = 10.0
 _LENGTHS = np.array(RUNS + MEANS)
@@ -45,11 +45,11 @@ def window_probability(false_alarms: float, iterations: int, units: int) -> floa
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What the tests compare with, in the unit of residuals; infinite for windows that are not used.
+    """Limits for the tests, in the unit of residuals; infinite for windows that are not used.
 
     Attributes:
-        runs: [runs, families, units] that all residuals of a run must exceed.
-        means: [means, families, units] that the mean of clipped residuals must exceed.
+        runs: [runs, families, units] limit that all residuals of a run must exceed.
+        means: [means, families, units] limit that the mean of clipped residuals must exceed.
     """
 
     runs: NDArray[np.float64]
@@ -62,17 +62,17 @@ def thresholds(noise: Noise, alpha: float, smallest: float, shortest_run: int) -
     Args:
         noise: of healthy residuals.
         alpha: probability for one window.
-        smallest: slowdowns below it are not searched.
-        shortest_run: runs shorter than this do not count: transients of that length have been seen.
+        smallest: smallest slowdown to look for.
+        shortest_run: shorter runs do not count, since transients of that length have been seen.
     """
-    # Student's t: the variances are estimates from so many residuals.
+    # Student's t, since the variances are estimates from a limited number of residuals.
     z = float(t.isf(alpha, max(noise.freedom, FEWEST_FREEDOM)))
     runs = [noise.quantile(alpha ** (1 / n)) if n >= shortest_run else np.full(FAMILIES, np.inf) for n in RUNS]
-    # A drift as large as this has itself a probability of less than α, so it is added, not averaged away.
+    # Such a large drift has itself a probability below α, so it is added, not averaged away.
     run_limits = np.array(runs)[..., None] * np.sqrt(noise.variance) + z * np.sqrt(noise.drift)
     windows = np.array(MEANS, dtype=np.float64)[:, None, None]
     mean_limits = z * np.sqrt(noise.variance / windows + noise.drift)
-    # Of a window's residuals a transient may be so many, each clipped to about twice the smallest slowdown.
+    # A transient may fill this part of a window, with residuals clipped to about twice the smallest slowdown.
     mean_limits[np.array(MEANS) < WINDOW_PER_TRANSIENT * (shortest_run - 1)] = np.inf
     return Thresholds(np.maximum(run_limits, smallest), np.maximum(mean_limits, smallest))
 
@@ -84,9 +84,9 @@ def crossing(
 
     Args:
         newest_first: [LONGEST, families, units] residuals.
-        count: [families, units] how many of them there are.
+        count: [families, units] number of valid residuals.
         clip: [families, units] where the mean test clips residuals.
-        limits: thresholds.
+        limits: the tests' thresholds.
     """
     least = np.minimum.accumulate(newest_first[: RUNS[-1]], axis=0)[_RUN_ROWS]
     means = np.cumsum(np.clip(newest_first, -clip, clip), axis=0)[_MEAN_ROWS] / _MEAN_LENGTHS
@@ -98,10 +98,10 @@ def crossing(
 
 
 def change_point(newest_first: NDArray[np.float64]) -> int:
-    """How many of the newest residuals of one unit have another mean than 0, by maximum likelihood.
+    """How many of one unit's newest residuals have another mean than 0, by maximum likelihood.
 
-    With the mean before known to be 0 and the one after unknown, the log likelihood ratio of a change n residuals ago
-    is (Σ over the n of r)² / 2nv. Far residuals should be clipped, or a stall passes for the change.
+    With a mean of 0 before and an unknown mean after, the log likelihood ratio of a change n residuals ago is (Σ over
+    the n of r)² / 2nv. Far residuals should be clipped, or a stall looks like a change.
     """
     sums = np.cumsum(newest_first)
     return int((sums**2 / np.arange(1, sums.size + 1)).argmax()) + 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows the levels of many units (workers, or links) and finds which have become slow, changed, or recovered.
 
-Each unit is judged in two families of residuals: NODE, against the median of its node's other units, where noise that
-the node shares is gone; and JOB, against the job's level only, where a node that is slow as a whole stands out.
+Each unit is judged in two families of residuals. NODE is relative to the median of its node's other units, which
+removes noise that the node shares. JOB is relative to the job's level only, which shows a node that is slow as a whole.
 Imports numpy and this package.
 """
 
@@ -32,36 +32,36 @@ from megatron_resihp.detector.verdict import Change
 
 NODE, JOB = range(FAMILIES)
 TRACKING: Final = 60.0
-"""Residuals over which a healthy unit's level follows its drift."""
+"""Number of residuals over which a healthy unit's level follows its drift."""
 FARTHEST_DRIFT: Final = 0.02
-"""How far it may go from warm-up's level: a device that slows down for ever is not drifting."""
+"""Largest drift from warm-up's level; a device that keeps slowing down is not drifting."""
 CLIP_SHARE: Final = 2.0
-"""Residuals are never clipped closer than this times the smallest slowdown: two stalls of six iterations stay below."""
+"""Clipping is at least this times the smallest slowdown, so that two stalls in six iterations stay below it."""
 RECOVERY_ODDS: Final = 1e6
-"""How much likelier "healthy again" has to be than "as slow as before"."""
+"""How much likelier "healthy again" must be than "as slow as before"."""
 RECOVERED: Final = 3.0
-"""Standard errors by which the level of a unit that recovers by and by has to lie below the smallest slowdown."""
+"""Standard errors by which the level of a unit that recovers gradually must lie below the smallest slowdown."""
 SEVERITY_WINDOW: Final = 8
 SMALLEST_SEVERITY: Final = 0.04
 RAISED: Final = 2.5
-"""Standard errors above 0 of a short mean that make a unit suspect."""
+"""Standard errors above 0 at which a short mean makes a unit suspect."""
 FAR_FROM_MEDIAN: Final = 2.0
-"""Residuals farther from the median than this many standard deviations count as that far in a mean."""
+"""Standard deviations from the median at which residuals are clipped in a mean."""
 REFRESH: Final = 8
-"""Iterations after which noise, levels and thresholds are computed anew."""
+"""Iterations after which noise, levels and thresholds are recomputed."""
 KEPT: Final = LONGEST + REFRESH + FAR
 _OF_UNITS = ("slow", "excess", "_first_excess", "_began", "_offset", "_recent", "_when", "_count", "_unlearned")
-"""The tracker's arrays whose last axis are units."""
+"""The tracker's arrays whose last axis is the unit."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A unit's level changed.
+    """A change of a unit's level.
 
     Attributes:
         unit: its index.
         change: what happened.
-        excess: the new level, log of the ratio of times; 0 when recovered.
+        excess: the new level, log of the ratio of times; 0 after a recovery.
         error: standard error of `excess`.
         since: iteration of the change, estimated.
         window: how many residuals decided.
@@ -79,14 +79,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Known:
-    """What stays known of a unit that has no work.
+    """What stays known of a unit without work.
 
     Attributes:
         level: its healthy level.
-        offset: [families] how far it had drifted from there.
+        offset: [families] its drift from that level.
         slow: whether it was slow.
-        excess: by how much then, log of the ratio of times.
-        began: since which iteration.
+        excess: how slow it was, log of the ratio of times.
+        began: the iteration from which it was slow.
     """
 
     level: float
@@ -112,12 +112,12 @@ class Tracker:
         """Learn from warm-up.
 
         Args:
-            group: [units] which units share noise (node), numbers from 0.
+            group: [units] number of the group that shares noise (the node), from 0.
             history: [warm-up iterations, units] residuals, NaN where unknown.
             iterations: [warm-up iterations] their numbers.
-            smallest: slowdown that is never reported, as log of the ratio of times.
-            level, slow: what `healthy_levels` says of the history.
-            known: the units' noise, where an earlier run has learned it; a few iterations tell the levels then.
+            smallest: smallest slowdown to report, as log of the ratio of times.
+            level, slow: the result of `healthy_levels` for the history.
+            known: the units' noise, if an earlier run learned it; then a few iterations suffice to tell the levels.
         """
         units = group.size
         self._group, self._smallest = group, smallest
@@ -143,7 +143,7 @@ class Tracker:
         self._refresh_in = 0
 
     def budget(self, false_alarms: float, iterations: int, units: int) -> None:
-        """Set the accepted false alarms of a job of so many iterations and units, all trackers' units together."""
+        """Set the accepted false alarms of a job; `units` counts the units of all trackers together."""
         self._alpha = window_probability(false_alarms, iterations, units)
         self._false_alarm = false_alarms / (max(iterations, 1) * max(units, 1))
         self._refresh_in = 0
@@ -152,15 +152,17 @@ class Tracker:
     def follow_alone(
         self, alone: NDArray[np.bool_], history: NDArray[np.float64], iterations: NDArray[np.int64]
     ) -> None:
-        """Judge these units, [units], as series of their own from now on, warm-up included; the rest is as in the
-        constructor."""
+        """Judge these units, [units], as single series from now on, warm-up included.
+
+        The other arguments are as in the constructor.
+        """
         self._alone.begin(np.flatnonzero(alone), self._false_alarm, self._smallest)
         for place, row in enumerate(history):
             for unit, step in self._changes_alone(self._centred(row - self.level)[JOB]):
                 self._set_alone(unit, step, int(iterations[max(place + 1 - step.rows, 0)]))
 
     def _changes_alone(self, residuals: NDArray[np.float64]) -> list[tuple[int, Step]]:
-        """Let those that are alone see their newest residuals; who has changed."""
+        """Pass the newest residuals to the units that are alone; returns those that changed."""
         found = self._alone.update(residuals)
         for unit in self._alone.units:
             self._offset[:, unit], self.excess[unit] = self._alone.level(unit), self._alone.excess(unit)
@@ -190,19 +192,19 @@ class Tracker:
         return findings + self._onsets(newest & ~self.slow)
 
     def slow_from_the_start(self) -> list[Finding]:
-        """Those that warm-up found to be slow."""
+        """Findings for the units that were slow in warm-up."""
         return self._from_the_start(self.slow)
 
     def _from_the_start(self, slow: NDArray[np.bool_]) -> list[Finding]:
         return [self._begin(int(unit), Change.ONSET, int(self._began[unit])) for unit in np.flatnonzero(slow)]
 
     def state(self, unit: int, since: int) -> Finding:
-        """A slow unit as it is now, as if it had just been found."""
+        """The present state of a slow unit, as a new finding."""
         noise = float(np.sqrt(self.noise.variance[JOB, unit]))
         return Finding(unit, Change.ONSET, float(self.excess[unit]), self.error(unit), since, 0, noise)
 
     def known(self) -> list[Known]:
-        """What is known of each unit, to be given to `move` when it comes back."""
+        """What is known of each unit, for `move` when the unit comes back."""
         return [
             Known(float(self.level[unit]), self._offset[:, unit].copy(), bool(self.slow[unit]),
                   float(self.excess[unit]), int(self._began[unit]))
@@ -222,12 +224,12 @@ class Tracker:
         """Go on with other units in another order; returns which of the new ones are slow from the start.
 
         Args:
-            source: [new units] the number that the unit had, -1 for one that had no work.
-            returning: what was known of those that had none, by their number.
+            source: [new units] the unit's number before, or -1 if it had no work.
+            returning: what was known of units that had no work, by their number.
             group: [new units] as in the constructor.
-            history: [iterations, new units] residuals, from which the unknown ones' levels are learned.
+            history: [iterations, new units] residuals, from which the levels of unknown units are learned.
             iterations: [iterations] their numbers.
-            level, slow: what `healthy_levels` says of the history.
+            level, slow: the result of `healthy_levels` for the history.
         """
         present, empty = source >= 0, not self.level.size
         self._alone.move(source)
@@ -253,23 +255,23 @@ class Tracker:
         return self._from_the_start(new)
 
     def known_noise(self) -> KnownNoise:
-        """What was learned of the noise, for another run."""
+        """The learned noise, for another run."""
         return replace(self.noise.known(), transient=self._shortest_run - 1)
 
     def suspect(self) -> NDArray[np.bool_]:
-        """[units] who is slow, or may be so soon: nothing normal is to be learned from it."""
+        """[units] whether the unit is slow or may soon be; its residuals do not count as normal."""
         newest = (self._recent - self._offset)[: MEANS[0], JOB]
         mean = np.clip(newest, -self.noise.clip[JOB], self.noise.clip[JOB]).mean(axis=0)
         return self.slow | (mean > RAISED * np.sqrt(self.noise.variance[JOB] / MEANS[0] + self.noise.drift[JOB]))
 
     def healthy_level(self) -> NDArray[np.float64]:
-        """[units] log of the device's own healthy level against the prediction."""
+        """[units] log of the device's own healthy level relative to the prediction."""
         return self.level + self._offset[JOB]
 
     # Residuals
 
     def _centred(self, residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[families, units] residuals without what node or job have in common."""
+        """[families, units] residuals without the part that the node or the job shares."""
         known = np.isfinite(residuals)
         healthy = known & ~self.slow
         usable = healthy if healthy.any() else known
@@ -277,7 +279,7 @@ class Tracker:
         return np.stack([residuals - peer_medians(residuals, usable, self._group), job])
 
     def _push(self, centred: NDArray[np.float64], iteration: int) -> None:
-        """Put residuals in front of those that there are, for units that have one."""
+        """Put residuals in front of the older ones, for units that have one."""
         arriving = np.isfinite(centred)
         for store, newest in ((self._recent, centred), (self._when, iteration)):
             if arriving.all():
@@ -290,7 +292,7 @@ class Tracker:
         self._unlearned = np.minimum(self._unlearned + arriving, REFRESH)
 
     def _learn_oldest(self) -> None:
-        """Residuals too old for any test were not part of an alarm: only now they count as healthy."""
+        """Learn from residuals that are too old for any test: no alarm included them, so they count as healthy."""
         row = np.arange(REFRESH)[:, None, None]
         known = (row < self._unlearned) & (row + LONGEST < self._count) & ~self.slow
         far = known & (row + LONGEST + FAR < self._count)
@@ -303,7 +305,7 @@ class Tracker:
         self._unlearned[:] = 0
 
     def _longest_transient(self) -> int:
-        """The longest run of a healthy unit's residuals that a run test would count: it ended by itself."""
+        """The longest run of a healthy unit's residuals that a run test would count; it ended by itself."""
         limit = thresholds(self.noise, self._alpha, self._smallest, RUNS[0]).runs[0]
         newest = self._recent - self._offset
         known = (np.arange(KEPT)[:, None, None] < self._count) & ~self.slow
@@ -339,10 +341,11 @@ class Tracker:
         return findings
 
     def _recovery(self, unit: int, series: NDArray[np.float64]) -> Finding | None:
-        """Likelihood ratio test of "level 0 by now" against "one level all the time", over the newest residuals and
-        those before. The level before is estimated: from few it is uncertain, too high where luck helped to find it.
+        """Likelihood ratio test of "level 0 by now" against "one level all the time", on the newest and earlier
+        residuals.
 
-        Where the slowness faded there is no level before: then all residuals that are kept have to be small.
+        The earlier level is estimated. From few residuals it is uncertain, and too high where luck helped to find it.
+        If the slowness faded, there is no earlier level; then all residuals kept must be small.
         """
         clip = self.noise.clip[JOB, unit]
         for window in (n for n in (*RUNS, *MEANS) if n < series.size):
@@ -365,7 +368,7 @@ class Tracker:
         return None
 
     def _severity(self, unit: int, series: NDArray[np.float64]) -> Finding | None:
-        """Whether the newest residuals have another mean than the earlier ones, by much and significantly."""
+        """Whether the newest residuals have another mean than earlier ones, by much and significantly."""
         window = SEVERITY_WINDOW
         if series.size < 2 * window:
             return None
@@ -379,7 +382,7 @@ class Tracker:
         return self._begin(unit, Change.SEVERITY, since, window)
 
     def _begin(self, unit: int, change: Change, since: int, window: int = 0) -> Finding:
-        """From `since` on the unit has another level: forget what was before."""
+        """Give the unit another level from `since` on, and forget earlier residuals."""
         for family in range(FAMILIES):
             when = self._when[: self._count[family, unit], family, unit]
             self._count[family, unit] = int((when >= since).sum())
@@ -392,7 +395,7 @@ class Tracker:
         return Finding(unit, change, excess, self.error(unit), since, window, noise)
 
     def _remember_transient(self, length: int) -> None:
-        """What passed by itself so soon will come again: shorter runs no longer count."""
+        """Remember that a slow run of this length ended by itself; shorter runs no longer count."""
         if self._shortest_run <= length < RUNS[-1]:
             self._shortest_run = length + 1
             self._refresh_in = 0
@@ -409,16 +412,16 @@ class Tracker:
         return self._recent[: min(self._count[JOB, unit], LONGEST), JOB, unit] - self._offset[JOB, unit]
 
     def _since(self, family: int, unit: int, series: NDArray[np.float64], window: int) -> int:
-        """Iteration from which the newest residuals have another mean than 0, as the newest `window` of them say."""
-        # A large change is known before it fills the window; what is as far as it may not be clipped to a stall's size,
-        # or healthy residuals before it would weigh as much.
+        """Iteration from which the newest residuals have another mean than 0, judged by the newest `window` of them."""
+        # A large change is found before it fills the window. The clipping must exceed a stall's size for it, or earlier
+        # healthy residuals would weigh as much.
         levels = [abs(float(np.median(series[:length]))) for length in (window, RUNS[0])]
         reach = max(float(self.noise.clip[family, unit]), 2 * max(levels))
         length = change_point(np.clip(series, -reach, reach))
         return int(self._when[length - 1, family, unit])
 
     def _mean(self, unit: int, series: NDArray[np.float64]) -> float:
-        """Mean of residuals, those far from their median clipped."""
+        """Mean of residuals, clipped around their median."""
         reach = FAR_FROM_MEDIAN * np.sqrt(self.noise.variance[JOB, unit])
         centre = np.median(series)
         return float(np.clip(series, centre - reach, centre + reach).mean())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is judged as one: a worker, or a tensor-parallel group whose members cannot be told apart. Imports numpy."""
+"""Units of judgement: a worker, or a tensor-parallel group whose members cannot be told apart. Imports numpy."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ def tensor_groups(layout: Layout) -> NDArray[np.int64]:
 
 
 def has_peers(layout: Layout) -> NDArray[np.bool_]:
-    """[workers] who shares a tensor-parallel group with others."""
+    """[workers] whether the worker shares a tensor-parallel group with others."""
     group = tensor_groups(layout)
     return np.bincount(group)[group] > 1
 
 
 def alike_links(layout: Layout) -> NDArray[np.int64]:
-    """[links] a number that links share between the same stages, all on one node or all between nodes."""
+    """[links] group number: links between the same stages, either all on one node or all between nodes."""
     if not len(layout.links):
         return np.zeros(0, dtype=np.int64)
     order = np.argsort(layout.workers)
@@ -40,8 +40,8 @@ class Units:
     """Workers, and groups of workers, by number.
 
     Attributes:
-        members: of each unit, the worker ids.
-        node, stage: [units] of its first member.
+        members: the worker ids of each unit.
+        node, stage: [units] node and stage of its first member.
     """
 
     def __init__(self, layout: Layout, untold: NDArray[np.bool_]) -> None:
@@ -63,5 +63,5 @@ class Units:
         return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
     def spread(self, values: NDArray[Any]) -> NDArray[Any]:
-        """[workers] the value of each one's unit."""
+        """[workers] the value of each worker's unit."""
         return values[self._unit]

@@ -3,9 +3,10 @@
 
 Imports numpy and `detector`.
 
-The rows of the level in force are kept, and each new row asks whether the last n of them have another level than those
-before (`shift_test`). What a change means is decided by the healthy level, the fastest that has lasted: slower is a
-finding (`slow_spell`), faster becomes the healthy level at once, and as fast again is a recovery.
+It keeps the rows of the level in force. For each new row it tests whether the last n rows have another level than
+earlier rows (`shift_test`). The healthy level, the fastest that lasted, decides what a change means. A slower level is
+a finding (`slow_spell`), a faster one becomes the healthy level at once, and a return to the healthy level is a
+recovery.
 """
 
 from dataclasses import dataclass
@@ -22,30 +23,29 @@ from megatron_resihp.detector.series.transients import LONGEST_TRANSIENT
 from megatron_resihp.detector.verdict import Change
 
 LASTING: Final = 12
-"""Rows after which a faster level has lasted, where it is farther away than noise goes."""
+"""Rows after which a faster level counts as lasting, if it is farther away than noise."""
 LASTING_IN_NOISE: Final = 48
-"""And where it is not: correlated noise may stay there for a while."""
+"""The same if it is not: correlated noise may stay there for a while."""
 BEYOND_NOISE: Final = 3.5
-"""So many standard deviations of one row."""
+"""Standard deviations of one row beyond which a change is more than noise."""
 FAMILIES: Final = 4
-"""Tests of one row that the probability of a false alarm is shared by. There are two sides of nine windows, but those
-of neighbouring windows nearly coincide."""
+"""Tests of one row that share the false-alarm probability. Neighbours of the nine windows nearly coincide."""
 CREEP: Final = 0.05
-"""So far it goes only in a device that is slow."""
+"""Slow rise of the level that only a slow device shows."""
 RESUMED: Final = 5
-"""Rows after a restart that tell whether the level is a known one."""
+"""Rows after a restart that decide whether the level is a known one."""
 NO_ROWS: Final = np.empty(0)
 
 
 @dataclass(frozen=True)
 class Step:
-    """The level changed.
+    """A change of the level.
 
     Attributes:
         change: what happened.
-        excess: the new level against the healthy one, log of the ratio of times; 0 when recovered.
-        error: its standard error.
-        rows: how many rows ago it changed, this one included.
+        excess: the new level relative to the healthy one, log of the ratio of times; 0 after a recovery.
+        error: standard error of `excess`.
+        rows: how many rows ago the level changed, this row included.
         window: how many rows decided.
         noise: standard deviation of one row.
     """
@@ -60,11 +60,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Before:
-    """What a restart has left behind, until it is known whether the healthy level is the one from before.
+    """The state before a restart, kept until it is known whether the healthy level is still the same.
 
     Attributes:
-        healthy: its rows.
-        spell: the slow-down that there was; None: there was none.
+        healthy: rows of the healthy level.
+        spell: the slow spell at that time; None if there was none.
     """
 
     healthy: Array
@@ -72,20 +72,20 @@ class Before:
 
 
 class Follower:
-    """One series. Memory: some hundred numbers."""
+    """Follows one series, with a few hundred numbers of memory."""
 
     def __init__(self, probability: float, smallest: float) -> None:
-        """A series that nothing is known of.
+        """Start a series without prior knowledge.
 
         Args:
-            probability: of a false alarm in one row that is accepted.
-            smallest: slow-downs below it are not looked for, log of the ratio of times.
+            probability: accepted probability of a false alarm in one row.
+            smallest: smallest slowdown to look for, log of the ratio of times.
         """
         self._noise, self._rows = Noise(), LevelRows()
         self._test = ShiftTest(self._rows, self._noise, probability / FAMILIES, smallest)
         self._spell: SlowSpell | None = None
         self._slower_before = NO_ROWS
-        """Rows of the healthy level before a faster one that has not lasted yet."""
+        """Rows of the healthy level before a faster level that has not lasted yet."""
         self._lasting = LASTING
         self._restarted: Before | None = None
 
@@ -93,22 +93,22 @@ class Follower:
 
     @property
     def slow(self) -> bool:
-        """Whether it is slow."""
+        """Whether the series is slow."""
         return self._spell is not None
 
     @property
     def excess(self) -> float:
-        """By how much it is slow, or was before a restart, log of the ratio of times; 0 if it isn't."""
+        """How slow the series is, or was before a restart, log of the ratio of times; 0 if it is not slow."""
         spell = self._spell if self._restarted is None else self._restarted.spell
         return 0.0 if spell is None else spell.excess
 
     @property
     def judging(self) -> bool:
-        """Whether there are enough rows for the next one to be judged."""
+        """Whether enough rows are known to judge the next one."""
         return self.slow or self._rows.size >= FEWEST + int(WINDOWS[0]) - 1
 
     def healthy_level(self) -> float:
-        """Log of the time that the next row should take; NaN before the first row."""
+        """Log of the expected time of the next row; NaN before the first row."""
         if self._spell is not None:
             return self._spell.level.mean
         rows = self._rows.all()[-REFERENCE:]
@@ -117,7 +117,7 @@ class Follower:
         return median(rows) if rows.size else float("nan")
 
     def smallest_seen(self, window: int = 16) -> float:
-        """The slow-down that would be found within so many rows, as log of the ratio of times; infinite if none."""
+        """Smallest slowdown that so few rows would show, as log of the ratio of times; infinite if unknown."""
         rows = self._rows.all() if self._spell is None else self._spell.healthy
         if rows.size < FEWEST:
             return float("inf")
@@ -147,8 +147,10 @@ class Follower:
         return None
 
     def restart(self) -> None:
-        """The job has been started anew. Noise and levels stay known; whether this level is one of them, the first
-        rows tell. If it is another one, it is learned anew."""
+        """The job restarted. Noise and levels stay known; the first rows tell whether the level is a known one.
+
+        If it is not, the level is learned again.
+        """
         healthy = self._rows.all()[-REFERENCE:].copy() if self._spell is None else self._spell.healthy
         self._noise.learn(healthy)
         self._restarted = Before(healthy, self._spell) if healthy.size else None
@@ -158,7 +160,7 @@ class Follower:
         self._test.forget()
 
     def _resume(self, before: Before) -> Step | None:
-        """The first rows after a restart: are they of a level that is known?"""
+        """Check whether the first rows after a restart have a known level."""
         healthy, spell, rows = before.healthy, before.spell, self._rows.all()
         self._restarted = None
         if healthy.size < FEWEST:
@@ -174,7 +176,7 @@ class Follower:
         return None
 
     def _set(self, rows: Array) -> None:
-        """These are the rows of the level in force."""
+        """Make these the rows of the level in force."""
         self._rows.set(rows)
         self._test.forget()
 
@@ -189,7 +191,7 @@ class Follower:
         return self._begin(healthy[-REFERENCE:], slow, level, window)
 
     def _slower_than_before(self, faster: Array, slow: Array, window: int) -> Step | None:
-        """What was faster has not lasted: what came before it tells what is slow."""
+        """A faster level did not last, so judge the slow rows by the level before it."""
         before, self._slower_before = self._slower_before[-REFERENCE:], NO_ROWS
         noise = faster if self._lasting == LASTING_IN_NOISE else NO_ROWS
         level = self._noise.describe(np.concatenate([before, noise])[-REFERENCE:])
@@ -224,7 +226,7 @@ class Follower:
         self._test.fastest = np.inf
 
     def _crept(self) -> Step | None:
-        """The level has gone up too slowly for any window."""
+        """Find a rise of the level that was too slow for any window."""
         test = self._test
         assert test.level is not None
         if test.level.mean - test.fastest < CREEP:
@@ -258,7 +260,7 @@ class Follower:
         if lasted <= LONGEST_TRANSIENT:
             self._test.transients.note(lasted, slow - healthy.mean)
         elif lasted < LASTING_IN_NOISE and slow - healthy.mean < BEYOND_NOISE * float(np.sqrt(healthy.variance)):
-            # It may have been the noise: the next time such a distance is no finding.
+            # It may have been noise; such a distance is no finding the next time.
             self._noise.learn(np.concatenate([spell.healthy[-lasted:], rows]))
         else:
             self._noise.learn(rows[:-count][-REFERENCE:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job's iteration times without workers → verdicts that some worker is slow. Imports numpy and `detector`."""
+"""Judges iteration times of a job without worker columns: some worker is slow. Imports numpy and `detector`."""
 
 import math
 from collections.abc import Callable
@@ -18,25 +18,25 @@ from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
 
 CONFIDENCE: Final = 1.96
-"""Standard errors on both sides of an estimate that hold the truth with 95 % probability."""
+"""Standard errors on both sides of an estimate that contain the truth with 95 % probability."""
 FEWEST_ROWS: Final = FEWEST + int(WINDOWS[0])
-"""Rows without which none is judged."""
+"""Fewest rows before a row can be judged."""
 SMALLEST: Final = 0.02
-"""Slow-downs below it are not looked for, log of the ratio of times: iteration times drift by as much."""
+"""Smallest slowdown to look for, log of the ratio of times; iteration times drift by as much."""
 LARGEST_ERROR: Final = 1.0
-"""A row counts in the mean error of predictions as at most so far off."""
+"""Largest error of one row in the mean error of predictions."""
 
 
 def judge_series(
     table: Table, false_alarms_per_job: float, settings: Settings, advance: Callable[[int], None] | None = None
 ) -> Replay:
-    """Judge a table without workers, or of one worker, row by row as they came.
+    """Judge a table without workers, or with one worker, row by row in their order.
 
     Args:
-        table: of one column of times.
-        false_alarms_per_job: how many false alarms are accepted in the whole job, on average.
+        table: with one column of times.
+        false_alarms_per_job: accepted false alarms in the whole job, on average.
         settings: of the detector.
-        advance: told now and then how many more rows have been judged.
+        advance: called now and then with the number of further rows judged.
     """
     series = _Series(table, false_alarms_per_job, settings)
     for place in range(len(table.iterations)):
@@ -56,7 +56,7 @@ class _Series:
         self._logs = np.log(self._seconds).tolist()
         self._follower = Follower(false_alarms_per_job / max(rows, 1), min(settings.smallest_slowdown, SMALLEST))
         self._who = (int(table.workers[0]),) if table.has_workers else ()
-        """The one "worker" of a table without workers is the job: who it is that is slow is not known."""
+        """The only "worker" of a table without workers is the job, as nothing tells which worker is slow."""
         self._judged: list[int] = []
         """Places of the rows that the follower has seen."""
         self._predicted = np.full(rows, np.nan)
@@ -113,7 +113,7 @@ class _Series:
         ))  # fmt: skip
 
     def finish(self) -> Replay:
-        """What came out."""
+        """The complete result."""
         result = self._result
         if self._workload:
             result.unknown = max(result.unknown - min(len(self._judged), 7), 0)
@@ -128,6 +128,6 @@ class _Series:
 
 
 def _features(table: Table) -> NDArray[np.float64]:
-    """[rows, columns of workload that there are]."""
+    """[rows, available columns of workload]."""
     columns = [values[:, 0] for values in (table.tokens, table.squares) if np.isfinite(values).any()]
     return np.column_stack(columns) if columns else np.empty((len(table.iterations), 0))

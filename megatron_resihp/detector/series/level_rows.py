@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the level in force, and where in them a level may have changed. Imports numpy and this package."""
+"""The rows of the level in force, and where in them the level may have changed. Imports numpy and this package."""
 
 from typing import Final
 
@@ -11,10 +11,10 @@ from megatron_resihp.detector.series.spread import LONGEST, REFERENCE, median
 Array = NDArray[np.float64]
 
 FEWEST: Final = 7
-"""Reference rows without which nothing is judged."""
+"""Fewest reference rows for a judgement."""
 KEPT: Final = REFERENCE + 2 * LONGEST
 REFRESH: Final = 8
-"""Rows after which what is known of the level in force is found out anew."""
+"""Rows between updates of the estimates for the level in force."""
 
 
 class LevelRows:
@@ -31,7 +31,7 @@ class LevelRows:
         self.age = 0
 
     def push(self, value: float) -> None:
-        """One more row."""
+        """Add a row."""
         if self.size == self._rows.size:
             self._rows[:KEPT] = self._rows[self.size - KEPT :]
             self.size = KEPT
@@ -40,30 +40,30 @@ class LevelRows:
         self.age += 1
 
     def all(self) -> Array:
-        """A view of them, the oldest first."""
+        """A view of the rows, oldest first."""
         return self._rows[: self.size]
 
     def newest(self, most: int) -> Array:
-        """A view of the newest ones, the newest first."""
+        """A view of the newest rows, newest first."""
         return self._rows[max(self.size - most, 0) : self.size][::-1]
 
     def set(self, rows: Array) -> None:
-        """These are the rows of the level that is in force now."""
+        """Make these the rows of the level in force."""
         rows = rows[-KEPT:].copy()
         self._rows[: rows.size] = rows
         self.size = self.age = rows.size
 
     def clear(self) -> None:
-        """Nothing is known of the level in force."""
+        """Forget the level in force."""
         self.size = self.age = 0
 
     def change_point(self, level: float, window: int, smallest: float) -> int:
         """How many of the newest rows have another level, by maximum likelihood.
 
         Args:
-            level: of those before.
-            window: rows that certainly do.
-            smallest: change of level that is looked for.
+            level: of the earlier rows.
+            window: how many rows certainly have another level.
+            smallest: smallest change of level to look for.
         """
         rows = self.all()
         size = min(rows.size - min(FEWEST, rows.size - window), LONGEST + REFRESH)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far apart healthy rows and those before them may be, by drift and noise together. Imports numpy, this package.
+"""Limits on the difference between healthy rows and earlier rows, from drift and noise. Imports numpy, this package.
 
-Many rows before those under test tell the level best if it does not drift, and few next to them if it does.
+Without drift, many reference rows tell the level best; with drift, the few nearest rows do.
 """
 
 from typing import Final
@@ -11,24 +11,24 @@ import numpy as np
 from megatron_resihp.detector.series.spread import REFERENCE, Array, Level, Noise, Rows, quantile
 
 FARTHEST_DRIFT: Final = 0.02
-"""How far the healthy level may drift from the fastest that lasted."""
+"""Largest drift of the healthy level from the fastest level that lasted."""
 DRIFT_ROWS: Final = 80
-"""In so many rows it may go that far."""
+"""Rows within which it may drift that far."""
 DRIFT_KNOWN: Final = 200.0
-"""After so many healthy rows half of that is left to what they have not shown."""
+"""Healthy rows after which half of the drift allowance remains."""
 REFERENCES: Final = np.array((16, 24, 48))
-"""Rows that those under test may be compared with, if not with all that are known."""
+"""Numbers of reference rows to try, besides all that are known."""
 
 
 def drift_and_noise(noise: Noise, level: Level, windows: Rows, known: int, probability: float) -> tuple[Array, Rows]:
-    """What D(n) has to exceed for each n, and with how many rows it is compared: those for which this is least.
+    """The limit on D(n) for each n, and the number of reference rows that makes this limit least.
 
     Args:
         noise: of the series.
-        level: that tells of the noise.
-        windows: the n, all of WINDOWS or the first of them.
-        known: how many rows there are to be compared with.
-        probability: of exceeding it by chance.
+        level: its noise estimate.
+        windows: the n: all of WINDOWS, or the first of them.
+        known: how many reference rows there are.
+        probability: of exceeding the limit by chance.
     """
     references = np.append(REFERENCES[known > REFERENCES], min(known, REFERENCE))[:, None]
     variance, freedom = noise.of_differences(level, windows, references)

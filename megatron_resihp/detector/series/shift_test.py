@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the newest rows of a series have another level than those before. Imports numpy, scipy and this package.
+"""Tests whether the newest rows of a series have another level than earlier rows. Imports numpy, scipy and this
+package.
 
-While few rows are known this is the best split in two levels; the rows under test are never among those that they are
-compared with.
+While few rows are known, the test uses the best split into two levels. The rows under test are never among their
+reference rows.
 """
 
 from dataclasses import replace
@@ -29,31 +30,31 @@ from megatron_resihp.detector.series.transients import Transients
 Rows = NDArray[np.int64]
 
 YOUNG: Final = LONGEST + 64
-"""Rows of a level up to which each window has reference rows of its own."""
+"""Most rows of a level for which each window has reference rows of its own."""
 MAJORITY: Final = 0.6
-"""So many of the rows under test have to lie beyond half of the threshold, three at least: stalls do not."""
+"""Share of the rows under test, and at least three, that must lie beyond half the threshold; stalls do not reach it."""
 TAIL: Final = 10.0
-"""How much likelier than a false alarm it may be that healthy rows lie where those under test do, by their tail."""
+"""Largest ratio of the chance that healthy rows lie there, by their tail, to the false-alarm probability."""
 TELLING: Final = 6
-"""So many rows under test tell of the noise, too."""
+"""Fewest rows under test that also count for the noise estimate."""
 ABOVE_LIMIT: Final = 1.5
 LOOK: Final = 1.4
-"""Standard errors from the level at which rows are worth a test."""
+"""Standard errors from the level beyond which rows are tested."""
 
 
 class ShiftTest:
-    """The test of one series' newest rows.
+    """Tests the newest rows of one series.
 
     Args:
         rows: of the level in force.
-        noise: what is known of the series' noise.
-        probability: of a false alarm in one row, of each family of tests.
-        smallest: slow-downs below it are not looked for, log of the ratio of times.
+        noise: the series' noise estimate.
+        probability: of a false alarm in one row, for each family of tests.
+        smallest: smallest slowdown to look for, log of the ratio of times.
 
     Attributes:
-        transients: short spells that have ended by themselves.
-        level: of the level in force; None: not found out yet.
-        limits: how far the mean of each window may be from it.
+        transients: short spells that ended by themselves.
+        level: estimate of the level in force; None before the first one.
+        limits: largest distance of each window's mean from it.
         fastest, anchor: the fastest mean that the level in force has had, and its rows.
     """
 
@@ -67,7 +68,7 @@ class ShiftTest:
         self.forget()
 
     def forget(self) -> None:
-        """Another level is in force."""
+        """Drop all estimates, as another level is in force."""
         self.level: Level | None = None
         self.limits = np.empty(0)
         self._references: Rows = np.empty(0, dtype=np.int64)
@@ -77,7 +78,7 @@ class ShiftTest:
         self._reference = np.empty(0)
 
     def shifted(self) -> tuple[int, Level] | None:
-        """The shortest window whose rows have another level than those before, negative if faster, and that level."""
+        """The shortest window whose rows have another level, negative if faster, and the level before; or None."""
         return self._young() if self._rows.age < YOUNG else self._mature()
 
     def _young(self) -> tuple[int, Level] | None:
@@ -96,7 +97,7 @@ class ShiftTest:
         return None
 
     def _worth_a_look(self, rest: Array, tested: Array) -> bool:
-        """Whether the rows under test are far enough from those before that a test may find something."""
+        """Whether the rows under test are far enough from earlier rows for a test to find something."""
         middle = median(rest)
         spread = 1.4826 * median(np.abs(rest - middle))
         near = median(rest[-int(REFERENCES[0]) :])
@@ -104,10 +105,10 @@ class ShiftTest:
         return distance > max(LOOK * spread / float(np.sqrt(tested.size)), self.smallest / 2)
 
     def limit(self, level: Level, window: int, known: int) -> tuple[float, int]:
-        """How far the mean of so many rows may be from a level, and of how many reference rows.
+        """The largest distance of a window's mean from a level, and the number of reference rows.
 
         Args:
-            known: reference rows that there are.
+            known: number of reference rows available.
         """
         windows = WINDOWS[: int(WINDOWS.searchsorted(window)) + 1]
         limits, references = self._all_limits(level, windows, known)
@@ -156,11 +157,11 @@ class ShiftTest:
             self.anchor = reference.copy()
 
     def reach(self, level: Level, limit: float) -> float:
-        """Where rows are clipped before their mean is taken, so that it can still exceed the limit."""
+        """The distance at which rows are clipped before averaging; the mean can still exceed the limit."""
         return max(2 * self.smallest, CLIP * float(np.sqrt(level.variance)), ABOVE_LIMIT * limit)
 
     def exceeds(self, newest: Array, limit: float, level: Level, reference: Array) -> int:
-        """The number of rows if their mean exceeds the limit and most of them do their part, negative if below."""
+        """The number of rows if their mean exceeds the limit and most rows contribute, negative if below; 0 if not."""
         reach = self.reach(level, limit)
         mean = float(np.clip(newest, -reach, reach).mean())
         if abs(mean) <= limit:
@@ -171,7 +172,7 @@ class ShiftTest:
         fewest = self.transients.fewest(median(newest)) if sign > 0 else int(WINDOWS[0])
         if beyond < max(fewest, MAJORITY * newest.size):
             return 0
-        # The tail as it was seen, one more row of it assumed: so many of n rows by chance?
+        # The tail as seen, plus one assumed row: how likely are so many of n rows by chance?
         share = ((sign * reference > half).sum() + 1.0) / (reference.size + 1.0)
         chance = float(bdtrc(beyond - 1, newest.size, share))
         return sign * newest.size if chance <= TAIL * self.probability else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A series that is slow: by how much, and whether it has recovered or changed. Imports numpy and this package."""
+"""A slow series: how slow it is, and whether it has recovered or changed. Imports numpy and this package."""
 
 from typing import Final
 
@@ -13,16 +13,16 @@ from megatron_resihp.detector.series.spread import REFERENCE, WINDOWS, Level, No
 SMALLEST_SEVERITY: Final = 0.04
 SEVERITY_WINDOW: Final = 8
 RECOVERY_PROBABILITY: Final = 1e-4
-"""Of one window to say that a level has ended which has not."""
+"""Probability that one window reports the end of a level that has not ended."""
 
 
 class SlowSpell:
     """From the onset of a slow-down to its recovery.
 
     Attributes:
-        healthy, level: rows of the healthy level, and what is known of it.
-        excess: by how much the series is slow now, log of the ratio of times.
-        first_excess: by how much at the onset.
+        healthy, level: rows of the healthy level, and their `Level`.
+        excess: how slow the series is now, log of the ratio of times.
+        first_excess: the same at the onset.
     """
 
     def __init__(self, healthy: Array, level: Level, excess: float, noise: Noise, test: ShiftTest) -> None:
@@ -31,11 +31,11 @@ class SlowSpell:
         self._noise, self._test = noise, test
 
     def measure(self, rows: Array) -> None:
-        """These rows are slow."""
+        """Set the excess from these slow rows."""
         self.excess = slow_level(rows, self.level.mean) - self.level.mean
 
     def recovered(self, rows: Array) -> tuple[int, float] | None:
-        """The window whose rows are healthy again, and the level before it; None: none is."""
+        """The window whose rows are healthy again, and the level before it; None if there is none."""
         if median(rows[-3:]) - self.level.mean < 0.8 * self.excess and (found := self._in_windows(rows)):
             return found
         return None
@@ -65,7 +65,7 @@ class SlowSpell:
         return None
 
     def other_level(self, rows: Array) -> float | None:
-        """The slow level before the newest rows, if they have another one that is not the healthy one either."""
+        """The slow level before the newest rows, if these have another level that is not healthy either."""
         healthy, window = self.level, SEVERITY_WINDOW
         rest = rows[:-window][-REFERENCE:]
         if rest.size < 4:
@@ -82,12 +82,12 @@ class SlowSpell:
 
 
 def slow_level(slow: Array, healthy: float) -> float:
-    """The mean of slow rows; single stalls among them do not count in full."""
+    """The mean of slow rows, where single stalls do not count in full."""
     middle = median(slow)
     reach = max(abs(middle - healthy), 0.05)
     return float(np.clip(slow, middle - reach, middle + reach).mean())
 
 
 def many(rows: Array) -> NDArray[np.int64]:
-    """The reference rows that these are, for `Noise.of_differences`."""
+    """The number of reference rows, as `Noise.of_differences` takes it."""
     return np.array([min(max(rows.size, 1), REFERENCE)])

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much the mean of some healthy rows of a series differs from the mean of others before it. Imports numpy, scipy.
+"""Estimates how far the means of healthy rows of a series differ from means of earlier rows. Imports numpy, scipy.
 
-Rows are logarithms of times. What is tested is D(n): the mean of the last n rows (outliers clipped) minus the level of
-the reference rows before them. Its variance comes from two sources, together:
+Rows are logarithms of times. The tests look at D(n): the mean of the last n rows (outliers clipped) minus the level of
+the reference rows before them. Its variance combines two sources:
 
 - a model: σ² (g(n) / n + g(r) / r) for r reference rows, with the variance inflation g(n) = 1 + 2 Σ (1 − k/n) ρ(k) of
-  rows with the autocorrelation ρ (Bayley and Hammersley, 1946). While little is known, σ and ρ lean on what iteration
-  times usually have.
-- D(n)² itself, as it was in healthy rows: whatever noise and drift there is, it is in there.
+rows with the autocorrelation ρ (Bayley and Hammersley, 1946). With few rows, σ and ρ lean on the usual values for
+iteration times.
+- D(n)² itself in healthy rows, which contains any noise and drift.
 """
 
 from dataclasses import dataclass
@@ -25,23 +25,23 @@ WINDOWS: Final = np.array((3, 4, 5, 6, 8, 12, 16, 24, 32))
 """Rows under test."""
 LONGEST: Final = int(WINDOWS[-1])
 REFERENCE: Final = 96
-"""Rows before those under test that tell the level, at most: it may drift."""
+"""Most reference rows before those under test, as the level may drift."""
 USUAL_NOISE: Final = 0.03
 USUAL_ROWS: Final = 4.0
-"""The usual noise counts like so many rows."""
+"""Number of rows that the usual noise counts as."""
 MOST_SURPRISE: Final = 2.0
-"""But no more than so many times the noise that there is."""
+"""Largest ratio of the usual noise to the measured noise."""
 USUAL_CORRELATION: Final = 0.5
 CORRELATION_ROWS: Final = 12.0
-"""The usual autocorrelation counts like so many rows."""
+"""Number of rows that the usual autocorrelation counts as."""
 LAGS: Final = 16
 MOST_BIAS: Final = 0.3
 MEMORY: Final = 400.0
 """Rows after which noise is forgotten."""
 SEEN_WORTH: Final = 0.5
-"""Independent values that n rows' worth of D(n) count for: they overlap."""
+"""Independent values that D(n) counts as, for every n rows; the rows overlap."""
 MODEL_WORTH: Final = 8.0
-"""Independent values that the model counts for beside them."""
+"""Independent values that the model counts as beside them."""
 _LAG = np.arange(1.0, LAGS + 1)
 _USUAL = USUAL_CORRELATION ** np.arange(LAGS + 1)
 CLIP: Final = 4.0
@@ -51,13 +51,13 @@ LEAST_NOISE: Final = 1e-3
 
 @dataclass(frozen=True)
 class Level:
-    """Where some rows are.
+    """The level and noise of some rows.
 
     Attributes:
-        mean: of the rows, robust.
-        variance: of one of them.
+        mean: robust mean of the rows.
+        variance: of one row.
         correlation: [LAGS + 1] autocorrelation, from lag 0.
-        rows: how many tell of the noise.
+        rows: how many rows the noise estimate uses.
     """
 
     mean: float
@@ -67,7 +67,7 @@ class Level:
 
 
 class Noise:
-    """What is known of a series' noise, from all its segments."""
+    """A series' noise, learned from all its segments."""
 
     def __init__(self) -> None:
         self._square = self._weight = 0.0
@@ -76,11 +76,11 @@ class Noise:
         self._seen_weight = np.zeros(WINDOWS.size)
 
     def describe(self, rows: Array, tested: Array | None = None) -> Level:
-        """The level of some rows, with noise as these rows and all earlier segments show it.
+        """The level of some rows, with noise from these rows and all earlier segments.
 
         Args:
             rows: of one level.
-            tested: rows of what may be another level, which tell of the noise around their own.
+            tested: rows that may have another level; they add to the noise estimate around their own mean.
         """
         mean, deviations = centred(rows)
         square, products, weight = _moments(deviations)
@@ -94,8 +94,8 @@ class Noise:
         total = self._weight + weight
         products = self._products + products
         correlation = products / products[0] if products[0] > 0 else np.zeros(LAGS + 1)
-        # A mean taken from the rows themselves makes each autocorrelation look smaller by about g / rows, and their
-        # variance by the same share.
+        # A mean from the rows themselves lowers each autocorrelation by about g / rows, and their variance by the same
+        # share.
         bias = min((1.0 + 2.0 * float(_positive(correlation)[1:].sum())) / max(rows, 1.0), MOST_BIAS)
         square /= 1.0 - bias
         usual = min(USUAL_NOISE**2, MOST_SURPRISE**2 * (self._square + square) / total)
@@ -105,7 +105,7 @@ class Noise:
         return Level(mean, max(variance, LEAST_NOISE**2), _positive(correlation), weight)
 
     def learn(self, rows: Array) -> None:
-        """A segment, or a part of one, is over: its noise is that of the series."""
+        """Add the noise of a segment, or part of one, that is over."""
         if rows.size < 3:
             return
         _, deviations = centred(rows)
@@ -116,7 +116,7 @@ class Noise:
         self._products = keep * self._products + products
 
     def learn_differences(self, differences: Array) -> None:
-        """D(n) of healthy rows, [rows, WINDOWS], NaN where there was none."""
+        """Add D(n) of healthy rows, [rows, WINDOWS], NaN where there was none."""
         known = np.isfinite(differences)
         count = known.sum(axis=0)
         keep = np.maximum(0.0, 1.0 - count / MEMORY)
@@ -127,22 +127,22 @@ class Noise:
         """Variance of D(n), and its degrees of freedom.
 
         Args:
-            level: that tells of the noise.
-            windows: the n, all of WINDOWS or the first of them.
-            references: rows that each is compared with, to be broadcast with them.
+            level: its noise estimate.
+            windows: the n: all of WINDOWS, or the first of them.
+            references: number of reference rows for each; broadcast with `windows`.
         """
         model = level.variance * (inflation(level.correlation, windows) / windows
                                   + inflation(level.correlation, references) / references)  # fmt: skip
         seen, worth = self._seen[: windows.size], SEEN_WORTH * self._seen_weight[: windows.size] / windows
         seen_mean = seen / np.maximum(self._seen_weight[: windows.size], 1.0)
         variance = np.maximum((MODEL_WORTH * model + worth * seen_mean) / (MODEL_WORTH + worth), 0.5 * model)
-        # Correlated rows say less of the variance than as many independent ones, and of their correlation.
+        # Correlated rows tell less about the variance, and about their correlation, than independent ones.
         overlap = float(inflation(level.correlation, WINDOWS[-1:])[0])
         return variance, USUAL_ROWS + (self._weight + level.rows) / max(overlap, 1.0)
 
     @property
     def drift_seen(self) -> float:
-        """Rows whose D(n) was learned from: drift up to now is in there."""
+        """Number of rows whose D(n) was learned from; these include the drift up to now."""
         return float(self._seen_weight[-1])
 
 
@@ -155,12 +155,12 @@ def inflation(correlation: Array, windows: Rows) -> Array:
 
 @lru_cache(maxsize=4096)
 def quantile(probability: float, freedom: int) -> float:
-    """What Student's t exceeds with this probability."""
+    """The value that Student's t exceeds with this probability."""
     return float(t.isf(probability, max(freedom, 3)))
 
 
 def median(values: Array) -> float:
-    """Of a few values, at a fraction of what numpy.median takes."""
+    """Median of a few values, much faster than numpy.median."""
     ordered = np.sort(values)
     half = ordered.size // 2
     return float(ordered[half]) if ordered.size % 2 else float(ordered[half - 1] + ordered[half]) / 2
@@ -185,7 +185,7 @@ def _moments(deviations: Array) -> tuple[float, Array, float]:
 
 
 def _positive(correlation: Array) -> Array:
-    """Up to where pairs of lags stop being positive: beyond is chance (Geyer, 1992)."""
+    """Cut the autocorrelation off at the first small value: the rest is chance (Geyer, 1992)."""
     result = np.clip(correlation, -0.2, 0.98)
     result[0] = 1.0
     stop = np.flatnonzero(result[1:] < 0.02)

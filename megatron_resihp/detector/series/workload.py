@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row of a series should take by its workload, learned online. Imports numpy.
+"""Predicts the seconds of a row of a series from its workload, and learns online. Imports numpy.
 
-Seconds are taken to be linear in the workload: α N + β Σ l² + γ. The coefficients come from least squares of relative
-errors, with a prior that knows nothing but their size. A workload whose prediction is less certain than a slow-down
-has to be large (one outside what was learned) is unknown: such rows are learned from and not judged.
+Seconds are modelled as linear in the workload: α N + β Σ l² + γ. Least squares of relative errors give the
+coefficients, with a prior that fixes only their size. A workload is unknown if its prediction is too uncertain to show
+a slowdown, as for workloads outside the learned range. Rows with unknown workload are learned from, but not judged.
 """
 
 import math
@@ -17,17 +17,17 @@ from megatron_resihp.detector.series.spread import median
 Array = NDArray[np.float64]
 
 FIRST: Final = 8
-"""Rows that coefficients are first fitted from."""
+"""Rows for the first fit of coefficients."""
 BATCH: Final = 5
-"""Rows of unknown workload that are learned together, so that a stall among them does not count in full."""
+"""Rows of unknown workload that are learned together, so that one stall among them does not count in full."""
 DELAY: Final = 12
-"""Rows after which a healthy row of known workload is learned from: a slow-down would have been found by then."""
+"""Rows after which a healthy row of known workload is learned from; a slowdown would be found by then."""
 MEMORY: Final = 4000.0
-"""Rows after which they are forgotten."""
+"""Rows after which a row is forgotten."""
 CERTAIN: Final = 0.015
-"""Standard error of a prediction that is certain."""
+"""Standard error below which a prediction is certain."""
 CERTAIN_SHARE: Final = 0.4
-"""So is one of this share of the noise."""
+"""A prediction is also certain if its standard error is below this share of the noise."""
 LEAST_NOISE: Final = 0.005
 
 
@@ -35,7 +35,7 @@ class Workload:
     """Coefficients of one series."""
 
     def __init__(self, features: int) -> None:
-        """With so many columns of workload."""
+        """Start with this number of workload columns."""
         self._scale = np.ones(features + 1)
         self._information = np.zeros((features + 1, features + 1))
         self._moment = np.zeros(features + 1)
@@ -47,10 +47,10 @@ class Workload:
         self._waiting: list[tuple[float, Array]] = []
 
     def see(self, seconds: float, features: Array, excess: float) -> list[float]:
-        """Take in a row; returns log(seconds / predicted) of the rows that can be judged now, in order.
+        """Take in a row; returns log(seconds / predicted) of the rows that can now be judged, in order.
 
-        That is this one if its workload is known, and none if it is not; after the first rows it is all of these.
-        `excess` is by how much the job is known to be slow: rows of an unknown workload tell what it costs without.
+        That is this row if its workload is known, and none if not; once the first rows are complete, it is all of them.
+        `excess` is the job's known slowness; it is removed from rows of unknown workload before they are learned.
         """
         if not np.isfinite(features).all():
             return []
@@ -69,17 +69,17 @@ class Workload:
         return [float(np.log(seconds / predicted))]
 
     def healthy(self) -> None:
-        """The rows that are waiting, but for the last ones, were healthy."""
+        """The waiting rows were healthy, except the last ones."""
         if len(self._waiting) >= 2 * DELAY:
             self._learn(self._waiting[:-DELAY])
             self._waiting = self._waiting[-DELAY:]
 
     def slow(self) -> None:
-        """The rows that are waiting are, or may be, of a slow spell."""
+        """The waiting rows belong, or may belong, to a slow spell."""
         self._waiting = []
 
     def predicted(self, features: Array) -> float:
-        """Seconds by the workload; NaN before the first fit."""
+        """Predicted seconds for a workload; NaN before the first fit."""
         return self._predict(self._row(features)) if self._information.any() else float("nan")
 
     def _row(self, features: Array) -> Array:
@@ -107,7 +107,7 @@ class Workload:
         return [math.log(seconds / max(self._predict(row), 1e-300)) for seconds, row in scaled]
 
     def _learn(self, rows: list[tuple[float, Array]]) -> None:
-        """Add rows; residuals far from the others' count as less far."""
+        """Add rows; residuals far from the others are clipped."""
         predicted = np.array([max(self._predict(row), 0.05 * self._usual) for _, row in rows])
         seconds = np.array([each for each, _ in rows])
         residual = np.log(seconds / predicted)
@@ -127,7 +127,7 @@ class Workload:
         self._solve()
 
     def _solve(self) -> None:
-        # The prior: each term may be anything of the size of the usual time.
+        # The prior: each term may be anything up to about the usual time.
         precision = self._noise**2 / self._usual**2 * np.eye(self._scale.size)
         total = self._information + precision
         self._coefficients = np.linalg.solve(total, self._moment + precision @ self._prior)
