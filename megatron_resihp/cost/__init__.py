@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What work costs: fitted coefficients, links, layers, memory. Imports numpy and scipy, no torch."""
+"""The cost of work: fitted coefficients, links, layers, memory. Imports numpy and scipy, no torch."""

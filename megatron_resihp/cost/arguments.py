@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of Megatron's arguments say what work costs: what workers tell a planner. Imports the standard library."""
+"""Megatron's arguments that determine costs; workers report them to a planner. Imports the standard library."""
 
 from typing import Final
 
@@ -14,4 +14,4 @@ ARGUMENTS: Final = (
     "recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers", "seq_length",
     "sequence_parallel", "transformer_impl", "use_distributed_optimizer",
 )  # fmt: skip
-"""Megatron's arguments that work and memory depend on, of those that are known to work with the plugin."""
+"""Megatron's arguments on which work and memory depend, among those known to work with the plugin."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays as fields of dataclasses that go to JSON and back: nested lists, in which null stands for NaN.
+"""Arrays as fields of dataclasses in JSON: nested lists, in which null stands for NaN.
 
 Imports numpy and `coding`.
 """
@@ -25,12 +25,12 @@ def _without_nan(value: Any) -> Any:
 
 
 def null_for_nan(value: Any) -> Any:
-    """What JSON has for a number that may be none."""
+    """The JSON value of a number that may be NaN or infinite: null for those."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _array_of(dtype: DTypeLike, kinds: str) -> Form:
-    """An array of this type. `kinds`: numpy's letters of what may be in the list; O: numbers and nulls."""
+    """The form of an array of this type. `kinds`: numpy's type letters that the list may have; O: numbers and nulls."""
 
     def read(value: Any) -> NDArray[Any]:
         if not isinstance(value, list):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of each kind of block that Megatron builds: attention, MLP, experts, Mamba, embedding, head.
 
-Imports `parts`. Activations are those that Megatron keeps from F to B with fused kernels; they follow Korthikanti et
-al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), table 2, generalised to gated
-MLPs, grouped queries and head w of their own, and without the masks of dropout where there is none.
+Imports `parts`. Activations are those that Megatron keeps from F to B with fused kernels. They follow Korthikanti et
+al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), table 2. They are generalised to
+gated MLPs, grouped queries and separate head widths, and omit dropout masks if there is no dropout.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Final
 from megatron_resihp.cost.parts import Part
 
 MASK_BYTES: Final = 1
-"""Of a dropout mask, per element."""
+"""Bytes per element of a dropout mask."""
 FLOAT32: Final = 4
 CONVOLUTION: Final = 4
 """Width of Mamba's convolution."""
@@ -21,8 +21,11 @@ CONVOLUTION: Final = 4
 
 @dataclass(frozen=True)
 class Widths:
-    """Sizes and switches of a model. `norm`: vectors of a norm, 1 without bias; `positions`: learned ones; `ffn` and
-    `expert_ffn`: columns of an MLP; `groups`: of queries; `q_rank` 0: queries are not compressed."""
+    """Sizes and switches of a model.
+
+    `norm`: vectors of a norm, 1 without bias; `positions`: learned positions; `ffn` and `expert_ffn`: columns of an
+    MLP; `groups`: query groups; `q_rank`: 0 if queries are not compressed.
+    """
 
     hidden: int
     ffn: int
@@ -63,7 +66,7 @@ class Widths:
 
     @property
     def matrices(self) -> int:
-        """Of an MLP: up, down, and gate if it has one."""
+        """Number of matrices of an MLP: up, down, and a gate if it has one."""
         return 3 if self.gated else 2
 
 
@@ -78,11 +81,11 @@ def _grouped_attention(w: Widths) -> tuple[Part, ...]:
     biases = query + key_value if w.qkv_bias or w.linear_bias else 0
     norms = 2 * w.norm * w.head_width if w.qk_norm else 0
     shared = Part(
-        # Where members are more than groups, each has as many heads, and as many of the rows for keys and values.
+        # With more members than groups, each member has equally many heads, and equally many rows for keys and values.
         "query groups", w.groups, gcd(w.heads, key_value), weights + biases,
         weight_flops=2 * weights,
         square_flops=2 * query,
-        # Query, key and value, and what the output projection is applied to.
+        # Query, key and value, and the input of the output projection.
         token_bytes=(2 * query + key_value) * w.element_bytes,
         square_bytes=_score_bytes(w),
     )  # fmt: skip
@@ -90,7 +93,7 @@ def _grouped_attention(w: Widths) -> tuple[Part, ...]:
 
 
 def _latent_attention(w: Widths) -> tuple[Part, ...]:
-    """Multi-latent attention (DeepSeek): projections down to a rank are held by every member, those up are shared."""
+    """Multi-latent attention (DeepSeek): every member holds the down-projections; members share the up-projections."""
     width = w.qk_width + w.rope_width
     query = (w.q_rank or w.hidden) * w.heads * width
     key_value = w.kv_rank * w.heads * (w.qk_width + w.v_width)
@@ -140,7 +143,7 @@ def moe(w: Widths) -> tuple[Part, ...]:
         one.name, one.units, parameters=one.parameters * w.experts,
         weight_flops=one.weight_flops * k, token_bytes=one.token_bytes * k, experts=True,
     )  # fmt: skip
-    # Tokens as they were dispatched, and as they came back, each to several experts; logits and probabilities.
+    # Tokens as dispatched and as returned, each to several experts; logits and probabilities.
     dispatched = 2 * k * w.hidden_bytes + 2 * w.experts * FLOAT32
     router = w.hidden * w.experts + (w.experts if w.linear_bias else 0)
     parts = [
@@ -157,8 +160,11 @@ def moe(w: Widths) -> tuple[Part, ...]:
 
 
 def mamba(w: Widths) -> tuple[Part, ...]:
-    """Norm and Mamba-2 mixer. FLOPs as Megatron counts them, so without the convolution (below 0.1 %); activations of
-    the fused kernel, which computes convolution and states again in the backward."""
+    """Norm and Mamba-2 mixer.
+
+    FLOPs are counted as in Megatron, so without the convolution (below 0.1 %). Activations are those of the fused
+    kernel, which computes convolution and states again in the backward.
+    """
     inner, groups = w.mamba_heads * w.mamba_head_width, 2 * w.mamba_groups * w.mamba_state
     projected = 2 * inner + groups + w.mamba_heads
     weights = w.hidden * projected + inner * w.hidden
@@ -180,7 +186,7 @@ def _normed_input(w: Widths) -> tuple[Part, ...]:
 
 
 def embedding(w: Widths) -> tuple[Part, ...]:
-    """Word embedding, cut by rows of the vocabulary, and learned positions; token numbers of eight bytes are kept."""
+    """Word embedding, cut by rows of the vocabulary, and learned positions; it keeps token ids of eight bytes."""
     mask = w.hidden * MASK_BYTES if w.dropout else 0
     return (
         Part("vocabulary rows", w.vocabulary, parameters=w.vocabulary * w.hidden),
@@ -197,8 +203,11 @@ def head(w: Widths) -> tuple[Part, ...]:
 
 
 def mtp_projection(w: Widths) -> tuple[Part, ...]:
-    """What a multi-token prediction layer has beside its transformer layer: three norms, the projection of hidden state
-    and embedding, and its own pass through the output layer, for which it needs copies of embedding and output."""
+    """The parts of a multi-token prediction layer beside its transformer layer.
+
+    These are three norms, the projection of hidden state and embedding, and its own pass through the output layer. The
+    pass needs copies of embedding and output.
+    """
     projection = 2 * w.hidden * w.hidden
     return (
         Part("norm", parameters=3 * w.norm * w.hidden, token_bytes=6 * w.hidden_bytes),

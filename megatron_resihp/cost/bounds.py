@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast an iteration can be at best with the devices that are left, whatever the plan.
+"""The least time of an iteration on the live devices, whatever the plan.
 
 Imports `pipeline` and this package.
 """
@@ -14,11 +14,11 @@ from megatron_resihp.pipeline.op import OpKind
 
 @dataclass(frozen=True)
 class IterationBound:
-    """Seconds that no plan can beat, without gradient reduction and optimizer.
+    """Least seconds of any plan, without gradient reduction and optimizer.
 
     Attributes:
         work: all FLOPs over the speeds of all workers.
-        critical_path: of a micro-batch, every layer shared by the fastest workers.
+        critical_path: of a micro-batch, with every layer on the fastest workers.
         fits: whether memory holds one copy of weights, gradients and optimizer at all.
     """
 
@@ -35,18 +35,18 @@ class IterationBound:
 def iteration_bound(cost: JobCost, speed: Mapping[int, float]) -> IterationBound:
     """The bound for a given health.
 
-    Work conservation: a worker in a group of degree k does at most p · rate(k) FLOP/s of the model, so all together
-    take no less than the work over Σ p · max rate. Critical path: F and B of each layer, one after another, each no
-    faster than the k fastest workers at rate(k), for the best k that can share the layers. W is left out of it: it may
-    be run beside.
+    Work conservation: a worker in a group of degree k does at most p · rate(k) FLOP/s of the model, so all workers
+    together take no less than the work over Σ p · max rate. Critical path: F and B of each layer run one after another.
+    Each is no faster than on the k fastest workers at rate(k), for the best k that can share the layers. W is left out,
+    as it may run beside them.
 
-    The bound is proven where no group is faster than the device's rates say: `cost.seconds(k)` of every layer is at
-    least `cost.seconds(1)` · rate(1) / (k · rate(k)). That holds where nothing, or only `cost.alone`, was measured.
-    What was measured of groups (`cost.measured`) isn't looked at here but for k = 1: where it is faster than that, a
-    plan may beat the bound, as its times follow from the measured ones. It is of typical micro-batches.
+    The bound is proven if no group is faster than the device's rates say: `cost.seconds(k)` of every layer is at least
+    `cost.seconds(1)` · rate(1) / (k · rate(k)). That holds if nothing, or only `cost.alone`, was measured. Measured
+    times of groups (`cost.measured`) count only for k = 1. If groups are measured to be faster, a plan may beat the
+    bound, as its times follow from the measured ones. The bound is for typical micro-batches.
 
     Args:
-        cost: what is run on what.
+        cost: of the job on its devices.
         speed: p of every live worker, in (0, 1].
     """
     alone = cost.seconds(1)

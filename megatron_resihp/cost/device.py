@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a plan's ops on a device that is known by its peak, before anything was measured.
+"""Seconds of a plan's ops on a device, from its peak rate, before any measurement.
 
 Imports numpy, `plan` and this package.
 """
@@ -22,13 +22,13 @@ F, B, W = OpKind
 
 @dataclass(frozen=True)
 class Device:
-    """What a healthy device does in a second, and its links.
+    """Rates of a healthy device and its links.
 
     Attributes:
         flops: peak FLOP/s in the training's precision.
         efficiency: share of the peak that layers reach without tensor parallelism.
-        tp_efficiency: share of that which is left to each member of a group of a degree, for some degrees; linear
-            between them, level beyond the last.
+        tp_efficiency: share of that rate for each member of a group, by degree, for some degrees; linear between them,
+            constant beyond the last.
         memory: bytes that training may use.
         latency, bandwidth: of a transfer between stages, in seconds and bytes/s.
     """
@@ -50,10 +50,10 @@ class Device:
 def layer_work(model: Model, training: Training, degree: int, tp_rank: int = 0) -> Array:
     """FLOPs of a tensor-parallel member in each layer: [3 (F, B, W), layers, 2 (per token, per token² of a document)].
 
-    What is recomputed counts to B. Looking words up is taken to cost nothing. TP rank 0 has the largest share of all.
+    Recomputation counts as B. Word lookups are assumed to cost nothing. TP rank 0 has the largest share.
 
     Raises:
-        ShardError: so many members can't share a layer.
+        ShardError: this many members cannot share a layer.
     """
     distinct, index = model.distinct
     return np.stack([_work_of(layer, training, degree, tp_rank) for layer in distinct], axis=1)[:, list(index)]
@@ -62,7 +62,7 @@ def layer_work(model: Model, training: Training, degree: int, tp_rank: int = 0) 
 def _work_of(layer: Layer, training: Training, degree: int, tp_rank: int) -> Array:
     work = np.zeros((len(OpKind), 2))
     for part in layer.parts:
-        # Members that hold a part alike share its tokens out, where the sequence is cut.
+        # Members that all hold a part share its tokens if the sequence is cut.
         alike = not part.units and training.sequence_parallel
         share = 1 / degree if alike else float(part.share(degree, tp_rank))
         forward = np.array([part.weight_flops + part.token_flops, part.square_flops])
@@ -77,7 +77,7 @@ def _work_of(layer: Layer, training: Training, degree: int, tp_rank: int) -> Arr
 
 
 class _Work:
-    """layer_work of the members that are asked for, each computed once."""
+    """`layer_work` by member, each computed once on demand."""
 
     def __init__(self, model: Model, training: Training) -> None:
         self._model, self._training = model, training
@@ -101,17 +101,17 @@ def durations(
 ) -> Array:
     """Seconds of each op of a replica, [3 (F, B, W), chunks, micro-batches], as `pipeline.simulate` takes them.
 
-    A stage is as fast as its slowest member, with the share of the work that this one has.
+    A stage is as fast as its slowest member, with that member's share of the work.
 
     Args:
-        replica: who runs what; a stage without members takes infinitely long.
-        model, training, device: what is run on what.
+        replica: its stages and chunks; a stage without members takes infinitely long.
+        model, training, device: of the job.
         tokens, squares: N and Σ l² of the micro-batches, each [micro-batches].
         speed: of workers that are not healthy, in (0, 1].
 
     Raises:
-        PlanError: the replica has other layers than the model.
-        ShardError: members of a stage can't share a layer.
+        PlanError: the replica's layers differ from the model's.
+        ShardError: members of a stage cannot share a layer.
     """
     replica = with_layers(replica, model)
     workload = np.stack([np.asarray(tokens, np.float64), np.asarray(squares, np.float64)])
@@ -134,11 +134,10 @@ def durations(
 def transfers(replica: Replica, model: Model, device: Device, tokens: ArrayLike) -> Array:
     """Seconds of each transfer between chunks, [2 (activations, their gradients), chunks − 1, micro-batches].
 
-    A result is cut in as many pieces as the larger of both groups has members, each of which is sent once, at the same
-    time as the others.
+    A result is cut into as many pieces as the larger of both groups has members; all pieces are sent once, in parallel.
 
     Raises:
-        PlanError: the replica has other layers than the model.
+        PlanError: the replica's layers differ from the model's.
     """
     replica = with_layers(replica, model)
     degrees = np.array([len(replica.stages[chunk.stage]) for chunk in replica.chunks])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of a plan cost in one job, layer by layer: the planner's view of time and memory.
+"""The costs of a plan's parts in one job, layer by layer: the planner's view of time and memory.
 
 Imports numpy, `pipeline` and this package.
 """
@@ -22,8 +22,7 @@ from megatron_resihp.pipeline.op import OpKind
 Array = NDArray[np.float64]
 
 UNTIL_NEXT_EVENT_S: Final = 3600.0
-"""What a job is taken to expect where nobody says otherwise; in between the intervals that ResiHP was tried with
-(arXiv 2605.06374, section 8)."""
+"""Default time to the next event; within the range of the intervals in arXiv 2605.06374 (ResiHP), section 8."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,19 +30,19 @@ class JobCost:
     """A job's work on its devices, for a typical micro-batch.
 
     Attributes:
-        model, training, device: what is run on what. `device.latency` and `device.bandwidth` are those of a healthy
-            link between nodes.
-        micro_batches: of a global batch, over all replicas.
+        model, training, device: the model, its training settings and the devices. `device.latency` and
+            `device.bandwidth` are those of a healthy link between nodes.
+        micro_batches: per global batch, over all replicas.
         workers_per_node: worker w lives on node w // workers_per_node; tensor-parallel groups stay inside a node.
-        squares: Σ l² of the documents of a typical micro-batch, tokens²; None: each sample is one document.
+        squares: Σ l² of the documents of a typical micro-batch, tokens²; None if each sample is one document.
         alone: measured seconds of F, B and W of each layer for a micro-batch on one healthy device without tensor
-            parallelism, [3, layers]; None: from the device's peak.
-        measured: the same for members of groups of some degrees, where that is known; it goes before all else.
-        rebuild_s: seconds that building new process groups takes.
-        until_next_event_s: expected seconds until the next change of health, over which the cost of getting to a plan
-            has to pay for itself.
-        beside: bytes that must be free beside a plan's state on each device while nothing runs: those of the state that
-            is there until the plan is in force.
+            parallelism, [3, layers]; None derives them from the device's peak.
+        measured: the same for members of groups, by degree, where known; it takes precedence.
+        rebuild_s: seconds to build new process groups.
+        until_next_event_s: expected seconds until the next change of health, within which a change of plan must pay for
+            itself.
+        beside: bytes that must stay free beside a plan's state on each device while nothing runs: those of the old
+            state, which stays until the plan is in force.
     """
 
     model: Model
@@ -63,21 +62,21 @@ class JobCost:
         return len(self.model.layers)
 
     def seconds(self, degree: int) -> Array:
-        """Of F, B and W of each layer on the healthy member with the largest share, [3, layers]; read only.
+        """Seconds of F, B and W of each layer on the healthy member with the largest share, [3, layers]; read-only.
 
-        W's are in B where the layers can't split their backward.
+        If the layers cannot split their backward, W's time is in B.
 
         Raises:
-            ShardError: so many members can't share a layer.
+            ShardError: this many members cannot share a layer.
         """
         return self._seconds(degree)
 
     def share_of_largest(self, degree: int, tp_rank: int, first: int, end: int) -> float:
-        """FLOPs of a member in layers first, …, end − 1 over those of the member with the largest share; 1 where shards
-        are even.
+        """A member's FLOPs in layers first, …, end − 1 over those of the member with the largest share; 1 for even
+        shards.
 
         Raises:
-            ShardError: so many members can't share a layer.
+            ShardError: this many members cannot share a layer.
         """
         if not self.uneven(degree):
             return 1.0
@@ -85,15 +84,15 @@ class JobCost:
         return float(own / largest) if largest else 1.0
 
     def seconds_per_square(self, degree: int) -> Array:
-        """What each token² of Σ l² adds to `seconds`, in proportion to its part of the FLOPs, [3, layers]; read only.
+        """Seconds that each token² of Σ l² adds to `seconds`, by its part of the FLOPs, [3, layers]; read-only.
 
         Raises:
-            ShardError: so many members can't share a layer.
+            ShardError: this many members cannot share a layer.
         """
         return self._per_square(degree)
 
     def bytes(self, degree: int, copies: int = 1) -> LayerBytes:
-        """Memory of each layer on the member with the largest share; see `cost.memory.layer_bytes`. Read only."""
+        """Memory of each layer on the member with the largest share; see `cost.memory.layer_bytes`. Read-only."""
         return self._bytes(degree, copies)
 
     @property
@@ -109,12 +108,14 @@ class JobCost:
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
-        """The tensor-parallel degrees up to a node's workers for which the model's layers can be laid out."""
+        """The tensor-parallel degrees, up to a node's workers, with which the model's layers can be laid out."""
         return tuple(degree for degree in range(1, self.workers_per_node + 1) if self._can_share(degree))
 
     def uneven(self, degree: int) -> bool:
-        """Whether members of a group of this degree hold unlike shards, or unlike parts of a sequence with sequence
-        parallelism, which an executor has to know of."""
+        """Whether members of a group of this degree hold unequal shards, which an executor must know.
+
+        With sequence parallelism, unequal parts of a sequence count too.
+        """
         return self.model.uneven(degree) or not self.training.can_share(degree)
 
     def _can_share(self, degree: int) -> bool:
@@ -145,7 +146,7 @@ class JobCost:
         return self._as_run(self._seconds_apart(degree))
 
     def _as_run(self, seconds: Array) -> Array:
-        """What F, B and W take if all can be apart → what they do take; read only."""
+        """Separate seconds of F, B and W → those of the job's layers, which may not split the backward; read-only."""
         if not self.training.splits_backward:
             forward, backward, weight = seconds
             seconds = np.stack([forward, backward + weight, np.zeros_like(weight)])

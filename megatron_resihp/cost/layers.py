@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model as its list of layers, from Megatron's arguments. Imports `parts` and `blocks`.
 
-Embedding and head are layers of their own: layer 0 and the last one. Layer numbers here are those of a plan's chunks.
+Embedding and head are separate layers: layer 0 and the last one. A plan's chunks use the same layer numbers.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from megatron_resihp.cost.parts import Part, ShardError
 
 
 class ModelError(ValueError):
-    """Arguments that describe no model that can be told in layers; the message names the argument."""
+    """Arguments that do not describe a model of known layers; the message names the argument."""
 
 
 class LayerKind(StrEnum):
@@ -39,7 +39,7 @@ LETTERS: Mapping[LayerKind, str] = {
     LayerKind.MTP: "m",
     LayerKind.HEAD: "L",
 }
-"""What Megatron's pipeline layout calls a layer. It has no word for the layers of hybrid models."""
+"""Letters of Megatron's pipeline layout. It has none for the layers of hybrid models."""
 
 _HYBRID = {"M": LayerKind.MAMBA, "*": LayerKind.ATTENTION, "-": LayerKind.MLP, "E": LayerKind.MOE}
 
@@ -49,11 +49,11 @@ class Layer:
     """One layer.
 
     Attributes:
-        kind: what it does.
-        parts: what it is made of.
-        input_bytes: per token, what it gets from the layer before it; all that full recomputation keeps. 0 for the
+        kind: what the layer does.
+        parts: what it consists of.
+        input_bytes: per token, the input from the layer before it; full recomputation keeps only this. 0 for the
             embedding.
-        recomputable: whether full recomputation applies to it; it leaves embedding and head alone.
+        recomputable: whether full recomputation applies to it; embedding and head are excluded.
     """
 
     kind: LayerKind
@@ -63,17 +63,17 @@ class Layer:
 
     @property
     def parameters(self) -> int:
-        """Without those that are a copy of another layer's."""
+        """Number of parameters, without copies of another layer's."""
         return sum(part.parameters for part in self.parts if not part.copy)
 
     @property
     def token_flops(self) -> float:
-        """Of the forward pass, per token, beside attention's."""
+        """FLOPs of the forward pass, per token, without attention's scores."""
         return sum(part.weight_flops + part.token_flops for part in self.parts)
 
     @property
     def square_flops(self) -> float:
-        """Of the forward pass, per token² of a document."""
+        """FLOPs of the forward pass, per token² of a document."""
         return sum(part.square_flops for part in self.parts)
 
 
@@ -83,7 +83,7 @@ class Model:
 
     Attributes:
         layers: in order.
-        hidden_bytes: per token, what a layer passes on to the next.
+        hidden_bytes: per token, the output of a layer to the next.
     """
 
     layers: tuple[Layer, ...]
@@ -107,7 +107,7 @@ class Model:
 
     @cached_property
     def distinct(self) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
-        """The layers without repetition, and for each layer of the model which of them it is."""
+        """The distinct layers, and for each layer of the model its index among them."""
         first: dict[Layer, int] = {}
         index = tuple(first.setdefault(layer, len(first)) for layer in self.layers)
         return tuple(first), index
@@ -120,18 +120,18 @@ class Model:
                 raise ShardError(f"{degree} TP members can't share {part.units} {part.name} evenly")
 
     def uneven(self, degree: int) -> bool:
-        """Whether a tensor-parallel group of this degree would hold unlike shards of some layer."""
+        """Whether a tensor-parallel group of this degree would hold unequal shards of some layer."""
         return any(part.uneven(degree) for layer in self.distinct[0] for part in layer.parts)
 
 
 def model_from_arguments(arguments: Mapping[str, Any]) -> Model:
-    """The layers that Megatron builds from its arguments (`vars(get_args())`, or as many of them as matter).
+    """The layers that Megatron builds from its arguments (`vars(get_args())`, or the relevant ones of them).
 
-    What is absent has Megatron's default. `padded_vocab_size`, or `vocab_size` to be padded for
-    `tensor_model_parallel_size`, is needed, since it follows from the tokenizer.
+    Absent arguments have Megatron's default. `padded_vocab_size` is needed, or `vocab_size` to be padded for
+    `tensor_model_parallel_size`, since the number of rows depends on the tokenizer.
 
     Raises:
-        ModelError: a needed argument is missing, or one asks for what is not modelled here.
+        ModelError: a needed argument is missing, or an argument asks for a feature that is not modelled.
     """
     widths = _widths(arguments)
     return Model(

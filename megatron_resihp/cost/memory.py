@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a plan takes on each worker: weights, gradients, optimizer, and the activations of its order of ops.
+"""A plan's memory on each worker: weights, gradients, optimizer, and the activations of its order of ops.
 
 Imports numpy, `pipeline`, `plan` and this package.
 """
@@ -30,9 +30,9 @@ class MemoryUse:
     """Bytes on one worker.
 
     Attributes:
-        weights, gradients, optimizer: of the parameters that it holds.
-        activations: the most that its order of ops keeps alive from F to B (and W).
-        working: what recomputation needs besides, for one layer at a time.
+        weights, gradients, optimizer: of the worker's parameters.
+        activations: the most that the order of ops keeps alive from F to B (and W).
+        working: extra memory of recomputation, for one layer at a time.
     """
 
     weights: int
@@ -51,7 +51,7 @@ class MemoryUse:
 
 
 def _size(count: int) -> str:
-    """Bytes in words, in the units that memory is sold in: 80 GiB."""
+    """Bytes as text in binary units, such as "80.0 GiB"."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:,.1f} {unit}"
@@ -59,15 +59,16 @@ def _size(count: int) -> str:
 
 
 def check_plan(plan: ParallelPlan, model: Model, training: Training, capacity: int | Mapping[int, int]) -> None:
-    """Whether a plan can be run with this model on these devices.
+    """Raises PlanError unless a plan can run with this model on these devices.
 
     Args:
-        plan, model, training: what is run.
-        capacity: bytes that each worker's device has for it: one number, or one for each worker id.
+        plan, model, training: the plan and its job.
+        capacity: usable bytes of each worker's device: one number, or one for each worker id.
 
     Raises:
-        PlanError: the plan has other layers than the model; members of a stage can't share a layer, or share one
-            unevenly in a plan that isn't marked so; or memory is exceeded, with the worst worker and by how much.
+        PlanError: the plan's layers differ from the model's; members of a stage cannot share a layer, or share it
+            unevenly in a plan that is not marked so; or memory is exceeded (the message names the worst worker and the
+            excess).
     """
     over = {
         worker: use.total - (capacity if isinstance(capacity, int) else capacity[worker])
@@ -82,16 +83,16 @@ def check_plan(plan: ParallelPlan, model: Model, training: Training, capacity: i
 
 
 def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w: float = 1.0) -> dict[int, MemoryUse]:
-    """Bytes on each worker of the plan, standbys included: they keep their shard and step, and hold no activations.
+    """Bytes on each worker of the plan. Standbys keep their shard and step, and hold no activations.
 
-    Where the job's own schedule runs, it is taken to be 1F1B, or interleaved 1F1B with several chunks in a stage.
+    The job's own schedule counts as 1F1B, or as interleaved 1F1B if a stage has several chunks.
 
     Args:
-        plan, model, training: what is run. A plan without layers has Megatron's even split.
-        kept_until_w: the share of activations that an op order with W keeps from B to W; the rest is freed at B.
+        plan, model, training: the plan and its job. A plan without layers has Megatron's even split.
+        kept_until_w: the share of activations that an op order with W keeps from B to W; B frees the rest.
 
     Raises:
-        PlanError: the plan has other layers than the model, or members of a stage can't share a layer.
+        PlanError: the plan's layers differ from the model's, or members of a stage cannot share a layer.
     """
     replicas = [with_layers(replica, model) for replica in plan.replicas]
     accountant = _Accountant(model, training, replicas, kept_until_w)
@@ -121,7 +122,7 @@ class LayerBytes:
     Attributes:
         state: weights, gradients and optimizer.
         kept: activations of one micro-batch, from F to B.
-        working: what recomputation needs besides while the layer's backward runs.
+        working: extra memory of recomputation while the layer's backward runs.
     """
 
     state: NDArray[np.float64]
@@ -130,25 +131,25 @@ class LayerBytes:
 
 
 def layer_bytes(model: Model, training: Training, degree: int, copies: int = 1) -> LayerBytes:
-    """What `memory_of` adds up, layer by layer, for searches; a tied head counts as if the embedding were elsewhere.
+    """The terms of `memory_of`, layer by layer, for searches; a tied head counts as if the embedding were elsewhere.
 
     Args:
-        model, training: what is trained.
+        model, training: of the job.
         degree: tensor-parallel degree.
-        copies: replicas that hold each layer, among which a distributed optimizer's state is shared out.
+        copies: replicas that hold each layer and share a distributed optimizer's state.
 
     Raises:
-        ShardError: so many members can't share a layer.
+        ShardError: this many members cannot share a layer.
     """
     accountant = _Accountant(model, training, [], 1.0, copies)
     return LayerBytes(*np.array([accountant.of_layer(number, degree) for number in range(len(model.layers))]).T)
 
 
 def with_layers(replica: Replica, model: Model) -> Replica:
-    """The replica with its layers spelt out, where it leaves them to Megatron's even split.
+    """The replica with explicit layers; a replica without layers gets Megatron's even split.
 
     Raises:
-        PlanError: the layers can't be split evenly, or the replica has another number of them than the model.
+        PlanError: the layers cannot be split evenly, or their number differs from the model's.
     """
     if not replica.chunks:
         after = sum(layer.kind in (LayerKind.MTP, LayerKind.HEAD) for layer in model.layers)
@@ -172,7 +173,7 @@ class _Accountant:
         self._training = training
         self._kept_until_w = kept_until_w
         self._copies = [0] * len(model.layers)
-        """Of each layer: the replicas that hold it, at least `copies`."""
+        """For each layer: the number of replicas that hold it, at least `copies`."""
         for replica in replicas:
             for chunk in replica.chunks:
                 for layer in range(chunk.first, chunk.end) if replica.stages[chunk.stage] else ():
@@ -215,7 +216,7 @@ class _Accountant:
         return float(change.cumsum().max(initial=0.0))
 
     def of_state(self, shards: Sequence[Shard]) -> MemoryUse:
-        """Of weights, gradients and optimizer. Layers that copy the embedding need no copy where it is."""
+        """Bytes of weights, gradients and optimizer. Layers that copy the embedding need no copy if it is there."""
         training = self._training
         held, optimizer = Fraction(0), Fraction(0)
         has_embedding = any(shard.first == 0 for shard in shards)
@@ -237,14 +238,14 @@ class _Accountant:
         )
 
     def _uneven(self, degree: int) -> bool:
-        """Whether it matters which member of a group one is."""
+        """Whether memory differs between the members of a group."""
         experts = self._training.expert_tensor_parallel
         return self._model.uneven(degree) or (experts is not None and self._model.uneven(experts))
 
     def _state(
         self, distinct: int, degree: int, rank: int, copies: int, has_embedding: bool
     ) -> tuple[Fraction, Fraction]:
-        """Parameters of a layer that a member holds, and of how many it holds the optimizer's state."""
+        """Parameters of a layer that a member holds, and the number for which it holds optimizer state."""
         held, optimizer = Fraction(0), Fraction(0)
         for part in self._distinct[distinct].parts:
             if part.copy and has_embedding:
@@ -255,7 +256,7 @@ class _Accountant:
         return held, optimizer
 
     def _parameters(self, part: Part, degree: int, rank: int, copies: int) -> tuple[Fraction, Fraction]:
-        """Of a part, on a member; and how many workers hold the same ones."""
+        """Parameters of a part on a member, and the number of workers that hold the same ones."""
         if not part.experts:
             return part.parameters * part.share(degree, rank), Fraction(copies)
         tensor = self._training.expert_tensor_parallel or degree
@@ -263,7 +264,7 @@ class _Accountant:
         return parameters, Fraction(copies * degree, tensor * self._training.expert_parallel)
 
     def _activations(self, distinct: int, degree: int, rank: int) -> tuple[float, float]:
-        """Bytes of one micro-batch that a layer keeps from F to B; and without recomputation."""
+        """Bytes of one micro-batch that a layer keeps from F to B; and the same without recomputation."""
         key = (distinct, degree, rank)
         if key not in self._kept_by:
             layer = self._distinct[distinct]
@@ -278,7 +279,7 @@ class _Accountant:
         return self._of_all(layer, degree, rank, with_scores=training.recompute is Recompute.NONE)
 
     def _of_all(self, layer: Layer, degree: int, rank: int, with_scores: bool = True) -> float:
-        """The same without recomputation."""
+        """Bytes of one micro-batch that a layer would keep without recomputation."""
         training = self._training
         total = 0.0
         for part in layer.parts:
@@ -299,7 +300,7 @@ def _shards(replica: Replica, coordinate: Coordinate) -> tuple[Shard, ...]:
 
 @lru_cache(maxsize=256)
 def _ops_of(schedule: Schedule | None, chunks: tuple[Chunk, ...], stages: int, micro_batches: int) -> list[_Ops]:
-    """Of each stage."""
+    """Kinds and chunks of each stage's ops."""
     if schedule is not None and schedule.orders:
         pairs = [[(KINDS.index(op.kind), op.chunk) for op in order] for order in schedule.orders]
     else:

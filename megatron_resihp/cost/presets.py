@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known models as Megatron's arguments, so that sizes can be given by name. Imports `config` and `layers`.
+"""Known models as Megatron's arguments, so that users can name a model. Imports `config` and `layers`.
 
 Sources: the models' own papers and published configurations. "llama2-30b", which was never released, is LLaMA's 30B (as
 in the experiments of ResiHP, arXiv 2605.06374).
@@ -85,7 +85,7 @@ def preset(name: str) -> Model:
     """The layers of a known model.
 
     Raises:
-        ModelError: the name is not known; the message lists those that are.
+        ModelError: the name is unknown; the message lists the known names.
     """
     if name not in PRESETS:
         raise ModelError(f"unknown model {name!r}; {suggestion(name, PRESETS)}known are {', '.join(PRESETS)}")

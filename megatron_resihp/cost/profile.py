@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device that is only emulated takes for its work: layer times, links and noise, from a JSON file.
+"""Times of an emulated device: layers, links and noise, from a JSON file.
 
-The files of this package are in `profiles/`. May import `coding`.
+The built-in files are in `profiles/`. May import `coding`.
 
 A profile gives the seconds of each pass of each kind of layer at one reference point (N tokens, Σ l² squares, a
-tensor-parallel degree). Between workloads they follow T = αN + βΣl² + γ: `attention` is the share of the seconds, less
-the fixed ones, that grows with Σ l²; the rest grows with N. N and Σ l² are those of the emulated job, in which a full
-sequence of the real, tiny one stands for `sequence` tokens. Other tensor-parallel degrees divide α and β.
+tensor-parallel degree). For other workloads they follow T = αN + βΣl² + γ: of the seconds without the fixed ones, the
+share `attention` grows with Σ l², and the rest with N. N and Σ l² are those of the emulated job. A full sequence of the
+real, tiny job stands for `sequence` tokens of it. Other tensor-parallel degrees divide α and β.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ PASSES: Final = ("F", "B", "W")
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be used; the message is one line that names cause and mend."""
+    """A profile that cannot be used; the message is one line with cause and mend."""
 
 
 class LayerKind(StrEnum):
-    """What a profile has times for. `attention` and `mlp` are layers of which the other half is missing; `moe` has a
-    mixture of experts for an MLP."""
+    """Kinds of layers in a profile.
+
+    `attention` and `mlp` are layers without the other half; `moe` has a mixture of experts instead of an MLP.
+    """
 
     EMBEDDING = "embedding"
     TRANSFORMER = "transformer"
@@ -71,7 +73,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Layers:
-    """One of each `LayerKind`."""
+    """One entry for each `LayerKind`."""
 
     embedding: _Layer
     transformer: _Layer
@@ -88,7 +90,7 @@ class LinkCost:
 
     Attributes:
         latency_s: seconds.
-        bytes_per_s: of one direction.
+        bytes_per_s: in one direction.
     """
 
     latency_s: _NotNegative
@@ -113,7 +115,7 @@ class _Noise:
 
 @dataclass(frozen=True)
 class _Written:
-    """A profile's file; `DeviceProfile` says what most of it means."""
+    """A profile's file; `DeviceProfile` explains most fields."""
 
     reference: _Reference
     sequence: _Count
@@ -158,14 +160,14 @@ class DeviceProfile:
     Attributes:
         device: its name.
         passes: by kind of layer, the cost of F, B and W for a member of a group of `tensor_parallel`.
-        tensor_parallel: degree that the costs are for.
+        tensor_parallel: degree to which the costs apply.
         sequence: tokens that a full sequence of the real job stands for.
         time_scale: seconds of the emulated clock per second of the device; less than 1 compresses.
-        workers_per_node: workers with neighbouring ids that share an emulated machine.
+        workers_per_node: number of workers with neighbouring ids that share an emulated machine.
         within_node, between_nodes: links.
-        boundary_bytes_per_token: what a token of an activation at a stage boundary weighs.
+        boundary_bytes_per_token: bytes of a token's activation at a stage boundary.
         noise: standard deviation of an op's duration, relative to it.
-        seed: of that noise.
+        seed: of the noise.
     """
 
     device: str
@@ -195,7 +197,7 @@ class DeviceProfile:
         return forward, backward, weight
 
     def transfer_seconds(self, ends: tuple[int, int], tokens: float) -> float:
-        """Seconds of the emulated clock that the activation of so many tokens takes from one worker to the other."""
+        """Seconds of the emulated clock for the activation of `tokens` tokens from one worker to the other."""
         first, second = (worker // self.workers_per_node for worker in ends)
         link = self.within_node if first == second else self.between_nodes
         return self.time_scale * link.seconds(tokens * self.boundary_bytes_per_token)
@@ -205,7 +207,7 @@ class DeviceProfile:
         """Read the JSON form.
 
         Raises:
-            ProfileError: if something is missing or is no sensible number.
+            ProfileError: a value is missing or is no sensible number.
         """
         try:
             version = version_said(data)
@@ -230,10 +232,10 @@ class DeviceProfile:
 
 
 def load_profile(name: str) -> DeviceProfile:
-    """Read a profile: a JSON file, or one of this package's by its name.
+    """Read a profile: a JSON file, or the name of a built-in profile.
 
     Raises:
-        ProfileError: if there is none or it cannot be used.
+        ProfileError: there is no such profile, or it cannot be used.
     """
     built_in = sorted(path.stem for path in BUILT_IN.glob("*.json"))
     path = BUILT_IN / f"{name}.json" if name in built_in else Path(name)
@@ -261,7 +263,7 @@ def _passes(written: _Written) -> dict[LayerKind, tuple[PassCost, PassCost, Pass
 def _pass(part: _Pass, where: str, reference: _Reference, fixed: float) -> PassCost:
     if part.attention > 1.0:
         raise ProfileError(f"{where}: attention {part.attention:g} is a share, at most 1")
-    # A pass that the device does not have (the embedding's W) has no launches either.
+    # A pass that the device lacks (the embedding's W) has no launches either.
     fixed = min(fixed, part.seconds)
     variable = part.seconds - fixed
     return PassCost(

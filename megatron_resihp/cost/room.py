@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a device's memory that plans may fill, and whether a change of plan fits into it.
+"""The part of a device's memory that plans may use, and whether a change of plan fits into it.
 
 Imports `config`, `plan` and this package.
 """
@@ -12,17 +12,18 @@ from megatron_resihp.plan import ParallelPlan, PlanError
 
 
 def usable(memory: int, reserve: float = MEMORY_RESERVE) -> int:
-    """Bytes of a device that plans may fill; so many percent are for its context, communicators and fragmentation."""
+    """Bytes of a device that plans may use; `reserve` percent are for its context, communicators and fragmentation."""
     return int(memory * (1 - reserve / 100))
 
 
 def peak_of_change(before: ParallelPlan, after: ParallelPlan, model: Model, training: Training) -> dict[int, int]:
-    """Bytes of state on each worker of the next plan while that is built: what it holds stays until all are ready.
+    """Bytes of state on each worker of the next plan during the change: the old state stays until all workers are
+    ready.
 
-    Who gets no work keeps what it has, and builds nothing.
+    A worker without work keeps its state and builds nothing.
 
     Raises:
-        PlanError: a plan has other layers than the model, or members of a stage can't share a layer.
+        PlanError: a plan's layers differ from the model's, or members of a stage cannot share a layer.
     """
     held = {worker: use.state for worker, use in memory_of(before, model, training).items()}
     wanted = {worker: use.state for worker, use in memory_of(after, model, training).items()}
@@ -32,7 +33,7 @@ def peak_of_change(before: ParallelPlan, after: ParallelPlan, model: Model, trai
 
 def check_change(before: ParallelPlan, after: ParallelPlan, model: Model, training: Training, capacity: int) -> None:
     """Raises:
-    PlanError: old and new state together don't fit into so many bytes, or a plan is not of this model.
+    PlanError: old and new state together do not fit into `capacity` bytes, or a plan does not fit the model.
     """
     peak = peak_of_change(before, after, model, training)
     worst = max(peak, key=lambda worker: (peak[worker], -worker))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What work costs in a job that runs: from what its workers have told, the emulated device, or what was fitted.
+"""The cost of work in a running job: from its workers' reports, the emulated device, or fitted costs.
 
 Imports numpy, `plan`, `protocol.planning` and this package.
 """
@@ -21,7 +21,7 @@ from megatron_resihp.plan import Chunk
 from megatron_resihp.protocol.planning import KnownJob
 
 _FLOPS: Final = 312e12
-"""Peak of a device of which nothing is known; ratios between layers do not depend on it."""
+"""Peak of an unknown device; ratios between layers do not depend on it."""
 _MEMORY: Final = 80 << 30
 _BANDWIDTH: Final = 25e9
 _KINDS: Final = {
@@ -36,22 +36,22 @@ F, B, W = OpKind
 
 
 class UnknownCost(Exception):
-    """Too little is known of a job to plan for it; the message says what."""
+    """Too little is known of a job to plan for it; the message says what is missing."""
 
 
 def cost_of_job(
     job: KnownJob, workers: int, workers_per_node: int, own: Sequence[Chunk], fitted: CostModel | None
 ) -> JobCost:
-    """What the parts of a plan cost.
+    """The costs of a plan's parts.
 
     Args:
-        job: what workers told at the start.
+        job: what workers reported at the start.
         workers, workers_per_node: of the job.
-        own: the job's own split into layers, which `fitted` was fitted with.
-        fitted: what the detector has learned of healthy ops; None: nothing yet.
+        own: the job's own split into layers, with which `fitted` was fitted.
+        fitted: the detector's costs of healthy ops; None if there are none yet.
 
     Raises:
-        UnknownCost: the model or its training can't be told from the arguments.
+        UnknownCost: the arguments do not determine the model or its training.
     """
     if job.arguments is None:
         raise UnknownCost("the workers have not told the model's sizes")
@@ -86,7 +86,7 @@ def _profile(name: str) -> emulated.DeviceProfile:
 def _emulated_device(
     profile: emulated.DeviceProfile, model: Model, training: Training, memory: int, workers: int
 ) -> Device:
-    """The emulated link as one of the job's own small tensors."""
+    """The emulated device, with its link scaled to the job's own small tensors."""
     link = profile.within_node if workers <= profile.workers_per_node else profile.between_nodes
     emulated_bytes = profile.sequence / training.sequence_length * profile.boundary_bytes_per_token
     return Device(
@@ -96,7 +96,7 @@ def _emulated_device(
 
 
 def _emulated_seconds(profile: emulated.DeviceProfile, model: Model, training: Training, degree: int) -> Array:
-    """Of F, B and W of each layer, [3, layers], as `integration.probes.padding` lets them last."""
+    """Seconds of F, B and W of each layer, [3, layers], as `integration.probes.padding` pads them."""
     tokens = float(training.micro_batch_size * profile.sequence)
     squares = tokens * profile.sequence
     passes = [profile.stage([_KINDS.get(layer.kind, emulated.LayerKind.TRANSFORMER)], degree) for layer in model.layers]
@@ -108,9 +108,9 @@ def _emulated_seconds(profile: emulated.DeviceProfile, model: Model, training: T
 def _fitted_seconds(
     fitted: CostModel, model: Model, training: Training, own: Sequence[Chunk], degree: int
 ) -> Array | None:
-    """Of F, B and W of each layer on a device alone, [3, layers]: each stage's share out by floating-point operations.
+    """Seconds of F, B and W of each layer on a device alone, [3, layers]: each stage's time, divided by FLOPs.
 
-    None where the fit is of other stages, or of none that tell everything.
+    None if the fit is of other stages, or lacks some of them.
     """
     stages = 1 + max(chunk.stage for chunk in own)
     if fitted.ops.gamma.shape[0] != stages or len(own) != stages:

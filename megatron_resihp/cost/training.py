@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model is trained, as far as memory and work depend on it. Imports the standard library."""
+"""The training settings on which memory and work depend. Imports the standard library."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MOMENTS: Final = 8
 
 
 class Recompute(StrEnum):
-    """Which activations are computed again in the backward: none, attention's scores, or whole layers."""
+    """Which activations the backward computes again: none, attention's scores, or whole layers."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -20,24 +20,24 @@ class Recompute(StrEnum):
 
 
 class TrainingError(ValueError):
-    """Arguments that ask for what is not modelled; the message names the argument."""
+    """Arguments that ask for a feature that is not modelled; the message names the argument."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of a job that a failure doesn't change.
+    """Settings of a job that a failure does not change.
 
     Attributes:
-        sequence_length: tokens of a sample.
-        micro_batch_size: samples of a micro-batch.
-        recompute: what is computed again.
-        sequence_parallel: whether what tensor-parallel members would hold alike is cut along the sequence.
-        distributed_optimizer: whether the holders of a shard share its optimizer state out.
+        sequence_length: tokens per sample.
+        micro_batch_size: samples per micro-batch.
+        recompute: which activations are computed again.
+        sequence_parallel: whether activations that all tensor-parallel members would hold are cut along the sequence.
+        distributed_optimizer: whether the holders of a shard share its optimizer state.
         weight_bytes, gradient_bytes, optimizer_bytes: per parameter.
-        expert_parallel: workers that share out routed experts.
-        expert_tensor_parallel: that share out each of them; None: as many as share the other layers.
-        splits_backward: whether weight gradients can be left for later. Only Megatron's own ("local") linear layers
-            do that; of others B does all of the backward, and a W finds nothing to do.
+        expert_parallel: number of workers that share routed experts.
+        expert_tensor_parallel: number of workers that share each expert; None means as many as share the other layers.
+        splits_backward: whether weight gradients can be delayed. Only Megatron's own ("local") linear layers can. In
+            other layers, B does the whole backward and W does nothing.
     """
 
     sequence_length: int
@@ -54,24 +54,24 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Tokens of a micro-batch."""
         return self.micro_batch_size * self.sequence_length
 
     def can_share(self, degree: int) -> bool:
-        """Whether tensor-parallel members have equal parts of a sequence if they share it: Megatron knows no others."""
+        """Whether tensor-parallel members get equal parts of a shared sequence, as Megatron requires."""
         return not self.sequence_parallel or self.sequence_length % degree == 0
 
     @property
     def squares(self) -> int:
-        """Σ l² of a micro-batch, at most: each sample one document."""
+        """Largest Σ l² of a micro-batch: each sample is one document."""
         return self.tokens * self.sequence_length
 
 
 def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
-    """Megatron's arguments → Training; what is absent has Megatron's default.
+    """Megatron's arguments → Training; absent arguments have Megatron's default.
 
     Raises:
-        TrainingError: `seq_length` is missing, or the recomputation is of a kind that is not modelled.
+        TrainingError: `seq_length` is missing, or the kind of recomputation is not modelled.
     """
     if not arguments.get("seq_length"):
         raise TrainingError("seq_length is missing")

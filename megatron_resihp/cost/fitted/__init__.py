@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured, made into costs: fits of T = αN + βΣl² + γ, kept current, and saved with the run."""
+"""Turns measurements into costs: fits of T = αN + βΣl² + γ, kept current, and saved with the run."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeping a fitted CostModel current: old measurements fade, suspects teach nothing. Imports numpy and this package.
+"""Keeps a fitted CostModel current: old measurements fade, suspects teach nothing. Imports numpy and this package.
 
 Recursive least squares with exponential forgetting in the information form (Ljung, System Identification, section
-11.2): in each iteration that brings measurements, the moments of the earlier ones are multiplied by a factor below 1.
-What an iteration's measurements have in common is noise of its own (`shared_noise`): else the first iteration with
-other documents would teach its noise as the cost of these.
+11.2): each iteration with measurements multiplies the moments of earlier ones by a factor below 1. An iteration's
+measurements share part of their noise (`shared_noise`). Otherwise the first iteration with other documents would teach
+its noise as their cost.
 """
 
 from dataclasses import replace
@@ -20,8 +20,7 @@ from megatron_resihp.cost.fitted.shared_noise import Iterations, SharedNoise, su
 MEMORY: Final = 200.0
 """Iterations after which a measurement's weight has fallen to 1/e."""
 FARTHEST: Final = 3.0
-"""Measurements farther than this many standard deviations from the prediction teach nothing: they are stalls, or a
-fault that nobody has named yet."""
+"""Standard deviations from the prediction beyond which measurements teach nothing: stalls, or an unnamed fault."""
 _LEAST_NOISE = 1e-3
 """Share of a duration that clocks alone may be wrong by."""
 
@@ -30,8 +29,13 @@ class CurrentCost:
     """A cost model whose ops follow slow changes of the devices, and that does not learn a fault as normal."""
 
     def __init__(self, model: CostModel, memory: float = MEMORY, shared: SharedNoise | None = None) -> None:
-        """`model` counts like the measurements that it was fitted from, but for no more than a memory's worth; `memory`
-        is in iterations; `shared` is what is known of the noise: nothing yet, if it is None."""
+        """Start from a fitted model.
+
+        Args:
+            model: counts like the measurements that it was fitted from, but for no more than a memory's worth.
+            memory: in iterations.
+            shared: what is known of the noise; None if nothing is.
+        """
         self.model = model
         self._memory = memory
         ops = model.ops
@@ -49,11 +53,11 @@ class CurrentCost:
         tokens: NDArray[np.float64],
         squares: NDArray[np.float64],
     ) -> CostModel:
-        """Learn the iterations that the model was fitted from anew, as iterations and not as so many measurements.
+        """Learn the iterations of the model's fit again, as iterations rather than as single measurements.
 
         Args:
             stage: [workers].
-            own: seconds, [iterations, workers, kinds, chunks, micro-batches], each worker's level taken out.
+            own: seconds, [iterations, workers, kinds, chunks, micro-batches], without each worker's level.
             tokens, squares: [iterations, workers, micro-batches].
         """
         seen = self._seen(np.asarray(stage, np.int64), own, tokens, squares)
@@ -77,14 +81,14 @@ class CurrentCost:
         suspect: NDArray[np.bool_],
         iterations: int = 1,
     ) -> CostModel:
-        """Learn from one iteration's measurements; returns the model, which is `model` from now on.
+        """Learn from one iteration's measurements; returns the updated `model`.
 
         Args:
             stage: [workers].
             compute, waited: [workers, kinds, chunks, micro-batches], as in the detector's observations.
             tokens, squares: [workers, micro-batches].
-            suspect: [workers], whose measurements may not be learned as normal.
-            iterations: how many have passed since the last update.
+            suspect: [workers], whether the worker's measurements must not be learned as normal.
+            iterations: iterations since the last update.
         """
         own = np.where(suspect[:, None, None, None], np.nan, own_seconds(compute[None], waited[None])[0])
         seen = self._seen(np.asarray(stage, np.int64), own[None], tokens[None], squares[None])
@@ -100,8 +104,10 @@ class CurrentCost:
         tokens: NDArray[np.float64],
         squares: NDArray[np.float64],
     ) -> Iterations:
-        """What iterations say that is neither a stall nor a fault; arrays as in `relearn`. Rows are groups of one
-        iteration after another."""
+        """Moments of iterations without stalls and faults; arrays as in `relearn`.
+
+        Rows are the groups of one iteration after another.
+        """
         iterations, _, kinds, chunks, micro_batches = own.shape
         features = [np.moveaxis(each, 0, 1).reshape(len(stages), -1) for each in (tokens, squares)]
         predicted = self.model.own_compute(stages, *features).reshape(-1, kinds, chunks, iterations, micro_batches)
@@ -131,7 +137,7 @@ class CurrentCost:
         ops = self.model.ops
         finding = ops.finding.reshape(-1)
         allowed, alike, collinear = identifiable(self._matrix)
-        # Whether times follow the workload at all was tested in warm-up; what was alike there may have become varied.
+        # Warm-up tested whether times follow the workload at all; workloads that were alike there may vary by now.
         told = np.select([alike, collinear], [Finding.ALIKE, Finding.COLLINEAR], Finding.FITTED)
         finding = np.where(np.isin(finding, (Finding.UNRELATED, Finding.TOO_FEW)), finding, told)
         informative = finding <= Finding.COLLINEAR

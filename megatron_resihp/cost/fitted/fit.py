@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Robust fits of T = αN + βΣl² + γ with α, β, γ ≥ 0, for many groups of measurements at once.
 
-Times are fitted in relative error, because the noise of a device is a share of the op's duration, by iteratively
-reweighted least squares: Huber weights first (convex, so that the start does not matter), Tukey's bisquare at last, so
-that stalls count nothing (Huber and Ronchetti, Robust Statistics, chapter 7). With three coefficients the constrained
-optimum is found exactly: it is the least-squares solution of one of the seven subsets of columns.
+Times are fitted in relative error, because a device's noise is a share of the op's duration. The method is iteratively
+reweighted least squares: first with Huber weights (convex, so the start does not matter), finally with Tukey's
+bisquare, so that stalls count nothing (Huber and Ronchetti, Robust Statistics, chapter 7). With three coefficients, the
+constrained optimum is exact: it is the least-squares solution of one of the seven subsets of columns.
 
 Imports numpy, scipy and `cost.arrays`.
 """
@@ -22,28 +22,28 @@ from scipy import stats
 from megatron_resihp.cost.arrays import Flags, Floats, Ints
 
 FEWEST_SAMPLES: Final = 8
-"""Below this many measurements a group gets its median and nothing else."""
+"""Fewest measurements for a fit; a group with fewer gets only its median."""
 SMALLEST_SPREAD: Final = 0.01
-"""A feature that varies by a smaller share than this cannot be told from a constant at realistic noise."""
+"""Least relative variation of a feature; below it, the feature looks constant at realistic noise."""
 SIGNIFICANCE: Final = 1e-3
 """The workload must explain more of the times than chance would at this level (F test)."""
 
 AT_ONCE: Final = 1 << 18
-"""Measurements that are fitted at once where no group has more: a large job's would take gigabytes."""
+"""Measurements that are fitted at once, unless a group has more; all of a large job's would take gigabytes."""
 LONG: Final = 1 << 12
-"""Measurements from which on a median is found faster without sorting."""
+"""Number of measurements from which partitioning finds a median faster than sorting."""
 
 _HUBER, _BISQUARE = 1.345, 4.685  # 95 % efficiency for Gaussian noise
 _HUBER_ROUNDS, _BISQUARE_ROUNDS = 8, 4
 _SMALLEST_NOISE = 1e-9
 _SMALLEST = 1e-3
-"""Least predicted time as a share of the usual one: relative errors need something to be relative to."""
+"""Least predicted time as a share of the usual one, since relative errors need a positive base."""
 _SUBSETS = [subset for size in (1, 2, 3) for subset in combinations(range(3), size)]
-"""Of α, β, γ. The first of equally good ones is taken: where N is constant, α stands for γ too."""
+"""Subsets of α, β, γ. The first of equally good ones wins: if N is constant, α stands for γ too."""
 
 
 class Finding(IntEnum):
-    """What a fit found out. Only FITTED and COLLINEAR predict more than a level."""
+    """The result of a fit. Only FITTED and COLLINEAR predict more than a level."""
 
     FITTED = 0
     COLLINEAR = 1
@@ -59,7 +59,7 @@ _WORDS = {
     Finding.FITTED: "fitted",
     Finding.COLLINEAR: "Σl² follows from N in these documents, so that α stands for β too",
     Finding.TOO_FEW: f"fewer than {FEWEST_SAMPLES} measurements",
-    Finding.ALIKE: "all micro-batches are alike, so that nothing can be said about other ones",
+    Finding.ALIKE: "all micro-batches are alike, so the fit says nothing about others",
     Finding.UNRELATED: "the times do not follow the workload",
 }
 
@@ -69,15 +69,15 @@ class Fits:
     """Fits of groups; all arrays have the groups' shape.
 
     Attributes:
-        alpha, beta, gamma: seconds per token, seconds per token², seconds. Where `informative` is false only gamma is
-            not 0: the usual duration. NaN without any measurement.
+        alpha, beta, gamma: seconds per token, seconds per token², seconds. If `informative` is false, only gamma is not
+            0: the usual duration. NaN without any measurement.
         informative: whether the duration of another workload can be predicted.
-        finding: a Finding each: why it is not informative.
+        finding: a Finding for each group; it says why a fit is not informative.
         noise: robust standard deviation of the relative residuals.
-        mape: mean of |measured − predicted| / measured over all measurements, stalls too.
+        mape: mean of |measured − predicted| / measured over all measurements, stalls included.
         samples: number of measurements used.
-        information: mean of x xᵀ / T² over the measurements, x = (N, Σl², 1) and T their predicted duration,
-            [..., 3, 3]: noise² / samples times its inverse is the coefficients' covariance.
+        information: mean of x xᵀ / T² over the measurements, where x = (N, Σl², 1) and T is their predicted duration,
+            [..., 3, 3]. The coefficients' covariance is noise² / samples times its inverse.
     """
 
     alpha: Floats
@@ -100,8 +100,8 @@ def fit(tokens: ArrayLike, squares: ArrayLike, seconds: ArrayLike) -> Fits:
     """Fit each group's measurements.
 
     Args:
-        tokens, squares: N and Σ l², shape [..., measurements]; what broadcasts to `seconds`.
-        seconds: durations, shape [..., measurements]. Measurements that are not finite, or not positive, are left out.
+        tokens, squares: N and Σ l², broadcastable to `seconds`.
+        seconds: durations, shape [..., measurements]. Measurements that are not finite or not positive are left out.
     """
     seconds = np.asarray(seconds, dtype=np.float64)
     groups, count = seconds.shape[:-1], seconds.shape[-1]
@@ -151,7 +151,7 @@ def _fit_groups(
 def _fit_scaled(
     x: NDArray[np.float64], y: NDArray[np.float64], valid: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Coefficients [groups, 3] and findings [groups] of columns and times near 1."""
+    """Coefficients [groups, 3] and findings [groups], for columns and times scaled to about 1."""
     allowed, alike, collinear = identifiable(moments(x, y, valid.astype(np.float64))[0])
     too_few = valid.sum(axis=1) < FEWEST_SAMPLES
     coefficients, related = np.zeros((len(y), 3)), np.zeros(len(y), dtype=bool)
@@ -208,7 +208,7 @@ def nonnegative_least_squares(
     unit = np.where(size > 0, size, 1.0)
     matrix, vector = matrix / (unit[:, :, None] * unit[:, None, :]), vector / unit
     for subset in map(list, _SUBSETS):
-        # Where columns are collinear any solution will do; the ridge is far below the noise of the times.
+        # If columns are collinear, any solution will do; the ridge is far below the noise of the times.
         part = matrix[:, subset][:, :, subset] + 1e-13 * np.eye(len(subset))
         found = np.linalg.solve(part, vector[:, subset, None])[..., 0]
         explained = (found * vector[:, subset]).sum(axis=1)
@@ -221,10 +221,11 @@ def nonnegative_least_squares(
 
 
 def identifiable(matrix: NDArray[np.float64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-    """What moments Σ w x xᵀ of x = (N, Σl², 1) can tell, [groups, 3, 3] of any scale.
+    """What the moments Σ w x xᵀ of x = (N, Σl², 1) can tell apart, [groups, 3, 3] of any scale.
 
     Returns:
-        Which of α, β, γ can be told apart, [groups, 3]; whether micro-batches are alike; whether Σl² follows from N.
+        Which of α, β, γ can be fitted separately, [groups, 3]; whether micro-batches are alike; whether Σl² follows
+        from N.
     """
     size = np.sqrt(np.diagonal(matrix, axis1=1, axis2=2))
     unit = np.where(size > 0, size, 1.0)
@@ -260,7 +261,7 @@ def _scale(values: NDArray[np.float64], valid: NDArray[np.bool_]) -> NDArray[np.
 
 
 def masked_median(values: NDArray[np.float64], valid: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Median of each row of [groups, measurements] over what is valid; NaN where nothing is."""
+    """Median of the valid values in each row of [groups, measurements]; NaN if there are none."""
     count = valid.sum(axis=1)
     if values.shape[1] == 0:
         return np.full(len(values), np.nan)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CostModel: what an iteration's parts cost on healthy devices, fitted from warm-up. Imports numpy and this package.
+"""CostModel: costs of an iteration's parts on healthy devices, from warm-up. Imports numpy and this package.
 
 Axes are those of the detector's observations: stages or workers, kinds (F, B, W), chunks, micro-batches.
 """
@@ -19,7 +19,7 @@ Link = tuple[int, int]
 class LinkCost:
     """A transfer takes `latency` + bytes · `seconds_per_byte` (the reciprocal of the bandwidth).
 
-    Where all transfers were of one size, `informative` is false and `latency` is their usual duration.
+    If all transfers had one size, `informative` is false and `latency` is their usual duration.
     """
 
     latency: float
@@ -38,11 +38,11 @@ class CostModel:
 
     Attributes:
         ops: own compute of an op; groups are [stages, kinds, chunks].
-        collectives: what an op's tensor-parallel collectives take, with the usual wait for the group's other members;
-            the same groups; 0 where the op was not seen to wait.
+        collectives: time of an op's tensor-parallel collectives, with the usual wait for the group's other members; the
+            same groups; 0 if the op was never seen to wait.
         links: by the worker ids of both ends, smaller first.
-        terms: what an iteration takes beside its pipeline, in seconds by name: gradient sync, optimizer, agreement …
-        micro_batch_mape, iteration_mape: share by which predictions were wrong in warm-up; NaN if not measured.
+        terms: time of an iteration outside its pipeline, in seconds by name: gradient sync, optimizer, agreement …
+        micro_batch_mape, iteration_mape: relative error of predictions in warm-up; NaN if not measured.
     """
 
     ops: Fits
@@ -67,7 +67,7 @@ class CostModel:
         return _predict(self.ops, stage, tokens, squares)
 
     def durations(self, stage: ArrayLike, tokens: ArrayLike, squares: ArrayLike) -> NDArray[np.float64]:
-        """The same with the time of collectives in it: how long the op occupies its device."""
+        """Like `own_compute`, with the time of collectives: how long the op occupies its device."""
         return self.own_compute(stage, tokens, squares) + _predict(self.collectives, stage, tokens, squares)
 
 
@@ -82,7 +82,7 @@ def fit_ops(
         tokens, squares: [iterations, workers, micro-batches].
 
     Returns:
-        Own compute, and what collectives take; groups [stages, kinds, chunks].
+        Fits of own compute and of collectives; groups [stages, kinds, chunks].
     """
     stages = np.asarray(stage, dtype=np.int64)
     own = own_seconds(compute, waited)
@@ -96,10 +96,10 @@ def fit_ops(
 
 
 def own_seconds(compute: NDArray[np.float64], waited: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Own compute of ops, [iterations, workers, kinds, chunks, micro-batches]; NaN where it cannot be told.
+    """Own compute of ops, [iterations, workers, kinds, chunks, micro-batches]; NaN where it is unknown.
 
-    Where a worker's waits were timed for some ops of a kind only those count; where for none, there are no collectives
-    and the whole duration is own compute.
+    If a worker's waits were timed for some ops of a kind, only those ops count. If they never were, there are no
+    collectives, and the whole duration is own compute.
     """
     untimed = np.isnan(waited)
     never_timed = untimed.all(axis=(0, 4), keepdims=True)
@@ -107,8 +107,10 @@ def own_seconds(compute: NDArray[np.float64], waited: NDArray[np.float64]) -> ND
 
 
 def by_stage(values: NDArray[np.float64], stage: NDArray[np.int64], stages: int) -> NDArray[np.float64]:
-    """[iterations, workers, kinds, chunks, micro-batches] → [iterations, stages, kinds, chunks, measurements], padded
-    with NaN."""
+    """[iterations, workers, kinds, chunks, micro-batches] → [iterations, stages, kinds, chunks, measurements].
+
+    Shorter rows are padded with NaN.
+    """
     count = np.bincount(stage, minlength=stages)
     place = np.arange(count.max()) < count[:, None]
     worker = np.full(place.shape, len(stage))
@@ -141,9 +143,10 @@ def fit_links(
 
 
 def term(seconds: NDArray[np.float64]) -> float:
-    """What a span costs an iteration when nobody is late, from its [iterations, workers]; 0 if it never occurred.
+    """The cost of a span for an iteration in which no worker is late, from its [iterations, workers]; 0 if there is
+    none.
 
-    Whoever comes last to a collective does not wait in it: the least of the workers' times is its own cost.
+    The worker that comes last to a collective does not wait in it, so the least of the workers' times is its own cost.
     """
     least = np.where(np.isfinite(seconds), seconds, np.inf).min(axis=1)
     median = masked_median(least[None], np.isfinite(least)[None])[0]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Least squares where the measurements of one iteration have part of their noise in common. Imports numpy.
+"""Least squares for measurements of which those in one iteration share part of their noise. Imports numpy.
 
-A node that runs 2 % slower for a moment makes all ops of an iteration longer, so that many measurements say little more
-of the level than one. Of how durations depend on the documents they say as much as their own noise lets them. Modelled
-as y = xᵀc (1 + u + e): u the same in an iteration, e each measurement's own (the linear mixed model with a random
-intercept). Generalised least squares with that covariance takes the shared part out of each iteration's moments:
+A node that runs 2 % slower for a moment makes all ops of an iteration longer. So many measurements say little more
+about the level than one. About the dependence on documents, they say as much as their own noise allows. Modelled as y =
+xᵀc (1 + u + e): u is the same within an iteration, and e is each measurement's own (the linear mixed model with a
+random intercept). Generalised least squares with that covariance removes the shared part from each iteration's moments:
 V⁻¹ = (I − κ/n · 11ᵀ) / var e, κ = n var u / (var e + n var u).
 """
 
@@ -34,7 +34,7 @@ class Iterations:
 
 
 def summed(x: NDArray[np.float64], y: NDArray[np.float64], valid: NDArray[np.bool_]) -> Iterations:
-    """Of columns x [rows, measurements, 3] and times y [rows, measurements], in units of the predicted time."""
+    """Moments of columns x [rows, measurements, 3] and times y [rows, measurements], in units of the predicted time."""
     count = valid.sum(axis=1).astype(np.float64)
     x, y = np.where(valid[..., None], x, 0.0), np.where(valid, y, 0.0)
     per = 1.0 / np.maximum(count, 1.0)
@@ -47,15 +47,15 @@ def summed(x: NDArray[np.float64], y: NDArray[np.float64], valid: NDArray[np.boo
 
 
 class SharedNoise:
-    """How much of the noise an iteration's measurements have in common; learned from all groups together."""
+    """How much of the noise an iteration's measurements share; learned from all groups together."""
 
     def __init__(self, noise: float) -> None:
-        """Until something was seen, half of the variance `noise`² is taken to be shared."""
+        """Until there are measurements, half of the variance `noise`² counts as shared."""
         self._within, self._freedom = noise**2 / 2, 1.0
         self._means, self._reciprocals, self._rows = noise**2, 1.0, 1.0
 
     def learn(self, seen: Iterations, fading: float) -> None:
-        """Take in iterations; earlier ones count `fading` times as much as before."""
+        """Take in iterations; the weight of earlier ones is multiplied by `fading`."""
         several = seen.count > 1
         reciprocal = 1.0 / seen.count[several]
         self._within = fading * self._within + seen.within[several].sum()
@@ -65,7 +65,7 @@ class SharedNoise:
         self._rows = fading * self._rows + several.sum()
 
     def moments(self, seen: Iterations) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """matrix and vector of `seen` as generalised least squares weighs them."""
+        """The matrix and vector of `seen`, with the weights of generalised least squares."""
         own = self._within / self._freedom
         shared = max(self._means - own * self._reciprocals, 0.0) / self._rows
         taken = seen.count * seen.count * shared / np.maximum(own + seen.count * shared, 1e-30)

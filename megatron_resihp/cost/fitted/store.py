@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CostModel ↔ a versioned JSON file, so that a resumed job needs no warm-up. Imports `coding` and this package."""
+"""Stores a CostModel as versioned JSON, so that a resumed job needs no warm-up. Imports `coding`, this package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_resihp.cost.fitted.model import CostModel, LinkCost
 
 FILE_NAME: Final = "cost_model.json"
 VERSION: Final = 1
-MEND: Final = "to warm up anew, remove it and don't name it"
+MEND: Final = "to warm up again, remove the file and do not name it"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Link:
 
 @dataclass(frozen=True)
 class _Written:
-    """The file; null stands for NaN."""
+    """The file's fields; null stands for NaN."""
 
     version: int
     ops: Fits
@@ -48,7 +48,7 @@ class CostModelError(Exception):
 
 
 def save(model: CostModel, path: Path, sections: Mapping[str, Any] | None = None) -> None:
-    """Write the model, and what others keep beside it; a reader never sees half a file. Raises OSError."""
+    """Write the model and other modules' sections atomically. Raises OSError."""
     partial = path.with_name(path.name + ".part")
     partial.write_text(json.dumps({**encode(_written(model)), **(sections or {})}, allow_nan=False))
     os.replace(partial, path)
@@ -68,10 +68,10 @@ def load(path: Path) -> CostModel:
 
 
 def read(path: Path) -> Any:
-    """The file's plain values, sections of others too.
+    """The file's plain values, including other modules' sections.
 
     Raises:
-        CostModelError: the file is missing, no JSON, or of another version.
+        CostModelError: the file is missing, not JSON, or of another version.
     """
     try:
         data = json.loads(path.read_text())
@@ -100,7 +100,7 @@ def _written(model: CostModel) -> _Written:
 
 
 def _model(written: _Written) -> CostModel:
-    """Raises WrongValueError where arrays don't fit each other."""
+    """Raises WrongValueError if the arrays do not fit each other."""
     for name, fits in (("ops", written.ops), ("collectives", written.collectives)):
         _check_shapes(name, fits)
     links = {
