@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training session on a cluster: a strategy runs through a trace, and its samples are counted.
 
-Between two changes the job runs at the speed that `planner.evaluation` gives its plan with the health of that time.
-What a change costs besides is in `Delays`. Imports numpy, `plan`, `cost`, `planner` and this package's modules.
+Between two changes, the job runs at the speed that `planner.evaluation` gives its plan with the present health.
+`Delays` holds the other costs of a change. Imports numpy, `plan`, `cost`, `planner` and this package's modules.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,19 +25,19 @@ from megatron_resihp.simulator.traces import Event, Trace, What
 
 @dataclass(frozen=True)
 class Delays:
-    """What passes between a change and the first iteration of the plan that answers it.
+    """The delays between a change and the first iteration of the plan that answers it.
 
     Attributes:
-        detect_dead_s: until a death is known. The job stands from the death on, and the broken iteration is redone:
-            half of one, on average.
-        detect_slow_iterations: until a change of speed is known, and until a rejoin is taken up; training goes on
+        detect_dead_s: until a death is known. The job stands still from the death on, and repeats the broken iteration,
+            on average half of one.
+        detect_slow_iterations: until a change of speed is known, or a rejoined worker is used; training goes on
             (published: 2 to 3, ResiHP, arXiv 2605.06374, section 8).
-        planning_s: of every plan (published: ResiHP 1.44 s at 64 GPUs); None: as measured, which is not the same twice.
-            Training goes on meanwhile unless somebody died.
-        checkpoint_every_s: between checkpoints, for those who restart from one; and for all where the survivors don't
-            hold the model any more.
-        restart_s: from the decision to restart to the first iteration, but for loading.
-        storage_bandwidth: bytes/s that each node loads a checkpoint with.
+        planning_s: of every plan (published: ResiHP 1.44 s at 64 GPUs); None uses the measured time, which varies.
+            Training goes on meanwhile unless a worker died.
+        checkpoint_every_s: between checkpoints. Strategies that restart need them, and all strategies once the
+            survivors no longer hold the model.
+        restart_s: from the decision to restart to the first iteration, without loading.
+        storage_bandwidth: bytes/s at which each node loads a checkpoint.
     """
 
     detect_dead_s: float = 5.0
@@ -50,7 +50,7 @@ class Delays:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a session at one speed; `what` says in a word why."""
+    """A stretch of a session at one speed; `what` names the reason in one word."""
 
     start_s: float
     end_s: float
@@ -60,15 +60,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a strategy made of a trace.
+    """The result of a strategy on a trace.
 
     Attributes:
         duration_s: of the session.
         segments: without gaps, from 0 to duration_s.
-        lost_samples: trained, and then lost with a restart.
+        lost_samples: samples that were trained and then lost in a restart.
         aborted: why training ended early, or "".
-        changes: how many plans were put in force.
-        plan: the last one.
+        changes: number of plans put in force.
+        plan: the last plan.
     """
 
     duration_s: float
@@ -80,13 +80,13 @@ class Outcome:
 
     @property
     def samples_per_s(self) -> float:
-        """Mean over the whole session, with all downtime."""
+        """Mean over the whole session, downtime included."""
         trained = sum((part.end_s - part.start_s) * part.samples_per_s for part in self.segments)
         return (trained - self.lost_samples) / self.duration_s
 
     @property
     def stopped_s(self) -> float:
-        """Seconds in which nothing was trained."""
+        """Seconds without training."""
         return sum(part.end_s - part.start_s for part in self.segments if part.samples_per_s == 0)
 
 
@@ -97,21 +97,21 @@ Clock = Callable[[], float]
 
 def _keep(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     if any(worker not in health.speed for worker in plan.working):
-        raise NoPlanError("a worker is dead and nobody reacts")
+        raise NoPlanError("a worker is dead, and no strategy reacts")
     return plan
 
 
-UNMITIGATED: Final = Entry(_keep, "goes on as it is, at the speed of the slowest", Change.IN_PLACE, ReactsTo.DEAD)
+UNMITIGATED: Final = Entry(_keep, "keeps its plan, at the speed of the slowest worker", Change.IN_PLACE, ReactsTo.DEAD)
 
 
 class Judge:
-    """Plans and their speeds for one job, each computed once however many sessions share it.
+    """Plans and their speeds for one job, each computed only once, however many sessions share it.
 
     Args:
         cost: what work costs; strategies plan with it.
-        squares: Σ l² of each micro-batch, tokens², in each of some iterations, whose mean time sets a plan's speed,
-            [iterations, micro-batches]. Empty: all micro-batches are typical.
-        clock: seconds, for planning times that are to be measured.
+        squares: Σ l² of each micro-batch, tokens², [iterations, micro-batches]; the mean time of these iterations sets
+            a plan's speed. If empty, all micro-batches are typical.
+        clock: seconds, to measure planning times.
     """
 
     def __init__(self, cost: JobCost, squares: Sequence[Sequence[float]] = (), clock: Clock = lambda: 0.0) -> None:
@@ -140,7 +140,7 @@ class Judge:
         """A strategy's next plan, and the seconds that it took to find.
 
         Raises:
-            NoPlanError: as the strategy does.
+            NoPlanError: raised by the strategy.
         """
         key = (entry.strategy, plan.digest, _key(health))
         if key not in self._plans:
@@ -161,7 +161,7 @@ def _key(health: Health) -> object:
 
 
 class _State:
-    """Who is dead and who is slow, as a trace goes on."""
+    """The workers that are dead or slow at the present point of a trace."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -201,14 +201,16 @@ def healths(trace: Trace, workers: int) -> list[tuple[float, float, Health]]:
 
 
 def capacity(trace: Trace, workers: int) -> float:
-    """Σ p over live workers ÷ all workers, the mean over the session."""
+    """Σ p over live workers ÷ all workers, averaged over the session."""
     work = sum((end - start) * sum(health.speed.values()) for start, end, health in healths(trace, workers))
     return work / (trace.duration_s * workers)
 
 
 def capacity_asked(trace: Trace, workers: int) -> float:
-    """`capacity`, but that time in which nobody is left counts as what was there before: it was asked for, and a job
-    that died has not trained in it."""
+    """Like `capacity`, but time without any live worker counts with the capacity before it.
+
+    The job needed that capacity, and a job that died has not trained in that time.
+    """
     work, last = 0.0, float(workers)
     for start, end, health in healths(trace, workers):
         last = sum(health.speed.values()) or last
@@ -222,18 +224,18 @@ def run(
     """Take a job through a trace.
 
     Args:
-        entry: who plans.
-        trace: what happens.
+        entry: the strategy.
+        trace: the events.
         plan: the layout at the start; its members are all workers of the cluster.
         judge: of this job; sessions may share it.
-        delays: what changes cost.
+        delays: of changes.
         free: whether the strategy may choose its own layout at the start, at no cost.
     """
     return run_from([own_layout(entry, plan, judge) if free else plan], entry, trace, judge, delays)[0]
 
 
 def own_layout(entry: Entry, plan: ParallelPlan, judge: Judge) -> ParallelPlan:
-    """What a strategy makes of a layout while all are well: the same one if it has no plan."""
+    """The layout that a strategy chooses while all workers are healthy; the given one if it has no plan."""
     try:
         return judge.plan(entry, plan, Health(dict.fromkeys(plan.members, 1.0)))[0]
     except NoPlanError:
@@ -245,8 +247,7 @@ def run_from(
 ) -> list[Outcome]:
     """Take a job through a trace from each of several layouts of the same workers.
 
-    The sessions go on side by side, so that a strategy that keeps what doesn't depend on the layout keeps it long
-    enough.
+    The sessions run side by side, so that a strategy's caches last long enough for what does not depend on the layout.
     """
     sessions = [_Session(entry, plan, judge, delays) for plan in plans]
     before = Health(dict.fromkeys(plans[0].members, 1.0))
@@ -273,11 +274,12 @@ class _Session:
         return Outcome(duration_s, tuple(self._segments), self._lost, self._aborted, self._changes, self._plan)
 
     def go_on(self, start: float, end: float, before: Health, health: Health) -> None:
-        """A stretch between two changes of health; an answer that isn't in force by its end begins anew in the next.
+        """A stretch between two changes of health; an answer that is not in force at its end starts over in the next.
 
-        Left out: a worker that dies and is back before the answer to its death is in force counts as if it had never
-        died and still held its state. In the published traces (256 GPUs, 5 orders) nobody is back in less than 173 s:
-        `restart`, whose answers take up to 5 minutes, meets that once in 2 of 5 sessions, and trains on at once.
+        Not modelled: a worker that dies and comes back before the answer to its death is in force. It counts as if it
+        never died and kept its state. In the published traces (256 GPUs, 5 orders), no worker comes back in less than
+        173 s. `restart`, whose answers take up to 5 minutes, meets such a case once in 2 of 5 sessions, and trains on
+        at once.
         """
         if self._aborted:
             self._add(start, end, 0.0, ABORTED)
@@ -323,7 +325,7 @@ class _Session:
         return reacts is not ReactsTo.DEAD and before != health
 
     def _moving_s(self, after: ParallelPlan, health: Health, broken: bool) -> float:
-        """How long the job stands for the change of plans, detection and planning apart."""
+        """How long the job stands still for the change of plans, without detection and planning."""
         if after == self._plan and not broken:
             return 0.0
         if self._entry.change is Change.IN_PLACE and not self._state_is_lost(health):
@@ -343,7 +345,7 @@ class _Session:
         return False
 
     def _lose(self) -> None:
-        """Give up what was trained since the last checkpoint, which is half an interval old on average."""
+        """Drop what was trained since the last checkpoint, which is half an interval old on average."""
         now = self._segments[-1].end_s if self._segments else 0.0
         last = max(now - self._delays.checkpoint_every_s / 2, self._lost_until_s)
         spans = ((part.end_s - max(part.start_s, last), part.samples_per_s) for part in self._segments)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What micro-batches of packed documents hold when the mix of documents changes every now and then.
+"""Workloads of micro-batches with packed documents, where the mix of documents changes now and then.
 
-Documents come in regimes. In each, a part of the tokens is from short documents – functions and classes of Python's
-standard library, which is also the demo's corpus – and the rest from long ones with a heavy-tailed length. With
-documents that are alike all the time, an iteration's time would be constant and every detector perfect. Imports
+Documents come in regimes. In each, part of the tokens is from short documents, and the rest from long ones with a
+heavy-tailed length. The short ones are functions and classes of Python's standard library, which is also the demo's
+corpus. With documents that are always alike, an iteration's time would be constant and every detector perfect. Imports
 numpy, `coding` and `cost.arrays`.
 """
 
@@ -20,11 +20,11 @@ from megatron_resihp.coding import FILE, decode
 from megatron_resihp.cost.arrays import Floats
 
 REGIME_ITERATIONS = (20, 60)
-"""Shortest and longest time that a mix lasts; 40 iterations on average."""
+"""Shortest and longest duration of a mix; 40 iterations on average."""
 BYTES_PER_TOKEN = 4
-"""Of source code under usual byte-pair encodings."""
+"""For source code under usual byte-pair encodings."""
 LONG_SHARES = ((0.0, 0.05), (0.85, 1.0))
-"""Ranges of the share of tokens in long documents; regimes alternate, as where a corpus is read source by source."""
+"""Ranges of the share of tokens in long documents; regimes alternate, as if a corpus is read source by source."""
 LONG_MEDIAN = (1.0, 4.0)
 """Range of the median length of long documents, in sequences."""
 LONG_SIGMA = 1.0
@@ -37,8 +37,8 @@ class Regime:
 
     Attributes:
         iterations: how many iterations it lasts.
-        long_share: share of the tokens that are in long documents, 0 to 1.
-        long_median: median length of these, in tokens.
+        long_share: share of the tokens in long documents, 0 to 1.
+        long_median: median length of long documents, in tokens.
     """
 
     iterations: int
@@ -48,7 +48,7 @@ class Regime:
 
 @dataclass(frozen=True)
 class _Quantiles:
-    """The file's lengths of documents: shares of them, and the bytes that such a share does not exceed."""
+    """The file's document lengths: cumulative shares, and the length in bytes at each share."""
 
     probabilities: Floats
     quantiles: Floats
@@ -58,9 +58,9 @@ class Distribution(NamedTuple):
     """Lengths of documents.
 
     Attributes:
-        probabilities: growing from 0 to 1.
-        logs: the logarithm of the length, in tokens, that such a share of the documents does not exceed.
-        mean: length in tokens.
+        probabilities: cumulative shares, ascending from 0 to 1.
+        logs: log of the length in tokens at each share.
+        mean: mean length in tokens.
     """
 
     probabilities: NDArray[np.float64]
@@ -74,14 +74,14 @@ def short_documents() -> Distribution:
     text = (files(__package__) / "data" / "python_documents.json").read_text(encoding="utf-8")
     found: _Quantiles = decode(_Quantiles, json.loads(text), FILE)
     probabilities, lengths = found.probabilities, found.quantiles / BYTES_PER_TOKEN
-    # Between two quantiles the logarithm grows linearly, so that the mean length there is Δl / Δlog l.
+    # Between two quantiles the logarithm grows linearly, so the mean length there is Δl / Δlog l.
     ratios = np.log(lengths[1:] / lengths[:-1])
     means = np.where(ratios > 0, np.diff(lengths) / np.where(ratios > 0, ratios, 1.0), lengths[1:])
     return Distribution(probabilities, np.log(lengths), float(np.diff(probabilities) @ means))
 
 
 def draw_regimes(iterations: int, sequence: int, rng: np.random.Generator) -> list[Regime]:
-    """Regimes for a job of so many iterations with sequences of so many tokens."""
+    """Regimes for a job of `iterations` iterations with sequences of `sequence` tokens."""
     regimes: list[Regime] = []
     first = int(rng.integers(2))
     while iterations > 0:
@@ -93,10 +93,10 @@ def draw_regimes(iterations: int, sequence: int, rng: np.random.Generator) -> li
 
 
 def draw_lengths(regime: Regime, tokens: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Lengths of documents of a regime that hold at least `tokens` tokens together."""
+    """Lengths of a regime's documents, which together hold at least `tokens` tokens."""
     short = short_documents()
     mean_long = regime.long_median * np.exp(LONG_SIGMA**2 / 2)
-    # Shares are of tokens; long documents hold more of them, so fewer are drawn.
+    # Shares are shares of tokens; long documents hold more tokens each, so fewer are drawn.
     long = regime.long_share / mean_long
     fraction_long = long / (long + (1 - regime.long_share) / short.mean)
     mean = fraction_long * mean_long + (1 - fraction_long) * short.mean

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON objects whose keys are checked as they are taken. Imports `config`."""
+"""JSON objects whose keys are checked when they are read. Imports `config`."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ _INFINITE: Final = float("inf")
 
 
 class TableError(ValueError):
-    """A value of the wrong kind, or a key that nobody knows; the message is one line and names the place."""
+    """A value of the wrong kind, or an unknown key; the message is one line and names the place."""
 
 
 class Table:
-    """A JSON object whose keys are taken one by one, so that whatever is left over is unknown."""
+    """A JSON object whose keys are taken one by one; keys that remain are unknown."""
 
     def __init__(self, data: Any, place: str) -> None:
         if not isinstance(data, Mapping):
@@ -41,7 +41,7 @@ class Table:
         above: float = -_INFINITE,
         most: float = sys.float_info.max,
     ) -> float:
-        """A number; infinity, which Python reads from JSON, only where `most` is that."""
+        """A number; infinity, which Python reads from JSON, is allowed only if `most` is infinite."""
         value = self.take(name, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not (least <= value <= most and value > above):

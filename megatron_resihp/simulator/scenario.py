@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scenario: a job, what happens to its workers, and what changes cost.
+"""A scenario: a job, the events of its workers, and the delays of changes.
 
 Imports numpy, `cost` and this package's modules.
 """
@@ -15,21 +15,22 @@ from megatron_resihp.simulator.traces import Trace
 
 
 class ScenarioError(ValueError):
-    """A scenario that can't be; the message is one line and names the place."""
+    """An impossible scenario; the message is one line and names the place."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated.
+    """The input of a simulation.
 
     Attributes:
-        name: of it.
-        sizes: the job.
-        traces: what happens, once for each random order.
-        delays: what changes cost.
-        squares: Σ l² of each micro-batch, tokens², in each of some iterations; none: each sample is one document.
-        until_next_event_s: what strategies are told to expect.
-        strategies: to compare; none: all.
+        name: of the scenario.
+        sizes: of the job.
+        traces: the events, one trace for each random order.
+        delays: of changes.
+        squares: Σ l² of each micro-batch, tokens², in each of several iterations; if empty, each sample is one
+            document.
+        until_next_event_s: the time until the next event that strategies expect.
+        strategies: the strategies to compare; if empty, all.
     """
 
     name: str

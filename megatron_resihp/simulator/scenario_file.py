@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios from JSON files; `docs/planning.md` has the schema. Imports numpy, `cost` and this package's modules."""
+"""Reads JSON scenarios; `docs/planning.md` has the schema. Imports numpy, `cost` and the modules beside it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -20,19 +20,19 @@ from megatron_resihp.simulator.sizes import Sizes, SizesError, a100
 from megatron_resihp.simulator.traces import HOUR, Event, Trace, What
 
 DRAWS: Final = 8
-"""Iterations with documents of their own that a plan's speed is the mean of."""
+"""Iterations with different documents whose mean time sets a plan's speed."""
 _NEVER: Final = float("inf")
 
 
 def scenario_of(data: Any, orders: int | None = None) -> Scenario:
-    """A scenario from what a file holds.
+    """A scenario from a file's content.
 
     Args:
         data: the parsed JSON.
-        orders: random orders, instead of the file's own number.
+        orders: number of random orders, instead of the file's own number.
 
     Raises:
-        ScenarioError: it is no scenario.
+        ScenarioError: the data is no valid scenario.
     """
     try:
         return _scenario(Table(data, "the scenario"), orders)
@@ -87,7 +87,7 @@ def _sizes(job: Table) -> Sizes:
     )
     degrees = {"tensor": job.whole("tp", 1), "pipeline": job.whole("pp", 1), "data": job.whole("dp", 1)}
     micro_batches, per_node = job.whole("micro_batches", 64), job.whole("workers_per_node", 8)
-    # Before what is missing is told of, as it may be there under a misspelt key.
+    # Before missing keys are reported, as a key may be there but misspelt.
     job.nothing_else()
     if not name:
         raise ScenarioError(f"job: model is missing; known are {', '.join(PRESETS)}")
@@ -169,8 +169,8 @@ class _Failures:
 
     Attributes:
         what: one of WHAT.
-        units: which workers or links it strikes.
-        gaps, lasting: between its events, and until each is over.
+        units: the workers or links that it may strike.
+        gaps, lasting: time between its events, and how long each lasts.
         speeds: range of speeds.
     """
 
@@ -226,7 +226,7 @@ def _range(given: Table) -> tuple[float, float]:
 
 
 def _links(sizes: Sizes) -> list[tuple[int, ...]]:
-    """The links between stages of the layout at the start, and none that isn't used."""
+    """The links between stages of the layout at the start; links without traffic are left out."""
     found = set()
     for replica in sizes.plan().replicas:
         for senders, receivers in zip(replica.stages, replica.stages[1:], strict=False):

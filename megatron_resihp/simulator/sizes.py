@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a job as a command line or a scenario gives them → what work costs in it, and the layout it starts with.
+"""From a job's sizes, on a command line or in a scenario, to its costs and the layout at the start.
 
 Imports `plan`, `cost` and `planner`.
 """
@@ -20,23 +20,23 @@ from megatron_resihp.plan.layers import chunks_from
 
 A100_FLOPS: Final = 312e12
 EFFICIENCY: Final = 0.45
-"""Share of a device's peak that layers reach alone, where nothing was measured."""
+"""Share of a device's peak that layers reach without tensor parallelism, if nothing was measured."""
 TP_EFFICIENCY: Final = {1: 1.0, 2: 0.97, 4: 0.93, 8: 0.86}
-"""Share of that which is left in a tensor-parallel group inside a node, whose all-reduces are not hidden."""
+"""Share of that rate in a tensor-parallel group inside a node, whose all-reduces are not hidden."""
 LATENCY_S: Final = 20e-6
 GBPS: Final = 25.0
 """Gb/s from node to node for each of 8 GPUs that share a link of 200 Gb/s (ResiHP's testbed, arXiv 2605.06374)."""
 
 
 class SizesError(ValueError):
-    """Sizes that no job can have; the message is one line for whoever gave them."""
+    """Sizes that no job can have; the message is one line for the user."""
 
 
 def a100(
     flops: float = A100_FLOPS, efficiency: float = EFFICIENCY, memory_gib: float = 80.0, gbps: float = GBPS,
     reserve: float = MEMORY_RESERVE,
 ) -> Device:  # fmt: skip
-    """A GPU that is known by its data sheet; the defaults are an A100's. `reserve`: percent of the memory."""
+    """A GPU described by its data sheet; the defaults are an A100's. `reserve`: percent of the memory."""
     return Device(
         flops=flops,
         efficiency=efficiency,
@@ -52,9 +52,9 @@ class Sizes:
     """A job with a uniform layout.
 
     Attributes:
-        model, training, device: what is trained on what.
+        model, training, device: the model, its training settings and the devices.
         tensor, pipeline, data: degrees of parallelism at the start.
-        micro_batches: of a global batch, over all replicas.
+        micro_batches: per global batch, over all replicas.
         workers_per_node: worker w lives on node w // workers_per_node.
     """
 
@@ -117,7 +117,7 @@ class Sizes:
 
 
 def start_chunks(model: Model, stages: int) -> tuple[Chunk, ...]:
-    """One chunk for each stage, with equal numbers of decoder layers, or one more in each of the first ones.
+    """One chunk for each stage, with equal numbers of decoder layers, or one more in each of the first stages.
 
     The embedding is in the first chunk, and what follows the decoder in the last.
     """

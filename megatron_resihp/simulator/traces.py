@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to the workers of a cluster, and when: traces of deaths, slow-downs, recoveries and rejoins.
+"""Traces of a cluster's events: deaths, slowdowns, recoveries and rejoins of workers, with their times.
 
-A trace is drawn from a random generator that is passed in, so that a seed gives the same trace everywhere. Imports
+The caller passes the random generator from which a trace is drawn, so a seed gives the same trace everywhere. Imports
 numpy and the standard library.
 """
 
@@ -21,14 +21,14 @@ LARGE_JOB_SLOW_S: Final = 72 * 60.0
 """Mean durations of slow computation, of slow communication, and of both in jobs of more than 512 GPUs (Greyhound,
 USENIX ATC 2025, section 3)."""
 SLOW_SPEEDS: Final = (0.3, 0.9)
-"""Range that the speed of slow workers and links is drawn from, uniformly; the published text gives examples only."""
+"""Range from which the speeds of slow workers and links are drawn uniformly; the paper gives only examples."""
 
 Gaps = Callable[[np.random.Generator], float]
 """Draws the seconds from one event to the next."""
 
 
 class What(StrEnum):
-    """What happens."""
+    """Kinds of events."""
 
     DEATH = "death"
     REJOIN = "rejoin"
@@ -38,16 +38,16 @@ class What(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """Something happens to workers, or to a link.
+    """An event of workers, or of a link.
 
     Attributes:
-        at_s: when, in seconds from the start of the session.
-        what: what.
-        workers: to whom; of a link its two ends, the smaller id first.
-        speed: of workers or the link from now on, in (0, 1].
+        at_s: seconds from the start of the session.
+        what: kind of event.
+        workers: the workers concerned; for a link its two ends, the smaller id first.
+        speed: of the workers or the link from now on, in (0, 1].
 
     Raises:
-        ValueError: on construction, for what can't be.
+        ValueError: on construction, for an impossible event.
     """
 
     at_s: float
@@ -66,11 +66,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """What happens in a session.
+    """The events of a session.
 
     Attributes:
-        duration_s: how long it lasts.
-        events: in order of time; those after the end are left out on construction by `trace`.
+        duration_s: length of the session.
+        events: in order of time; `trace` leaves out events after the end.
     """
 
     duration_s: float
@@ -78,12 +78,12 @@ class Trace:
 
     @property
     def moments(self) -> list[tuple[float, tuple[Event, ...]]]:
-        """Events that happen at once, together."""
+        """Simultaneous events, grouped."""
         return [(at, tuple(events)) for at, events in groupby(self.events, lambda event: event.at_s)]
 
 
 def trace(duration_s: float, *parts: Iterable[Event]) -> Trace:
-    """Events of all parts, in order, as far as the session goes."""
+    """The events of all parts, in order, up to the end of the session."""
     events = sorted((event for part in parts for event in part), key=lambda e: (e.at_s, e.what, e.workers, e.speed))
     return Trace(duration_s, tuple(event for event in events if event.at_s < duration_s))
 
@@ -97,19 +97,22 @@ def every(seconds: float) -> Gaps:
 
 
 def poisson(mean_s: float) -> Gaps:
-    """Events that know nothing of each other."""
+    """Independent events."""
     return lambda rng: float(rng.exponential(mean_s))
 
 
 def weibull(mean_s: float, shape: float) -> Gaps:
-    """Weibull gaps. With a shape below 1, failures come in bursts, as they do in large systems (Schroeder and Gibson,
-    A large-scale study of failures in high-performance computing systems, DSN 2006: 0.7 to 0.8)."""
+    """Weibull gaps. With a shape below 1, failures come in bursts, as in large systems.
+
+    Source: Schroeder and Gibson, A large-scale study of failures in high-performance computing systems, DSN 2006:
+    shapes of 0.7 to 0.8.
+    """
     scale = mean_s / gamma(1 + 1 / shape)
     return lambda rng: float(scale * rng.weibull(shape))
 
 
 def moments(gaps: Gaps, duration_s: float, rng: np.random.Generator) -> list[float]:
-    """Times of events in a session, the first one after a gap."""
+    """Times of events in a session; the first event comes after a gap."""
     found: list[float] = []
     now = gaps(rng)
     while now < duration_s:
@@ -118,11 +121,11 @@ def moments(gaps: Gaps, duration_s: float, rng: np.random.Generator) -> list[flo
     return found
 
 
-# ---- who and what
+# ---- which workers, and what happens
 
 
 def removals(times: Sequence[float], workers: int, rng: np.random.Generator) -> list[Event]:
-    """One worker after another dies for good, in random order; at most all of them."""
+    """Workers die for good, one after another in random order; at most all of them."""
     order = rng.permutation(workers)
     return [Event(at, What.DEATH, (int(worker),)) for at, worker in zip(times, order, strict=False)]
 
@@ -130,7 +133,7 @@ def removals(times: Sequence[float], workers: int, rng: np.random.Generator) -> 
 def outages(
     times: Sequence[float], units: Sequence[tuple[int, ...]], back_after: Gaps, rng: np.random.Generator
 ) -> list[Event]:
-    """Units – single workers, or all workers of a node – die at once and rejoin later."""
+    """Units die and rejoin later. A unit is a worker, or all workers of a node, which die at once."""
     events: list[Event] = []
     for start, end, unit in _spells(times, units, back_after, rng):
         events += [Event(start, What.DEATH, unit), Event(end, What.REJOIN, unit)]
@@ -145,7 +148,7 @@ def slow_downs(
     what: What = What.SPEED,
     speeds: tuple[float, float] = SLOW_SPEEDS,
 ) -> list[Event]:
-    """Workers, or links, slow down, each to a speed of its own, and recover later."""
+    """Workers, or links, slow down, each to its own speed, and recover later."""
     events: list[Event] = []
     for start, end, unit in _spells(times, units, lasting, rng):
         events += [Event(start, what, unit, float(rng.uniform(*speeds))), Event(end, what, unit)]
@@ -165,7 +168,7 @@ def nodes(workers: int, workers_per_node: int) -> list[tuple[int, ...]]:
 def _spells(
     times: Sequence[float], units: Sequence[tuple[int, ...]], lasting: Gaps, rng: np.random.Generator
 ) -> Iterator[tuple[float, float, tuple[int, ...]]]:
-    """Start, end and unit of each spell; a unit that is in one is not drawn again before its end."""
+    """Start, end and unit of each spell; a unit in a spell is not drawn again before the spell ends."""
     back: dict[int, float] = {}
     for at in times:
         free = [number for number in range(len(units)) if back.get(number, 0.0) <= at]
