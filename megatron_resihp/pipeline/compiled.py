@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation of the loops over ops. Imports numba."""
+"""Compiles the loops over ops. Imports numba."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _CACHE_NAME: Final = "megatron-resihp"
 
 
 def compiled[**P, R](function: Callable[P, R], without_lock: bool = False) -> Callable[P, R]:
-    """`function` as machine code, kept on disk for the next process wherever a directory can be written.
+    """`function` as machine code, kept on disk for later processes if a directory is writable.
 
-    Divided by zero, numbers are infinite as numpy's are: looking out for an error takes a fifth of the time.
+    Division by zero gives infinity, as in numpy; a check for errors would take a fifth of the time.
 
     Args:
-        without_lock: whether other threads may run Python, or this function, meanwhile. Each has random numbers of its
-            own.
+        without_lock: whether other threads may run Python, or this function, at the same time. Each has its own random
+            numbers.
     """
     with _kept_outside_the_package():
         try:
             return njit(cache=True, nogil=without_lock, error_model="numpy")(function)
         except RuntimeError:
-            # What numba raises if no directory can be written.
+            # Numba raises this if no directory is writable.
             return njit(nogil=without_lock, error_model="numpy")(function)
 
 
 @contextmanager
 def _kept_outside_the_package() -> Iterator[None]:
-    """Beside the sources, as numba has it, it would outlive the package's uninstallation and stay importable."""
+    """Set numba's cache directory; beside the sources, the cache would survive the package's uninstallation."""
     settings: Any = config  # which makes its names when it is imported
     chosen = settings.CACHE_DIR
     settings.CACHE_DIR = chosen or str(_cache_directory())
@@ -50,7 +50,7 @@ def _kept_outside_the_package() -> Iterator[None]:
 
 @cache
 def _cache_directory() -> Path:
-    """The environment's own, which all its users share and which goes with it; or else the user's."""
+    """The environment's own directory, which its users share and which is removed with it; otherwise the user's."""
     shared = Path(sys.prefix, "var", "cache", _CACHE_NAME)
     with suppress(OSError):
         shared.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def _cache_directory() -> Path:
 
 
 class PlanningClock(event.Listener):
-    """Within its context, a clock that stands still while machine code is made: that is done once and is no planning.
+    """A clock that, within its context, stands still while machine code is made, as that is no planning.
 
     Args:
         clock: seconds.
@@ -76,7 +76,7 @@ class PlanningClock(event.Listener):
         self._compiling_s = 0.0
 
     def __call__(self) -> float:
-        """Seconds that were not spent compiling."""
+        """Seconds without the time spent compiling."""
         return self._clock() - self._compiling_s
 
     def __enter__(self) -> PlanningClock:
@@ -86,7 +86,7 @@ class PlanningClock(event.Listener):
     def __exit__(self, *error: object) -> None:
         event.unregister(_COMPILE, self)  # type: ignore[no-untyped-call]
 
-    # Functions that others call are compiled within those. One thread compiles at a time.
+    # Functions that others call are compiled within the compilation of those. One thread compiles at a time.
 
     def on_start(self, event: Any) -> None:
         if self._compiling_s == self._depth == 0:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a program. Imports nothing."""
+"""The error for an invalid program. Imports nothing."""
 
 
 class ProgramError(ValueError):
-    """A program that can't be run; the message names the op and the rule."""
+    """A program that cannot run; the message names the op and the rule."""

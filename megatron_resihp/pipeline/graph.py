@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program as flat arrays: ops in an order in which they can be run, and what each waits for. Imports numpy and numba.
+"""A program as flat arrays: ops in a runnable order, and what each op waits for. Imports numpy and numba.
 
-Besides the op before it on its device, an op waits for at most one other: F for the F of the stage before, B for the B
-of the stage after. B's own F and W's own B are on the same device and stand earlier there.
+Besides the op before it on its device, an op waits for at most one other op: F for the F of the stage before, B for the
+B of the stage after. B's own F and W's own B run earlier on the same device.
 """
 
 from collections.abc import Sequence
@@ -49,13 +49,13 @@ def rows_of(ops: Sequence[Sequence[Op]]) -> NDArray[np.int64]:
 def build_graph(
     flat: NDArray[np.int64], offsets: NDArray[np.int64], stages: int, micro_batches: int, last_stage: ArrayLike
 ) -> OpGraph:
-    """The graph of ops that are valid one by one.
+    """Build the graph of ops that are valid individually.
 
     Args:
         flat: rows (kind, stage, micro-batch), device after device.
         offsets: where each device's rows begin, and the end.
         stages, micro_batches: how many there are.
-        last_stage: whose B needs no other stage's result: of all micro-batches, or [micro-batches].
+        last_stage: last stage, whose B needs no other stage's result: for all micro-batches, or [micro-batches].
     """
     kind, stage, micro_batch = flat.T
     device = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
@@ -84,7 +84,7 @@ def build_graph(
 def _topological_order(
     cell: NDArray[np.int64], source: NDArray[np.int64], offsets: NDArray[np.int64], cells: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Indices of the ops in an order in which they can be run, and one that can't be run (NONE: all can)."""
+    """Indices of the ops in a runnable order, and one op that can never start (NONE if all can)."""
     devices = len(offsets) - 1
     following = offsets[:-1].copy()
     done = np.zeros(cells, np.bool_)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several pipelines that work for each other: a device may run the ops of a stage for another pipeline's micro-batches.
+"""Pipelines that work for each other: a device may run a stage's ops for another pipeline's micro-batches.
 
-Imports numpy, numba and this package. A stage is then not at home on one device as in a `Program`: each micro-batch
-goes its own way through the devices, and a result is sent wherever two ops that follow each other are on different
-ones.
+Imports numpy, numba and this package. Unlike in a `Program`, a stage then has no fixed device. Each micro-batch takes
+its own path through the devices, and a result is sent if two successive ops are on different devices.
 """
 
 from collections.abc import Sequence
@@ -25,13 +24,13 @@ class JointProgram:
     """The order of ops on each device of several pipelines.
 
     Attributes:
-        ops: for each device, its ops in the order in which it runs them; stages are counted in the micro-batch's own
-            pipeline, micro-batches through all of them.
+        ops: for each device, its ops in the order in which it runs them; stages are numbered within the micro-batch's
+            own pipeline, micro-batches across all pipelines.
         last_stage: of each micro-batch's pipeline, [micro-batches].
 
     Raises:
-        ProgramError: on construction, if an op stands twice, or ops wait for each other in a circle or for one that
-            isn't there.
+        ProgramError: on construction, if an op appears twice, or if ops wait for each other in a circle or for an op
+            that does not exist.
     """
 
     ops: tuple[Sequence[Op], ...]
@@ -52,7 +51,7 @@ class JointProgram:
 
     @property
     def stages(self) -> int:
-        """Of the longest pipeline."""
+        """Number of stages of the longest pipeline."""
         return 1 + max(self.last_stage)
 
     @property
@@ -61,7 +60,7 @@ class JointProgram:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of an array with one element per op: [3 (F, B, W), stages, micro-batches]."""
+        """Shape of an array with one element per op: [3 (F, B, W), stages, micro-batches]."""
         return len(OpKind), self.stages, self.micro_batches
 
     @cached_property
@@ -76,7 +75,7 @@ class JointProgram:
 
     @cached_property
     def graph(self) -> OpGraph:
-        """The program as the arrays that the simulator runs over."""
+        """The program as arrays for the simulator."""
         offsets = np.cumsum([0, *map(len, self.ops)])
         return build_graph(self.flat, offsets, self.stages, self.micro_batches, self.last_stage)
 
@@ -94,9 +93,9 @@ class JointTimeline:
     """A joint program with times, in seconds from the start of the iteration.
 
     Attributes:
-        program: what was run.
+        program: the program that ran.
         start, end: of each op, [3 (F, B, W), stages, micro-batches]; NaN for ops that the program does not have.
-        makespan: when the last op ends.
+        makespan: the end of the last op.
     """
 
     program: JointProgram
@@ -106,35 +105,35 @@ class JointTimeline:
 
     @property
     def finish(self) -> Array:
-        """[micro-batches] seconds when each one's last op ends."""
+        """[micro-batches] end of each micro-batch's last op, in seconds."""
         finish: Array = np.nanmax(self.end, axis=(0, 1))
         return finish
 
 
 def joint_makespans(program: JointProgram, durations: ArrayLike, transfers: ArrayLike = 0.0) -> Array:
-    """Only the makespans, [runs], of a joint program with each of many sets of durations.
+    """The makespans alone, [runs], of a joint program with each of many sets of durations.
 
     Args:
-        program: what is run.
-        durations, transfers: as in `simulate_joint`, with an axis of runs in front of the durations.
+        program: the program to run.
+        durations, transfers: as in `simulate_joint`, with a leading axis of runs for the durations.
 
     Raises:
-        ValueError: shapes don't fit, or a time is negative, infinite or NaN.
+        ValueError: shapes do not fit, or a time is negative, infinite or NaN.
     """
     return _run(program, durations, transfers)[2]
 
 
 def simulate_joint(program: JointProgram, durations: ArrayLike, transfers: ArrayLike = 0.0) -> JointTimeline:
-    """Run a joint program once; times are those of `simulate`, each op's on the device that runs it.
+    """Run a joint program once; the times follow the rules of `simulate`, each op's on the device that runs it.
 
     Args:
-        program: what is run.
+        program: the program to run.
         durations: seconds of each op, broadcastable to [3 (F, B, W), stages, micro-batches].
         transfers: seconds that a result takes, broadcastable to [2 (activations, their gradients), stages − 1 (boundary
-            after each stage), micro-batches]. Not looked at between ops on the same device.
+            after each stage), micro-batches]. Ignored between ops on the same device.
 
     Raises:
-        ValueError: shapes don't fit, or a time is negative, infinite or NaN.
+        ValueError: shapes do not fit, or a time is negative, infinite or NaN.
     """
     given = np.broadcast_to(np.asarray(durations, np.float64), program.shape)[np.newaxis]
     start, end, makespan = _run(program, given, transfers)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many activations a program keeps alive. Imports numpy.
 
-A device runs its ops one after another, so what is alive depends on their order and not on their durations.
+A device runs its ops one after another, so the live activations depend on their order and not on their durations.
 """
 
 import numpy as np
@@ -13,20 +13,20 @@ from megatron_resihp.pipeline.times import Array
 
 
 def peak_live_activations(program: Program, size: ArrayLike = 1.0, kept_until_w: ArrayLike = 1.0) -> Array:
-    """The most that each device holds at any time, [devices].
+    """The most activations that each device holds at any time, [devices].
 
-    F allocates a stage's activations of one micro-batch. Where the program does not split the backward, B frees them.
-    Where it does, B frees the share that only the input gradient needs, and W the rest.
+    F allocates a stage's activations of one micro-batch. If the program does not split the backward, B frees them. If
+    it does, B frees the share that only the input gradient needs, and W frees the rest.
 
     Args:
         program: what is run.
-        size: of the activations of one stage for one micro-batch (bytes, say), broadcastable to
-            [stages, micro-batches]. With the default of 1 the result counts pairs of stage and micro-batch.
-        kept_until_w: the share of `size`, 0 to 1, that is kept from B to W, the same shape; 1 frees everything at W
-            only, 0 everything at B.
+        size: of the activations of one stage for one micro-batch (such as bytes), broadcastable to [stages,
+            micro-batches]. With the default of 1, the result counts pairs of stage and micro-batch.
+        kept_until_w: the share of `size`, 0 to 1, that is kept from B to W, the same shape; with 1, W frees everything,
+            with 0, B does.
 
     Raises:
-        ValueError: a size is negative or not finite, or a share is outside of 0 to 1.
+        ValueError: a size is negative or not finite, or a share is outside 0 to 1.
     """
     shape = (program.stages, program.micro_batches)
     sizes, kept = checked_sizes(shape, size, kept_until_w)
@@ -40,10 +40,10 @@ def peak_live_activations(program: Program, size: ArrayLike = 1.0, kept_until_w:
 
 
 def checked_sizes(shape: tuple[int, int], size: ArrayLike, kept_until_w: ArrayLike) -> tuple[Array, Array]:
-    """Both as [stages, micro-batches].
+    """Size and kept share, both as [stages, micro-batches].
 
     Raises:
-        ValueError: a size is negative or not finite, or a share is outside of 0 to 1.
+        ValueError: a size is negative or not finite, or a share is outside 0 to 1.
     """
     sizes = np.broadcast_to(np.asarray(size, np.float64), shape)
     kept = np.broadcast_to(np.asarray(kept_until_w, np.float64), shape)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class OpKind(IntEnum):
-    """F: forward. B: backward, or its input-gradient half where the program splits it. W: the weight-gradient half."""
+    """F: forward. B: backward, or its input-gradient half if the program splits it. W: the weight-gradient half."""
 
     F = 0
     B = 1

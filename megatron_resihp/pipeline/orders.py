@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order each device runs the ops of known schedules, and each stage those of a plan.
+"""The order in which each device runs the ops of known schedules, and each stage those of a plan.
 
-Imports `plan` and this package's words only, no compiler: training processes and the coordinator need it.
+Imports only `plan` and this package's basic types, no compiler: training processes and the coordinator need it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Orders = tuple[tuple[Op, ...], ...]
 
 
 def one_f_one_b_orders(stages: int, micro_batches: int) -> Orders:
-    """Its ops, of each device."""
+    """The ops of 1F1B, by device."""
     return tuple(tuple(_one_f_one_b_ops(stages, stage, micro_batches)) for stage in range(stages))
 
 
@@ -29,7 +29,7 @@ def _one_f_one_b_ops(stages: int, stage: int, micro_batches: int) -> list[Op]:
 
 
 def _one_by_one(forwards: list[Op], backwards: list[Op], warm_up: int) -> list[Op]:
-    """At most `warm_up` forwards, then a forward before each backward while there are any."""
+    """At most `warm_up` forwards, then one forward before each backward while forwards are left."""
     ops = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         ops += (forward, backward)
@@ -37,7 +37,7 @@ def _one_by_one(forwards: list[Op], backwards: list[Op], warm_up: int) -> list[O
 
 
 def interleaved_orders(devices: int, chunks: int, micro_batches: int, group_size: int | None = None) -> Orders:
-    """Its ops, of each device; arguments and errors as of `schedules.interleaved`."""
+    """The ops of interleaved 1F1B, by device; arguments and errors as in `schedules.interleaved`."""
     if min(devices, chunks, micro_batches, 1 if group_size is None else group_size) < 1:
         sizes = f"{devices} devices, {chunks} chunks and {micro_batches} micro-batches in groups of {group_size}"
         raise ProgramError(f"no pipeline has {sizes}")
@@ -63,13 +63,13 @@ def interleaved_orders(devices: int, chunks: int, micro_batches: int, group_size
 
 
 def _group_size(devices: int, micro_batches: int) -> int:
-    """The smallest group of at least `devices` micro-batches that leaves no smaller one over."""
+    """The smallest group of at least `devices` micro-batches that leaves no smaller group at the end."""
     sizes = range(devices, micro_batches)
     return next((size for size in sizes if micro_batches % size == 0 or micro_batches % size >= devices), micro_batches)
 
 
 def zero_bubble_h1_orders(stages: int, micro_batches: int) -> Orders:
-    """Its ops, of each device."""
+    """The ops of ZB-H1, by device."""
 
     def ops(stage: int) -> list[Op]:
         ordered: list[Op] = []
@@ -84,10 +84,10 @@ def zero_bubble_h1_orders(stages: int, micro_batches: int) -> Orders:
 
 
 def orders_of(replica: Replica) -> tuple[tuple[PlannedOp, ...], ...]:
-    """The ops of each stage of a replica, in order; unlike `planned.program_of` without a check, and so at once.
+    """The ops of each stage of a replica, in order; faster than `planned.program_of`, as it checks nothing.
 
     Raises:
-        ProgramError: there is no such program of this size.
+        ProgramError: no such program exists for this size.
     """
     schedule = replica.schedule
     if schedule is not None and schedule.orders:
@@ -103,7 +103,7 @@ def orders_of(replica: Replica) -> tuple[tuple[PlannedOp, ...], ...]:
 
 
 def planned_ops(orders: Sequence[Sequence[Op]], micro_batches: Sequence[int]) -> tuple[tuple[PlannedOp, ...], ...]:
-    """A program's ops as a plan lists them; micro-batches 0, 1, … are these of the global batch."""
+    """A program's ops as a plan lists them; `micro_batches` are the global-batch indices of 0, 1, …"""
     return tuple(
         tuple(PlannedOp(OpKind(op.kind).name, op.stage, micro_batches[op.micro_batch]) for op in ops) for ops in orders
     )

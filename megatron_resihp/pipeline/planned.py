@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan's schedules ↔ programs. Imports `plan` and this package."""
+"""Converts a plan's schedules to and from programs. Imports `plan` and this package."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,12 +14,12 @@ from megatron_resihp.plan.schedule import EXPLICIT, ZERO_BUBBLE
 
 
 def program_of(replica: Replica) -> Program:
-    """The program of a replica: its chunks are the stages, its own micro-batches count from 0.
+    """The program of a replica: its chunks are the stages, and its own micro-batches count from 0.
 
-    Where the job's own schedule runs, it is taken to be 1F1B, or interleaved 1F1B with several chunks in a stage.
+    The job's own schedule counts as 1F1B, or as interleaved 1F1B if a stage has several chunks.
 
     Raises:
-        ProgramError: the replica takes part in migrations, so that its ops alone make no program.
+        ProgramError: the replica takes part in migrations, so its ops alone form no program.
     """
     schedule, homes = replica.schedule, replica.stage_of_chunk
     if schedule is None or schedule.name != EXPLICIT:
@@ -40,12 +40,12 @@ def _explicit_program(schedule: Schedule, homes: tuple[int, ...], micro_batches:
 
 
 def joint_program_of(replicas: Sequence[Replica]) -> JointProgram:
-    """The program of replicas that take part in migrations, each of which lists its ops.
+    """The program of replicas that take part in migrations and list their ops.
 
-    Devices are the stages, replica after replica; micro-batches are counted through the replicas as listed.
+    Devices are the stages, replica after replica; micro-batches are numbered across the replicas in their order.
 
     Raises:
-        ProgramError: a replica doesn't list its ops, or they are of a micro-batch of another replica.
+        ProgramError: a replica does not list its ops, or lists an op of a micro-batch of no replica here.
     """
     indices = [micro_batch for replica in replicas for micro_batch in replica.micro_batches]
     local = {micro_batch: number for number, micro_batch in enumerate(indices)}
@@ -64,10 +64,10 @@ def joint_program_of(replicas: Sequence[Replica]) -> JointProgram:
 
 @lru_cache(maxsize=256)
 def known_program(schedule: Schedule | None, stages: int, chunks: int, micro_batches: int) -> Program:
-    """The program of a schedule that is known by name, or of the job's own (None).
+    """The program of a schedule known by name, or of the job's own (None).
 
     Raises:
-        ProgramError: there is no such program of this size.
+        ProgramError: no such program exists for this size.
     """
     if schedule is not None and schedule.name == ZERO_BUBBLE:
         return zero_bubble_h1(stages, micro_batches)
@@ -76,5 +76,5 @@ def known_program(schedule: Schedule | None, stages: int, chunks: int, micro_bat
 
 
 def explicit_schedule(program: Program, micro_batches: Sequence[int]) -> Schedule:
-    """A program as a schedule that a plan can hold; its micro-batches 0, 1, … are these of the global batch."""
+    """A program as a schedule for a plan; `micro_batches` are the global-batch indices of micro-batches 0, 1, …"""
     return Schedule(EXPLICIT, orders=planned_ops(program.ops, micro_batches))

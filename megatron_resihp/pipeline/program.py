@@ -22,12 +22,12 @@ class Program:
     Attributes:
         ops: for each device, its ops in the order in which it runs them.
         device_of_stage: for each stage, the device that holds it.
-        micro_batches: how many micro-batches are run.
-        splits_backward: whether weight gradients are ops of their own (W); otherwise B is the whole backward.
+        micro_batches: number of micro-batches.
+        splits_backward: whether weight gradients are separate ops (W); otherwise B is the whole backward.
 
-    Raises:
-        ProgramError: on construction, unless each F, B (and W) of each stage and micro-batch stands exactly once, on
-            the stage's device, F before B before W, and no ops wait for each other in a circle.
+        Raises:
+            ProgramError: on construction, unless each F, B (and W) of each stage and micro-batch appears exactly once,
+                on the stage's device, F before B before W, and no ops wait for each other in a circle.
     """
 
     ops: tuple[tuple[Op, ...], ...]
@@ -55,7 +55,7 @@ class Program:
 
     @property
     def kinds(self) -> tuple[OpKind, ...]:
-        """The kinds of ops in it."""
+        """The kinds of ops in the program."""
         return (OpKind.F, OpKind.B, OpKind.W) if self.splits_backward else (OpKind.F, OpKind.B)
 
     @cached_property
@@ -70,12 +70,12 @@ class Program:
 
     @cached_property
     def graph(self) -> OpGraph:
-        """The program as the arrays that the simulator runs over."""
+        """The program as arrays for the simulator."""
         return build_graph(self.flat, self.offsets, self.stages, self.micro_batches, self.stages - 1)
 
     @cached_property
     def _position(self) -> NDArray[np.int64]:
-        """Index in `flat` of each op: [3, stages, micro-batches], ABSENT where there is none."""
+        """Index in `flat` of each op: [3, stages, micro-batches]; ABSENT for ops that are missing."""
         position = np.full((len(OpKind), self.stages, self.micro_batches), ABSENT)
         position[tuple(self.flat.T)] = np.arange(len(self.flat))
         return position

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of known schedules: 1F1B and interleaved 1F1B as Megatron runs them, and zero-bubble ZB-H1.
 
-Imports nothing beyond `pipeline`. The orders of the first two are those of megatron-core 0.19,
-`megatron.core.pipeline_parallel.schedules`, to the op; a test runs Megatron's own functions beside them.
+Imports nothing beyond `pipeline`. The orders of the first two are exactly those of megatron-core 0.19,
+`megatron.core.pipeline_parallel.schedules`; a test runs Megatron's own functions for comparison.
 """
 
 from megatron_resihp.pipeline.orders import interleaved_orders, one_f_one_b_orders, zero_bubble_h1_orders
@@ -21,20 +21,20 @@ def one_f_one_b(stages: int, micro_batches: int) -> Program:
 def interleaved(devices: int, chunks: int, micro_batches: int, group_size: int | None = None) -> Program:
     """Interleaved 1F1B: `forward_backward_pipelining_with_interleaving`; chunk c of device d is stage c · devices + d.
 
-    Megatron refuses fewer micro-batches than devices; here they are one group. Megatron's
+    Megatron refuses fewer micro-batches than devices; here they form one group. Megatron's
     `overlap_moe_expert_parallel_comm`, which takes one more forward into the warm-up, is not covered.
 
     Args:
         devices: pipeline-parallel size.
         chunks: model chunks of each device; one chunk is 1F1B without interleaving, as in Megatron.
-        micro_batches: how many micro-batches are run.
+        micro_batches: number of micro-batches.
         group_size: Megatron's `microbatch_group_size_per_vp_stage`: how many micro-batches a device runs through one
             chunk before it turns to the next one. By default the smallest that works: `devices`, if it divides
             `micro_batches`.
 
     Raises:
         ProgramError: a size is below 1, or a group, the last one included, is smaller than `devices`: then devices may
-            wait for each other in a circle. Megatron refuses the same.
+            wait for each other in a circle. Megatron refuses such sizes too.
     """
     orders = interleaved_orders(devices, chunks, micro_batches, group_size)
     return Program(orders, tuple(stage % devices for stage in range(devices * chunks)), micro_batches)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When each op of a program starts and ends. Imports numpy and numba.
+"""Simulates when each op of a program starts and ends. Imports numpy and numba.
 
-t_start(v) = max over what v waits for, u, of t_end(u) + T_edge(u, v), with T_edge the P2P time where a result comes
-from another device and 0 where u is only the op before on the same device (ResiHP, arXiv 2605.06374, prediction of the
+t_start(v) = max over all u that v waits for of t_end(u) + T_edge(u, v). T_edge is the P2P time if the result comes from
+another device, and 0 if u is only the op before v on the same device (ResiHP, arXiv 2605.06374, prediction of the
 healthy iteration time). A transfer occupies neither its sender nor its receiver.
 """
 
@@ -24,9 +24,9 @@ class Timeline:
     """A program with times, in seconds from the start of the iteration.
 
     Attributes:
-        program: what was run.
+        program: the program that ran.
         start, end: of each op, [3 (F, B, W), stages, micro-batches]; NaN for ops that the program does not have.
-        makespan: when the last op ends.
+        makespan: the end of the last op.
     """
 
     program: Program
@@ -56,7 +56,7 @@ class Timelines:
     """The same program run with many sets of durations.
 
     Attributes:
-        program: what was run.
+        program: the program that ran.
         start, end: [runs, 3, stages, micro-batches], as in Timeline.
         makespan: [runs].
     """
@@ -77,14 +77,14 @@ def simulate(program: Program, durations: ArrayLike, transfers: ArrayLike = 0.0)
     """Run a program once.
 
     Args:
-        program: what is run.
-        durations: seconds of each op, broadcastable to [3 (F, B, W), stages, micro-batches]. Where the program does not
-            split the backward, B is the whole of it and W is not looked at.
+        program: the program to run.
+        durations: seconds of each op, broadcastable to [3 (F, B, W), stages, micro-batches]. If the program does not
+            split the backward, B is the whole backward and W is ignored.
         transfers: seconds that a result takes to the next device, broadcastable to [2 (activations, their gradients),
-            stages − 1 (boundary after each stage), micro-batches]. Not looked at between stages on the same device.
+            stages − 1 (boundary after each stage), micro-batches]. Ignored between stages on the same device.
 
     Raises:
-        ValueError: shapes don't fit, or a time that is needed is negative, infinite or NaN.
+        ValueError: shapes do not fit, or a needed time is negative, infinite or NaN.
     """
     cells = np.broadcast_to(np.asarray(durations, np.float64), (len(OpKind), program.stages, program.micro_batches))
     return simulate_many(program, cells[np.newaxis], transfers)[0]
@@ -94,9 +94,9 @@ def simulate_many(program: Program, durations: ArrayLike, transfers: ArrayLike =
     """Run a program with each of many sets of durations.
 
     Args:
-        program: what is run.
-        durations: as in `simulate`, with an axis of runs in front.
-        transfers: as in `simulate`, the same for all runs; or with an axis of runs in front.
+        program: the program to run.
+        durations: as in `simulate`, with a leading axis of runs.
+        transfers: as in `simulate`, the same for all runs; or with a leading axis of runs.
 
     Raises:
         ValueError: as in `simulate`.
@@ -108,9 +108,9 @@ def simulate_many(program: Program, durations: ArrayLike, transfers: ArrayLike =
 
 
 def makespans(program: Program, durations: ArrayLike, transfers: ArrayLike = 0.0) -> Array:
-    """Only the makespans, [runs], of `simulate_many`."""
+    """The makespans of `simulate_many` alone, [runs]."""
     ops, edges = _checked(program, durations, transfers)
-    # Nobody looks at the ops' times: all runs write them to the same row.
+    # The ops' times are not needed: all runs write them to the same row.
     return _run_many(*_arrays(program.graph), program.devices, ops, edges, *np.empty((2, 1, ops.shape[1])))
 
 
@@ -124,7 +124,7 @@ def run_graph(graph: OpGraph, devices: int, durations: Array, transfers: Array) 
         transfers: seconds, [runs or 1, transfers].
 
     Returns:
-        start and end, [runs, cells], NaN where there is no op, and makespan, [runs].
+        start and end, [runs, cells], NaN in cells without an op, and makespan, [runs].
     """
     start, end = np.full((2, *durations.shape), np.nan)
     makespan = _run_many(*_arrays(graph), devices, durations, transfers, start, end)
@@ -136,7 +136,7 @@ def _arrays(graph: OpGraph) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArr
 
 
 def _checked(program: Program, durations: ArrayLike, transfers: ArrayLike) -> tuple[Array, Array]:
-    """Both with a row per run."""
+    """Durations and transfers with one row per run."""
     sizes = program.stages, program.micro_batches, program.splits_backward
     ops, edges = checked_times(*sizes, durations, transfers)
     return ops.reshape(len(ops), -1), edges.reshape(len(edges), -1)

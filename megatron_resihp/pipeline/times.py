@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Durations of ops and transfers as callers give them, checked and brought to full shape. Imports numpy."""
+"""Checks the durations of ops and transfers, and brings them to full shape. Imports numpy."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,11 +12,11 @@ Array = NDArray[np.float64]
 def checked_times(
     stages: int, micro_batches: int, splits_backward: bool, durations: ArrayLike, transfers: ArrayLike
 ) -> tuple[Array, Array]:
-    """Both with every axis there.
+    """Check durations and transfers, and give them every axis.
 
     Args:
         stages, micro_batches: how many there are.
-        splits_backward: whether there are ops of kind W; if not, their durations are not looked at.
+        splits_backward: whether there are ops of kind W; if not, their durations are ignored.
         durations: seconds, [runs, …], broadcastable to [runs, 3 (F, B, W), stages, micro-batches].
         transfers: seconds, broadcastable to [2 (F, B), stages − 1, micro-batches], or the same with runs in front.
 
@@ -24,7 +24,7 @@ def checked_times(
         durations as [runs, 3, stages, micro-batches], transfers as [runs or 1, 2, stages − 1, micro-batches].
 
     Raises:
-        ValueError: shapes don't fit, or a time is negative, infinite or NaN.
+        ValueError: shapes do not fit, or a time is negative, infinite or NaN.
     """
     ops, edges = np.asarray(durations, np.float64), np.asarray(transfers, np.float64)
     runs = len(ops) if ops.ndim else 0
@@ -37,5 +37,5 @@ def checked_times(
     for name, times in (("durations", ops[:, :kinds]), ("transfers", edges)):
         if times.size and not (times.min() >= 0.0 and times.max() < np.inf):
             raise ValueError(f"{name} must be finite and not negative")
-    # Copies, because compiled code is compiled anew for arrays that can't be written to.
+    # Copies, because Numba compiles code once more for read-only arrays.
     return np.array(ops), np.array(edges)

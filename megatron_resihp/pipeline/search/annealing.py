@@ -2,8 +2,8 @@
 """Simulated annealing of a program: ops change places on their device, layers change stages. Imports numpy and numba.
 
 A move takes an op on a critical path past its neighbour (Van Laarhoven, Aarts and Lenstra, Job shop scheduling by
-simulated annealing, Operations Research 40 (1992)), or past several; sometimes any op; sometimes it moves a layer over
-a stage boundary. Orders in which ops wait in a circle, or for which a device has too little memory, are not taken.
+simulated annealing, Operations Research 40 (1992)), or past several. Some moves take any op, and some move a layer over
+a stage boundary. Orders in which ops wait in a circle, or in which a device's memory is too small, are rejected.
 """
 
 from itertools import pairwise
@@ -25,27 +25,27 @@ _TOLERANCE = 1e-9
 _HOTTEST, _COLDEST = 5e-4, 3e-5
 """Temperatures at the beginning and at the end, as shares of the makespan."""
 _ANY_OP = 0.2
-"""Share of moves of any op rather than of a critical one."""
+"""Share of moves that take any op rather than a critical one."""
 _FARTHEST = 12
 _PATIENCE = 50
-"""Refused moves after which another critical path is looked for."""
+"""Rejected moves after which another critical path is chosen."""
 NOT_TAKEN = -1.0
 
 
 class _Work(NamedTuple):
-    """What does not change.
+    """The constants of a search.
 
     Attributes:
-        seconds: of the layers before each, [devices, 3, layers + 1].
-        kept, state: bytes of the layers before each, [devices, layers + 1].
+        seconds: of the layers before each layer, [devices, 3, layers + 1].
+        kept, state: bytes of the layers before each layer, [devices, layers + 1].
         limit: [devices].
         homes: device of each stage.
         row: kind · stages + stage of each cell. A cell is an op: row · micro-batches + micro-batch.
         source: cell of the op of another stage whose result each cell needs; NONE if it needs none.
         wait: seconds of the transfer of that result.
         offsets: where each device's ops begin in `order`, and the end.
-        micro_batches: how many there are.
-        kept_until_w: share of activations that is freed at W.
+        micro_batches: number of micro-batches.
+        kept_until_w: share of activations that W frees.
     """
 
     seconds: Array
@@ -62,12 +62,12 @@ class _Work(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What changes.
+    """The variables of a search.
 
     Attributes:
         order: cells, device after device.
         position: of each cell in `order`.
-        run: of each cell, in which run of the order it was run last.
+        run: for each cell, the last run of the order that ran it.
         cuts: where stages begin, and the end.
         durations: of each kind and stage, [3 · stages].
         sizes: bytes that each stage keeps of a micro-batch.
@@ -86,14 +86,14 @@ class _State(NamedTuple):
 def anneal(
     job: PipelineJob, layout: Layout, program: Program, tries: int, move_layers: float = 0.0, seed: int = 0
 ) -> tuple[Layout, Program]:
-    """The fastest layout and program that is met on the way; never slower than what is given.
+    """The fastest layout and program found on the way; never slower than the given ones.
 
     Args:
-        job: what is run.
-        layout, program: to begin with; the program splits the backward and fits into memory.
-        tries: how many moves are tried.
+        job: the job.
+        layout, program: the start; the program splits the backward and fits into memory.
+        tries: number of moves to try.
         move_layers: share of moves that move a layer to the next stage; with 0 the layout stays.
-        seed: of the moves.
+        seed: for the moves.
     """
     if program.stages < 2 or tries < 1:
         return layout, program
@@ -145,7 +145,7 @@ def _program(order: Index, work: _Work) -> Program:
 
 @compiled
 def _measure(work: _Work, state: _State, stage: int, sign: float) -> None:
-    """Durations and size of a stage by its layers, and what it takes of its device's room (sign −1: gives back)."""
+    """Set a stage's durations and size, and take its state from its device's room (sign −1: give it back)."""
     stages, home, first, end = len(work.homes), work.homes[stage], state.cuts[stage], state.cuts[stage + 1]
     for kind in range(3):
         state.durations[kind * stages + stage] = work.seconds[home, kind, end] - work.seconds[home, kind, first]
@@ -155,7 +155,7 @@ def _measure(work: _Work, state: _State, stage: int, sign: float) -> None:
 
 @compiled
 def _anneal(work: _Work, state: _State, tries: int, move_layers: float, seed: int) -> tuple[Index, Index]:
-    """The best order and cuts."""
+    """The best order and cuts found."""
     np.random.seed(seed)
     end, new_end = np.empty(len(state.order)), np.empty(len(state.order))
     path = np.empty(len(state.order), np.int64)
@@ -186,7 +186,7 @@ def _anneal(work: _Work, state: _State, tries: int, move_layers: float, seed: in
 
 @compiled
 def _try_layer(work: _Work, state: _State, boundary: int, step: int, end: Array, most: float, run: int) -> float:
-    """Move a layer over a boundary; the makespan, or NOT_TAKEN and everything as before."""
+    """Move a layer over a boundary; returns the makespan, or NOT_TAKEN with everything restored."""
     to = state.cuts[boundary] + step
     if to < state.cuts[boundary - 1] or to > state.cuts[boundary + 1]:
         return NOT_TAKEN
@@ -210,7 +210,7 @@ def _cut(work: _Work, state: _State, boundary: int, to: int) -> None:
 
 @compiled
 def _try_op(work: _Work, state: _State, critical: Index, end: Array, most: float, run: int) -> float:
-    """Move an op past its neighbour or more; the makespan, or NOT_TAKEN and everything as before."""
+    """Move an op past one or more neighbours; returns the makespan, or NOT_TAKEN with everything restored."""
     if len(critical) == 0 or np.random.random() < _ANY_OP:
         first = np.random.randint(len(state.order) - 1)
     else:
@@ -236,7 +236,7 @@ def _try_op(work: _Work, state: _State, critical: Index, end: Array, most: float
 
 @compiled
 def _may_pass(work: _Work, state: _State, source: int, to: int) -> bool:
-    """Whether an op stays behind its own F or B, and before its own B or W."""
+    """Whether the op stays after its own F or B, and before its own B or W."""
     per_kind = len(work.homes) * work.micro_batches
     cell = state.order[source]
     if source < to:
@@ -259,7 +259,7 @@ def _shift(state: _State, source: int, to: int) -> None:
 
 @compiled
 def _fits(work: _Work, state: _State, device: int) -> bool:
-    """Whether the device's activations always fit beside its layers."""
+    """Whether the device's activations always fit beside its layers' state."""
     stages, room, live = len(work.homes), state.room[device], 0.0
     order, rows, sizes = state.order, work.row, state.sizes
     change = np.array([1.0, work.kept_until_w - 1.0, -work.kept_until_w])
@@ -274,12 +274,12 @@ def _fits(work: _Work, state: _State, device: int) -> bool:
 
 @compiled
 def _run(work: _Work, state: _State, end: Array, most: float, run: int) -> float:
-    """The makespan, and the end of each cell; NOT_TAKEN if ops wait in a circle or it is more than `most`.
+    """The makespan; fills the end of each cell. NOT_TAKEN if ops wait in a circle or the makespan exceeds `most`.
 
     Args:
-        run: a number that no other run had.
+        run: a number that no other run has had.
     """
-    # Names of their own, because taking an array out of a tuple costs as much as running an op.
+    # Local names, because taking an array out of a tuple costs as much as running an op.
     order, ran, durations = state.order, state.run, state.durations
     rows, source, wait, offsets = work.row, work.source, work.wait, work.offsets
     following, free, left = offsets[:-1].copy(), np.zeros(len(work.limit)), np.zeros(len(work.limit))
@@ -315,7 +315,7 @@ def _run(work: _Work, state: _State, end: Array, most: float, run: int) -> float
 
 @compiled
 def _critical(work: _Work, state: _State, end: Array, path: Index) -> int:
-    """Fill `path` with places of which the op and the one behind it are on one critical path; how many there are."""
+    """Fill `path` with places whose op and the next one are on one critical path; returns how many there are."""
     order, length = state.order, 0
     place = np.int64(0)
     for device in range(len(work.limit)):

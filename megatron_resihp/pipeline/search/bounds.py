@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast any program can be, whatever its order of ops. Imports numpy and numba."""
+"""The least time of any program, whatever its order of ops. Imports numpy and numba."""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -17,21 +17,21 @@ F, B, W = OpKind
 def makespan_lower_bound(
     device_of_stage: Sequence[int], durations: ArrayLike, transfers: ArrayLike = 0.0, splits_backward: bool = False
 ) -> float:
-    """A time that no program for these stages, devices and durations can beat, with any memory.
+    """A lower bound on the time of any program for these stages, devices and durations, with unlimited memory.
 
-    Each device by itself is a one-machine problem: an op can't start before its head, the longest chain of ops and
-    transfers before it, and the iteration lasts at least its tail, the longest chain after it, beyond its end. The best
-    preemptive order of that problem is found exactly, and the largest over the devices is returned. It is never below
-    head + work + tail of a device, nor below the critical path of a micro-batch.
+    Each device alone is a one-machine problem. An op cannot start before its head, the longest chain of ops and
+    transfers before it. After the op's end, the iteration lasts at least for its tail, the longest chain after it. The
+    best preemptive order of that problem is found exactly, and the largest over the devices is returned. It is never
+    below head + work + tail of a device, nor below the critical path of a micro-batch.
 
     Source: Carlier, The one-machine sequencing problem, European J. of Operational Research 11 (1982), Jackson's
     preemptive schedule.
 
     Args:
         device_of_stage: for each stage, the device that holds it.
-        durations: as for `simulate`, the axis of micro-batches in full.
-        transfers: as for `simulate`.
-        splits_backward: whether W may be run apart from B; otherwise B is the whole backward and W is not looked at.
+        durations: as in `simulate`, with the full axis of micro-batches.
+        transfers: as in `simulate`.
+        splits_backward: whether W may run apart from B; otherwise B is the whole backward and W is ignored.
 
     Raises:
         ValueError: as in `simulate`.
@@ -50,7 +50,7 @@ def makespan_lower_bound(
 
 
 def _heads(ops: Array, edges: Array) -> Array:
-    """The earliest start of each op if no device had anything else to do."""
+    """The earliest start of each op if no device had other work."""
     stages = ops.shape[1]
     head = np.zeros_like(ops)
     for stage in range(1, stages):
@@ -63,7 +63,7 @@ def _heads(ops: Array, edges: Array) -> Array:
 
 
 def _tails(ops: Array, edges: Array, splits_backward: bool) -> Array:
-    """How long the iteration lasts at least after the end of each op."""
+    """The least time from the end of each op to the end of the iteration."""
     stages = ops.shape[1]
     tail = np.zeros_like(ops)
     if splits_backward:
@@ -79,7 +79,7 @@ def _tails(ops: Array, edges: Array, splits_backward: bool) -> Array:
 
 @compiled
 def _one_machine(head: Array, work: Array, tail: Array) -> float:
-    """The least possible max(end + tail) of preemptible ops on one machine: always the one with the longest tail."""
+    """The least possible max(end + tail) of preemptible ops on one machine, which runs the longest tail first."""
     order = np.argsort(head)
     left = work.copy()
     ready = [(0.0, np.int64(-1))][:0]

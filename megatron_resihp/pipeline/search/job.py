@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pipeline's work before it is decided who runs which layers in which order. Imports numpy."""
+"""One pipeline's work, before layers, devices and the order of ops are chosen. Imports numpy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from megatron_resihp.pipeline.times import Array
 
 
 class Layout(NamedTuple):
-    """Which layers form a stage, and which device holds it.
+    """The layers of each stage, and the device that holds it.
 
     Attributes:
         cuts: stage s has layers cuts[s], …, cuts[s + 1] − 1; it may have none.
@@ -33,12 +33,12 @@ class PipelineJob:
     Attributes:
         seconds: of F, B and W of each layer for a micro-batch on each device, [devices, 3, layers].
         transfers: of a stage's result, in seconds, [devices (from), devices (to)].
-        micro_batches: how many are run.
+        micro_batches: number of micro-batches.
         state: bytes of weights, gradients and optimizer of each layer on each device, [devices, layers].
         kept: bytes that each layer keeps of a micro-batch from its F on, [devices, layers].
         limit: bytes of each device for both, [devices].
-        kept_until_w: the share of `kept` that is freed at W only, the rest at B; without W, B frees all.
-        beside: bytes that must be free beside `state` on each device while nothing runs.
+        kept_until_w: the share of `kept` that only W frees; B frees the rest. Without W, B frees everything.
+        beside: bytes that must stay free beside `state` on each device while nothing runs.
     """
 
     seconds: Array
@@ -76,10 +76,10 @@ class PipelineJob:
 
     @cached_property
     def floor(self) -> float:
-        """Seconds that no layout and no order can beat: the work over the devices, W included.
+        """Least seconds of any layout and order: the work over the devices, W included.
 
-        A device that takes 1 / speed times as long as the fastest for every layer, or longer, does no more than
-        speed · makespan of the fastest's seconds.
+        A device that takes at least 1 / speed times as long as the fastest for every layer does at most speed ·
+        makespan of the fastest's seconds.
         """
         least = self.work.min(axis=0)
         some = least > 0
@@ -87,7 +87,7 @@ class PipelineJob:
         return self.micro_batches * float(least.sum()) / float(speed.sum()) if some.any() else 0.0
 
     def durations(self, layout: Layout, splits_backward: bool = True) -> Array:
-        """Of the ops of each stage, [3, stages, micro-batches], as `simulate` takes them."""
+        """Seconds of the ops of each stage, [3, stages, micro-batches], as `simulate` takes them."""
         times = np.array([self.seconds[home, :, first:end].sum(axis=1) for home, first, end in _stages(layout)]).T
         if not splits_backward:
             times = np.stack([times[0], times[1] + times[2], np.zeros(times.shape[1])])
@@ -104,7 +104,7 @@ class PipelineJob:
         return np.array([[self.kept[home, first:end].sum()] for home, first, end in _stages(layout)])
 
     def room(self, layout: Layout) -> Array:
-        """Bytes that each device has for activations; negative where its layers alone are too much, [devices]."""
+        """Bytes that each device has for activations, [devices]; negative if its layers alone are too large."""
         room = np.array(self.limit, np.float64)
         for home, first, end in _stages(layout):
             room[home] -= self.state[home, first:end].sum()
@@ -124,7 +124,7 @@ class PipelineJob:
 
 
 def before(values: Array) -> Array:
-    """Sums along the last axis of what stands before each element, and of all: one element more."""
+    """Sums along the last axis of the elements before each one, and of all: one element more."""
     return np.concatenate([np.zeros((*values.shape[:-1], 1)), values.cumsum(axis=-1)], axis=-1)
 
 

@@ -2,8 +2,8 @@
 """Programs made for given durations: list scheduling of F, B and W under a memory limit. Imports numpy and numba.
 
 The schedule part of AdaPtis (arXiv 2509.23722): ops are placed one by one where they can start first, W fills what
-would be bubbles, and no device holds more activations than it may. Layers may lie on stages, and stages on devices, in
-any way.
+would be bubbles, and no device exceeds its limit of activations. Any assignment of layers to stages, and of stages to
+devices, is allowed.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ _TOLERANCE = 1e-9
 
 
 class _Policy(NamedTuple):
-    """What a device does next when it has a choice. Of several F it takes the latest stage, of B and W the oldest.
+    """How a device chooses its next op. Of several F it takes the latest stage, of B and W the oldest micro-batch.
 
     Attributes:
-        backward_first: B before F where both can start.
-        least_gap: W is run in a gap of at least this share of its duration, and at the end.
+        backward_first: whether B comes before F if both can start.
+        least_gap: W runs in a gap of at least this share of its duration, and at the end.
         ahead: how many micro-batches a stage takes into F before their B, as a multiple of what keeps the slowest
             device busy: the time from F to the end of B without any queue, over that device's time per micro-batch.
     """
@@ -53,17 +53,17 @@ def list_schedule(
 ) -> Program:
     """The fastest program that list scheduling with one of several policies finds.
 
-    A stage runs its micro-batches in their order. An F is started only if the device can then still finish all
-    micro-batches that it has begun, oldest first, within its limit; so no limit leads to a dead end.
+    A stage runs its micro-batches in order. An F starts only if the device can then still finish all micro-batches that
+    it has begun, oldest first, within its limit; so no limit leads to a dead end.
 
     Args:
         device_of_stage: for each stage, the device that holds it.
-        durations, transfers: as for `simulate`; the durations' axis of micro-batches in full.
+        durations, transfers: as in `simulate`; the durations with the full axis of micro-batches.
         limit: of live activations, broadcastable to [devices].
-        size, kept_until_w: as for `peak_live_activations`.
+        size, kept_until_w: as in `peak_live_activations`.
 
     Raises:
-        ProgramError: the stages of some device together need more than its limit for one micro-batch.
+        ProgramError: the stages of a device together need more than its limit for one micro-batch.
         ValueError: as in `simulate` and `peak_live_activations`.
     """
     job = _job(device_of_stage, durations, transfers, limit, size, kept_until_w)
@@ -73,7 +73,7 @@ def list_schedule(
     tried: set[tuple[bool, float, bytes]] = set()
     nothing = _nothing_placed(job)
     for backward_first, least_gap, ahead in _POLICIES:
-        # No more than all can be ahead, so that several policies may be one and the same.
+        # At most all micro-batches can be ahead, so several policies may be the same.
         most_ahead = np.minimum(np.ceil(np.maximum(ahead * needed_ahead, 1.0) - _TOLERANCE), job.sizes.shape[1])
         if (policy := (backward_first, least_gap, most_ahead.tobytes())) in tried:
             continue
@@ -106,7 +106,7 @@ def _job(
             raise ProgramError(f"device {device} needs {needed:g} for one micro-batch; its limit is {most:g}")
     by_device = np.argsort(home, kind="stable")
     offsets = np.searchsorted(home[by_device], np.arange(len(limits) + 1))
-    # One kind of array, whatever came: the functions below are compiled for each.
+    # Arrays of one kind, whatever the input, since the functions below are compiled for each kind.
     ops, edges = np.ascontiguousarray(ops), np.ascontiguousarray(edges)
     return _Job(home, by_device, offsets, ops, edges, limits, sizes, sizes * kept)
 
@@ -120,7 +120,7 @@ def _program(order: Index, job: "_Job") -> Program:
 
 
 class _Job(NamedTuple):
-    """What is to be placed: arguments of `list_schedule`; `kept` in units of size.
+    """The work to place: arguments of `list_schedule`; `kept` in units of size.
 
     Device d holds stages by_device[offsets[d] : offsets[d + 1]], in their order.
     """
@@ -136,7 +136,7 @@ class _Job(NamedTuple):
 
 
 def _needed_ahead(job: _Job) -> Array:
-    """[stages] how many micro-batches are between F and the end of B at the slowest device's pace if nothing queues."""
+    """[stages] micro-batches between F and the end of B, at the slowest device's pace and without queues."""
     ops, edges = job.ops.mean(axis=2), job.edges.mean(axis=2)
     pace = np.bincount(job.home, ops.sum(axis=0)).max() or 1.0
     hops = np.where(job.home[1:] != job.home[:-1], edges.sum(axis=0), 0.0)
@@ -145,17 +145,17 @@ def _needed_ahead(job: _Job) -> Array:
 
 
 class _State(NamedTuple):
-    """What has been placed.
+    """The ops placed so far.
 
     Attributes:
         following: [3, stages] the next micro-batch of each kind and stage.
         end: [3, stages, micro-batches], infinite for ops that are not placed.
-        free: [devices] when each device is through with what is placed.
+        free: [devices] when each device finishes the ops placed on it.
         live: [devices, micro-batches] what each device holds of each micro-batch.
-        ahead: [devices, micro-batches] what the F that are not placed will add to it.
+        ahead: [devices, micro-batches] what F ops that are not placed will add to it.
         left: [devices, micro-batches] number of ops that are not placed.
-        oldest: [devices] the first micro-batch that is not finished.
-        begun: [devices] how many micro-batches are begun.
+        oldest: [devices] the first unfinished micro-batch.
+        begun: [devices] number of micro-batches begun.
     """
 
     following: Index
@@ -194,8 +194,8 @@ def _place(
 ) -> tuple[Index, float]:
     """All ops as rows (kind, stage, micro-batch) in the order of their starts, and the makespan; fills `state`.
 
-    Given up, with an infinite makespan, once some device can't be through by `limit` any more, or not with its F and B
-    in time for what other stages do after them.
+    It gives up, with an infinite makespan, once a device can no longer finish by `limit`. The same holds if it cannot
+    finish its F and B in time for the ops of other stages after them.
     """
     devices, stages = len(job.limits), len(job.home)
     home, free, following, durations = job.home, state.free, state.following, job.ops
@@ -254,8 +254,8 @@ def _choose(
     backward_first: bool,
     least_gap: float,
 ) -> tuple[float, int, int]:
-    """(start, kind, stage) of the op that the device would run next; start is infinite if it has to wait for others."""
-    # Names of their own, because taking an array out of a tuple costs as much as looking at an op.
+    """(start, kind, stage) of the device's next op; start is infinite if it must wait for other devices."""
+    # Local names, because taking an array out of a tuple costs as much as examining an op.
     home, edges, by_device, following, end = job.home, job.edges, job.by_device, state.following, state.end
     now, micro_batches = state.free[device], job.sizes.shape[1]
     begin_f = begin_b = begin_w = np.inf
@@ -265,7 +265,7 @@ def _choose(
         forwards, backwards, weights = following[_F, stage], following[_B, stage], following[_W, stage]
         if forwards < micro_batches and forwards - backwards < most_ahead[stage]:
             ready = max(now, _ready(home, edges, end, _F, stage, forwards))
-            # Memory is looked at last, because most often it is decided before.
+            # Memory is checked last, because other conditions usually decide before it.
             if ready < np.inf and ready <= begin_f and _fits(job, state, device, stage, forwards):
                 begin_f, at_f = ready, stage
         if backwards < forwards:
@@ -287,7 +287,7 @@ def _choose(
 
 @compiled
 def _ready(home: Index, edges: Array, end: Array, kind: int, stage: int, micro_batch: int) -> float:
-    """When everything that an op needs is on its device; infinite if that is not placed yet."""
+    """When an op's inputs are all on its device; infinite if an input is not placed yet."""
     if kind == _W:
         return end[_B, stage, micro_batch]
     source = stage - 1 if kind == _F else stage + 1
@@ -302,12 +302,12 @@ def _ready(home: Index, edges: Array, end: Array, kind: int, stage: int, micro_b
 
 @compiled
 def _fits(job: _Job, state: _State, device: int, stage: int, micro_batch: int) -> bool:
-    """Whether after this F all micro-batches that were begun can be finished, oldest first, within the limit."""
+    """Whether, after this F, all micro-batches begun can be finished within the limit, oldest first."""
     limit, size = job.limits[device], job.sizes[stage, micro_batch]
     if limit == np.inf:
         return True
     live, ahead, oldest, begun = state.live[device], state.ahead[device], state.oldest[device], state.begun[device]
-    # Nothing is held of others than these.
+    # Other micro-batches hold nothing.
     held = live[oldest:begun].sum() + size
     if held > limit:
         return False

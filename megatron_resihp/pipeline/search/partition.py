@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers form a stage and which device holds it, before any order of ops. Imports numpy and numba.
+"""Chooses which layers form a stage and which device holds it, before any order of ops. Imports numpy and numba.
 
 The partition and placement parts of AdaPtis (arXiv 2509.23722): contiguous stages of least variance, then devices of
-equal load. The text leaves open how the load is balanced: here, by moving layers over stage boundaries.
+equal load. The text does not say how to balance the load; here layers move over stage boundaries.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ def in_turns(devices: int, chunks: int) -> tuple[int, ...]:
 
 
 def zigzag(devices: int, chunks: int) -> tuple[int, ...]:
-    """There and back: 0, 1, 2, 2, 1, 0, … (Qi et al., arXiv 2405.15362, for two chunks)."""
+    """Stages dealt there and back: 0, 1, 2, 2, 1, 0, … (Qi et al., arXiv 2405.15362, for two chunks)."""
     there = tuple(range(devices))
     return tuple(home for chunk in range(chunks) for home in (there if chunk % 2 == 0 else there[::-1]))
 
@@ -40,15 +40,16 @@ def least_variance(job: PipelineJob, homes: tuple[int, ...]) -> Layout:
 
 
 def balanced(job: PipelineJob, layout: Layout, seed: int = 0) -> Layout:
-    """A layout near this one whose devices are better balanced.
+    """A similar layout with better balanced devices.
 
-    One or two boundaries move by a layer, again and again. What makes neither the memory that is lacking for one
-    micro-batch worse nor the time is kept: a device's load with the forwards before its first stage, spread over the
-    micro-batches, the largest of all; and, because large stages are hard to order, their root mean square, spread so.
+    Each step moves one or two boundaries by a layer. It is kept if it increases neither the memory lacking for one
+    micro-batch nor the time. The time is the largest load of a device, plus the root mean square of the stage times, as
+    large stages are hard to order. A device's load includes the forwards before its first stage. Those forwards and the
+    root mean square are spread over the micro-batches.
 
     Args:
-        job, layout: what is laid out, and how at first.
-        seed: of the moves.
+        job, layout: the job, and its layout at first.
+        seed: for the moves.
     """
     if len(layout.homes) < 2:
         return layout
@@ -61,7 +62,7 @@ def balanced(job: PipelineJob, layout: Layout, seed: int = 0) -> Layout:
 
 @compiled
 def _least_squares(work: Array, homes: Index) -> Index:
-    """Cuts with the least sum of squared stage times (their mean is fixed where devices are alike)."""
+    """Cuts with the least sum of squared stage times (whose mean is fixed if devices are alike)."""
     stages, layers = len(homes), work.shape[1] - 1
     best = np.full((stages + 1, layers + 1), np.inf)
     cut = np.zeros((stages + 1, layers + 1), np.int64)
@@ -92,7 +93,7 @@ def _balance(
     tries: int,
     seed: int,
 ) -> None:
-    """Descent in place."""
+    """Descend in place."""
     np.random.seed(seed)
     load, room = np.empty(len(limit)), np.empty(len(limit))
     judged = _judge(work, forwards, needed, limit, cuts, homes, share, load, room)
@@ -111,7 +112,7 @@ def _balance(
 
 @compiled
 def _least_layers(cuts: Index) -> int:
-    """Of a stage; without an array in between."""
+    """The least number of layers of a stage; without a temporary array."""
     least = cuts[1] - cuts[0]
     for stage in range(1, len(cuts) - 1):
         least = min(least, cuts[stage + 1] - cuts[stage])
@@ -130,7 +131,7 @@ def _judge(
     load: Array,
     room: Array,
 ) -> tuple[float, float]:
-    """Memory that devices lack for one micro-batch, and seconds per micro-batch; `load` and `room` are scratch."""
+    """Memory that devices lack for one micro-batch, and seconds per micro-batch; `load` and `room` are buffers."""
     squares, arrival = 0.0, 0.0
     for device in range(len(limit)):
         load[device], room[device] = 0.0, limit[device]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Op orders for pipelines that help each other out: list scheduling of F, B and W.
+"""Orders ops for pipelines that help each other: list scheduling of F, B and W.
 
 Imports numpy, numba and this package.
 
-Each micro-batch goes its own way through the devices, one for each stage. What ReCycle (Gandhi et al., SOSP 2024, arXiv
-2405.14009) asks of its solver is done by list scheduling with several policies: re-routed work is put into bubbles, and
-W, decoupled from B, gives way to whatever others wait for.
+Each micro-batch takes its own path through the devices, one for each stage. List scheduling with several policies
+replaces the solver of ReCycle (Gandhi et al., SOSP 2024, arXiv 2405.14009). It puts re-routed work into bubbles, and W,
+decoupled from B, gives way to ops that other devices wait for.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ _F, _B, _W = map(int, OpKind)
 
 
 class Ways(NamedTuple):
-    """Micro-batches on their ways through devices that run the ops of one stage each.
+    """Paths of micro-batches through devices that run the ops of one stage each.
 
     Attributes:
-        device: who runs each stage of each micro-batch, [stages, micro-batches].
+        device: the device that runs each stage of each micro-batch, [stages, micro-batches].
         stage: of each device, [devices].
         seconds: of F, B and W on each device, [3, devices].
         transfers: seconds that a result takes from a stage to the next or back, [stages − 1, micro-batches].
@@ -44,7 +44,7 @@ class Ways(NamedTuple):
 
 
 class _Queues(NamedTuple):
-    """What each device has to do: its micro-batches are waiting[first[d] : first[d + 1]], in their order."""
+    """The work of each device: its micro-batches are waiting[first[d] : first[d + 1]], in order."""
 
     waiting: Index
     first: Index
@@ -64,13 +64,14 @@ _POLICIES = [(True, 0.5), (True, 1.0), (False, 0.0), (False, 0.5), (False, 1.0)]
 
 
 def order_ops(ways: Ways) -> tuple[list[list[Op]], float]:
-    """The order of ops on each device that ends first among those of all policies, and when it ends.
+    """The order of ops on each device that ends first among all policies, and its end.
 
-    Policies differ in how many micro-batches a device takes into F before their B, as a multiple of 1F1B's, which is
-    settled first; in whether F or B comes first where both can start; and in how large a gap W is put into.
+    Policies differ in three ways. The first is how many micro-batches a device takes into F before their B, as a
+    multiple of 1F1B's; it is decided first. The second is whether F or B comes first if both can start. The third is
+    the least gap for W.
 
     Raises:
-        ProgramError: a device with work can't keep the activations of one micro-batch.
+        ProgramError: a device with work cannot keep the activations of one micro-batch.
     """
     stages, micro_batches = ways.device.shape
     load = np.bincount(ways.device.ravel(), minlength=len(ways.stage))
@@ -115,7 +116,7 @@ def _place(
     order = np.empty((3 * stages * micro_batches, 3), np.int64)
     choices = np.zeros((len(ways.stage), 2), np.int64)
     version = np.zeros(len(ways.stage), np.int64)
-    # What each device would run next, by start; entries of an older version are void.
+    # The next op of each device, by start; entries of an older version are void.
     upcoming = [(0.0, device, 0) for device in range(len(ways.stage))]
     stale = np.empty(2, np.int64)
     for device in range(len(ways.stage)):
@@ -157,7 +158,7 @@ def _choose(
     backward_first: bool,
     least_gap: float,
 ) -> tuple[float, int, int]:
-    """(start, kind, micro-batch) of what a device would run next; start is infinite if it has to wait for others."""
+    """(start, kind, micro-batch) of a device's next op; start is infinite if it must wait for other devices."""
     stage, now = ways.stage[device], state.free[device]
     begin = np.full(3, np.inf)
     which = np.zeros(3, np.int64)
@@ -184,7 +185,7 @@ def _choose(
 
 @compiled
 def _next_kind(state: _State, stage: int, micro_batch: int) -> int:
-    """Of a micro-batch's ops of a stage, the one that comes next; above W if all are placed."""
+    """The next op of a micro-batch in a stage; above W if all its ops are placed."""
     kind = 0
     while kind < 3 and state.end[kind, stage, micro_batch] < np.inf:
         kind += 1
@@ -193,7 +194,7 @@ def _next_kind(state: _State, stage: int, micro_batch: int) -> int:
 
 @compiled
 def _ready(ways: Ways, state: _State, kind: int, stage: int, micro_batch: int) -> float:
-    """When what an op needs of other stages has arrived; infinite if that is not placed yet."""
+    """When an op's inputs from other stages have arrived; infinite if an input is not placed yet."""
     source = stage - 1 if kind == _F else stage + 1
     if kind == _W or source < 0 or source == len(ways.device):
         return 0.0

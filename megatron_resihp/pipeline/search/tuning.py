@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fastest pipeline that can be found for a job: layers, devices and order of ops together. Imports numpy.
+"""Searches the fastest pipeline for a job: layers, devices and order of ops together. Imports numpy.
 
-AdaPtis (arXiv 2509.23722): partition, placement and schedule are changed in turn, judged by simulation; what the time
-is lost to decides which is next.
+AdaPtis (arXiv 2509.23722): partition, placement and schedule change in turn, judged by simulation. The main cause of
+lost time decides which changes next.
 """
 
 from collections.abc import Iterable
@@ -21,19 +21,19 @@ from megatron_resihp.pipeline.simulate import simulate
 from megatron_resihp.pipeline.times import Array
 
 EFFORT = 200_000_000
-"""Ops run in trials: a second or two on one core."""
+"""Ops that trials run: a second or two on one core."""
 MOST_CHUNKS = 5
-"""Of each device, at most."""
+"""Most chunks of each device."""
 _ROUNDS = 3
 _VARIANTS = 4
-"""Partitions that are tried for each placement, at most."""
+"""Most partitions that are tried for each placement."""
 _EFFORT_FOR_ANOTHER = 50_000_000
 _SHARES = (0.25, 0.12, 0.12, 0.06, 0.06, 0.06)
-"""Of the effort, for candidates in the order of their makespans; the rest goes to the best of them."""
+"""Shares of the effort for candidates in the order of their makespans; the rest goes to the best of them."""
 _MOVED_LAYERS = {"partition": 0.1, "schedule": 0.01}
-"""Share of moves that move a layer, by what is tuned."""
+"""Share of moves that move a layer, by tuning phase."""
 _MARGIN = 4e-9
-"""Share of a device's memory that is left out, because programs fit into their limits up to rounding."""
+"""Share of a device's memory that is left out, because programs fit their limits only up to rounding."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ def tuned_pipeline(
     """The fastest layout and order of ops that can be found.
 
     Args:
-        job: what is run.
-        known: layouts that may be good; nothing slower than Megatron's order for them is returned.
-        effort: how many ops are run in trials.
-        seed: of the trials.
+        job: the job.
+        known: layouts that may be good; the result is no slower than Megatron's order for them.
+        effort: how many ops trials run.
+        seed: for the trials.
         most_chunks: of a device.
 
     Raises:
-        ProgramError: no layout that was tried fits into memory.
+        ProgramError: no layout tried fits into memory.
     """
     variants = min(1 + effort // _EFFORT_FOR_ANOTHER, _VARIANTS)
     candidates = _candidates(job, dict.fromkeys([*known, *_placements(job, most_chunks, variants)]))
@@ -73,7 +73,7 @@ def tuned_pipeline(
 
 
 def lower_bound(job: PipelineJob, layout: Layout) -> float:
-    """Seconds that no order of ops can beat for a layout, with any memory."""
+    """Least seconds of any order of ops for a layout, with unlimited memory."""
     durations, hops = job.durations(layout), job.hops(layout)
     return makespan_lower_bound(layout.homes, durations, hops, splits_backward=True)
 
@@ -89,10 +89,10 @@ def _placements(job: PipelineJob, most_chunks: int, variants: int) -> Iterable[L
 
 
 def _candidates(job: PipelineJob, layouts: Iterable[Layout]) -> list[Pipeline]:
-    """Megatron's order for all layouts, list scheduling for those that can be fastest; by makespan.
+    """Megatron's order for all layouts, and list scheduling for those that can be fastest; sorted by makespan.
 
     Raises:
-        ProgramError: no layout fits into memory; the message is of the one that lacks least.
+        ProgramError: no layout fits into memory; the message is about the layout that lacks least.
     """
     lacking = {layout: _lacking(job, layout) for layout in layouts}
     if not lacking:
@@ -110,7 +110,7 @@ def _candidates(job: PipelineJob, layouts: Iterable[Layout]) -> list[Pipeline]:
 
 
 def _lacking(job: PipelineJob, layout: Layout) -> float:
-    """Bytes that some device lacks for its layers and one micro-batch; at most 0 if none does."""
+    """The most bytes that a device lacks for its layers and one micro-batch; at most 0 if none lacks any."""
     needed = np.bincount(layout.homes, job.sizes(layout)[:, 0], job.devices)
     return float((needed - _room(job, layout)).max())
 
@@ -126,7 +126,7 @@ def _listed(job: PipelineJob, layout: Layout) -> Pipeline:
 
 
 def _of_megatron(job: PipelineJob, layout: Layout) -> list[Pipeline]:
-    """Megatron's own order for this layout, where there is one and memory allows."""
+    """Megatron's own order for this layout, if it has one and memory allows."""
     chunks, rest = divmod(len(layout.homes), job.devices)
     if rest or layout.homes != in_turns(job.devices, chunks):
         return []
@@ -140,7 +140,7 @@ def _timed(job: PipelineJob, layout: Layout, program: Program) -> Pipeline:
 
 
 def _by_bottleneck(job: PipelineJob, pipeline: Pipeline, effort: int, seed: int) -> Pipeline:
-    """Tune what most of the time is lost to: the partition if to the layout, the schedule if to the order of ops."""
+    """Tune the main cause of lost time: the partition if the layout is, the schedule if the order of ops is."""
     for number in range(_ROUNDS):
         least = lower_bound(job, pipeline.layout)
         phase = "partition" if least - job.floor > pipeline.makespan - least else "schedule"
