@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A laboratory: published detectors and experiments to compare with. A reader of the plugin can pass it by.
+"""A laboratory: published detectors and experiments for comparison. Readers of the plugin can skip it.
 
-Only the `resihp` command and benchmarks import it. May import: every package below it.
+Only the `resihp` command and benchmarks import it. It may import every package below it.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ResiHP without some of its steps, each as far as it can go without them. Imports `plan`, `cost` and `planner`.
+"""ResiHP without some of its steps, with whatever the remaining steps achieve. Imports `plan`, `cost` and `planner`.
 
 ResiHP's steps (arXiv 2605.06374): TP makes groups smaller, PP gives slow stages fewer layers, DP moves work between
 replicas.
@@ -20,10 +20,11 @@ _RESIHP: Final = STRATEGIES["resihp-paper"].strategy
 
 
 def without_tp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """PP and DP alone: a group that lost a member is lost as a whole, and one with a slow member is slow as a whole.
+    """PP and DP alone: a group that lost a member is dead as a whole, and a group with a slow member is slow as a
+    whole.
 
     Raises:
-        NoPlanError: as `resihp-paper` does.
+        NoPlanError: as in `resihp-paper`.
     """
     groups = [members for replica in plan.replicas for members in replica.stages]
     whole = [members for members in groups if members and health.speed.keys() >= set(members)]
@@ -36,10 +37,10 @@ def without_tp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPla
 
 
 def without_dp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """TP and PP alone: micro-batches are dealt evenly, and replicas with a stage that nobody is left of are dropped.
+    """TP and PP alone: micro-batches are dealt evenly, and replicas with a dead stage are dropped.
 
     Raises:
-        NoPlanError: no replica is complete; else as `resihp-paper` does.
+        NoPlanError: no replica is complete; otherwise as in `resihp-paper`.
     """
     found = _RESIHP(plan, health, cost)
     complete = [replace(replica, schedule=None, micro_batches=()) for replica in found.replicas if all(replica.stages)]
@@ -49,10 +50,10 @@ def without_dp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPla
 
 
 def only_tp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
-    """TP alone: as `without_dp`, and the layers stay where they are.
+    """TP alone: like `without_dp`, but the layers stay where they are.
 
     Raises:
-        NoPlanError: they don't fit in the memory of the groups that are left; else as `without_dp` does.
+        NoPlanError: the layers do not fit in the memory of the remaining groups; otherwise as in `without_dp`.
     """
     plan = spelt_out(plan, cost)
     found, chunks = without_dp(plan, health, cost), plan.replicas[0].chunks

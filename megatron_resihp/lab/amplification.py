@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far one slow worker makes others idle (ResiHP, arXiv 2605.06374, section 8, failure amplification).
+"""How much idle time one slow worker causes in others (ResiHP, arXiv 2605.06374, section 8, failure amplification).
 
 Imports `plan`, `planner` and `cost`.
 """
@@ -16,12 +16,12 @@ from megatron_resihp.planner.health import Health
 
 @dataclass(frozen=True)
 class Idle:
-    """GPU-seconds of an iteration that workers idle more than they do where all are well, by where they are.
+    """Extra idle GPU-seconds of an iteration, compared to a healthy job, by the workers' position.
 
     Attributes:
-        node: workers that the plan leaves without work.
+        node: of workers that the plan leaves without work.
         tp, pp, dp: of the slow worker's tensor-parallel group; of the other stages of its replica; of other replicas.
-            The slow worker itself doesn't count.
+            The slow worker itself does not count.
     """
 
     node: float
@@ -31,13 +31,13 @@ class Idle:
 
 
 def amplification(plan: ParallelPlan, healthy_plan: ParallelPlan, health: Health, slow: int, cost: JobCost) -> Idle:
-    """What a plan with one slow worker idles beyond the job's own plan with all workers well.
+    """The idle time of a plan with one slow worker, beyond that of the job's own plan with healthy workers.
 
-    Every worker would need the same time at its own speed for what it does; a worker idles for the rest of the
-    iteration, be it in a bubble, in a collective with a slower peer, or in the reduction of gradients.
+    A worker computes for the time that its own work takes at its own speed. It idles for the rest of the iteration: in
+    a bubble, in a collective with a slower peer, or in the reduction of gradients.
 
     Raises:
-        PlanError: a plan has other layers than the model.
+        PlanError: the layers of a plan differ from the model's.
     """
     well = Health(dict.fromkeys(healthy_plan.members, 1.0))
     base = _idle(healthy_plan, well, cost)
@@ -61,7 +61,7 @@ def _sum(more: dict[int, float], workers: set[int]) -> float:
 
 
 def _idle(plan: ParallelPlan, health: Health, cost: JobCost) -> dict[int, float]:
-    """Seconds of an iteration in which each live worker does nothing."""
+    """Idle seconds of each live worker in an iteration."""
     plan = replace(plan, replicas=tuple(with_layers(replica, cost.model) for replica in plan.replicas))
     iteration_s = evaluate(plan, health, cost).iteration_s
     idle = dict.fromkeys(health.speed, iteration_s)
@@ -72,7 +72,7 @@ def _idle(plan: ParallelPlan, health: Health, cost: JobCost) -> dict[int, float]
 
 
 def _micro_batches_run(plan: ParallelPlan) -> list[list[int]]:
-    """How many each replica runs in each of its chunks, migrated ones where they are run."""
+    """How many micro-batches each replica runs in each of its chunks; migrated ones count where they run."""
     counts = [[len(replica.micro_batches)] * len(replica.chunks) for replica in plan.replicas]
     owner = {index: number for number, replica in enumerate(plan.replicas) for index in replica.micro_batches}
     for migration in plan.migrations:
@@ -82,8 +82,10 @@ def _micro_batches_run(plan: ParallelPlan) -> list[list[int]]:
 
 
 def _work(replica: Replica, counts: Sequence[int], health: Health, cost: JobCost) -> dict[int, float]:
-    """Seconds that each worker computes in an iteration with so many micro-batches in each chunk, at its own speed and
-    with its own share of the shards."""
+    """Seconds that each worker computes in an iteration, at its own speed and with its own share of the shards.
+
+    `counts` gives the micro-batches of each chunk.
+    """
     per_chunk = stage_seconds(replica, health, cost).sum(axis=0)
     work: dict[int, float] = {}
     for chunk, seconds, count in zip(replica.chunks, per_chunk, counts, strict=True):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost profiles that reproduce a published fault-free throughput, by one efficiency. Imports this package's modules.
+"""Fits cost profiles to a published fault-free throughput, by one efficiency. Imports this package's modules.
 
-Only the fault-free column of the published table is used, so that whatever a strategy does under failures follows from
-the simulation alone.
+It uses only the fault-free column of the published table, so a strategy's behaviour under failures follows from the
+simulation alone.
 """
 
 from dataclasses import replace
@@ -16,14 +16,14 @@ ROUNDS: Final = 20
 
 
 def calibrated(sizes: Sizes, samples_per_s: float) -> Sizes:
-    """The sizes with the efficiency of its devices with which the job's own layout is so fast.
+    """The sizes with the device efficiency at which the job's own layout has the given throughput.
 
-    Compute takes time in proportion to 1 / efficiency, transfers don't depend on it, so that a few corrections by the
-    ratio of wanted to found throughput get there.
+    Compute time is proportional to 1 / efficiency, while transfers do not depend on it. So a few corrections by the
+    ratio of wanted to found throughput suffice.
 
     Raises:
-        SizesError: the layout can't be run.
-        ValueError: no efficiency gives that throughput: transfers alone take longer.
+        SizesError: the layout cannot run.
+        ValueError: no efficiency gives that throughput, as transfers alone take longer.
     """
     plan = sizes.plan()
     healthy = Health(dict.fromkeys(plan.members, 1.0))

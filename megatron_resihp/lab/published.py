@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published experiments of ResiHP (arXiv 2605.06374, section 8) as jobs and traces, and what the text leaves open.
+"""The published experiments of ResiHP (arXiv 2605.06374, section 8) as jobs and traces, with our own assumptions.
 
 The facts are in `data/resihp.json`. Imports numpy, `cost`, `planner` and this package's modules.
 """
@@ -29,7 +29,7 @@ from megatron_resihp.simulator.traces import HOUR, Event, Trace, What, trace
 
 SEQUENCE: Final = 4096
 ORDERS: Final = 5
-"""Random orders of failures, where nothing else is asked for."""
+"""Default number of random orders of failures."""
 SEVERITIES: Final = ("weak", "medium", "severe")
 
 TAKEN: Final = (
@@ -64,7 +64,7 @@ TAKEN: Final = (
     "joint: even shards, as jobs run them; with --uneven also uneven shards (3 of 4 GPUs, say), which no other "
     "strategy's plans have",
 )
-"""What the published text leaves open, and what is taken here."""
+"""Our assumptions where the published text leaves something open."""
 
 
 @cache
@@ -75,7 +75,7 @@ def facts() -> Mapping[str, Any]:
 
 
 def models() -> tuple[str, ...]:
-    """Those of the fail-stop table, in its order."""
+    """The models of the fail-stop table, in its order."""
     return tuple(facts()["fail_stop"]["samples_per_s"])
 
 
@@ -84,7 +84,7 @@ def job(model: str, micro_batches: int) -> Sizes:
     """A published job on its testbed, calibrated.
 
     Raises:
-        KeyError: there is no such job.
+        KeyError: no such job exists.
     """
     tensor, data, pipeline = facts()["layouts"][model]
     sizes = Sizes(
@@ -110,18 +110,18 @@ def judge_of(sizes: Sizes) -> Judge:
 
 
 def duration_s(sizes: Sizes) -> float:
-    """Of a session."""
+    """Duration of a session, in seconds."""
     return sizes.workers / 4 * HOUR
 
 
 def fail_stop(sizes: Sizes, interval_h: float, seed: int) -> Trace:
-    """Workers removed one after another. The order depends on the seed alone, not on the interval."""
+    """Workers removed one after another. The order depends only on the seed, not on the interval."""
     times = traces.moments(traces.every(interval_h * HOUR), duration_s(sizes), _rng(seed))
     return trace(duration_s(sizes), traces.removals(times, sizes.workers, _rng(seed)))
 
 
 def fail_slow(sizes: Sizes, judge: Judge, severity: int, seed: int) -> Trace:
-    """One in 16 workers slow from the start, so that the job's own plan loses the published share of its speed."""
+    """One in 16 workers is slow from the start, so that the job's own plan loses the published share of its speed."""
     slow = _slow_workers(sizes, seed)
     speed = speed_for_drop(sizes.plan(), slow, judge, facts()["fail_slow"]["unmitigated_drop"][severity])
     return trace(duration_s(sizes), [Event(0.0, What.SPEED, slow, speed)])
@@ -149,7 +149,7 @@ def with_rejoins(sizes: Sizes, seed: int) -> Trace:
 
 
 def _slow_workers(sizes: Sizes, seed: int) -> tuple[int, ...]:
-    # Another stream than that of the removals, so that the slow ones aren't the ones that die.
+    # Another stream than the removals', so that slow workers and dying workers are chosen independently.
     chosen = np.random.default_rng([seed, 1]).choice(sizes.workers, max(1, sizes.workers // 16), replace=False)
     return tuple(sorted(int(worker) for worker in chosen))
 
@@ -159,7 +159,7 @@ def _rng(seed: int) -> np.random.Generator:
 
 
 def speed_for_drop(plan: ParallelPlan, slow: tuple[int, ...], judge: Judge, drop: float) -> float:
-    """The speed of some workers with which a plan loses that share of its throughput, by bisection."""
+    """The speed of some workers at which a plan loses that share of its throughput, by bisection."""
     members = dict.fromkeys(plan.members, 1.0)
     wanted = (1 - drop) * judge.samples_per_s(plan, Health(members))
     low, high = 0.0, 1.0

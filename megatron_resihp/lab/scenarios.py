@@ -7,7 +7,7 @@ from megatron_resihp.simulator.traces import Trace
 
 
 def names() -> tuple[str, ...]:
-    """What `scenario` knows."""
+    """The names that `scenario` knows."""
     hours = [f"{interval:g}h" for interval in published.facts()["fail_stop"]["interval_h"]]
     cases = {"fail-stop": hours, "fail-slow": published.SEVERITIES, "mixed": published.SEVERITIES}
     named = (f"{kind}/{model}/{case}" for kind, of in cases.items() for model in published.models() for case in of)
@@ -19,7 +19,7 @@ def scenario(name: str, orders: int, micro_batches: int) -> Scenario:
     """A published experiment, such as fail-stop/llama2-13b/1h.
 
     Raises:
-        ScenarioError: there is no such name.
+        ScenarioError: the name is unknown.
     """
     if name not in names():
         raise ScenarioError(f"unknown scenario {name!r}; --list shows the published ones, or give a file")

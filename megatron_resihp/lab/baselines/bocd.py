@@ -2,9 +2,9 @@
 """Bayesian online change-point detection (Adams and MacKay, arXiv 0710.3742). Imports numpy and scipy.
 
 The values between two change points are Gaussian with unknown mean and variance, under a Normal-inverse-gamma prior.
-The run length r is how many of the last values come after the latest change point. In the paper's recursion a change
-point is a fresh draw that owes nothing to the value just seen, so that P(r = 0) is the hazard rate at every time and
-can't reach a threshold of 0.9. What can is P(r ≤ 10): "a change point lies in the last 10 values".
+The run length r is the number of values after the latest change point. In the paper's recursion, a change point does
+not depend on the value just seen. So P(r = 0) is the hazard rate at every time and cannot reach a threshold of 0.9. P(r
+≤ 10) can: "a change point lies in the last 10 values".
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from scipy.special import gammaln
 
 @dataclass(frozen=True)
 class Prior:
-    """What is believed of a run before its first value; values are relative to the usual one.
+    """Beliefs about a run before its first value; values are relative to the usual one.
 
     Attributes:
         hazard: probability of a change point at each value.
         mean, mean_weight: expected mean, and how many values that belief is worth (μ₀, κ₀).
-        deviation, deviation_weight: expected standard deviation, and half the number of values that it is worth (α₀; β₀
-            follows).
+        deviation, deviation_weight: expected standard deviation, and half the number of values that this belief is
+            worth (α₀; β₀ follows).
     """
 
     hazard: float = 1 / 250
@@ -49,7 +49,7 @@ class ChangePointFilter:
         return np.exp(self._log_probability)
 
     def update(self, value: float) -> None:
-        """See one more value."""
+        """Take in one more value."""
         prior = self._prior
         weighted = self._log_probability + self._log_predictive(value)
         change = np.logaddexp.reduce(weighted) + np.log(prior.hazard)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change points of a job's iteration time, which both published detectors begin with. Imports numpy."""
+"""Change points of a job's iteration time, with which both published detectors begin. Imports numpy."""
 
 from dataclasses import dataclass, field
 
@@ -14,10 +14,10 @@ class ChangePointSettings:
 
     Attributes:
         prior: of the filter.
-        recent: a change point is looked for in so many last iterations.
+        recent: number of last iterations in which a change point is looked for.
         probability: how sure the filter must be.
         fewest: iterations after a change point before it is judged, so that a mean can be taken.
-        warm_up: iterations in which nothing is judged.
+        warm_up: iterations without judgement.
     """
 
     prior: Prior = field(default_factory=Prior)
@@ -33,8 +33,8 @@ class ChangePoint:
 
     Attributes:
         start: first position after the change.
-        before: mean from the change point before this one up to it.
-        after: mean since then.
+        before: mean from the previous change point up to this one.
+        after: mean since this one.
     """
 
     start: int
@@ -53,7 +53,7 @@ class ChangePoints:
         self._latest = 0
 
     def update(self, value: float) -> ChangePoint | None:
-        """See one more value; the change point that the filter is now sure of, as long as it is recent."""
+        """Take in one more value; returns the change point that the filter is now sure of, while it is recent."""
         self._values.append(value)
         self._filter.update(value / self._values[0])
         chance = self._filter.run_length[: self._settings.recent + 1]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Greyhound's detector (USENIX ATC 2025): change points of the iteration time, small ones discarded, then validation.
 
-Only rises lead to validation; a rise that a change of workload brings is a false alarm. The released code may validate
-more often. Imports numpy.
+Only rises lead to validation; a rise that comes from a change of workload is a false alarm. The released code may
+validate more often. Imports numpy.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from megatron_resihp.lab.baselines.validation import Validate, Validation
 
 @dataclass(frozen=True)
 class GreyhoundSettings:
-    """As published, and the filter's.
+    """The published settings, and the filter's.
 
     Attributes:
         change_points: settings of the filter.

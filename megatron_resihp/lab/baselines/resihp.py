@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ResiHP's published detector (arXiv 2605.06374): Greyhound's change points, kept only where the job takes longer
-than its workload explains, then validation.
+"""ResiHP's published detector (arXiv 2605.06374): Greyhound's change points, checked against the workload.
 
-The healthy time comes from T = αN + βΣl² of whole ops, waiting for TP peers included, through the pipeline's DAG.
-Imports numpy.
+A change point counts only if the job takes longer than its workload explains; then validation follows. The healthy time
+comes from T = αN + βΣl² of whole ops, waits for TP peers included, through the pipeline's DAG. Imports numpy.
 """
 
 from collections import deque
@@ -21,7 +20,7 @@ from megatron_resihp.lab.baselines.validation import Validate, Validation
 
 @dataclass(frozen=True)
 class ResihpSettings:
-    """As published, and the filter's.
+    """The published settings, and the filter's.
 
     Attributes:
         change_points: settings of the filter.
@@ -80,7 +79,7 @@ class Resihp:
         return self.validation.speed(ends)
 
     def _is_slow(self, change: ChangePoint) -> bool:
-        """Whether the iterations since a change point take too long. The fit waits for the first question."""
+        """Whether the iterations since a change point take too long. The model is fitted at the first call."""
         layout, rows, links = _representatives(self._layout)
         if self._prediction is None:
             self._prediction = Prediction(layout, [_only(each, rows, links) for each in self._warm_up])
@@ -91,7 +90,7 @@ class Resihp:
 
 
 def _representatives(layout: Layout) -> tuple[Layout, np.ndarray, np.ndarray]:
-    """One worker for each TP group, whose ops last equally long on all members: layout, rows, and rows of links."""
+    """One worker for each TP group, since ops last equally long on all members: layout, rows, and rows of links."""
     rows = np.flatnonzero(layout.tp_rank == 0)
     links = np.flatnonzero(np.isin(layout.links, layout.workers[rows]).all(axis=1))
     names = ("workers", "replica", "stage", "tp_rank", "node")
@@ -100,7 +99,7 @@ def _representatives(layout: Layout) -> tuple[Layout, np.ndarray, np.ndarray]:
 
 
 def _only(observations: IterationObservations, rows: np.ndarray, links: np.ndarray) -> IterationObservations:
-    """What was seen of some workers and links. Without the time waited, so that whole ops are fitted."""
+    """Observations of some workers and links, without wait times, so that whole ops are fitted."""
     of_workers = ("compute", "tokens", "squares", "spans", "seconds", "reported")
     of_links = ("transfer", "transfer_bytes")
     return replace(

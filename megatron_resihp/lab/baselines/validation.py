@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both published detectors do after an alarm: stop the job and measure every worker and link. Imports numpy.
+"""Validation in both published detectors: after an alarm, stop the job and measure every worker and link. Imports
+numpy.
 
-Measuring is modelled as perfect: it names whoever is slow at that time and their true speed. What it costs is counted.
+Measurement is modelled as perfect: it names the workers and links that are slow at that time, and their true speed. The
+cost is counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +13,7 @@ from megatron_resihp.detector.verdict import Change, Kind, Verdict
 
 
 class Finding(NamedTuple):
-    """A slow worker or link that measuring finds, and its speed p."""
+    """A slow worker or link found by measurement, and its speed p."""
 
     kind: Kind
     workers: tuple[int, ...]
@@ -19,7 +21,7 @@ class Finding(NamedTuple):
 
 
 Validate = Callable[[int], Sequence[Finding]]
-"""Who is slow in an iteration."""
+"""Gives the slow workers and links in an iteration."""
 
 
 class Validation:
@@ -35,11 +37,11 @@ class Validation:
         self.count = 0
 
     def speed(self, workers: tuple[int, ...]) -> float:
-        """What was measured of a worker or a link's ends when they were last found slow, or 1.0."""
+        """The speed of a worker or a link when it was last found slow, or 1.0."""
         return self._speeds.get(workers, 1.0)
 
     def after_alarm(self, since: int, iteration: int, epoch: int) -> list[Verdict]:
-        """Verdicts on those who were not known yet; one that names nobody if nobody is slow."""
+        """Verdicts on newly found workers and links; if nothing is slow, one verdict without workers."""
         self.count += 1
         findings = self._validate(iteration)
         new = [finding for finding in findings if self.speed(finding.workers) != finding.speed]

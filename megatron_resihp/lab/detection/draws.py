@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of the benchmark by seed: those that detectors are tuned on, and others that they are scored on. Imports numpy.
+"""Jobs of the benchmark by seed: some for tuning detectors, others for scoring them. Imports numpy.
 
-The two can't share a job: what a job is drawn for is part of its seed.
+The two sets share no job, as the purpose of a job is part of its seed.
 """
 
 from enum import IntEnum
@@ -15,11 +15,11 @@ from megatron_resihp.lab.detection.shapes import SHAPES, Shape
 
 SEQUENCES = (8192, 16384, 32768)
 MICRO_BATCHES = {16: (4, 8), 64: (8, 16), 256: (16, 16)}
-"""By number of workers. A pipeline needs about as many micro-batches as stages."""
+"""Micro-batches by number of workers. A pipeline needs about as many micro-batches as stages."""
 
 
 class Purpose(IntEnum):
-    """What jobs are drawn for."""
+    """The purpose of drawn jobs."""
 
     TUNING = 0
     SCORING = 1
@@ -28,7 +28,7 @@ class Purpose(IntEnum):
 def draw_job(purpose: Purpose, seed: int, noise: Noise, shape: Shape, index: int, timed_every: int = 4) -> SyntheticJob:
     """Job number `index` of a row of the benchmark, which is a kind of noise and a cluster size.
 
-    Even numbers are healthy, odd ones faulty; sequence length, schedule, micro-batches and slow-down take turns.
+    Even numbers are healthy, odd ones faulty; sequence length, schedule, micro-batches and slowdown vary in turn.
     """
     key = (int(purpose), NOISES.index(noise), SHAPES.index(shape), index)
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Persistent slow-downs with known truth, drawn as in the published protocol. Imports numpy and `detector.verdict`."""
+"""Persistent slowdowns with known truth, drawn as in the published protocol. Imports numpy and `detector.verdict`."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from megatron_resihp.detector.input.observations import Layout
 from megatron_resihp.detector.verdict import Kind
 
 SLOWDOWNS = (0.05, 0.075, 0.10, 0.15, 0.20, 0.25, 0.30, 0.40, 0.50, 0.60, 0.70)
-"""Slow-downs s = 1 − p that faults are drawn from."""
+"""Slowdowns s = 1 − p from which faults are drawn."""
 CONCURRENT_SHARE = 1 / 3
-"""How many of the faulty jobs have several culprits."""
+"""Share of the faulty jobs with several culprits."""
 MOST_CULPRITS = 3
 QUIET_ITERATIONS = 50
-"""No fault begins in that many first or last iterations."""
+"""Number of first and of last iterations in which no fault begins."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Fault:
     """A device that runs at `speed` from iteration `onset` to the end of the job.
 
     Attributes:
-        kind: what is slow: a worker's compute, or a link's bandwidth.
+        kind: which is slow: a worker's compute, or a link's bandwidth.
         workers: the worker's id, or the link's two ends.
         speed: p in (0, 1), relative to its own healthy speed.
         onset: the first slow iteration, from 1.
@@ -36,13 +36,15 @@ class Fault:
 
     @property
     def slowdown(self) -> float:
-        """s = 1 − p, without what floating point adds to it."""
+        """s = 1 − p, without floating-point error."""
         return round(1 - self.speed, 9)
 
 
 def draw_faults(layout: Layout, slowdown: float, iterations: int, rng: np.random.Generator) -> tuple[Fault, ...]:
-    """One to three faults of a job. The first one has the given slow-down; in half of the jobs with several culprits
-    all begin at once."""
+    """One to three faults of a job, the first with the given slowdown.
+
+    In half of the jobs with several culprits, all faults begin at once.
+    """
     count = int(rng.integers(2, MOST_CULPRITS + 1)) if rng.random() < CONCURRENT_SHARE else 1
     together = rng.random() < 0.5
     onset = _draw_onset(iterations, rng)

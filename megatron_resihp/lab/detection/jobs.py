@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A synthetic training job as a detector sees it, with the truth about its faults.
 
-Inside a TP group the fast members wait for the slow one in the collectives of F and B, so that an op lasts equally long
-on all of them; how much of it each one waited is known only on a sample of micro-batches, as on a GPU. The micro-batch
-axis of all arrays is a worker's own micro-batches, in order. Imports numpy, `pipeline` and `detector`.
+Inside a TP group, fast members wait for the slow one in the collectives of F and B, so an op lasts equally long on all
+of them. How long each one waited is known only for a sample of micro-batches, as on a GPU. The micro-batch axis of all
+arrays is a worker's own micro-batches, in order. Imports numpy, `pipeline` and `detector`.
 """
 
 from collections.abc import Iterator
@@ -37,11 +37,11 @@ DEVICE_SPREAD = 0.01
 OTHER_NOISE = 0.01
 """Relative standard deviation of gradient sync and optimizer."""
 SMALLEST = 1e-3
-"""No time becomes negative by noise."""
+"""Least factor, so that noise makes no time negative."""
 
 
 class Schedule(StrEnum):
-    """How the ops of a pipeline are ordered."""
+    """The order of a pipeline's ops."""
 
     ONE_F_ONE_B = "1f1b"
     ZERO_BUBBLE = "zbh1"
@@ -53,16 +53,16 @@ class Schedule(StrEnum):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What a synthetic job runs.
+    """The settings of a synthetic job.
 
     Attributes:
         shape: model and parallelism.
         sequence: tokens of a micro-batch.
-        micro_batches: of each replica in an iteration.
+        micro_batches: per replica in an iteration.
         schedule: order of ops.
         noise: of devices and links.
         iterations: length of the job.
-        timed_every: in-TP waiting is timed in every so-manieth micro-batch, another one each iteration.
+        timed_every: in-TP waiting is timed in one of this many micro-batches, another one each iteration.
     """
 
     shape: Shape
@@ -79,17 +79,17 @@ class SyntheticJob:
     """Measurements of a whole job. W: workers, L: links, M: micro-batches of a replica.
 
     Attributes:
-        spec: what was run.
-        layout: where the workers stand.
-        program: what each replica's pipeline runs.
+        spec: the job's settings.
+        layout: positions of the workers.
+        program: the program of each replica's pipeline.
         faults: the truth.
         squares: [iterations, replicas, M] Σ l².
-        own: [iterations, W, kinds, M] own compute of each op in seconds; kinds are F, B and, where split, W.
-        durations: the same with waiting and collectives, shape [iterations, stages, replicas, kinds, M]; NaN where the
-            op has no collectives, so that it lasts as long as the worker's own compute.
+        own: [iterations, W, kinds, M] own compute of each op in seconds; kinds are F, B and, if split, W.
+        durations: the same with waits and collectives, shape [iterations, stages, replicas, kinds, M]; NaN if the op
+            has no collectives, so that it lasts as long as the worker's own compute.
         transfers: [iterations, L, 2 M] seconds of each transfer, activations first.
         seconds: [iterations] the job's iteration time.
-        gradient_sync: [iterations, replicas] seconds in gradient sync, waiting for other replicas included.
+        gradient_sync: [iterations, replicas] seconds in gradient sync, with waits for other replicas.
         optimizer: [iterations] seconds in the optimizer.
     """
 
@@ -110,7 +110,7 @@ class SyntheticJob:
         return map(self.iteration, range(1, self.spec.iterations + 1))
 
     def iteration(self, number: int) -> IterationObservations:
-        """One iteration, from 1."""
+        """One iteration, numbered from 1."""
         layout, at, micro_batches = self.layout, number - 1, self.spec.micro_batches
         own = self.own[at]
         workers, kinds = own.shape[:2]
@@ -153,7 +153,7 @@ def make_layout(shape: Shape) -> Layout:
 
 
 def make_job(spec: JobSpec, faults: tuple[Fault, ...], rng: np.random.Generator) -> SyntheticJob:
-    """Run a job in mind: the same arguments and generator state give the same job."""
+    """Simulate a job; the same arguments and generator state give the same job."""
     layout = make_layout(spec.shape)
     program = spec.schedule.program(spec.shape.pipeline_parallel, spec.micro_batches)
     regimes = draw_regimes(spec.iterations, spec.sequence, rng)
@@ -206,7 +206,7 @@ def _own_compute(
 
 
 def _durations(spec: JobSpec, own: NDArray[np.float32], splits_backward: bool) -> NDArray[np.float32]:
-    """What an op lasts on all members of a TP group: as long as its slowest member computes, and the collectives."""
+    """An op's duration on all members of a TP group: its slowest member's compute, and the collectives."""
     shape = spec.shape
     grouped = own.reshape(
         spec.iterations, shape.pipeline_parallel, shape.data_parallel, shape.tensor_parallel, *own.shape[2:]
@@ -240,7 +240,7 @@ def _pipeline_seconds(
     durations: NDArray[np.float32],
     transfers: NDArray[np.float32],
 ) -> NDArray[np.float64]:
-    """[iterations, replicas] how long the pipelines take; a stage goes on when all its TP members can."""
+    """[iterations, replicas] seconds of the pipelines; a stage goes on once all its TP members can."""
     shape, micro_batches = spec.shape, spec.micro_batches
     grid = (spec.iterations, shape.pipeline_parallel, shape.data_parallel, shape.tensor_parallel)
     slowest = own.reshape(*grid, *own.shape[2:]).max(axis=3)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the times of healthy devices and links vary. Imports numpy.
 
-All noise is a factor on a duration. What an op draws for itself averages away over an iteration; what decides how well
-a detector works is noise that the ops of an iteration, the workers of a node or consecutive iterations have in common.
+All noise is a factor on a duration. Noise of single ops averages out over an iteration. What limits a detector is noise
+that the ops of an iteration, the workers of a node or consecutive iterations share.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 HEAVY_TAIL_FREEDOM = 3
 """Degrees of freedom of heavy-tailed noise: Student's t with a finite variance and an infinite kurtosis."""
 SMALLEST_FACTOR = 0.5
-"""No op is faster than this, whatever the tail says."""
+"""Least factor on an op's duration, whatever the tail."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Noise:
     Attributes:
         name: of the row in tables.
         scored: whether the row counts in the benchmark's figures.
-        op: of each op and each transfer by itself.
-        heavy_tailed: whether that is Student's t with 3 degrees of freedom instead of a Gaussian.
-        iteration: common to all ops of a worker, or transfers of a link, in an iteration.
-        node: common to all workers of a node in an iteration, and to the links that begin at the node.
+        op: of each op and each transfer separately.
+        heavy_tailed: whether that noise is Student's t with 3 degrees of freedom instead of Gaussian.
+        iteration: shared by all ops of a worker, or transfers of a link, in an iteration.
+        node: shared by all workers of a node in an iteration, and by the links that begin at the node.
         drift: stationary AR(1) of each worker and link over iterations.
         drift_iterations: correlation time of the drift.
         stall_rate: stalls per worker or link and iteration.
@@ -63,17 +63,17 @@ NOISES = (
     Noise("stalls_2", scored=False, stall_rate=STALL_RATE, stall_iterations=2),
     Noise("stalls_3", scored=False, stall_rate=STALL_RATE, stall_iterations=3),
 )
-"""The benchmark's rows: scored ones, then those that are only printed. All carry 1 % per op at least."""
+"""The benchmark's rows: scored ones, then those that are only printed. All have at least 1 % noise per op."""
 
 
 def op_factors(noise: Noise, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float32]:
-    """Factors that each op draws for itself, with mean 1 and standard deviation `noise.op`."""
+    """Separate factors for each op, with mean 1 and standard deviation `noise.op`."""
     standard = _student_t(shape, rng) if noise.heavy_tailed else rng.standard_normal(shape, dtype=np.float32)
     return np.maximum(1 + np.float32(noise.op) * standard, np.float32(SMALLEST_FACTOR))
 
 
 def _student_t(shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float32]:
-    """Scaled to a standard deviation of 1."""
+    """Student's t, scaled to a standard deviation of 1."""
     # χ² is twice a Gamma variable of shape ν / 2, t = z / √(χ² / ν), and its variance is ν / (ν − 2).
     gamma = rng.standard_gamma(HEAVY_TAIL_FREEDOM / 2, shape, dtype=np.float32)
     return rng.standard_normal(shape, dtype=np.float32) * np.sqrt(np.float32(HEAVY_TAIL_FREEDOM / 2 - 1) / gamma)

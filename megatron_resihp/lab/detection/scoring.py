@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a detector was right about a job whose truth is known. Imports `detector.interface` and `detector.verdict`.
+"""Scores a detector on a job with known truth. Imports `detector.interface` and `detector.verdict`.
 
-A culprit is found if a verdict names it between its onset and 30 iterations later. A false alarm is a verdict that a
-device has become slow while it is not – of nobody in particular, of a healthy device, of a culprit before its onset –,
-or that a culprit has recovered while it is slow. A job is judged correctly if all culprits were found and there was no
-false alarm.
+A culprit is found if a verdict names it between its onset and 30 iterations later. There are two kinds of false alarm.
+One is a verdict that a device has become slow while it is not: a verdict without workers, on a healthy device, or on a
+culprit before its onset. The other is a verdict that a culprit has recovered while it is slow. A job is judged
+correctly if all culprits were found and there was no false alarm.
 """
 
 from collections.abc import Iterable
@@ -16,18 +16,18 @@ from megatron_resihp.lab.detection.faults import Fault
 from megatron_resihp.lab.detection.jobs import SyntheticJob
 
 WINDOW = 30
-"""Iterations after its onset in which a culprit must be named; the speed is asked for at their end."""
+"""Iterations after its onset within which a culprit must be named; its speed is asked for at their end."""
 
 
 @dataclass(frozen=True)
 class FaultScore:
-    """How a detector did with one culprit.
+    """A detector's score for one culprit.
 
     Attributes:
         kind: compute or link.
         slowdown: s = 1 − p.
-        latency: slow iterations until the first verdict that names it, the deciding one included; None if it was not
-            named within the window.
+        latency: slow iterations until the first verdict that names the culprit, the deciding one included; None if it
+            was not named within the window.
         speed_error: |p̂ − p| at the end of the window; p̂ is 1 for a device that is not known to be slow.
     """
 
@@ -39,12 +39,12 @@ class FaultScore:
 
 @dataclass(frozen=True)
 class JobScore:
-    """How a detector did with one job.
+    """A detector's score for one job.
 
     Attributes:
         sequence: tokens of the job's micro-batches.
-        faults: one score for each culprit; none in a healthy job.
-        false_alarms: how many.
+        faults: one score for each culprit; empty for a healthy job.
+        false_alarms: number of false alarms.
     """
 
     sequence: int
@@ -86,7 +86,7 @@ def _latency(fault: Fault, verdicts: Iterable[Verdict]) -> int | None:
 
 
 def count_false_alarms(faults: Iterable[Fault], verdicts: Iterable[Verdict]) -> int:
-    """Verdicts that the truth contradicts. That a device which was blamed wrongly has recovered is none."""
+    """Verdicts that contradict the truth. The recovery of a wrongly blamed device is not counted."""
     faults = tuple(faults)
     count = 0
     for verdict in verdicts:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synthetic series of a job's iteration times, without workers, with what real ones have. Imports numpy and `detector`.
+"""Synthetic series of a job's iteration times, without workers. Imports numpy and `detector`.
 
-Real series begin slow, become faster, restart their numbering, have spikes, stalls and evaluations, and are noisy.
-A kind says what a series has; a seed and an index say which one it is.
+Like real ones, they begin slow, become faster, restart their numbering, have spikes, stalls and evaluations, and are
+noisy. A kind says what a series contains; a seed and an index select the series.
 """
 
 from dataclasses import dataclass
@@ -18,44 +18,44 @@ Array = NDArray[np.float64]
 TAIL_FREEDOM: Final = 3
 """Degrees of freedom of heavy-tailed noise."""
 SKEW: Final = 0.7
-"""Of skewed noise, the standard deviation of its logarithm."""
+"""Standard deviation of the logarithm of skewed noise."""
 LARGEST_SLOWDOWN: Final = 2.1
 SMALLEST_SLOWDOWN: Final = 1.05
 FEWEST_DEVIATIONS: Final = 2.5
-"""Slow-downs are at least so many standard deviations of the noise."""
+"""Fewest standard deviations of the noise in a slowdown."""
 REGIME_ROWS: Final = (25, 60)
 RAMP: Final = (1, 2, 4, 8)
-"""Batch sizes of a ramp-up, in that of its first rows."""
+"""Batch sizes of a ramp-up, relative to the first rows'."""
 
 
 @dataclass(frozen=True)
 class SeriesKind:
-    """What series of a kind have. Noise is relative, rates are per row.
+    """The properties of a kind of series. Noise is relative, rates are per row.
 
     Attributes:
         name: of the row in tables.
         noise: standard deviation.
-        heavy_tailed: whether it is Student's t with 3 degrees of freedom.
-        skewed: whether it is log-normal, with a long tail to slower times.
+        heavy_tailed: whether the noise is Student's t with 3 degrees of freedom.
+        skewed: whether the noise is log-normal, with a long tail to slower times.
         correlation: of the noise from row to row.
         moving: rows over which noise is averaged.
-        slower_share: share of rows that take 8 % longer, by chance.
-        spikes, stalls: rate of single rows, and of two to three in succession, that take 1.5 to 4 times as long.
-        every: an evaluation or a save comes after so many rows; `every_rows` take 1.5 to 3 times as long.
-        drift: the level goes up and down by as much, in `drift_rows`.
-        faster: at row 60 to 120 the job becomes faster by this share.
-        begins_slow: the first 15 to 45 rows take 10 to 40 % longer.
-        regimes: documents come in regimes that the column `squares` explains.
-        ramp: the batch grows, as the column `tokens` says.
-        restarts: how often the numbering begins anew, each time with a slow row.
-        early: the slow-down lasts from row 11 to 60.
-        factor: of the slow-down; 0: drawn.
+        slower_share: share of random rows that take 8 % longer.
+        spikes, stalls: rate of single rows, and of two to three successive rows, that take 1.5 to 4 times as long.
+        every: rows between evaluations or saves; `every_rows` rows then take 1.5 to 3 times as long.
+        drift: amplitude of the level's oscillation, with a period of `drift_rows`.
+        faster: between rows 60 and 120, the job becomes faster by this share.
+        begins_slow: whether the first 15 to 45 rows take 10 to 40 % longer.
+        regimes: whether documents come in regimes that the column `squares` explains.
+        ramp: whether the batch grows, as the column `tokens` says.
+        restarts: how often the numbering starts over, each time with a slow row.
+        early: whether the slowdown lasts from row 11 to 60.
+        factor: of the slowdown; 0 means that it is drawn.
         rows: rows of a series.
         pink: whether the noise is 1 / f, correlated over all times.
         bursts: whether the noise comes in spells of 40 rows that are up to 3 times as noisy.
-        repeated: whether each time was recorded for two rows, one after another.
-        scored: whether the goals are for it; the others are harder.
-        held_out: whether it was drawn for the first time after all tuning.
+        repeated: whether each time is recorded for two successive rows.
+        scored: whether the goals apply to it; other kinds are harder.
+        held_out: whether it was first drawn after all tuning.
     """
 
     name: str
@@ -87,7 +87,7 @@ class SeriesKind:
 
     @property
     def recurs(self) -> bool:
-        """Whether what it has beside noise comes again and again, so that the first time may alarm."""
+        """Whether its disturbances come again and again, so that the first one may alarm."""
         return self.stalls > 0 or self.every > 0
 
 
@@ -134,7 +134,7 @@ KINDS: Final = (
 
 @dataclass(frozen=True)
 class SlowSpell:
-    """A slow-down whose truth is known.
+    """A slowdown with known truth.
 
     Attributes:
         first, last: rows, from 1.
@@ -152,9 +152,9 @@ class Series:
 
     Attributes:
         seconds: of the iterations.
-        numbers: the iterations' own, which begin anew at restarts.
-        tokens, squares: the workload, NaN where there is no column of it.
-        spell: the slow-down; None in a healthy series.
+        numbers: the iterations' own numbers, which start over at restarts.
+        tokens, squares: the workload, NaN if the series has no such column.
+        spell: the slowdown; None in a healthy series.
     """
 
     seconds: Array
@@ -164,7 +164,7 @@ class Series:
     spell: SlowSpell | None
 
     def table(self) -> Table:
-        """As `resihp detect` reads it from a file."""
+        """The table that `resihp detect` would read from a file."""
         rows = np.arange(1, self.seconds.size + 1)
         segments = np.concatenate([[0], np.cumsum(np.diff(self.numbers) <= 0)])
         seconds, tokens, squares = (each[:, None] for each in (self.seconds, self.tokens, self.squares))
@@ -175,10 +175,10 @@ def draw_series(kind: SeriesKind, seed: int, index: int, slow: bool) -> Series:
     """Series number `index` of a kind.
 
     Args:
-        kind: what it has.
+        kind: its properties.
         seed: of the benchmark.
-        index: which one.
-        slow: whether it has a slow-down.
+        index: number of the series.
+        slow: whether it has a slowdown.
     """
     random = np.random.default_rng([seed, index, slow, *kind.name.encode()])
     level, numbers = np.ones(kind.rows), np.arange(1, kind.rows + 1)
@@ -266,7 +266,7 @@ def _disturbances(kind: SeriesKind, random: np.random.Generator) -> Array:
 
 
 def _regimes(rows: int, random: np.random.Generator) -> tuple[Array, Array]:
-    """Two mixes of documents in turns."""
+    """Two alternating mixes of documents."""
     squares: list[float] = []
     long = bool(random.integers(2))
     while len(squares) < rows:
@@ -283,7 +283,7 @@ def _ramp(rows: int) -> tuple[Array, Array]:
 
 
 def _restart(kind: SeriesKind, level: Array, numbers: NDArray[np.int64], random: np.random.Generator) -> int:
-    """Numbering begins anew some rows back, as from a checkpoint, or at 1. Returns where a slow-down may begin."""
+    """Start the numbering over some rows back, as from a checkpoint, or at 1; returns where a slowdown may begin."""
     places = np.sort(random.choice(np.arange(60, 200), kind.restarts, replace=False))
     for place in places.tolist():
         first = int(random.choice([1, max(int(numbers[place - 1]) - 20, 1)]))

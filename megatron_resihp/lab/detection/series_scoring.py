@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a detector was right about series whose truth is known. Imports numpy, `detector` and this package.
+"""Scores detectors on series with known truth. Imports numpy, `detector` and this package.
 
-A slow-down is found if a verdict says so within 30 rows from its first one on, and recovered if one says so within 30
-rows after its last. Every other onset is a false alarm, but for the first of a series in which something recurs.
+A slowdown is found if a verdict reports it within 30 rows from its first one, and its recovery if one reports that
+within 30 rows after its last. Every other onset is a false alarm, except the first one in a series with recurring
+disturbances.
 """
 
 from collections.abc import Callable
@@ -22,24 +23,23 @@ from megatron_resihp.lab.baselines.validation import Finding
 from megatron_resihp.lab.detection.series import Series, SeriesKind, draw_series
 
 WINDOW: Final = 30
-"""Rows in which a slow-down, or its end, has to be found."""
+"""Rows within which a slowdown, or its end, must be found."""
 
 Onsets = list[int]
 Recoveries = list[int]
 Watch = Callable[[Series], tuple[Onsets, Recoveries]]
-"""Rows at which a detector says that a series has become slow, and that it is well again."""
+"""Gives the rows at which a detector reports a slowdown, and those at which it reports a recovery."""
 
 
 @dataclass(frozen=True)
 class SeriesScore:
-    """How a detector did with some series.
+    """A detector's score for some series.
 
-    Attributes:
-        slow: series with a slow-down.
-        found, recovered: how many of these slow-downs, and of their ends, were found.
-        latencies: rows from the first slow one to the verdict, that one included, of each that was found.
-        false_alarms: how many.
-        rows: of healthy times.
+    slow: number of series with a slowdown.
+    found, recovered: number of these slowdowns, and of their ends, that were found.
+    latencies: for each slowdown found, rows from the first slow one to the verdict, both included.
+    false_alarms: number of false alarms.
+    rows: number of healthy rows.
     """
 
     slow: int = 0
@@ -56,7 +56,7 @@ class SeriesScore:
         )  # fmt: skip
 
     def figures(self) -> dict[str, float | int | None]:
-        """What is reported."""
+        """The reported figures."""
         return {
             "found_share": self.found / self.slow if self.slow else None,
             "recovered_share": self.recovered / self.slow if self.slow else None,
@@ -68,7 +68,7 @@ class SeriesScore:
 
 
 def score(kind: SeriesKind, series: Series, watch: Watch) -> SeriesScore:
-    """One series."""
+    """The score for one series."""
     onsets, recoveries = watch(series)
     spell = series.spell
     inside = [row for row in onsets if spell and spell.first <= row <= spell.last + 1]
@@ -86,13 +86,13 @@ def score(kind: SeriesKind, series: Series, watch: Watch) -> SeriesScore:
 
 
 def score_kind(kind: SeriesKind, seed: int, count: int, watch: Watch) -> SeriesScore:
-    """So many healthy series of a kind, and as many with a slow-down."""
+    """The score for `count` healthy series of a kind, and as many with a slowdown."""
     drawn = (draw_series(kind, seed, index, slow) for index in range(count) for slow in (False, True))
     return sum((score(kind, series, watch) for series in drawn), SeriesScore())
 
 
 def this_detector(series: Series) -> tuple[Onsets, Recoveries]:
-    """This project's, as `resihp detect` uses it."""
+    """This project's detector, as `resihp detect` uses it."""
     verdicts = judge_series(series.table(), FALSE_ALARMS_PER_JOB, Settings()).verdicts
     rows = [(verdict.change, int(verdict.evidence["row"])) for verdict in verdicts]
     return (
@@ -102,8 +102,10 @@ def this_detector(series: Series) -> tuple[Onsets, Recoveries]:
 
 
 def greyhound(series: Series) -> tuple[Onsets, Recoveries]:
-    """Greyhound's, online, from row 10 on; each alarm is validated, which nobody does without workers. It tells no
-    recoveries."""
+    """Greyhound's detector, online, from row 10 on; it reports no recoveries.
+
+    Each alarm is validated, which real detection without workers could not do.
+    """
     table, spell = Table.of(series.seconds[:, None]), series.spell
     slow = Finding(Kind.COMPUTE, (0,), 1 / spell.factor if spell else 1.0)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ops of published models cost on a healthy cluster: T = αN + βΣl² + γ for each kind of op and stage.
+"""Costs of published models' ops on a healthy cluster: T = αN + βΣl² + γ for each kind of op and stage.
 
-Models and their TP, DP and PP degrees are those of ResiHP (arXiv 2605.06374, section 8); 8 GPUs on a node, 200 Gb/s
-between nodes. Rates are round figures for an A100: only ratios matter to a detector. Imports numpy.
+Models and their TP, DP and PP degrees are those of ResiHP (arXiv 2605.06374, section 8), with 8 GPUs per node and 200
+Gb/s between nodes. Rates are round figures for an A100, as only ratios matter to a detector. Imports numpy.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ ATTENTION_RATE = 75e12
 NODE_BANDWIDTH = 200e9
 """Bytes/s between two GPUs of a node."""
 NETWORK_BANDWIDTH = 25e9 / 8
-"""Bytes/s between GPUs of two nodes while all 8 of them send."""
+"""Bytes/s between GPUs of two nodes while all 8 GPUs of a node send."""
 LINK_LATENCY = 20e-6
 GPUS_PER_NODE = 8
 VOCABULARY = 32_000
 BYTES_PER_VALUE = 2
 LAUNCH_SECONDS = 1e-4
-"""Per layer and pass, whatever the size."""
+"""Seconds per layer and pass, whatever the size."""
 EMBEDDING_LAYERS = 0.05
 """The embedding's work as a share of a layer's matrix products."""
 EXPOSED_SYNC = 0.25
@@ -33,7 +33,7 @@ OPTIMIZER_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and how it is cut."""
+    """A model and its degrees of parallelism."""
 
     name: str
     tensor_parallel: int
@@ -47,12 +47,12 @@ class Shape:
         return self.tensor_parallel * self.data_parallel * self.pipeline_parallel
 
     def stage_layers(self) -> NDArray[np.int64]:
-        """Layers of each stage; the first stages hold one more where they do not divide."""
+        """Layers of each stage; if they do not divide evenly, the first stages hold one more."""
         share, rest = divmod(self.layers, self.pipeline_parallel)
         return share + (np.arange(self.pipeline_parallel) < rest).astype(np.int64)
 
     def boundary_bytes(self, tokens: int) -> float:
-        """What one worker sends to the next stage: its TP share of the activations."""
+        """Bytes that one worker sends to the next stage: its TP share of the activations."""
         return BYTES_PER_VALUE * self.hidden * tokens / self.tensor_parallel
 
     def gradient_sync_seconds(self) -> float:
@@ -67,7 +67,7 @@ SHAPES = (
     Shape("30b", 4, 2, 8, layers=60, hidden=6656),
     Shape("70b", 4, 4, 16, layers=80, hidden=8192),
 )
-"""16, 64 and 256 workers."""
+"""Shapes of 16, 64 and 256 workers."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class OpCosts:
 
     Attributes:
         per_token, per_square, fixed: α, β and γ of an op's own compute.
-        collectives: seconds of its tensor-parallel collectives per token, apart from waiting.
+        collectives: seconds of its tensor-parallel collectives per token, without waits.
     """
 
     per_token: NDArray[np.float64]
@@ -86,7 +86,7 @@ class OpCosts:
 
 
 def op_costs(shape: Shape, splits_backward: bool) -> OpCosts:
-    """What the ops of a shape cost; without split backward W costs nothing and B has all of it."""
+    """The costs of a shape's ops; if the backward is not split, W costs nothing and B has all of it."""
     # Passes over the matrix products, and over attention, whose backward computes the scores again.
     gemm_passes = np.array([1.0, 1.0, 1.0] if splits_backward else [1.0, 2.0, 0.0])
     attention_passes = np.array([1.0, 2.5, 0.0])

@@ -16,31 +16,31 @@ from megatron_resihp.lab.detection.scoring import FaultScore, JobScore
 
 CONFIDENCE = 0.95
 SMALLEST_SCORED = 0.10
-"""Slow-downs that accuracy is about are at least this large."""
+"""Smallest slowdown that counts for accuracy."""
 FOUND_SHARE = 0.95
-"""A slow-down counts as found if this share of its culprits is."""
+"""Share of culprits that must be found for a slowdown to count as found."""
 LATENCY_FROM = 0.20
-"""Slow-downs that latency is about are at least this large."""
+"""Smallest slowdown that counts for latency."""
 
 _TAIL = (1 - CONFIDENCE) / 2
 
 
 def share(hits: int, of: int) -> dict[str, Any]:
-    """A share of so many with its bounds."""
+    """A share of `of` jobs, with its bounds."""
     low = float(stats.beta.ppf(_TAIL, hits, of - hits + 1)) if hits else 0.0
     high = float(stats.beta.ppf(1 - _TAIL, hits + 1, of - hits)) if hits < of else 1.0
     return {"value": hits / of if of else None, "low": low, "high": high, "of": of}
 
 
 def rate(count: int, of: int) -> dict[str, Any]:
-    """Events per job with its bounds."""
+    """Events per job, with its bounds."""
     low = float(stats.chi2.ppf(_TAIL, 2 * count)) / 2 if count else 0.0
     high = float(stats.chi2.ppf(1 - _TAIL, 2 * count + 2)) / 2
     return {"value": count / of, "low": low / of, "high": high / of, "of": of} if of else {"value": None, "of": 0}
 
 
 def median(values: Sequence[float]) -> dict[str, Any]:
-    """The median with its bounds; infinite values, given as null, are larger than any other."""
+    """The median with its bounds; infinite values count as larger than any other and are given as null."""
     ordered = sorted(values)
     count = len(ordered)
     if not count:
@@ -67,15 +67,15 @@ def summarize(scores: Sequence[JobScore]) -> dict[str, Any]:
     """All figures of a detector over these jobs.
 
     Returns:
-        accuracy: share of jobs judged correctly, of those that are healthy or whose slow-downs are all ≥ 10 %.
+        accuracy: share of jobs judged correctly, among healthy jobs and jobs whose slowdowns are all ≥ 10 %.
         accuracy_faulty: the same without healthy jobs.
-        found: share of culprits with a slow-down ≥ 10 % that were named in time, whatever else was alarmed.
+        found: share of culprits with a slowdown ≥ 10 % that were named in time, regardless of other alarms.
         false_alarms_per_job, false_alarms_per_healthy_job: as `scoring` defines them.
-        smallest_slowdown: the smallest from which on at least 95 % of the culprits of each slow-down were found;
-            `low` and `high` are those by the upper and the lower bounds of these shares.
+        smallest_slowdown: the smallest slowdown from which on at least 95 % of the culprits of each slowdown were
+            found; `low` and `high` use the upper and the lower bounds of these shares.
         latency_iterations: median over culprits with s ≥ 20 %; those not found in time count as infinite.
         speed_error: mean over all culprits, those not found included.
-        found_by_slowdown: share of culprits found, for each slow-down.
+        found_by_slowdown: share of culprits found, for each slowdown.
     """
     scored = [score for score in scores if all(_at_least(SMALLEST_SCORED, fault) for fault in score.faults)]
     faulty = [score for score in scored if score.faults]
@@ -112,7 +112,7 @@ def _found(faults: Iterable[FaultScore]) -> dict[str, Any]:
 
 
 def _smallest(by_slowdown: dict[float, dict[str, Any]]) -> dict[str, Any]:
-    # The less is known of a share, the smaller the slow-down that its upper bound admits.
+    # The less is known of a share, the smaller the slowdown that its upper bound admits.
     bounds = {"value": "value", "low": "high", "high": "low"}
     return {name: _smallest_by(by_slowdown, bound) for name, bound in bounds.items()}
 
