@@ -117,7 +117,7 @@ class Follower:
         return median(rows) if rows.size else float("nan")
 
     def smallest_seen(self, window: int = 16) -> float:
-        """Smallest slowdown that so few rows would show, as log of the ratio of times; infinite if unknown."""
+        """Smallest slowdown found within `window` rows, as log of the ratio of times; infinite if unknown."""
         rows = self._rows.all() if self._spell is None else self._spell.healthy
         if rows.size < FEWEST:
             return float("inf")
