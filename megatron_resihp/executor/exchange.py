@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_resihp.executor.groups.waiting import Waiter
 from megatron_resihp.executor.messages import Message
 from megatron_resihp.executor.routes import Step
-from megatron_resihp.executor.waiting import Waiter
 from megatron_resihp.plan import PlannedOp
 
 

@@ -12,7 +12,7 @@ from functools import reduce
 
 import torch
 
-from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
+from megatron_resihp.executor.groups.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.plan.slices import Slice, in_buckets
 
 Views = Mapping[Slice, Sequence[tuple[str, torch.Tensor]]]

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from megatron_resihp.executor.side_group import SideGroup
+from megatron_resihp.executor.groups.side_group import SideGroup
 from megatron_resihp.plan import Coordinate, ParallelPlan
 
 PARCEL: Final = 64 << 20

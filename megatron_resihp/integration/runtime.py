@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_resihp.control.linux import RunDelay
 from megatron_resihp.control.worker.client import WorkerControl
-from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.integration.held import Held
 from megatron_resihp.integration.job import Job
 from megatron_resihp.integration.loop.notes import RecoveryNotes

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.executor.nccl.aborts import backend_of, nccl_groups
 
 PEER: Final = 2

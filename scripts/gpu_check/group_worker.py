@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_resihp import cpu
-from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.executor.groups.communicators import Communicators
 
 TIMEOUT: Final = timedelta(seconds=50)
 EPOCHS: Final = 2

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from setting import Row, Setting
 
 from megatron_resihp.executor.digest import digest_tensors
-from megatron_resihp.executor.side_group import SideGroup
+from megatron_resihp.executor.groups.side_group import SideGroup
+from megatron_resihp.executor.groups.waiting import Waiter
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
-from megatron_resihp.executor.waiting import Waiter
 
 CASES: Final = {
     "on-device": "a copy on the device", "to-host": "into pageable memory", "to-pinned": "into pinned memory",

@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from megatron_resihp.coding import decode
-from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.exchange import GlooExchange
+from megatron_resihp.executor.groups.communicators import Communicators
+from megatron_resihp.executor.groups.waiting import WaitAbandoned, Waiter
 from megatron_resihp.executor.interpreter import run
 from megatron_resihp.executor.messages import Message
 from megatron_resihp.executor.routes import routes_for
-from megatron_resihp.executor.waiting import WaitAbandoned, Waiter
 from megatron_resihp.pipeline.planned import explicit_schedule, program_of
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.layers import chunks_from

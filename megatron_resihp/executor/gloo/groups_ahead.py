@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron_resihp.executor.gloo import sockets as gloo_sockets
-from megatron_resihp.executor.rendezvous import InterruptibleStore
-from megatron_resihp.executor.side_group import SideGroup
-from megatron_resihp.executor.waiting import Waiter
+from megatron_resihp.executor.groups.rendezvous import InterruptibleStore
+from megatron_resihp.executor.groups.side_group import SideGroup
+from megatron_resihp.executor.groups.waiting import Waiter
 
 GLOO = "GLOO"
 

@@ -19,8 +19,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from megatron_resihp.executor.groups.waiting import SLICE, WaitAbandoned
 from megatron_resihp.executor.nccl.aborts import backend_of
-from megatron_resihp.executor.waiting import SLICE, WaitAbandoned
 
 COLLECTIVES: Final = (
     "broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "all_gather_single", "_allgather_base",

@@ -11,7 +11,7 @@ from typing import Final
 
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.errors import JobEnded
-from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.protocol.messages import CommunicationFailed
 
 LOOK_S: Final = 1.0

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.heard import NO_EPOCH
-from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.gloo.groups_ahead import GroupNeeds, GroupsAhead
+from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.protocol.messages import GroupsPrepared
 from megatron_resihp.protocol.notices import PlanChange

@@ -17,7 +17,7 @@ from megatron.core.rerun_state_machine import RerunMode
 
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.worker.errors import EpochBroken, JobEnded
-from megatron_resihp.executor.communicators import is_communicator_error, is_out_of_memory
+from megatron_resihp.executor.groups.communicators import is_communicator_error, is_out_of_memory
 from megatron_resihp.integration.loop.device_loss import abort_or_die, die_of_fault
 from megatron_resihp.integration.loop.emergency_checkpoint import salvage
 from megatron_resihp.integration.loop.joining import stand_at

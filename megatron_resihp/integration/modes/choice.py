@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which mode runs a plan. May import this package."""
 
-from megatron_resihp.executor.side_group import MakeSideGroup
+from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.integration.modes.heterogeneous import HeterogeneousMode
 from megatron_resihp.integration.modes.mode import Mode
 from megatron_resihp.integration.modes.shared_out import SharedOutMode

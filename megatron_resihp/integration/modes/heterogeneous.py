@@ -16,8 +16,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.distributed.constants import default_pg_timeout
 
 from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
+from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.executor.routes import Step
-from megatron_resihp.executor.side_group import MakeSideGroup
 from megatron_resihp.executor.slice_sums import make_buckets
 from megatron_resihp.integration.modes.migration import migrate_slices
 from megatron_resihp.integration.modes.mode import DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
-from megatron_resihp.executor.side_group import SideGroup
+from megatron_resihp.executor.groups.side_group import SideGroup
 from megatron_resihp.integration.step.loss_scale import Averaging
 from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.trained import Trained

@@ -4,7 +4,7 @@
 A copy of each part is kept by another holder of the shard (`plan.copies`). May import megatron and this package.
 """
 
-from megatron_resihp.executor.side_group import MakeSideGroup
+from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.integration.modes.migration import migrate_slices
 from megatron_resihp.integration.modes.mode import Migrated
 from megatron_resihp.integration.modes.uniform import UniformMode, UniformState

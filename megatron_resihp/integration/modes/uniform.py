@@ -14,7 +14,7 @@ import torch
 from megatron.core import mpu
 
 from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
-from megatron_resihp.executor.side_group import MakeSideGroup
+from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.integration.modes.migration import migrate_shards, migrate_slices, own_shards
 from megatron_resihp.integration.modes.mode import DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
 from megatron_resihp.integration.runtime import Runtime

@@ -17,7 +17,7 @@ from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.executor.interpreter import run
 from megatron_resihp.executor.routes import Step, routes_for
 from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange

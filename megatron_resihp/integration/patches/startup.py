@@ -37,7 +37,7 @@ from megatron_resihp.control.worker.reach import Door, own_address_towards
 from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.events.workers import WorkerStarted
-from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.integration.job import Job, job_of
 from megatron_resihp.integration.loop import nccl_watch
 from megatron_resihp.integration.loop.device_loss import abort_or_die

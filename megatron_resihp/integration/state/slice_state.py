@@ -14,7 +14,7 @@ from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor
 from megatron.core.utils import get_model_config
 
 from megatron_resihp.executor.digest import digest_tensors
-from megatron_resihp.executor.side_group import SideGroup
+from megatron_resihp.executor.groups.side_group import SideGroup
 from megatron_resihp.executor.slice_sums import Bucket, sum_gradients
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
 from megatron_resihp.integration.state.parameter_slices import Piece, pieces_of

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
+from megatron_resihp.executor.groups.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate, ParallelPlan
 

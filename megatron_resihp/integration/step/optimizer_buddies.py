@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_resihp.events.training import OptimizerCopy
-from megatron_resihp.executor.side_group import MakeSideGroup, SideGroup
+from megatron_resihp.executor.groups.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors, tell_all
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.shard import group_steps

@@ -5,8 +5,8 @@ import threading
 
 import torch.distributed as dist
 
-from megatron_resihp.executor.communicators import Communicators
-from megatron_resihp.executor.side_group import SideGroup
+from megatron_resihp.executor.groups.communicators import Communicators
+from megatron_resihp.executor.groups.side_group import SideGroup
 
 
 class Member:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from gloo_members import Member, close_what_is_kept_open
 
-from megatron_resihp.executor.communicators import Communicators
 from megatron_resihp.executor.gloo import sockets as gloo_sockets
 from megatron_resihp.executor.gloo.groups_ahead import GroupNeeds, GroupsAhead, WorldGroup
-from megatron_resihp.executor.rendezvous import RendezvousBroken
+from megatron_resihp.executor.groups.communicators import Communicators
+from megatron_resihp.executor.groups.rendezvous import RendezvousBroken
 
 LIMIT_S = 10.0
 BOTH = GroupNeeds((("both", (0, 1)),))

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_resihp.executor.communicators import Communicators, is_communicator_error, is_out_of_memory
+from megatron_resihp.executor.groups.communicators import Communicators, is_communicator_error, is_out_of_memory
+from megatron_resihp.executor.groups.waiting import WaitAbandoned
 from megatron_resihp.executor.nccl import meetings as nccl_meetings
 from megatron_resihp.executor.nccl.meetings import NcclMeetings
-from megatron_resihp.executor.waiting import WaitAbandoned
 
 LIMIT_S = 10.0
 

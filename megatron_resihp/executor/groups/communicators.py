@@ -20,11 +20,11 @@ import torch.distributed as dist
 from megatron_resihp.executor.gloo import loops as gloo_loops
 from megatron_resihp.executor.gloo import sockets as gloo_sockets
 from megatron_resihp.executor.gloo.groups_ahead import GroupsAhead, install_hand_over
+from megatron_resihp.executor.groups.rendezvous import InterruptibleStore
+from megatron_resihp.executor.groups.side_group import SideGroup
+from megatron_resihp.executor.groups.waiting import Waiter
 from megatron_resihp.executor.nccl.aborts import ABORT_S, NcclAborts, backend_of, nccl_groups
 from megatron_resihp.executor.nccl.meetings import NcclMeetings
-from megatron_resihp.executor.rendezvous import InterruptibleStore
-from megatron_resihp.executor.side_group import SideGroup
-from megatron_resihp.executor.waiting import Waiter
 
 FREEING_S = 0.3
 """A group that takes longer to be freed may wait for its event loop, which `gloo_loops` then lets end."""

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from gloo_members import Member, close_what_is_kept_open
 
-from megatron_resihp.executor.communicators import Communicators
+from megatron_resihp.executor.groups.communicators import Communicators
+from megatron_resihp.executor.groups.rendezvous import RendezvousBroken
 from megatron_resihp.executor.nccl.aborts import DeviceStuck
-from megatron_resihp.executor.rendezvous import RendezvousBroken
 
 LIMIT_S = 10.0
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from megatron_resihp.executor.rendezvous import InterruptibleStore, RendezvousBroken
+from megatron_resihp.executor.groups.rendezvous import InterruptibleStore, RendezvousBroken
 
 
 def test_a_wait_ends_when_the_epoch_breaks() -> None:

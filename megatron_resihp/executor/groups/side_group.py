@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_resihp.executor.waiting import Waiter
+from megatron_resihp.executor.groups.waiting import Waiter
 
 STANDBY_TIMEOUT = timedelta(days=1)
 """Side groups wait while others evaluate or save; the control plane bounds that by marking the epoch as broken."""

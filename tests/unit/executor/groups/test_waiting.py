@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_resihp.executor.waiting import WaitAbandoned, Waiter
+from megatron_resihp.executor.groups.waiting import WaitAbandoned, Waiter
 
 LIMIT_S = 10.0
 
