@@ -57,7 +57,7 @@ class Survivor:
             return
         self._hang(groups)
         self._synchronize()
-        self._communicators.abort()
+        self._communicators.connections.abort()
         self.found["device_usable"] = self._is_usable()
         del groups
         self._next_world()
@@ -126,7 +126,7 @@ class Survivor:
             if self._case["how"] == "serial":
                 for group in nccl_groups():
                     backend_of(group).abort()
-            self._communicators.abort_if_interrupted()
+            self._communicators.connections.abort_if_interrupted()
         except RuntimeError as error:
             self.found["error"] = str(error)[:300]
         self.found["abort_s"] = round(time.monotonic() - start, 2)
@@ -148,7 +148,7 @@ class Survivor:
         self._communicators.join_world(self._case["backend"], (0, 1), TIMEOUT)
         self.found["next_world_sums"] = self._sums(dist.group.WORLD)
         self.found["next_world_s"] = round(time.monotonic() - start, 2)
-        self._communicators.abort()
+        self._communicators.connections.abort()
         self._communicators.destroy()
 
     def _sums(self, group: Any) -> bool:

@@ -53,7 +53,7 @@ def main(options: dict[str, Any]) -> None:
             "groups": len(dist.distributed_c10d._world.pg_map), "communicators": len(groups),
             "taken_mib": (free - torch.cuda.mem_get_info()[0]) >> 20 if cuda else 0,
         }  # fmt: skip
-        communicators.abort()
+        communicators.connections.abort()
         parallel_state.destroy_model_parallel()
         communicators.destroy()
         del groups, group

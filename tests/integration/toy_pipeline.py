@@ -276,8 +276,8 @@ def beside_a_world_of_devices(me: int, store: dist.Store) -> dict[str, Mapping[s
     communicators.begin(1, "plan")
     communicators.join_world("cuda:gloo", range(WORKERS), TIMEOUT)
     host = communicators.host_group(range(WORKERS))
-    assert communicators.waiter is not None
-    found = {name: run_case(case, me, host, communicators.waiter) for name, case in beside().items()}
+    assert communicators.host_waiter is not None
+    found = {name: run_case(case, me, host, communicators.host_waiter) for name, case in beside().items()}
     dist.barrier(group=host)
     communicators.destroy()
     communicators.release()

@@ -86,3 +86,11 @@ def nccl_groups() -> list[Any]:
 def backend_of(group: Any) -> Any:
     """The backend of an NCCL group."""
     return group._get_backend(torch.device("cuda"))
+
+
+def group_error() -> str | None:
+    """The error that torch's watchdog has found in an NCCL group, such as a network error or a time-out; None: no
+    error. The watchdog ends nothing by itself (`control.node.environment.NCCL`). Called from any thread.
+    """
+    errors = ((group.group_name, backend_of(group).get_error().name) for group in nccl_groups())
+    return next((f"NCCL group {name}: {error}" for name, error in errors if error != "SUCCESS"), None)

@@ -46,7 +46,7 @@ def save_without_coordinator(runtime: Runtime, why: str) -> None:
 
 
 def _save(runtime: Runtime, why: str) -> None:
-    abort_or_die(runtime.communicators.abort)
+    abort_or_die(runtime.communicators.connections.abort)
     tear_down(runtime)
     base = Path(os.environ[environment.RUN_DIR])
     # A worker that was cut off alone, in an earlier epoch, must not bind those that went on without it.

@@ -110,8 +110,9 @@ def _first_epoch(runtime: Runtime) -> None:
     runtime.job.args.curr_iteration = runtime.job.args.iteration
     runtime.progress.begin(runtime.job.args.iteration + 1, snapshot_counters(runtime))
     runtime.held.kept = runtime.mode.state.first_copies()
-    runtime.control.ready(runtime.mode.state.digests(runtime.held.live), 0, 0, runtime.communicators.ports())
-    runtime.communicators.narrow(runtime.control.peer_ports)
+    connections = runtime.communicators.connections
+    runtime.control.ready(runtime.mode.state.digests(runtime.held.live), 0, 0, connections.ports())
+    connections.narrow(runtime.control.peer_ports)
 
 
 def _join(runtime: Runtime) -> NoReturn:

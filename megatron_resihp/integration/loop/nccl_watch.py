@@ -11,31 +11,31 @@ from typing import Final
 
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.errors import JobEnded
-from megatron_resihp.executor.groups.communicators import Communicators
+from megatron_resihp.executor.nccl.aborts import group_error
 from megatron_resihp.protocol.messages import CommunicationFailed
 
 LOOK_S: Final = 1.0
 
 
-def begin(communicators: Communicators, control: WorkerControl) -> None:
+def begin(control: WorkerControl) -> None:
     """Look again and again, in a thread."""
-    threading.Thread(target=_watch, args=(communicators, control), name="resihp-nccl", daemon=True).start()
+    threading.Thread(target=_watch, args=(control,), name="resihp-nccl", daemon=True).start()
 
 
-def _watch(communicators: Communicators, control: WorkerControl) -> None:
+def _watch(control: WorkerControl) -> None:
     while True:
         time.sleep(LOOK_S)
         try:
-            look(communicators, control)
+            look(control)
         except JobEnded:
-            return  # who listens to notices ends this worker
+            return  # the thread that listens to notices ends this worker
 
 
-def look(communicators: Communicators, control: WorkerControl) -> None:
+def look(control: WorkerControl) -> None:
     """Ask once. What has failed in an epoch that is broken anyway is no news."""
     epoch = control.epoch  # before the groups, which are gone before another epoch begins
     if control.heard.broken():
         return
-    failure = communicators.failure()
+    failure = group_error()
     if failure is not None:
         control.tell(CommunicationFailed(control.worker, epoch, failure))

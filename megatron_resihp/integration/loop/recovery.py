@@ -17,7 +17,7 @@ from megatron.core.rerun_state_machine import RerunMode
 
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.worker.errors import EpochBroken, JobEnded
-from megatron_resihp.executor.groups.communicators import is_communicator_error, is_out_of_memory
+from megatron_resihp.executor.groups.errors import is_communicator_error, is_out_of_memory
 from megatron_resihp.integration.loop.device_loss import abort_or_die, die_of_fault
 from megatron_resihp.integration.loop.emergency_checkpoint import salvage
 from megatron_resihp.integration.loop.joining import stand_at
@@ -167,7 +167,7 @@ def _let_go_of_frames(error: BaseException | None) -> None:
 
 def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None:
     with phases.phase("abort"):
-        abort_or_die(runtime.communicators.abort)
+        abort_or_die(runtime.communicators.connections.abort)
         tear_down(runtime)
     with phases.phase("agree"):
         runtime.reach("recovery-report")
@@ -208,8 +208,9 @@ def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> N
                 runtime.recovery.footprint = footprint_of(before, old, storages(trained))
         with phases.phase("ready"):
             runtime.reach("recovery-ready")
-            runtime.control.ready(migrated.digests, migrated.received, redone, runtime.communicators.ports())
-            runtime.communicators.narrow(runtime.control.peer_ports)
+            connections = runtime.communicators.connections
+            runtime.control.ready(migrated.digests, migrated.received, redone, connections.ports())
+            connections.narrow(runtime.control.peer_ports)
     except Exception:
         if trained is not runtime.held.live:
             _take_apart(trained.model)

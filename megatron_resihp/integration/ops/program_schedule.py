@@ -188,7 +188,7 @@ def make_exchange(args: Any, communicators: Communicators, view: HeterogeneousVi
     _, row = boundary_of(args, args.micro_batch_size)
     rank_of = {worker: rank for rank, worker in enumerate(view.rank_order)}
     everybody, peers = dist.group.WORLD, mpu.get_tensor_model_parallel_group()
-    if communicators.waiter is not None:
+    if communicators.host_waiter is not None:
         everybody = communicators.host_group(range(len(rank_of)))
         peers = communicators.host_group([rank_of[peer] for peer in view.peers])
     return MeasuredExchange(
@@ -199,5 +199,5 @@ def make_exchange(args: Any, communicators: Communicators, view: HeterogeneousVi
         row,
         args.params_dtype,
         torch.device("cuda", torch.cuda.current_device()),
-        communicators.waiter,
+        communicators.host_waiter,
     )

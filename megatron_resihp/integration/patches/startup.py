@@ -85,7 +85,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
 
     def abort() -> None:
         for each in communicators:
-            abort_or_die(each.abort_if_interrupted)
+            abort_or_die(each.connections.abort_if_interrupted)
 
     door = Door(own_address_towards(store.address.host)).address
     control = WorkerControl(store, worker, abort, NO_EPOCH if joining else 0, door)
@@ -95,8 +95,8 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
         return opened
 
     communicators.append(Communicators(open_store(), worker, control.heard.broken, reopen=open_store))
-    nccl_watch.begin(communicators[0], control)
-    ReachWatch(communicators[0].longest_wait_s, control, lambda: one_of_each_node(control.members, worker)).begin()
+    nccl_watch.begin(control)
+    ReachWatch(communicators[0].waiter.longest_s, control, lambda: one_of_each_node(control.members, worker)).begin()
     pack_sheet = functools.partial(_pack, Seen(int(os.environ[ABSENCES_FD])), config.resihp_emulate is not None)
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), pack_sheet)
     atexit.register(outbox.close, LAST_RECORDS_S)

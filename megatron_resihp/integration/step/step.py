@@ -51,7 +51,7 @@ def install_step(runtime: Runtime) -> None:
 def agreed_step(runtime: Runtime) -> StepResult:
     """What replaces MegatronOptimizer.step; returns (successful, gradient norm, zeros in gradients)."""
     runtime.mode.share_gradients()
-    with runtime.communicators.waiting():
+    with runtime.communicators.waiter.noted():
         torch.cuda.synchronize()
     runtime.probes.synchronized()
     # Only now has the host seen every gradient collective complete; an aborted one returns garbage.

@@ -22,7 +22,7 @@ class Member:
 def close_what_is_kept_open(*members: Member) -> None:
     """Called before any of them frees its groups: gloo ends the process if a socket that it closes has a duplicate."""
     for member in members:
-        kept_open = member.communicators._kept_open
+        kept_open = member.communicators.connections._kept_open
         for connection in kept_open.values():
             connection.close()
         kept_open.clear()

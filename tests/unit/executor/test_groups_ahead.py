@@ -37,7 +37,7 @@ class Worker(Member):
 
     def leave(self) -> None:
         self.group = None
-        self.communicators.abort()
+        self.communicators.connections.abort()
         self.communicators.destroy()
 
     def enter(self, ahead: GroupsAhead | None) -> None:
@@ -111,7 +111,7 @@ def test_an_abort_ends_what_has_been_made_ahead_like_any_other_group(members: li
     second.enter(ahead[1])
     for member in members:
         member.broken.set()
-        member.communicators.abort()
+        member.communicators.connections.abort()
     thread.join(LIMIT_S)
     assert errors
     end(members)
@@ -129,7 +129,7 @@ def test_connections_of_a_faster_peer_are_the_groups_own(members: list[Worker]) 
         while len(ahead.sockets()) < 2:
             assert time.monotonic() < deadline, "a listener, and what has connected to it"
         worker.communicators.begin(2, "next plan", ahead)
-        assert not worker.communicators._foreign & ahead.sockets()
+        assert not worker.communicators.connections._foreign & ahead.sockets()
     end(members)
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_resihp.executor.groups.communicators import Communicators, is_communicator_error, is_out_of_memory
+from megatron_resihp.executor.groups.communicators import Communicators
+from megatron_resihp.executor.groups.errors import is_communicator_error, is_out_of_memory
 from megatron_resihp.executor.groups.waiting import WaitAbandoned
 from megatron_resihp.executor.nccl import meetings as nccl_meetings
 from megatron_resihp.executor.nccl.meetings import NcclMeetings
@@ -173,14 +174,14 @@ def test_a_communicator_that_is_made_while_its_group_is_aborted(
 
     def break_epoch() -> None:
         broken.set()
-        communicators.abort_if_interrupted()
+        communicators.connections.abort_if_interrupted()
 
     group = made(monkeypatch, group_class, Backend([], break_epoch))
     with pytest.raises(WaitAbandoned):
         group.broadcast(["tensor"])
     assert group.backend.asked[:1] == ["abort"] and "broadcast" not in group.backend.asked
     communicators._meetings._left[0].over.wait(LIMIT_S)
-    communicators.abort()  # as every recovery does
+    communicators.connections.abort()  # as every recovery does
     assert group.backend.asked[-1] == "abort" and "meet all" in group.backend.asked
 
 

@@ -16,7 +16,7 @@ from gloo_members import Member, close_what_is_kept_open
 
 from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.executor.groups.rendezvous import RendezvousBroken
-from megatron_resihp.executor.nccl.aborts import DeviceStuck
+from megatron_resihp.executor.nccl.aborts import DeviceStuck, group_error
 
 LIMIT_S = 10.0
 
@@ -56,9 +56,9 @@ def test_who_waits_for_a_peer_that_does_not_come(members: list[Summing], me: int
     thread.start()
     await_search(waiting)
     waiting.broken.set()
-    waiting.communicators.abort()
+    waiting.communicators.connections.abort()
     thread.join(LIMIT_S)
-    waiting.communicators.abort()  # by the thread that has waited, as every recovery does
+    waiting.communicators.connections.abort()  # by the thread that has waited, as every recovery does
     assert waiting.error is not None
     assert waiting.leave() == 0
 
@@ -67,7 +67,7 @@ def test_who_begins_after_the_end(members: list[Summing]) -> None:
     """An operation that is posted after the abort looks for nobody."""
     late = members[0]
     late.broken.set()
-    late.communicators.abort()
+    late.communicators.connections.abort()
     late.sum()
     assert late.error is not None
     assert late.leave() == 0
@@ -84,7 +84,7 @@ def test_no_group_is_made_in_a_broken_epoch(monkeypatch: pytest.MonkeyPatch) -> 
         communicators.side_group("alone", (0,))
     with pytest.raises(RendezvousBroken):
         communicators.join_world("cuda:gloo", (0,), timedelta(seconds=LIMIT_S))
-    communicators.abort()
+    communicators.connections.abort()
     communicators.destroy()
     broken.clear()
     communicators.begin(2, "plan")
@@ -101,7 +101,7 @@ def test_groups_that_have_worked_are_freed(members: list[Summing]) -> None:
     sum_together(members)
     for member in members:
         member.broken.set()
-        member.communicators.abort()
+        member.communicators.connections.abort()
     close_what_is_kept_open(*members)
     assert [member.leave() for member in members] == [0, 0]
 
@@ -115,7 +115,7 @@ def test_a_message_that_nobody_takes(members: list[Summing]) -> None:
     second.group.send(torch.ones(1), 0)
     for member in members:
         member.broken.set()
-        member.communicators.abort()
+        member.communicators.connections.abort()
     close_what_is_kept_open(*members)
     assert [member.leave() for member in members] == [0, 0]
 
@@ -178,7 +178,7 @@ def test_one_group_that_can_not_be_aborted_keeps_no_other(
 ) -> None:
     aborted: list[str] = []
     register(monkeypatch, NcclGroup("c", aborted), NcclGroup("b", aborted, refuses=True), NcclGroup("a", aborted))
-    Communicators(dist.HashStore(), 3, lambda: True).abort()
+    Communicators(dist.HashStore(), 3, lambda: True).connections.abort()
     assert sorted(aborted) == ["a", "c"]
     assert "worker 3 could not abort group b" in capsys.readouterr().err
 
@@ -190,7 +190,7 @@ def test_no_abort_waits_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None
         device = Device(*spinning)
         with monkeypatch.context() as epoch:
             register(epoch, *(NcclGroup(name, aborted, device=device) for name in ("b", "c", "a")))
-            Communicators(dist.HashStore(), 0, lambda: True).abort()
+            Communicators(dist.HashStore(), 0, lambda: True).connections.abort()
         assert sorted(aborted) == ["a", "b", "c"]
 
 
@@ -199,10 +199,10 @@ def test_a_device_that_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("a", "no group of ours")
     register(monkeypatch, NcclGroup("a", [], device=device), NcclGroup("b", []))
     communicators = Communicators(dist.HashStore(), 0, lambda: True, abort_s=0.01)
-    for abort in (communicators.abort, communicators.abort_if_interrupted):
+    for abort in (communicators.connections.abort, communicators.connections.abort_if_interrupted):
         with pytest.raises(DeviceStuck, match=r"NCCL groups a could not be aborted within 0.01 s"):
             abort()
-        assert not communicators._lock.locked()
+        assert not communicators.connections._lock.locked()
     device.let_go("no group of ours")
 
 
@@ -212,28 +212,27 @@ def test_groups_of_an_epoch_that_holds_are_left_alone(monkeypatch: pytest.Monkey
     register(monkeypatch, NcclGroup("a", aborted))
     broken = threading.Event()
     communicators = Communicators(dist.HashStore(), 0, broken.is_set)
-    communicators.abort_if_interrupted()
+    communicators.connections.abort_if_interrupted()
     assert aborted == []
     broken.set()
-    communicators.abort_if_interrupted()
-    communicators.abort()  # by the thread that builds epochs, as in every recovery
+    communicators.connections.abort_if_interrupted()
+    communicators.connections.abort()  # by the thread that builds epochs, as in every recovery
     assert aborted == ["a"]
 
 
 def test_groups_are_left_by_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     aborted: list[str] = []
     register(monkeypatch, NcclGroup("a", aborted))
-    Communicators(dist.HashStore(), 0, lambda: False).abort()
+    Communicators(dist.HashStore(), 0, lambda: False).connections.abort()
     assert aborted == ["a"]
 
 
 def test_what_nccl_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    communicators = Communicators(dist.HashStore(), 0, lambda: False)
-    assert communicators.failure() is None
+    assert group_error() is None
     register(monkeypatch, NcclGroup("a", []))
-    assert communicators.failure() is None
+    assert group_error() is None
     register(monkeypatch, NcclGroup("c", [], error="REMOTE_ERROR"), NcclGroup("b", [], error="TIMEOUT"))
-    assert communicators.failure() == "NCCL group b: TIMEOUT"
+    assert group_error() == "NCCL group b: TIMEOUT"
 
 
 @pytest.mark.parametrize(

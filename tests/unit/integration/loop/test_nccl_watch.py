@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.integration.loop.nccl_watch import look
+from megatron_resihp.integration.loop import nccl_watch
 from megatron_resihp.protocol.messages import CommunicationFailed
 
 ERROR = "NCCL group 7: COMM_ERROR"
@@ -19,9 +19,11 @@ ERROR = "NCCL group 7: COMM_ERROR"
     ((None, False, []), (ERROR, False, [CommunicationFailed(1, 4, ERROR)]), (ERROR, True, [])),
     ids=("healthy", "failed", "known"),
 )
-def test_the_coordinator_is_told(failure: str | None, broken: bool, told: list[Any]) -> None:
+def test_the_coordinator_is_told(
+    monkeypatch: pytest.MonkeyPatch, failure: str | None, broken: bool, told: list[Any]
+) -> None:
     said: list[Any] = []
     control: Any = SimpleNamespace(worker=1, epoch=4, heard=SimpleNamespace(broken=lambda: broken), tell=said.append)
-    communicators: Any = SimpleNamespace(failure=lambda: failure)
-    look(communicators, control)
+    monkeypatch.setattr(nccl_watch, "group_error", lambda: failure)
+    nccl_watch.look(control)
     assert said == told

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_resihp.control.worker.errors import EpochBroken, JobEnded
-from megatron_resihp.executor.groups.communicators import is_communicator_error
+from megatron_resihp.executor.groups.errors import is_communicator_error
 from megatron_resihp.executor.groups.rendezvous import RendezvousBroken
 from megatron_resihp.executor.groups.waiting import WaitAbandoned
 from megatron_resihp.integration.loop import recovery
