@@ -34,6 +34,9 @@ LONG_FUNCTION: Final = 50
 LONG_LINE: Final = 120
 FROZEN_BASES: Final = frozenset({"NamedTuple", "Enum", "IntEnum", "StrEnum", "Protocol", "TypedDict"})
 
+EVENT_DECORATOR: Final = "event"
+"""Makes a frozen dataclass of an event's class."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -140,7 +143,8 @@ def _is_record(found: ast.ClassDef) -> bool:
     bases = {base.id for base in found.bases if isinstance(base, ast.Name)}
     calls = [decorator for decorator in found.decorator_list if isinstance(decorator, ast.Call)]
     frozen = any(ast.unparse(word) == "frozen=True" for call in calls for word in call.keywords)
-    return frozen or bool(bases & FROZEN_BASES)
+    events = any(ast.unparse(call.func) == EVENT_DECORATOR for call in calls)
+    return frozen or events or bool(bases & FROZEN_BASES)
 
 
 def _methods(found: ast.ClassDef) -> int:

@@ -24,7 +24,8 @@ from megatron_resihp.control.coordination.actions import (
     Reopen,
     Reply,
 )
-from megatron_resihp.control.coordination.door import Heard, Reported, read_message
+from megatron_resihp.control.coordination.door import Heard, Reported
+from megatron_resihp.control.coordination.inbox import Inbox
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.job_size import JobSize
@@ -34,39 +35,33 @@ from megatron_resihp.control.transport.absence import Absence
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.injections import Drill, DrillRefused, DrillSet
-from megatron_resihp.events.job import MessageDropped, RunStarted
+from megatron_resihp.events.job import RunStarted
 from megatron_resihp.events.training import Iteration
 from megatron_resihp.events.workers import WorkerDead
 from megatron_resihp.protocol import answers
 from megatron_resihp.protocol.messages import JobStarted, PlanRequest, SlowdownRequest
 from megatron_resihp.protocol.notices import NOTICES
 from megatron_resihp.protocol.published import DECISIONS, END, GO, EmergencyCheckpointOrder, EpochPlan, Go, JobEnd
-from megatron_resihp.protocol.wire import COORDINATOR, MalformedError, shown
+from megatron_resihp.protocol.wire import COORDINATOR
 
 POLL_S = 0.5
 """How often bounded waits are looked at when no message comes."""
 AWAY_S = 5.0
-"""A turn of the loop that took longer was held up: node 0 was stopped, or a plan was searched for. In that time nobody
-could be heard, and no wait has come closer to its end."""
+"""A turn of the loop that took longer was held up: node 0 was stopped, or a plan was searched for. In that time no
+message could be heard, and no wait has come closer to its end."""
 MOST_AT_ONCE = 1000
 """So many messages are taken before bounded waits are looked at again."""
 GRACE_S: Final = 10.0
 """How long workers get to exit by themselves at the end."""
 TERMINATE_S = 30.0
 """How long workers that nothing but a signal reaches have to end, as under torchrun: they may save."""
-DROPPED_SHOWN = 10
-"""So many malformed messages are told of, each in an event; whoever sends more must not fill the log."""
 
 FATAL: Final = ("kill", "stop")
-"""Actions of fault injections that nobody survives."""
-
-
-RECENT = 10_000
-"""Ids of so many messages are remembered."""
+"""Actions of fault injections that their victim does not survive."""
 
 
 class ForeignWriterError(RuntimeError):
-    """Somebody else writes to this job's store."""
+    """Another writer has written to this job's store."""
 
 
 class Coordinator:
@@ -78,10 +73,10 @@ class Coordinator:
         size: of the job.
         command: what was started, for the log.
         limits: bounds of waiting.
-        requests: what others on node 0 want.
-        next_plan: who plans when workers have died.
+        requests: what other threads on node 0 want.
+        next_plan: plans when workers have died.
         reopen: lets a node that was lost, or has never been there, come with workers of these ids.
-        clock: seconds that bounded waits count; nobody may set it.
+        clock: seconds that bounded waits count; not to be set while the job runs.
         on_heard: called again and again, whenever all that has been said is heard.
     """
 
@@ -101,13 +96,12 @@ class Coordinator:
         self._store = store
         self._write_event = write_event
         self._membership = Membership(size, limits, next_plan)
+        self._inbox = Inbox(store, self._membership.state, self._log)
         self._command = command
         self._reopen = reopen
         self._requests = requests or Requests()
         self._notices = 0
         self._struck: dict[int, float] = {}
-        self._dropped = 0
-        self._recent: dict[str, None] = {}
         self._to_do: deque[Action] = deque()
         self._doing: Action | None = None
         self._clock = clock
@@ -153,47 +147,23 @@ class Coordinator:
             actions = []
 
     def _turn(self) -> Iterator[list[Action]]:
-        """Hear everybody who has said something, and only then find out who is late."""
-        text = self._store.pop(keys.INBOX, POLL_S)
+        """Hear all messages that are there, and only then find out what is late."""
+        taken = self._inbox.take(POLL_S)
         now = self._clock()
-        if text is not None:
-            yield self._take_in(text)
+        if taken is not None:
+            yield self._react_to(taken)
         for _ in range(MOST_AT_ONCE):
-            if (text := self._store.pop(keys.INBOX, 0.0)) is None:
+            if (taken := self._inbox.take()) is None:
                 self._on_heard()
                 break
-            yield self._take_in(text)
+            yield self._react_to(taken)
         passed_s, self._ticked_at = now - self._ticked_at, now
         yield self._membership.tick(passed_s - self._absence.before(now), time.time())
         for request in self._requests.take():
             yield self._react(request) if isinstance(request, PlanRequest) else [Notify(request)]
 
-    def _take_in(self, text: str) -> list[Action]:
-        message = self._read(text)
-        return [] if message is None else self._react(message)
-
-    def _read(self, text: str) -> Heard | None:
-        """A message from the store, in which any process may write; None: it is none, and dropped."""
-        try:
-            letter = read_message(text, self._membership.state.job.size, self._membership.state.joining.may_exist)
-            return letter.body if self._is_new(letter.id) else None
-        except MalformedError as error:
-            self._dropped += 1
-            if self._dropped <= DROPPED_SHOWN:
-                more = "" if self._dropped < DROPPED_SHOWN else "; further ones are dropped without a word"
-                self._log(MessageDropped(reason=f"{error}{more}", text=shown(text)))
-            return None
-
-    def _is_new(self, letter: str | None) -> bool:
-        """Whether a message has not come before: who loses the connection may not know that it has, and sends again."""
-        if letter is None:
-            return True
-        if letter in self._recent:
-            return False
-        self._recent[letter] = None
-        if len(self._recent) > RECENT:
-            del self._recent[next(iter(self._recent))]
-        return True
+    def _react_to(self, taken: list[Heard]) -> list[Action]:
+        return [action for message in taken for action in self._react(message)]
 
     def _react(self, message: Heard) -> list[Action]:
         if isinstance(message, Reported):
@@ -207,7 +177,7 @@ class Coordinator:
         return self._membership.handle(message, time.time())
 
     def _slow(self, request: SlowdownRequest) -> list[Action]:
-        """Do what a scheduled fault injection or `resihp inject` asks for, and answer who waits for it."""
+        """Do what a scheduled fault injection or `resihp inject` asks for, and answer the requester."""
         number = request.number
         if number is not None and not self._slowness.is_new(number):
             return []
@@ -258,23 +228,23 @@ class Coordinator:
         return None
 
     def _notify(self, notice: str) -> None:
-        """Under the first number that nobody has used: what a stranger has written there is read already."""
+        """Under the first number that is not used: what a stranger has written there is read already."""
         while self._store.set_once(keys.notice_key(self._notices), notice) != notice:
             self._notices += 1
         self._notices += 1
 
     def _publish(self, key: str, text: str) -> None:
-        """What binds all members, who may have read it already: if it is somebody else's, nothing can be agreed on."""
+        """What binds all members, which may have read it already: on another writer's text they can't agree."""
         if self._store.set_once(key, text) != text:
             raise ForeignWriterError(f"{key!r} was in the store before the coordinator wrote it")
 
     def _drain_events(self) -> None:
         for _ in range(MOST_AT_ONCE):
-            if (text := self._store.pop(keys.INBOX, 0.0)) is None:
+            if (taken := self._inbox.take()) is None:
                 break
-            message = self._read(text)
-            if isinstance(message, Reported):
-                self._write_events(message)
+            for message in taken:
+                if isinstance(message, Reported):
+                    self._write_events(message)
 
     def _write_events(self, message: Reported) -> None:
         for event in message.events:

@@ -122,20 +122,6 @@ class Epochs:
         state.phase, state.left_s = Phase.REPORTING, state.limits.leave_s
         state.reports.clear()
 
-    def save_and_end(self, reason: str, now: float, unpublished: bool) -> list[Action]:
-        """As `Membership.save_and_end`."""
-        state = self._state
-        if state.phase is Phase.ENDED:
-            return []
-        if state.phase is Phase.STARTING or not state.living:
-            return self._ends.end(exit_codes.RETRY, reason)
-        state.ending.save_reason, state.changes.waiting = reason, []
-        if state.phase is Phase.SALVAGING:
-            return []
-        if unpublished and state.phase is Phase.BUILDING:
-            state.phase, state.epoch, state.left_s = Phase.REPORTING, state.epoch - 1, state.limits.report_s
-        return self.break_epoch(reason, now) + self.decide(now)
-
     # ---- what comes after it
 
     def decide(self, now: float) -> list[Action]:

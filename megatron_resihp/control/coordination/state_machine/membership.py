@@ -4,6 +4,7 @@
 May import `protocol` and this package's other modules.
 """
 
+from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination.actions import Action, Limits, Notify, Phase
 from megatron_resihp.control.coordination.state_machine.agent_messages import AgentMessages
 from megatron_resihp.control.coordination.state_machine.changes import ChangesByChoice
@@ -95,4 +96,14 @@ class Membership:
         Args:
             unpublished: the plan of this epoch could not be published: members wait for it, or for an order instead.
         """
-        return self._epochs.save_and_end(reason, now, unpublished)
+        state = self.state
+        if state.phase is Phase.ENDED:
+            return []
+        if state.phase is Phase.STARTING or not state.living:
+            return self._ends.end(exit_codes.RETRY, reason)
+        state.ending.save_reason, state.changes.waiting = reason, []
+        if state.phase is Phase.SALVAGING:
+            return []
+        if unpublished and state.phase is Phase.BUILDING:
+            state.phase, state.epoch, state.left_s = Phase.REPORTING, state.epoch - 1, state.limits.report_s
+        return self._epochs.break_epoch(reason, now) + self._epochs.decide(now)

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from protocol_instances import malformed
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.coordination.coordinator import DROPPED_SHOWN, Coordinator
+from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.coordination.door import Heard, Reported, read_message
+from megatron_resihp.control.coordination.inbox import DROPPED_SHOWN
 from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node import link
@@ -293,7 +294,7 @@ def test_a_job_trains_on_through_every_kind_of_message_malformed_in_every_way() 
     coordinator = Coordinator(store, events.append, SIZE, ["train.py"])
     assert coordinator.run() == 1
     after_go = [event.name for event in events][[event.name for event in events].index("epoch_started") :]
-    assert coordinator._dropped == len(bad) > 200
+    assert coordinator._inbox.dropped == len(bad) > 200
     assert after_go == [
         "epoch_started", "exposed", *DROPPED_SHOWN * ["message_dropped"], "iteration", "worker_failed", "run_finished",
     ]  # fmt: skip

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages for the coordinator, as they are taken from the store, in which any process may write.
+
+May import `events`, `protocol`, the store and this package's door.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from megatron_resihp.control import keys
+from megatron_resihp.control.coordination.door import Heard, read_message
+from megatron_resihp.control.coordination.state_machine.state import State
+from megatron_resihp.control.transport.store import Store
+from megatron_resihp.events.job import MessageDropped
+from megatron_resihp.protocol.wire import MalformedError, shown
+
+RECENT: Final = 10_000
+"""Ids of so many messages are remembered."""
+DROPPED_SHOWN: Final = 10
+"""So many malformed messages are told of, each in an event; a sender of more must not fill the log."""
+
+
+class Inbox:
+    """The inbox of one job.
+
+    Args:
+        state: of the job, which says what can be meant.
+        tell_dropped: takes an event for each of the first messages that are dropped.
+
+    Attributes:
+        dropped: how many messages were.
+    """
+
+    def __init__(self, store: Store, state: State, tell_dropped: Callable[[MessageDropped], None]) -> None:
+        self._store = store
+        self._state = state
+        self._tell_dropped = tell_dropped
+        self.dropped = 0
+        self._recent: dict[str, None] = {}
+
+    def take(self, wait_s: float = 0.0) -> list[Heard] | None:
+        """The next message, if any comes in time; an empty list if it was dropped; None: none has come."""
+        text = self._store.pop(keys.INBOX, wait_s)
+        if text is None:
+            return None
+        try:
+            letter = read_message(text, self._state.job.size, self._state.joining.may_exist)
+        except MalformedError as error:
+            self.dropped += 1
+            if self.dropped <= DROPPED_SHOWN:
+                more = "" if self.dropped < DROPPED_SHOWN else "; further ones are dropped without a word"
+                self._tell_dropped(MessageDropped(reason=f"{error}{more}", text=shown(text)))
+            return []
+        return [letter.body] if self._is_new(letter.id) else []
+
+    def _is_new(self, letter: str | None) -> bool:
+        """Whether a message has not come before: a sender that loses the connection may send again what has arrived."""
+        if letter is None:
+            return True
+        if letter in self._recent:
+            return False
+        self._recent[letter] = None
+        if len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
+        return True
