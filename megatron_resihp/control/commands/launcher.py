@@ -35,6 +35,7 @@ from megatron_resihp.control.node.link import Link
 from megatron_resihp.control.node.mailbox import Ending, Mailbox, coordinator_lost
 from megatron_resihp.control.node.orphan_reaper import OrphanReaper
 from megatron_resihp.control.node.output import Outputs
+from megatron_resihp.control.node.processes import Processes
 from megatron_resihp.control.node.slowdown_injector import Slicer
 from megatron_resihp.control.node.spawn import Spawn, exec_worker
 from megatron_resihp.control.node.starting import Starter, Worker
@@ -270,7 +271,7 @@ def _serve(
     relay: Relay,
     reaper: OrphanReaper,
 ) -> tuple[Ending, list[Worker]]:
-    """Watch over the workers until the job is over; returns how it ended, and who failed."""
+    """Watch over the workers until the job is over; returns how it ended, and the workers that failed."""
     nodes = None
     if seat.liveness is not None:
         connect_by = time.monotonic() + options.connect_timeout_s
@@ -287,10 +288,8 @@ def _serve(
         mailbox.give_up,
         seat.numbers[0],
     )
-    agent = Agent(
-        workers, watcher, mailbox, link, slicer, reaper, starter, options.max_restarts, nodes, seat.offered,
-        options.node,
-    )  # fmt: skip
+    processes = Processes(workers, watcher, slicer, reaper)
+    agent = Agent(processes, watcher, mailbox, link, starter, options.max_restarts, nodes, seat.offered, options.node)
     ending = agent.run()
     slicer.close()
     if nodes is not None:
@@ -300,7 +299,7 @@ def _serve(
     link.close(CLOSING_S)
     if headquarters is not None:
         headquarters.close(ending, CLOSING_S)
-    return ending, agent.failures()
+    return ending, processes.failures()
 
 
 def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) -> Headquarters:
