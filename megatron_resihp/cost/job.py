@@ -109,7 +109,7 @@ class JobCost:
     @cached_property
     def degrees(self) -> tuple[int, ...]:
         """The tensor-parallel degrees, up to a node's workers, with which the model's layers can be laid out."""
-        return tuple(degree for degree in range(1, self.workers_per_node + 1) if self._can_share(degree))
+        return tuple(degree for degree in range(1, self.workers_per_node + 1) if _can_share(self, degree))
 
     def uneven(self, degree: int) -> bool:
         """Whether members of a group of this degree hold unequal shards, which an executor must know.
@@ -118,16 +118,9 @@ class JobCost:
         """
         return self.model.uneven(degree) or not self.training.can_share(degree)
 
-    def _can_share(self, degree: int) -> bool:
-        try:
-            self.seconds(degree)
-        except ShardError:
-            return False
-        return True
-
     @cached_property
     def _seconds(self) -> Callable[[int], Array]:
-        return cache(self._seconds_of)
+        return cache(lambda degree: _as_run(self._seconds_apart(degree), self.training))
 
     @cached_property
     def _bytes(self) -> Callable[[int, int], LayerBytes]:
@@ -140,18 +133,7 @@ class JobCost:
     def _per_square_of(self, degree: int) -> Array:
         work, per_square = self._work(degree), layer_work(self.model, self.training, degree)[..., 1]
         share = np.divide(per_square, work, out=np.zeros_like(work), where=work > 0)
-        return self._as_run(self._seconds_apart(degree) * share)
-
-    def _seconds_of(self, degree: int) -> Array:
-        return self._as_run(self._seconds_apart(degree))
-
-    def _as_run(self, seconds: Array) -> Array:
-        """Separate seconds of F, B and W → those of the job's layers, which may not split the backward; read-only."""
-        if not self.training.splits_backward:
-            forward, backward, weight = seconds
-            seconds = np.stack([forward, backward + weight, np.zeros_like(weight)])
-        seconds.setflags(write=False)
-        return seconds
+        return _as_run(self._seconds_apart(degree) * share, self.training)
 
     def _seconds_apart(self, degree: int) -> Array:
         work = self._work(degree)
@@ -170,3 +152,20 @@ class JobCost:
         work: Array = layer_work(self.model, self.training, degree, tp_rank) @ workload
         assert work.shape == (len(OpKind), self.layers)
         return work
+
+
+def _can_share(cost: JobCost, degree: int) -> bool:
+    try:
+        cost.seconds(degree)
+    except ShardError:
+        return False
+    return True
+
+
+def _as_run(seconds: Array, training: Training) -> Array:
+    """Separate seconds of F, B and W → those of the job's layers, which may not split the backward; read-only."""
+    if not training.splits_backward:
+        forward, backward, weight = seconds
+        seconds = np.stack([forward, backward + weight, np.zeros_like(weight)])
+    seconds.setflags(write=False)
+    return seconds

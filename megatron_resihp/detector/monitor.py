@@ -44,6 +44,27 @@ class Counters:
     unreported: int = 0
     malformed: int = 0
 
+    def accept(self, observations: IterationObservations, layout: Layout, last: IterationObservations | None) -> bool:
+        """Whether an iteration can be judged.
+
+        Args:
+            layout: of the epoch.
+            last: the iteration that was accepted last.
+        """
+        if observations.epoch != layout.epoch:
+            self.other_epoch += 1
+            return False
+        if last and last.epoch == observations.epoch:
+            if observations.iteration <= last.iteration:
+                self.repeated += 1
+                return False
+            self.missing += observations.iteration - last.iteration - 1
+        if len(observations.compute) != layout.workers.size or len(observations.transfer) != len(layout.links):
+            self.malformed += 1
+            return False
+        self.unreported += int((~observations.reported).sum())
+        return True
+
 
 class Monitor:
     """Judges one job, online; a `detector.interface.Detector`."""
@@ -77,13 +98,11 @@ class Monitor:
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        self._to_skip, self._to_learn = self._settings.skipped, self._needed()
+        known = self._judge or self._known
+        self._to_skip = self._settings.skipped
+        self._to_learn = self._settings.settling if known else self._settings.warm_up
         self._learning: list[IterationObservations] = []
         self._disturbances = Disturbances(self._layout.workers.size)
-
-    def _needed(self) -> int:
-        """How many iterations of an epoch to learn from."""
-        return self._settings.settling if self._judge or self._known else self._settings.warm_up
 
     # What others ask
 
@@ -145,10 +164,12 @@ class Monitor:
 
     def observe(self, observations: IterationObservations) -> list[Verdict]:
         """New verdicts after this iteration; iterations arrive in ascending order."""
-        if not self._acceptable(observations):
+        if not self.counters.accept(observations, self._layout, self._last):
             return []
         self._last = observations
-        self._note(observations)
+        notice = data_stall(observations, self._layout)
+        if notice:
+            self._notices = [*self._notices[-MOST_NOTICES + 1 :], notice]
         left_out = self._disturbances.see(observations)
         if self._to_skip > 0:
             self._to_skip -= 1
@@ -168,31 +189,10 @@ class Monitor:
             return self._judge.moved(self._layout, learned)
         if self._known and not explains(self._known.model, self._layout, learned):
             self._known = None
-            self._to_learn, self._learning = max(self._needed() - len(learned), 1), learned
+            self._to_learn, self._learning = max(self._settings.warm_up - len(learned), 1), learned
             return []
         self._judge = Judge(self._layout, learned, *self._budget, self._settings, self._known)
         return self._judge.first_verdicts(observations)
-
-    def _acceptable(self, observations: IterationObservations) -> bool:
-        counters, layout = self.counters, self._layout
-        if observations.epoch != layout.epoch:
-            counters.other_epoch += 1
-            return False
-        if self._last and self._last.epoch == observations.epoch:
-            if observations.iteration <= self._last.iteration:
-                counters.repeated += 1
-                return False
-            counters.missing += observations.iteration - self._last.iteration - 1
-        if len(observations.compute) != layout.workers.size or len(observations.transfer) != len(layout.links):
-            counters.malformed += 1
-            return False
-        counters.unreported += int((~observations.reported).sum())
-        return True
-
-    def _note(self, observations: IterationObservations) -> None:
-        notice = data_stall(observations, self._layout)
-        if notice:
-            self._notices = [*self._notices[-MOST_NOTICES + 1 :], notice]
 
 
 def _alike(observed: Sequence[IterationObservations]) -> list[IterationObservations]:

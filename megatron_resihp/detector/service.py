@@ -16,17 +16,17 @@ from megatron_resihp.cost.fitted.store import CostModelError
 from megatron_resihp.detector.input.assemble import Assembler
 from megatron_resihp.detector.input.layout import layout_of
 from megatron_resihp.detector.input.observations import IterationObservations, Layout
-from megatron_resihp.detector.input.recording import FILE_NAME, Recorder, RecordingError
+from megatron_resihp.detector.input.recording import Recorder
 from megatron_resihp.detector.inquiry import Inquiries
 from megatron_resihp.detector.judging.held_up import HeldUp
 from megatron_resihp.detector.judging.learned import Learned, load
 from megatron_resihp.detector.keeper import Keeper
+from megatron_resihp.detector.kept_records import KeptRecords, failed
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Verdict
 from megatron_resihp.events import detection as told
-from megatron_resihp.events.codec import plain
-from megatron_resihp.events.detection import Detection, DetectionFailed, DetectionResumed, Validation
+from megatron_resihp.events.detection import Detection, DetectionResumed, Validation
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import Job, RunStarted
@@ -34,8 +34,6 @@ from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.places import node_of
 from megatron_resihp.protocol.notices import ValidationOrder
 
-MOST_KEPT: Final = 4 << 30
-"""Most bytes of records kept with a run: 24 hours of 256 workers with iterations of ten seconds."""
 NEVER: Final = float("inf")
 
 
@@ -53,12 +51,12 @@ class DetectionService:
         self._run_dir = run_dir
         self._places = self._workers_per_node = 1
         self._job: Job | None = None
-        self._recorder: Recorder | None = None
+        self._records = KeptRecords(run_dir)
         self._assembler = Assembler()
         self._monitor: Monitor | None = None
         self._layout: Layout | None = None
         self._standbys: frozenset[int] = frozenset()
-        self._kept = self._judged = 0
+        self._judged = 0
         self._keeper = Keeper(run_dir / COST_MODEL_NAME)
         self._known: Learned | None = None
         self._known_from: Path | None = None
@@ -76,7 +74,7 @@ class DetectionService:
                 if event.gemm is not None and event.transfer_bytes is not None:
                     m, n, k = event.gemm
                     self._inquiries = Inquiries((m, n, k), event.transfer_bytes)
-                return self._open_recording(event) + self._load(event.cost_model)
+                return self._records.open(event) + self._load(event.cost_model)
             case EpochStarted():
                 plan = ParallelPlan.from_dict(event.plan)
                 self._standbys = frozenset(plan.standbys)
@@ -88,18 +86,18 @@ class DetectionService:
 
     def take(self, message: bytes, now: float) -> list[Event]:
         """Take a worker's message."""
-        events = self._keep(message)
+        events = self._records.keep(message)
         return events + self._judge(self._assembler.add(message, now))
 
     def look(self, now: float) -> list[Event]:
         """Judge iterations that have waited long enough."""
-        return self._record(Recorder.flush) + self._judge(self._assembler.poll(now))
+        return self._records.write(Recorder.flush) + self._judge(self._assembler.poll(now))
 
     def finish(self) -> list[Event]:
         """Judge the remaining iterations, and summarise."""
         events = self._judge(self._assembler.poll(NEVER))
         events += self._save_model()
-        events += self._record(Recorder.close)
+        events += self._records.write(Recorder.close)
         if self._monitor is not None:
             events.append(Detection(
                 iterations=self._judged, records=self._assembler.counters.received, faults=self._faults(),
@@ -126,7 +124,7 @@ class DetectionService:
         else:
             self._monitor.change_layout(layout)
         self._keeper.begin(layout)
-        return self._record(lambda recorder: recorder.layout(layout))
+        return self._records.write(lambda recorder: recorder.layout(layout))
 
     def _judge(self, completed: Iterable[IterationObservations]) -> list[Event]:
         events: list[Event] = []
@@ -153,7 +151,7 @@ class DetectionService:
             complete = self._keeper.add(observations)
         except Exception as error:
             # The fit there is for other runs; its failure is no reason to stop judging.
-            return [_failed("cost model", error), *self._save_model()]
+            return [failed("cost model", error), *self._save_model()]
         return self._save_model() if complete else []
 
     def _tell(self, verdicts: Iterable[Verdict]) -> list[Event]:
@@ -186,35 +184,6 @@ class DetectionService:
 
     # ---- files
 
-    def _open_recording(self, job: Job) -> list[Event]:
-        try:
-            known = {name: value for name, value in plain(job).items() if name != "event"}
-            self._recorder = Recorder(self._run_dir / FILE_NAME, known)
-        except (OSError, RecordingError) as error:
-            return [_failed("recording", error)]
-        return []
-
-    def _keep(self, message: bytes) -> list[Event]:
-        self._kept += len(message)
-        if self._recorder is not None and self._kept > MOST_KEPT:
-            error = OSError(f"the run's records take {MOST_KEPT >> 30} GiB; later ones are judged and not kept")
-            return [*self._record(Recorder.close), self._stop_recording(error)]
-        return self._record(lambda recorder: recorder.message(message))
-
-    def _stop_recording(self, error: Exception) -> Event:
-        self._recorder = None
-        return _failed("recording", error)
-
-    def _record(self, action: Callable[[Recorder], None]) -> list[Event]:
-        """Write to the recording; a full disk ends the recording and nothing else."""
-        if self._recorder is None:
-            return []
-        try:
-            action(self._recorder)
-        except OSError as error:
-            return [self._stop_recording(error)]
-        return []
-
     def _load(self, named: str | None) -> list[Event]:
         """Load what an earlier run learned: the named run, or the one that used this directory before."""
         path = Path(named) if named else self._run_dir / COST_MODEL_NAME
@@ -223,7 +192,7 @@ class DetectionService:
         try:
             self._known = load(path)
         except CostModelError as error:
-            return [_failed("cost model", error)]
+            return [failed("cost model", error)]
         self._known_from = path
         return []
 
@@ -234,7 +203,7 @@ class DetectionService:
         try:
             self._keeper.save(known)
         except OSError as error:
-            return [_failed("cost model", error)]
+            return [failed("cost model", error)]
         return []
 
 
@@ -252,7 +221,3 @@ def _suspicion(suspicion: Suspicion, iteration: int, tested: bool) -> told.Suspi
         workers=suspicion.workers, speed=1 - suspicion.slowdown, since=suspicion.since, iteration=iteration,
         tested=tested,
     )  # fmt: skip
-
-
-def _failed(part: str, error: Exception) -> DetectionFailed:
-    return DetectionFailed(part=part, error=f"{type(error).__name__}: {error}")

@@ -43,7 +43,8 @@ class ParallelPlan:
         uneven_shards: whether some tensor-parallel members hold unequal shards (such as 3 of 4), which an executor must
             know. That depends on the model; `cost.memory.check_plan` checks it.
 
-    Equal plans have equal hashes; plans may be pickled and copied.
+    Equal plans have equal hashes; plans may be pickled and copied. The class has many methods because all of them are
+    questions about one immutable value.
 
     Raises:
         PlanError: on construction; the message names the rule that is broken (`plan.rules`).

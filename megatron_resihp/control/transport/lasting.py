@@ -29,8 +29,10 @@ ATTEMPTS: Final = 3
 
 
 class LastingStore:
-    """A `Store`. After a loss, calls that have no second effect are made again; messages are pushed again too, and have
-    an id of their own for that; `add` raises StoreError.
+    """A `Store`, whose twelve methods are most of this class's.
+
+    After a loss, calls that have no second effect are made again. Messages are pushed again too, and have an id of
+    their own for that. `add` raises StoreError.
 
     Args:
         store: connected.

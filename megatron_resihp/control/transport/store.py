@@ -87,7 +87,10 @@ class Store(Protocol):
 
 
 class TcpStore:
-    """The store over torch's TCPStore: no server of our own, and the same one that process groups meet in."""
+    """The store over torch's TCPStore: no server of our own, and the same one that process groups meet in.
+
+    Most methods are the twelve of `Store`.
+    """
 
     def __init__(self, raw: Any, address: Address) -> None:
         self.address = address

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_resihp.detector import service
+from megatron_resihp.detector import kept_records
 from megatron_resihp.detector.input.recording import FILE_NAME, Recording
 from megatron_resihp.detector.input.records import OP, SPAN, TRANSFER, WORKLOAD, IterationRecord, OpKind, SpanKind
 from megatron_resihp.detector.input.wire import pack
@@ -319,7 +319,7 @@ def test_what_cannot_be_predicted_is_judged_and_kept_all_the_same(
 
 
 def test_a_recording_does_not_grow_for_ever(job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(service, "MOST_KEPT", 10_000)
+    monkeypatch.setattr(kept_records, "MOST_KEPT", 10_000)
     job.run(range(1, 10))
     job.finish()
     assert [event.part for event in job.named("detection_failed")] == ["recording"]
