@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks a named strategy for a running job's next plan, and checks that the job can run it.
 
-Imports numpy, `plan`, `cost` and this package. It imports the strategies only on demand, since that takes a while.
+Imports numpy, `plan`, `protocol`, `cost` and this package; the strategies only on demand, since that takes a while.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan
@@ -13,27 +14,7 @@ from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategy import Strategy
 from megatron_resihp.planner.uniform import NoPlanError
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A strategy's plan for a given health.
-
-    Attributes:
-        plan: the next plan, with layers; it contains all live workers.
-        iteration_s: seconds of its pipelines in an iteration.
-        current_s: seconds that the plan in force needs with this health; None if it cannot go on.
-        healthy_s: seconds that the plan in force would need if all its workers were healthy.
-        moving_s: how long the job stands still during the change.
-        bound_s: least seconds that any plan needs.
-    """
-
-    plan: ParallelPlan
-    iteration_s: float
-    current_s: float | None
-    healthy_s: float
-    moving_s: float
-    bound_s: float
+from megatron_resihp.protocol.planning import PlanFound
 
 
 def strategy_named(name: str) -> Strategy:
@@ -52,7 +33,10 @@ def strategy_named(name: str) -> Strategy:
     return STRATEGIES[name].strategy
 
 
-def propose(name: str, plan: ParallelPlan, own: tuple[Chunk, ...], health: Health, cost: JobCost) -> Proposal:
+def propose(
+    name: str, plan: ParallelPlan, own: tuple[Chunk, ...], health: Health, cost: JobCost,
+    planning_s: Callable[[], float],
+) -> PlanFound:  # fmt: skip
     """Ask a strategy for a plan, check that plan, and evaluate it.
 
     Args:
@@ -60,6 +44,7 @@ def propose(name: str, plan: ParallelPlan, own: tuple[Chunk, ...], health: Healt
         plan: the plan in force; its workers may be dead by now.
         own: the job's own split into layers.
         health, cost: of the live workers and the job.
+        planning_s: seconds spent on this request so far.
 
     Raises:
         NoPlanError: the strategy has no plan, or none that the job can run.
@@ -74,13 +59,14 @@ def propose(name: str, plan: ParallelPlan, own: tuple[Chunk, ...], health: Healt
     if alive and after.replicas != before.replicas:
         require_room(before, after, cost)
     evaluation = evaluate(after, health, cost)
-    return Proposal(
+    return PlanFound(
         plan=after,
         iteration_s=evaluation.iteration_s,
         current_s=evaluate(before, health, cost).iteration_s if alive else None,
         healthy_s=evaluate(before, Health(dict.fromkeys(before.members, 1.0)), cost).iteration_s,
         moving_s=seconds_to_get_there(before, after, cost),
         bound_s=evaluation.bound.seconds,
+        planning_s=planning_s(),  # the last one: all of the above takes time
     )
 
 

@@ -23,7 +23,6 @@ from megatron_resihp.protocol.planning import (
     PLANNER_ANSWERS,
     PLANNER_REQUESTS,
     NoPlan,
-    PlanFound,
     PlannerAnswer,
     PlannerRequest,
 )
@@ -56,13 +55,9 @@ def answer(request: PlannerRequest, on_compiling: Callable[[], None] = lambda: N
         try:
             fitted = _fitted(request.cost_model)
             cost = cost_of_job(request.job, request.workers, request.workers_per_node, request.own, fitted)
-            found = propose(request.strategy, request.plan, request.own, health, cost)
+            return propose(request.strategy, request.plan, request.own, health, cost, lambda: clock() - began)
         except (UnknownCost, NoPlanError) as error:
             return NoPlan(str(error))
-        planning_s = clock() - began
-    return PlanFound(
-        found.plan, planning_s, found.iteration_s, found.current_s, found.healthy_s, found.moving_s, found.bound_s
-    )
 
 
 @cache  # said once

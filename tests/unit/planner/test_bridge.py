@@ -54,12 +54,12 @@ class TestRoomOnTheWay:
         health = healthy(plan, slow={1: 0.3})
         assert joint(plan, health, cost) == plan
         with pytest.raises(NoPlanError, match="old and new state together take"):
-            propose("resihp-paper", plan, plan.replicas[0].chunks, health, cost)
+            propose("resihp-paper", plan, plan.replicas[0].chunks, health, cost, lambda: 0.0)
         roomy = replace(cost, device=replace(cost.device, memory=10 * cost.device.memory))
         assert joint(plan, health, roomy) != plan
 
     def test_after_a_death_what_fits_once_it_runs_is_tried(self) -> None:
         cost, plan = self.tight()
-        proposal = propose("joint", plan, plan.replicas[0].chunks, healthy(plan, dead=(3,)), cost)
+        proposal = propose("joint", plan, plan.replicas[0].chunks, healthy(plan, dead=(3,)), cost, lambda: 1.5)
         with pytest.raises(PlanError):
             check_change(plan, proposal.plan, cost.model, cost.training, cost.device.memory)
