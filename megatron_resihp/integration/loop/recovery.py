@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from megatron.core.rerun_state_machine import RerunMode
 
 from megatron_resihp.control.transport.store import StoreError
@@ -24,6 +23,7 @@ from megatron_resihp.integration.loop.joining import stand_at
 from megatron_resihp.integration.patches.counting import count_again, note_in_progress_log, restore_counters
 from megatron_resihp.integration.probes.fault_injection import StagedError
 from megatron_resihp.integration.progress import ContractBroken
+from megatron_resihp.integration.replacing import become, take_apart
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.footprint import (
     bring_gradients_back,
@@ -213,7 +213,7 @@ def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> N
             connections.narrow(runtime.control.peer_ports)
     except Exception:
         if trained is not runtime.held.live:
-            _take_apart(trained.model)
+            take_apart(trained.model)
         raise
     with phases.phase("data"):
         _adopt(runtime, order, trained, migrated.kept)
@@ -261,11 +261,11 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
         old_model = list(live.model)
         live.model[:] = trained.model
         live.lacks_gradients = False
-        _become(live.optimizer, trained.optimizer)
-        _become(live.scheduler, trained.scheduler)
+        become(live.optimizer, trained.optimizer)
+        become(live.scheduler, trained.scheduler)
         live.scheduler.optimizer = live.optimizer
         install_step(runtime)
-        _take_apart(old_model)
+        take_apart(old_model)
     runtime.held.shards = spelled_out(order.plan, runtime.job.own.chunks).shards_of(runtime.worker)
     runtime.calls.in_loop, runtime.joining = runtime.view.works, False
     runtime.calls.position = commit.position
@@ -286,18 +286,3 @@ def _stand_by(runtime: Runtime, commit: Commit) -> None:
     if commit.replay:
         assert commit.outcome is not None
         count_again(runtime, commit.outcome)
-
-
-def _take_apart(model: list[torch.nn.Module]) -> None:
-    """Empty the modules of a model that is out of use: its reference cycles would keep buffers and groups until some
-    later garbage collection."""
-    for module in [module for chunk in model for module in chunk.modules()]:
-        module.__dict__.clear()
-    # NCCL takes its buffers from the device, not from what torch keeps for later.
-    torch.cuda.empty_cache()
-
-
-def _become(old: Any, new: Any) -> None:
-    """Let every reference to `old` see the state and behaviour of `new`."""
-    old.__class__ = new.__class__
-    old.__dict__ = new.__dict__

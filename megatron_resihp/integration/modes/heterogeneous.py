@@ -93,7 +93,7 @@ class HeterogeneousMode(Mode):
         self._routes = training_routes(view, runtime.job.own.sequence_parallel, rows)
         self.splits_backward = any(step.op.kind == "W" for step in self._routes)
         self._exchange = make_exchange(runtime.job.args, runtime.communicators, view)
-        self._exchange.begin(runtime.probes, runtime.pads.padding, view.own_chunks)
+        self._exchange.begin(runtime.probes, runtime.pads.padding, view.own_chunks, partial(runtime.reach, "p2p"))
         self._exchange.connect(self._routes)
         with as_stage(view.own_chunks[0], len(view.chunks)):
             start_streams(runtime.job.args, runtime.epoch)

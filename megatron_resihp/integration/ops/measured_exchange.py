@@ -7,7 +7,7 @@ have come on the device. May import torch, `executor` and this package.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -30,9 +30,16 @@ NAN: Final = float("nan")
 class MeasuredExchange(GlooExchange):
     """A GlooExchange whose transfers the probes note; `begin` is called once, before all else."""
 
-    def begin(self, probes: Probes, padding: Padding | None, own_chunks: Sequence[int]) -> None:
-        """`own_chunks`: numbers of this worker's chunks in the plan."""
-        self._probes, self._padding = probes, padding
+    def begin(
+        self, probes: Probes, padding: Padding | None, own_chunks: Sequence[int], at_transfer: Callable[[], None]
+    ) -> None:
+        """Say what there is to measure.
+
+        Args:
+            own_chunks: numbers of this worker's chunks in the plan.
+            at_transfer: called before each transfer, where a fault injection may strike.
+        """
+        self._probes, self._padding, self._at_transfer = probes, padding, at_transfer
         self._own = {chunk: index for index, chunk in enumerate(own_chunks)}
         self._token_bytes = self._dtype.itemsize * self._shape[0] * self._shape[1]
         self._taken: dict[PlannedOp, float] = {}
@@ -44,7 +51,12 @@ class MeasuredExchange(GlooExchange):
         if self._padding is not None:
             self._stamps[message.op] = [self._take_stamp(message, piece) for piece in self._pieces_to_me(message)]
 
+    def receive(self, message: Message) -> torch.Tensor:
+        self._at_transfer()
+        return super().receive(message)
+
     def send(self, message: Message, tensor: torch.Tensor) -> None:
+        self._at_transfer()
         super().send(message, tensor)
         now = time.monotonic()
         for piece in message.pieces:

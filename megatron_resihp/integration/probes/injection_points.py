@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks for fault injection inside forward, backward, P2P and gradient sync, installed only where they are needed.
+"""Hooks for fault injection in Megatron's forward, backward, P2P and gradient sync, installed only where needed.
 
-P2P and gradient sync are Megatron's own or, under a heterogeneous plan, this project's. May import
-megatron and this package.
+Under a heterogeneous plan `ops.measured_exchange` and `modes.heterogeneous` have P2P's and gradient sync's hooks of
+their own. May import megatron and this package.
 """
 
 import functools
@@ -12,16 +12,12 @@ from typing import Any
 from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.runtime import Runtime
 
-EXCHANGE = "megatron_resihp.executor.exchange:GlooExchange"
 TARGETS = {
     "forward": ("megatron.core.pipeline_parallel.schedules:forward_step",),
     "backward": ("megatron.core.pipeline_parallel.schedules:backward_step",),
-    "p2p": (
-        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
-        f"{EXCHANGE}.send", f"{EXCHANGE}.receive",
-    ),
+    "p2p": ("megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",),
     "grad-sync": ("megatron.training.training:finalize_model_grads",),
-}  # fmt: skip
+}
 
 
 def injection_patches(runtime: Runtime) -> list[Patch]:

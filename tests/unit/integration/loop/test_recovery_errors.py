@@ -127,15 +127,6 @@ def test_a_bug_that_a_recovery_meets_again_is_raised(monkeypatch: pytest.MonkeyP
     assert caught.value is errors[-1] and next(tried, None) is None
 
 
-def test_the_old_models_memory_goes_back_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch keeps of it for later, NCCL could not have."""
-    held: list[int] = []
-    module = torch.nn.Linear(2, 2)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.append(len(vars(module))))
-    recovery._take_apart([module])
-    assert held == [0]
-
-
 class OnTrial:
     """A worker in the first step of a plan that was chosen; others follow without an error unless there is one."""
 

@@ -49,6 +49,7 @@ class Worker:
     def __init__(self, me: int, own_chunks: Sequence[int], emulated: bool, recording: bool = True) -> None:
         self.rows: list[tuple[Any, ...]] = []
         self.arrivals: list[float] = []
+        self.reached = 0
         probes: Any = SimpleNamespace(
             recording=recording, immediate=True, transfers=SimpleNamespace(note=lambda *row: self.rows.append(row))
         )
@@ -58,7 +59,10 @@ class Worker:
         ranks = {worker: worker for worker in range(3)}
         group: Any = me
         self.exchange = MeasuredExchange(me, group, ranks, None, SHAPE, torch.float32, torch.device("cpu"))
-        self.exchange.begin(probes, padding if emulated else None, own_chunks)
+        self.exchange.begin(probes, padding if emulated else None, own_chunks, self._reach)
+
+    def _reach(self) -> None:
+        self.reached += 1
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +96,11 @@ def test_both_ends_note_a_transfer_by_their_own_chunks() -> None:
         assert (peer, received, kind, chunk, micro_batch, bytes_) == (2, False, OpKind.F, 1, 5, size)
     assert [row[:5] for row in receiver.rows] == [(0, True, OpKind.F, 0, 5), (1, True, OpKind.F, 0, 5)]
     assert [row[7] for row in receiver.rows] == [size, size]
+
+
+def test_a_fault_injection_may_strike_at_each_transfer() -> None:
+    *workers, _ = forwards(emulated=False)
+    assert [worker.reached for worker in workers] == [1, 1, 1]
 
 
 def test_on_the_emulated_clock_a_message_comes_as_long_after_it_was_sent_as_its_slowest_piece_takes(wire: Wire) -> None:
