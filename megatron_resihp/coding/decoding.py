@@ -293,7 +293,7 @@ def _decode_object(kind: Any) -> Decode:
 
 
 def _needed(field: dataclasses.Field[Any]) -> bool | None:
-    """Whether it has to be there; None: it has a default, so that depends on who reads."""
+    """Whether it has to be there; None: it has a default, so that depends on the reader."""
     if may_be_omitted(field):
         return False
     has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING

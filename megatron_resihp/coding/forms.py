@@ -26,7 +26,7 @@ class Form:
 
 
 def set_form(kind: type, form: Form) -> None:
-    """Give a class its form, where it is defined: before anybody writes or reads one."""
+    """Give a class its form, where it is defined: before one is written or read."""
     _forms[kind] = form
 
 

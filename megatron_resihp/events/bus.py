@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the events of a run go: to everybody who has subscribed to their class.
+"""Where the events of a run go: to all subscribers of their class.
 
 May import: the standard library and this package's modules.
 """
@@ -28,7 +28,7 @@ class EventBus:
         self._subscribers = (*self._subscribers, (kinds, take))
 
     def publish(self, event: Event) -> None:
-        """Tell of an event that has its time. A subscriber that fails says so, and keeps it from nobody."""
+        """Tell of an event that has its time. A subscriber that fails says so, and keeps it from no other."""
         for kinds, take in self._subscribers:
             if isinstance(event, kinds):
                 try:
@@ -37,5 +37,5 @@ class EventBus:
                     traceback.print_exc()
 
     def close(self) -> None:
-        """Tell nobody anything more: threads that are late must not write to a log that is closed."""
+        """Deliver nothing more: threads that are late must not write to a log that is closed."""
         self._subscribers = ()

@@ -30,13 +30,13 @@ class Verdict(Event):
 @event("suspicion", written_by="the detector, on node 0")
 class Suspicion(Event):
     """One of several workers is slow and the evidence does not say which: they are validated. Written again if that
-    named nobody; then they are validated again later."""
+    named no worker; then they are validated again later."""
 
     workers: Annotated[tuple[int, ...], "the suspects"]
-    speed: Annotated[float, "p of whoever it is"]
+    speed: Annotated[float, "p of that worker or link"]
     since: Annotated[int, "estimated first iteration"]
     iteration: Annotated[int, "when"]
-    tested: Annotated[bool, "whether validation is over, and named nobody"]
+    tested: Annotated[bool, "whether validation is over, and named no worker or link"]
 
 
 @event("validation", written_by="each worker that took part")

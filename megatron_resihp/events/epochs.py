@@ -64,7 +64,7 @@ class Reconfiguration(Event):
     """Training goes on under a plan that was taken by choice."""
 
     number: Annotated[int, "of the change"]
-    why: Annotated[str, "who asked for it, and why"]
+    why: Annotated[str, "the reason, and who asked for it"]
     from_epoch: Annotated[int, "the epoch that was left"]
     to_epoch: Annotated[int, "the epoch that goes on"]
     resumed_iteration: Annotated[int, "last applied step"]

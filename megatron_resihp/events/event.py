@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every event is: a frozen dataclass with a name in the log, and when, in which epoch and by whom it was written.
+"""What every event is: a frozen dataclass with a name in the log, a time, an epoch and the worker that wrote it.
 
 May import: the standard library.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Final, dataclass_transform
 
 NOT_YET: Final = 0.0
-"""The time of an event that nobody has written down yet."""
+"""The time of an event that is not written down yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownEvent(Event):
-    """An event of a later version: whoever passes events on passes it on as it came, and nobody else reads it."""
+    """An event of a later version: it is passed on as it came, and read by no code."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
     """All of it, as in the log."""
@@ -44,7 +44,7 @@ def event[E: Event](name: str, written_by: str) -> Callable[[type[E]], type[E]]:
 
     Args:
         name: in the log.
-        written_by: whose event it is, for people.
+        written_by: which process writes it, for readers.
     """
 
     def make(declared: type[E]) -> type[E]:
@@ -56,7 +56,7 @@ def event[E: Event](name: str, written_by: str) -> Callable[[type[E]], type[E]]:
 
 
 def stamped[E: Event](event: E, time: float, epoch: int | None = None, worker: int | None = None) -> E:
-    """`event` with when, where and by whom it was written, as far as it does not say that itself."""
+    """`event` with when, where and by which process it was written, as far as it does not say that itself."""
     return replace(
         event,
         time=time if event.time == NOT_YET else event.time,

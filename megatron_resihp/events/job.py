@@ -44,7 +44,7 @@ class Job(Event):
     eval_interval: Annotated[int | None, "iterations from one evaluation to the next; null: none"] = None
     save_interval: Annotated[int | None, "iterations from one checkpoint to the next; null: none"] = None
     distributed_optimizer: Annotated[bool | None, "replicas share the optimizer's state out"] = None
-    strategy: Annotated[str | None, "who plans when workers die"] = None
+    strategy: Annotated[str | None, "strategy that plans when workers die"] = None
     plan_wait: Annotated[float | None, "how long a recovery waits for that, in seconds"] = None
     act: Annotated[str | None, "what is done when another plan is faster: observe, ask or act"] = None
     begins_with_a_plan: Annotated[bool | None, "another plan is asked for as the job begins"] = None

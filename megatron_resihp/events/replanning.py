@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other plans: who planned, what would be faster, what was changed and whether that has paid.
+"""Other plans: which strategy planned, what would be faster, what was changed and whether that has paid.
 
 May import: the standard library and this package's modules.
 """
@@ -30,7 +30,7 @@ class PlanChange(Event):
     first, no `reconfiguration` follows."""
 
     number: Annotated[int, "of the change, from 1"]
-    why: Annotated[str, "who asked for it, and why"]
+    why: Annotated[str, "the reason, and who asked for it"]
     from_digest: Annotated[str, "digest of the plan in force"]
     to_digest: Annotated[str, "digest of the plan to come"]
     changes: Annotated[tuple[str, ...], "what changes, line by line"]
@@ -40,13 +40,13 @@ class PlanChange(Event):
 class ChangeRefused(Event):
     """A plan was asked for that can't be taken."""
 
-    why: Annotated[str, "who asked for it, and why"]
+    why: Annotated[str, "the reason, and who asked for it"]
     reason: Annotated[str, "why not"]
 
 
 @event("change_measured", written_by="the policy, on node 0")
 class ChangeMeasured(Event):
-    """Whether a change by choice has paid; told where nobody became slow, well again or died in between."""
+    """Whether a change by choice has paid; told where no worker became slow, recovered or died in between."""
 
     number: Annotated[int, "of the change"]
     before_s: Annotated[float, "median seconds of an iteration before it"]
@@ -63,7 +63,7 @@ class Planned(Event):
     overtaken: Annotated[bool | None, "whether it came too late; it is taken later, if it pays"] = None
     planning_s: Annotated[float | None, "how long it thought"] = None
     waited_s: Annotated[float | None, "how long training stood still for that"] = None
-    made_ahead: Annotated[bool | None, "whether it had thought before the loss, and nobody waited"] = None
+    made_ahead: Annotated[bool | None, "whether it had thought before the loss, so that training did not wait"] = None
     iteration_s: Annotated[float | None, "seconds of an iteration's pipelines, by simulation"] = None
     bound_s: Annotated[float | None, "what no plan can beat"] = None
     moving_s: Annotated[float | None, "how long getting there was thought to take"] = None
@@ -73,7 +73,7 @@ class Planned(Event):
 class Recommended(Event):
     """A change of plan by choice would pay."""
 
-    why: Annotated[str, "who is slow, and what is gained"]
+    why: Annotated[str, "which workers and links are slow, and what is gained"]
     gain: Annotated[float, "share of an iteration's pipelines that is saved"]
     lost_s: Annotated[float | None, "seconds lost so far by not having changed"] = None
     cost_s: Annotated[float | None, "seconds that the change costs"] = None

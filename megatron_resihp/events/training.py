@@ -71,7 +71,7 @@ class Salvage(Event):
     iteration: Annotated[int, "last applied step"]
     path: Annotated[str, "where it is"]
     complete: Annotated[bool, "whether all state is there"]
-    missing: Annotated[tuple[tuple[int, int], ...] | None, "[stage, tp_rank] of each shard that nobody holds"] = None
+    missing: Annotated[tuple[tuple[int, int], ...] | None, "[stage, tp_rank] of each shard that no worker holds"] = None
 
 
 @event("digest", written_by="each worker")
@@ -79,7 +79,7 @@ class Digest(Event):
     """Digests of the state that it holds at the end, with `--resihp-record-digests`."""
 
     iteration: Annotated[int, "last step"]
-    digests: Annotated[Mapping[str, Any], "digest by shard or slice, the same on all who hold it"]
+    digests: Annotated[Mapping[str, Any], "digest by shard or slice, the same on all holders"]
 
 
 @event("optimizer_copy", written_by="each worker that keeps one")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers and nodes: who starts, waits, dies, leaves, and what each of them holds.
+"""Workers and nodes: which start, wait, die, leave, and what each of them holds.
 
 May import: the standard library and this package's modules.
 """
@@ -61,7 +61,7 @@ class WorkerWaiting(Event):
     """A worker that was not there at the start is ready, holds nothing and waits for a plan that has it in it."""
 
     waiting: Annotated[int, "the worker"]
-    place: Annotated[int, "its place: the id of who was there first, which may be itself"]
+    place: Annotated[int, "its place: the id of the worker that was there first, which may be itself"]
 
 
 @event("node_left", written_by="coordinator")
@@ -76,7 +76,7 @@ class NodeLeft(Event):
 class LinkFailed(Event):
     """Workers of two nodes could not reach each other twice in a row while all lived; one side is left out."""
 
-    reason: Annotated[str, "who can't reach whom"]
+    reason: Annotated[str, "which workers can't reach each other"]
     left_out: Annotated[tuple[int, ...], "the workers that the job goes on without"]
 
 

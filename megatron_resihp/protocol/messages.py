@@ -170,7 +170,7 @@ class PlanRequest:
         plan: as JSON. Whoever asks is answered if it is none.
         why: in words.
         patient: to have it as soon as it can be, if not now.
-        answer: key of the store under which the answer is awaited; None: nobody waits.
+        answer: key of the store under which the answer is awaited; None: no one waits.
     """
 
     plan: Json

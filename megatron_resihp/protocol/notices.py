@@ -22,7 +22,7 @@ class EpochIsBroken:
     """The epoch is over: abort its groups, and report.
 
     Attributes:
-        probe: find out first who can be reached. After a death nobody waits for that.
+        probe: find out first which workers can be reached; not after a death, which must not wait for that.
     """
 
     epoch: Epoch
@@ -78,7 +78,7 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class Transfer:
-    """`sender` sends `size` bytes to `receiver`, so many times; who is in none waits for nobody."""
+    """`sender` sends `size` bytes to `receiver`, so many times; a worker that is in none waits for none."""
 
     sender: Worker
     receiver: Worker

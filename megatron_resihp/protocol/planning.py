@@ -24,7 +24,7 @@ class KnownJob:
     Attributes:
         tensor_parallel: the job's own degree.
         micro_batches: in a global batch.
-        arguments: Megatron's, that the model is made of; None: nobody has told them yet.
+        arguments: Megatron's, that the model is made of; None: no worker has told them yet.
         emulated: name of the emulated device; None: the clock is real.
         device_memory: bytes; None: unknown.
         memory_reserve: percent of it that plans leave free.
@@ -55,7 +55,7 @@ class PlannerRequest:
         speeds: of all live workers.
         links: slow ones: both ends, and the speed.
         cost_model: path of what the detector learns of costs; need not be there yet.
-        rehearsal: nobody waits for the answer, and none is given.
+        rehearsal: no thread waits for the answer, and none is given.
     """
 
     strategy: str

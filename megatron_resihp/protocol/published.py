@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the coordinator decides once, under keys that nobody writes again: plans, their start, and the job's end.
+"""What the coordinator decides once, under keys that are not written again: plans, their start, and the job's end.
 
 May import this package's other modules.
 """
@@ -15,7 +15,7 @@ from megatron_resihp.protocol.values import Epoch, ExitCode, Natural, Port, Seco
 from megatron_resihp.protocol.wire import Kinds
 
 Shards = tuple[Shard, ...]
-"""What the coordinator computes has no bounds: nobody may refuse an order to save."""
+"""What the coordinator computes has no bounds: no worker may refuse an order to save."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class EmergencyCheckpointOrder:
     Attributes:
         reason: why there is no plan.
         writers: what each of them writes.
-        missing: what nobody holds.
+        missing: shards that no survivor holds.
     """
 
     epoch: Epoch

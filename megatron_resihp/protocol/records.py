@@ -19,7 +19,7 @@ def _have_totals(counters: dict[str, Any]) -> bool:
 
 
 Counters = Annotated[dict[str, Any], Holds(_have_totals, "counters: their 'totals' are a list or an object")]
-"""Megatron's, by name; those who follow the losses have their `totals`."""
+"""Megatron's, by name; those of workers that follow the losses have their `totals`."""
 
 
 class IterationPhase(IntEnum):
@@ -46,8 +46,8 @@ class Outcome:
         grad_norm: global gradient norm before clipping; None where Megatron would not compute it: the step is skipped.
         losses: of each loss the sum over the global batch and the number of tokens it was taken over.
         loss_names: their names; empty on a worker that computes no losses, which agrees on their numbers only.
-        stop: somebody asked for an orderly end after this iteration.
-        save: somebody asked for a checkpoint after this iteration.
+        stop: some worker was asked for an orderly end after this iteration.
+        save: some worker was asked for a checkpoint after this iteration.
         skipped: a gradient has overflowed; the step only moves the loss scale.
         experts: what mixtures of experts reported of their balance, summed over all workers; empty if there are none.
     """
@@ -102,7 +102,7 @@ class Commit:
 
     Attributes:
         iteration: j, the last iteration that counts as applied. Who is REDUCED at j takes the step with `outcome`.
-        outcome: what was agreed for j; None if nobody had agreed on anything yet.
+        outcome: what was agreed for j; None if none had agreed on anything yet.
         replay: what Megatron does after step j (logging, evaluation, checkpoint) was not finished by all: repeat it.
         counters: Megatron's counters at the start of the iteration at which the loop is entered again.
         position: the earliest call of the run that a survivor is in (0: train()); earlier ones all have made.

@@ -38,7 +38,7 @@ UnixTime = Finite
 Seconds = Finite
 
 Worker = Natural
-"""The id of a worker; whether the job has one is for whoever knows the job."""
+"""The id of a worker; whether the job has one is for the code that knows the job."""
 Node = Natural
 Epoch = Natural
 
@@ -49,4 +49,4 @@ DigestKey = Annotated[str, Matches(r"-?\d{1,18}(/-?\d{1,18}){1,3}", "two to four
 """See `control.coordination.digests`."""
 
 Json = Any
-"""A value with a format of its own, which whoever uses it checks."""
+"""A value with a format of its own, which the code that uses it checks."""

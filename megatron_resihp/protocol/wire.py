@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How anything travels: as JSON text that says its protocol's version, its kind, who sent it, and its fields.
+"""How anything travels: as JSON text that says its protocol's version, its kind, its sender, and its fields.
 
 All is written and read here. Whoever reads refuses what is malformed, by an error that names sender and field. Fields
 that a newer minor version has added are left out; another major version is refused.
@@ -29,7 +29,7 @@ _NAMES: Final = frozenset({"protocol", "kind", "sender", "id", "body"})
 
 
 class MalformedError(Exception):
-    """A text that holds nothing of the expected kinds; the message names who sent it, and the field."""
+    """A text that holds nothing of the expected kinds; the message names its sender and the field."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron_resihp.protocol.answers import Refused
 from megatron_resihp.protocol.messages import PlanRequest
 
 EPILOG = """\
-The plan says who works where; whoever is alive beside becomes a standby. PLAN.json holds a plan as events and
+The plan says which worker works where; other live workers become standbys. PLAN.json holds a plan as events and
 proposals do, or is what `resihp plan --json` prints:
 
   resihp plan runs/my-run --slow 5=0.5 --json > plan.json

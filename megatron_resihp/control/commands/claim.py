@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run directory is one job's at a time: node 0's launcher claims it with a file that says who it is.
+"""A run directory is one job's at a time: node 0's launcher claims it with a file that names it.
 
 There is no lock between hosts, and a job that was killed leaves its file behind. So a file is believed as long as the
 process that it names lives, where that can be seen from here; otherwise if the job's store answers, or if the file is
@@ -26,12 +26,12 @@ from megatron_resihp.coding import FILE, WrongValueError, decode
 TOUCH_S: Final = 5.0
 """How often a claim is touched."""
 FRESH_S: Final = 30.0
-"""How long one that nobody touches any more may be that of a job which lives, or is just starting."""
+"""How long a file that is not touched any more may be of a job that lives, or is just starting."""
 LOOK_S: Final = 0.2
 
 
 class ClaimedError(Exception):
-    """Another job has the run directory; the message says who."""
+    """Another job has the run directory; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Owner:
 
     @classmethod
     def of(cls, data: object) -> Self | None:
-        """Whom a file names; None: nobody."""
+        """The owner that a file names; None: it names none."""
         try:
             owner: Self = decode(cls, data, FILE)
         except WrongValueError:
@@ -158,7 +158,7 @@ def _take(path: Path, text: str, answers: Callable[[], bool]) -> None:
 
 
 def _holder(path: Path, left: str, answers: Callable[[], bool]) -> str | None:
-    """Who has a file with this text; None: nobody any more."""
+    """The owner of a file with this text; None: there is none any more."""
     try:
         data = json.loads(left)
     except ValueError:
@@ -174,7 +174,7 @@ def _holder(path: Path, left: str, answers: Callable[[], bool]) -> str | None:
     while (age := _age(path)) is not None and age < FRESH_S:
         is_touched = _modified(path) != touched_at
         if _text(path) != left:
-            return None  # It is another job's, or one has just written it: whoever looks again knows more.
+            return None  # It is another job's, or one has just written it: a second look will tell.
         if is_touched:
             return who
         if not announced:

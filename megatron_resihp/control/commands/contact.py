@@ -26,7 +26,7 @@ FILE_NAME: Final = "coordinator.json"
 CONNECT_S: Final = 5.0
 ANSWER_S: Final = 10.0
 ADDED_TO: Final = Tolerance(unknown=True)
-"""The file says who owns it, too; a token that was made up here is none."""
+"""The file names its owner, too; a token that was made up here is none."""
 
 
 def _address(text: object) -> Address:

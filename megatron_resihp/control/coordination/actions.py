@@ -36,7 +36,7 @@ class Notify:
 
 @dataclass(frozen=True)
 class Reply:
-    """Tell who waits for an answer. `key`: where it is looked for."""
+    """Answer a request. `key`: where it is looked for."""
 
     key: str
     answer: Answer

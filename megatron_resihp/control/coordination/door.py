@@ -103,7 +103,7 @@ def _event(value: Mapping[str, Any]) -> Event:
 
 
 def _out_of_bounds(event: Event) -> str | None:
-    """The field with which nobody on node 0 can do anything; what is only written down may be anything."""
+    """The field that no code on node 0 can use; what is only written down may be anything."""
     epoch, worker = event.epoch, event.worker
     if not math.isfinite(event.time):
         return "time"

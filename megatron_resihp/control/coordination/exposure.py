@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which single losses the job can't outlive as it is placed, and what would change that.
 
-State that is lost with a node or a worker is what ends a job: survivors who hold everything between them are enough
+State that is lost with a node or a worker is what ends a job: survivors that hold everything between them are enough
 for a plan. Node 0, where the coordinator runs, ends it whatever it holds. Pure; imports `plan` and `planner`.
 """
 

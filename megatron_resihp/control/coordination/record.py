@@ -20,7 +20,7 @@ def resolve(records: Iterable[Record], bound: Commit | None = None) -> Commit:
         bound: the commit of an earlier recovery, which the result never falls behind.
 
     Raises:
-        NoCommitError: if nobody knows the counters to go on from (no working survivor had entered the loop).
+        NoCommitError: if no worker knows the counters to go on from (no working survivor had entered the loop).
     """
     survivors = list(records)
     iteration = max([record.applied for record in survivors] + ([bound.iteration] if bound else []))
@@ -37,13 +37,13 @@ def resolve(records: Iterable[Record], bound: Commit | None = None) -> Commit:
 
 
 def _counters_of(entry: int, survivors: list[Record]) -> dict[str, Any] | None:
-    """The counters at the start of an iteration, by somebody who follows the loss totals if there is one."""
+    """The counters at the start of an iteration, by a worker that follows the loss totals if there is one."""
     known = [record.counters[entry] for record in survivors if entry in record.counters]
     return max(known, key=lambda counters: len(counters.get("totals", ())), default=None)
 
 
 def _outcome_of(iteration: int, survivors: list[Record], bound: Commit | None) -> Outcome | None:
-    """What was agreed for the iteration; who knows the losses by name may not have heard that all agreed."""
+    """What was agreed for the iteration; a worker that knows the losses by name may not have heard that all agreed."""
     known = [record.outcomes[iteration] for record in survivors if iteration in record.outcomes]
     if bound is not None and bound.iteration == iteration and bound.outcome is not None:
         known.append(bound.outcome)

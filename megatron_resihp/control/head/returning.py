@@ -44,7 +44,7 @@ def begin(run_dir: Path, size: JobSize) -> None:
 
 
 def offer(run_dir: Path, node: int, workers: Sequence[int]) -> None:
-    """Let a node come, with workers of these ids; who can't be told stays away."""
+    """Let a node come, with workers of these ids; a node that can't be told stays away."""
     try:
         _write(_path(run_dir, node), json.dumps(list(workers)))
     except OSError as error:

@@ -23,7 +23,7 @@ FOLLOWED: Final = (Job, EpochBroken, PlanChange, Recovery, Reconfiguration, RunF
 STALLED_AFTER: Final = 3.0
 """Usual iteration times."""
 LEAST_S: Final = 1.0
-"""Shorter ones nobody needs to know of."""
+"""Shorter stalls are not worth a word."""
 LEAST_BUSY_S: Final = 10.0
 """The same in a recovery or a change of plan, which have lines of their own."""
 LEAST_DUE_S: Final = 30.0

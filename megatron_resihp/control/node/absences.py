@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a worker's process did not run, because somebody had stopped it: its agent, which is its parent, is told by the
+"""When a worker's process did not run, because it had been stopped: its agent, which is its parent, is told by the
 kernel, and notes it on a page of memory that both have.
 
 A process does not notice itself that it was stopped; to it, what it did or waited for has taken longer. Moments are
@@ -42,7 +42,7 @@ class Page:
 
 
 class Watch:
-    """Looks for stops of one child, whose end somebody else waits for."""
+    """Looks for stops of one child, whose end other code waits for."""
 
     def __init__(self, pid: int, page: Page) -> None:
         self._pid = pid

@@ -50,7 +50,7 @@ LEAVE_AFTER_S: Final = RESTART_AFTER_S
 """From the failure of a joining node's last worker to its leaving: where the job ends for it, that says why."""
 ASK_TO_LEAVE_AFTER_S: Final = RESTART_AFTER_S
 """From SIGTERM on another node than node 0 to asking whether the job can do without: where all nodes are told to end,
-as at the end of the job's time, node 0 says so meanwhile, and nobody plans for less."""
+as at the end of the job's time, node 0 says so meanwhile, and no plan is made for fewer."""
 
 
 class Agent:

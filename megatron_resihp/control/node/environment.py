@@ -88,7 +88,7 @@ class JobEnvironment:
         """The whole environment of one worker. These descriptors are its ends of the liveness connection and of the
         stream of records.
 
-        RANK and WORLD_SIZE are of the world at the start, for who was not in it, too: with them Megatron starts.
+        RANK and WORLD_SIZE are of the world at the start, also for later workers: with them Megatron starts.
         """
         size = self.size
         place = place_of(worker, size.places)

@@ -101,7 +101,7 @@ class Mailbox:
         handled = [n for n in HANDLED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._handle) for number in handled}
         # A child that is stopped or continued is looked at, at once. And where this signal is ignored, as under some
-        # process managers, children vanish before anybody can ask for their end.
+        # process managers, children vanish before any code can ask for their end.
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: self._wake())
         try:
             yield

@@ -43,14 +43,14 @@ class DutyCycle:
 
 
 class Process:
-    """A child that is signalled; whoever waits for its end must `forget` it at the slicer first."""
+    """A child that is signalled; the code that waits for its end must `forget` it at the slicer first."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self._stat = Path(f"/proc/{pid}/stat")
         self._pidfd = pidfd
 
     def stop(self) -> bool:
-        """Stop it; False if it is stopped already, by somebody else, or is dead."""
+        """Stop it; False if it is stopped already, by another process, or is dead."""
         try:
             if self._stat.read_text().rpartition(")")[2].split()[0] in "TtZX":
                 return False

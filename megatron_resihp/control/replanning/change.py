@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A change of plan by choice: what is taken of a plan that was asked for, and why it may be refused.
 
-The plan says who works where. Who is alive and has no work is a standby and keeps what it holds, whatever the plan says
-of standbys: it can't keep what it doesn't hold, and nobody drops state without need.
+The plan says which worker works where. A live worker without work is a standby and keeps what it holds, whatever the
+plan says of standbys: it can't keep what it doesn't hold, and no worker drops state without need.
 May import `plan`, what `cost` knows of models, and this package's modules.
 """
 
@@ -32,7 +32,7 @@ class Change:
         number: of changes, from 1.
         plan: what to change to.
         why: in words.
-        first_reported_at: when the first worker stopped for it; None: nobody has yet.
+        first_reported_at: when the first worker stopped for it; None: none has yet.
         leaving: workers that it is made for to be rid of.
     """
 
@@ -61,7 +61,7 @@ def plan_to_change_to(
     """What is to be run of a plan that was asked for.
 
     Args:
-        asked: says who works where.
+        asked: says which worker works where.
         current: the plan in force.
         own: the job's own split into layers.
         degree: the job's own tensor-parallel degree.
@@ -106,7 +106,7 @@ def _checked(
 
 
 def check_degrees(plan: ParallelPlan, job: Mapping[str, Any]) -> None:
-    """Called before a plan is taken that somebody asks for; planners look for themselves.
+    """Called before a plan is taken that a user asks for; planners check for themselves.
 
     Megatron asserts the same where each worker builds its part of the model. By then the plan in force is over.
 
@@ -130,7 +130,7 @@ def check_degrees(plan: ParallelPlan, job: Mapping[str, Any]) -> None:
 
 
 def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
-    """Called before a change by choice: who runs out of memory ends the job. Where nobody has told how much there is,
+    """Called before a change by choice: a worker that runs out of memory ends the job. Where the amount is unknown,
     on CPUs, nothing is checked.
 
     Args:
@@ -159,7 +159,7 @@ def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ..
 def with_standbys(
     working: ParallelPlan, held: Mapping[int, tuple[Shard, ...]], own: tuple[Chunk, ...], degree: int
 ) -> ParallelPlan:
-    """The plan with all others who are alive as standbys, in short where it says no more than the job's own arguments.
+    """The plan with all other live workers as standbys, in short where it says no more than the job's own arguments.
 
     Args:
         working: says its layers, and nothing of standbys.
@@ -177,7 +177,7 @@ def changes(before: ParallelPlan, after: ParallelPlan, own: tuple[Chunk, ...]) -
 
 
 def arrival(workers: Sequence[int], places: int) -> str:
-    """Why there is a plan with these: "worker 7 came back", or "workers 4, 5 joined" where nobody was before."""
+    """Why there is a plan with these: "worker 7 came back", or "workers 4, 5 joined" where no worker was before."""
     back = [worker for worker in workers if worker >= places]
     joined = [worker for worker in workers if worker < places]
     told = [f"{_names(who)} {what}" for who, what in ((back, "came back"), (joined, "joined")) if who]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans for survivors who hold all state between them, and are too few for one replica of the job's own layout.
+"""Plans for survivors that hold all state between them, and are too few for one replica of the job's own layout.
 
 Simple ones, which are to keep a job alive and not to be the fastest. Pure; may import `plan`, `cost` and this package's
 modules. `cost` is imported only once such a plan is needed, since that takes a while.

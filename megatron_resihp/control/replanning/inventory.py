@@ -23,7 +23,7 @@ Cell = tuple[int, int]
 
 
 def lacking(held: Held, layers: int) -> tuple[Shard, ...]:
-    """What of a model of so many layers nobody holds."""
+    """The parts of a model of so many layers that no worker holds."""
     shares = _shares(held.values())
     everything = _cells([Shard(0, layers, 0, 1)], shares)
     return _as_shards(everything - _union(held, shares), shares)
@@ -42,7 +42,7 @@ def require_all_parts(running: ParallelPlan, survivors: Iterable[int]) -> None:
 
 
 def written_once(held: Held) -> dict[int, tuple[Shard, ...]]:
-    """Who writes what, so that all that is held is written by one worker; who has nothing to write is left out."""
+    """Which worker writes which shards: each held shard once. Workers with nothing to write are left out."""
     shares = _shares(held.values())
     written: set[Cell] = set()
     writers = {}
@@ -57,7 +57,7 @@ def written_once(held: Held) -> dict[int, tuple[Shard, ...]]:
 def plan_for_survivors(shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan) -> ParallelPlan:
     """Complete replicas of the job's own layout, out of survivors that hold its state in any layout.
 
-    Where nobody holds a shard of that layout as it is, but survivors hold its parts between them, one of them is taken
+    Where no worker holds a shard of that layout as it is, but survivors hold its parts between them, one is taken
     for its holder: it fetches what it lacks.
 
     Args:
@@ -66,7 +66,7 @@ def plan_for_survivors(shape: JobShape, own: Sequence[Chunk], held: Held, previo
         previous: the plan that they come from.
 
     Raises:
-        NoPlanError: too few survivors for one replica, or state that nobody holds.
+        NoPlanError: too few survivors for one replica, or state that no worker holds.
     """
     exact = {worker: coordinate_at(own, shards, shape.tensor_parallel) for worker, shards in held.items()}
     taken = _stand_ins(shape, own, held, exact)
@@ -83,7 +83,7 @@ def plan_for_survivors(shape: JobShape, own: Sequence[Chunk], held: Held, previo
 def _stand_ins(
     shape: JobShape, own: Sequence[Chunk], held: Held, exact: Mapping[int, Coordinate | None]
 ) -> dict[int, Coordinate]:
-    """Workers that are to hold shards of the job's layout whose parts are there, but which nobody holds."""
+    """Workers that are to hold shards of the job's layout whose parts are there, but which no worker holds."""
     shares = math.lcm(_shares(held.values()), shape.tensor_parallel)
     cells = {worker: _cells(shards, shares) for worker, shards in held.items()}
     everything = _union(held, shares)

@@ -23,7 +23,7 @@ class PlanMode(ABC):
 
     @abstractmethod
     def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
-        """Called before a plan is published: what its workers send and receive must match, so that nobody waits
+        """Called before a plan is published: what its workers send and receive must match, so that none waits
         forever.
 
         Args:

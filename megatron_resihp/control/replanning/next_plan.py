@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who plans for survivors: complete uniform replicas, or a strategy whose plan is taken if it can be run.
+"""What plans for survivors: complete uniform replicas, or a strategy whose plan is taken if it can be run.
 
 Where there is neither, what is left of the plan that was run goes on.
 
@@ -86,7 +86,7 @@ def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
 
 
 def uniform_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
-    """`uniform_plan`, or of survivors who are too few for one, but have lost nothing, a smaller plan."""
+    """`uniform_plan`, or of survivors that are too few for one, but have lost nothing, a smaller plan."""
     try:
         return uniform_plan(survivors)
     except NoPlanError as error:
@@ -103,7 +103,7 @@ def uniform_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
 
 def first_again(first: ParallelPlan, survivors: Survivors) -> ParallelPlan | None:
     """The job's first plan, of the workers that have its places now; None where a place is empty, there are workers in
-    others, for whom it has no work, or somebody would have to give up what it holds."""
+    others, for which it has no work, or a worker would have to give up what it holds."""
     names = names_of_places(survivors.held, survivors.places)
     if names.keys() != set(first.members):
         return None
@@ -162,7 +162,7 @@ class _Unusable(Exception):
 
 
 class _TooLate(_Unusable):
-    """There may be one, but nobody has answered in time."""
+    """There may be one, but no answer has come in time."""
 
 
 def _patience_s(survivors: Survivors) -> float:
@@ -181,7 +181,7 @@ def _holds(running: ParallelPlan, survivors: Survivors) -> bool:
 
 
 def planned(plan: ParallelPlan, held: Held, own: tuple[Chunk, ...], degree: int) -> ParallelPlan:
-    """A strategy's plan as it is run: who has no work keeps what it holds, unless the plan has no room for that.
+    """A strategy's plan as it is run: a worker without work keeps what it holds, unless the plan has no room for that.
 
     Args:
         plan: the strategy's.

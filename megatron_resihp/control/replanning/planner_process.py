@@ -20,7 +20,7 @@ from megatron_resihp.protocol.planning import PLANNER_ANSWERS, PLANNER_REQUESTS,
 from megatron_resihp.protocol.wire import COORDINATOR, MalformedError
 
 LOW_PRIORITY: Final = "--low-priority"
-"""Tells the process that nobody stands still for its answers."""
+"""Tells the process that training does not stand still for its answers."""
 REHEARSAL_S: Final = 60.0
 """How long a process that is busy may take to accept a rehearsal."""
 
@@ -69,13 +69,13 @@ class PlannerProcess:
             self._lock.release()
 
     def start(self) -> None:
-        """Let the process load what it needs before anybody asks."""
+        """Let the process load what it needs before the first request."""
         with self._lock, suppress(OSError):
             if not self._closed:
                 self._running()
 
     def rehearse(self, *requests: PlannerRequest) -> None:
-        """Practise on these ahead of the first request; nobody waits for the answers."""
+        """Practise on these ahead of the first request; no thread waits for the answers."""
         deadline = time.monotonic() + REHEARSAL_S
         with self._lock:
             self._rehearsals = requests

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planning in a process of its own: a search holds the interpreter for seconds, in which nobody would notice a death.
+"""Planning in a process of its own: a search holds the interpreter for seconds, in which a death would go unnoticed.
 
 Run as `python -m megatron_resihp.control.replanning.planning [--low-priority]`: a request a line on standard input, an
 answer a line on standard output, until the input ends. May import the standard library, `plan`, `protocol`, `cost`,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_resihp.cost.fitted.model import CostModel
 
 NICE: Final = 19
-"""Where nobody stands still for a plan, training's own processes on node 0 go first."""
+"""Where training does not stand still for a plan, training's own processes on node 0 go first."""
 
 SENDER: Final = "the planner"
 
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def _answer_to(line: str) -> PlannerAnswer | None:
-    """The answer to a request; None: nobody waits for it."""
+    """The answer to a request; None: no thread waits for it."""
     try:
         request = PLANNER_REQUESTS.read(line).body
     except MalformedError as error:

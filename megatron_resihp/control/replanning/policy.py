@@ -60,7 +60,7 @@ class Recommend:
     Attributes:
         act: as in the settings.
         plan: to change to.
-        why: who is slow, and what is gained.
+        why: which workers and links are slow, and what is gained.
         gain: share of an iteration that is saved.
         lost_s: what has been lost already.
         cost_s: what the change costs.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which losses are likely, and what the planner has answered about them before they happen.
 
-Pure: whoever asks the planner hands in the question and the answer. May import the standard library, `coding`,
+Pure: the caller asks the planner, and hands in the question and the answer. May import the standard library, `coding`,
 `config`, `events`, `plan`, `protocol` and this package's other pure modules.
 """
 

@@ -2,7 +2,7 @@
 """Beside the coordinator on node 0: has plans made, when workers died and when others would be faster.
 
 A thread follows the run's events for the policy and may take its time; when it has nothing else to do, it has plans
-made for losses that are likely. The coordinator asks in its own thread, if nobody has asked ahead, and waits no longer
+made for losses that are likely. The coordinator asks in its own thread, if no plan was made ahead, and waits no longer
 than a bound. Each has a planner's process of its own. May import the standard library, `coding`, `plan`, `planner`,
 `protocol` and this package's modules.
 """
@@ -59,7 +59,7 @@ class Replanner:
         order: takes requests for the coordinator.
 
     Attributes:
-        next_plan: who plans when workers have died.
+        next_plan: plans when workers have died.
     """
 
     def __init__(self, run_dir: Path, size: JobSize, bus: EventBus, order: Callable[[PlanRequest], None]) -> None:

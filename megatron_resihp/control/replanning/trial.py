@@ -38,7 +38,7 @@ class Trial:
 
     def __init__(self) -> None:
         self._newest: deque[tuple[int, float]] = deque(maxlen=COMPARED)
-        """Numbers and seconds of this epoch's iterations, since somebody's speed last changed."""
+        """Numbers and seconds of this epoch's iterations, since a speed last changed."""
         self._to_skip = 0
         self._before: float | None = None
         self._number: int | None = None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a loop that looks again and again was held up: stopped, with its machine perhaps, or busy otherwise.
 
-What it had not heard by then it could not have heard: nobody is late for that. Pure: the time is handed in.
+What it had not heard by then it could not have heard: no worker is late for that. Pure: the time is handed in.
 """
 
 
@@ -20,7 +20,7 @@ class Absence:
         """Seconds that the loop was away before this look, which is one; 0 where it was not.
 
         Args:
-            now: of a clock that nobody sets.
+            now: of a monotonic clock.
         """
         passed = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now

@@ -2,7 +2,7 @@
 """A connection to the store that is opened anew where it was lost.
 
 A network may drop a connection without a word; the kernel finds out (`store.keep_alive`), and what was asked for is
-asked again. Whoever serves the store may be gone instead: then nobody listens there, and the loss is final.
+asked again. The server may be gone instead: then no process listens there, and the loss is final.
 May import: the standard library and this package's modules.
 """
 

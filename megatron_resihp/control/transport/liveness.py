@@ -105,7 +105,7 @@ class Heartbeats:
         """Who fell silent, and for how many seconds they have been; call it often."""
         away_s = self._absence.before(now)
         if away_s:
-            # A watcher that was stopped itself has not heard anybody meanwhile.
+            # A watcher that was stopped itself has heard nothing meanwhile.
             self._heard = {name: min(heard + away_s, now) for name, heard in self._heard.items()}
         found = {name: now - heard for name, heard in self._heard.items() if now - heard > self._timeout_s}
         for name in found:

@@ -28,7 +28,7 @@ CONNECT_S: Final = 10.0
 
 
 class Outbox[T]:
-    """A worker's end: sends in a thread of its own and never blocks who offers.
+    """A worker's end: sends in a thread of its own and never blocks the caller.
 
     Args:
         sock: to the agent; belongs to this object from now on.

@@ -19,7 +19,7 @@ from megatron_resihp.control.transport.address import Address
 
 PREFIX: Final = "resihp/"
 MAX_VALUE_BYTES: Final = 8 * 1024 * 1024
-"""TCPStore's server drops the connection of whoever sends more."""
+"""TCPStore's server drops the connection of a client that sends more."""
 
 CLONE_TIMEOUT_S: Final = 10.0
 TORCH_TIMEOUT: Final = timedelta(seconds=300)
@@ -27,7 +27,7 @@ PROBE_PERIOD_S: Final = 0.05
 EMPTY_PAUSE_S: Final = 0.01
 LONGEST_WAIT_S: Final = 24 * 3600.0
 SILENT_S: Final = 20
-"""Seconds; well below the time in which workers have to report after a death, so that who was cut off still can."""
+"""Seconds; well below the time in which workers have to report after a death, so that a cut-off worker still can."""
 
 
 class StoreError(RuntimeError):
@@ -83,7 +83,7 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the connection; whoever serves the store ends it for all."""
+        """Let go of the connection; its server ends it for all."""
 
 
 class TcpStore:
@@ -100,7 +100,7 @@ class TcpStore:
     def torch_store(self) -> Any:
         """The c10d store under this connection, without our prefix, for the rendezvous of process groups.
 
-        It is held by whoever uses it: hand `clone().torch_store` to a process group.
+        It is held by the code that uses it: hand `clone().torch_store` to a process group.
         """
         if self._raw is None:
             raise StoreError(f"this connection to the store at {self.address} is closed")
@@ -214,7 +214,7 @@ class TcpStore:
 def reserve(host: str, port: int) -> socket.socket:
     """Take the port that a store will be served on, before anything is started that needs to know it.
 
-    Port 0 takes any free one. Whatever other addresses this machine has, nobody reaches the port there.
+    Port 0 takes any free one. Whatever other addresses this machine has, the port can't be reached there.
     """
     try:
         family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -38,7 +38,7 @@ class Identity:
     Attributes:
         always: what has to be the same on every worker.
         at_start: what has to be the same on those that begin the job: others take no part in what it decides.
-        in_step: what all workers have to do at the same moments; who differs takes the job's.
+        in_step: what all workers have to do at the same moments; a worker that differs takes the job's.
     """
 
     always: Settings

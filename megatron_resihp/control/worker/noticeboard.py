@@ -34,7 +34,7 @@ class Noticeboard:
         self._written(json.dumps(note)).replace(self._path(kind, self._me))
 
     def gather(self, kind: str, workers: Collection[int], timeout_s: float) -> dict[int, dict[str, Any]]:
-        """The notes of these workers, as far as they come in time, and of whoever else has one; this worker has."""
+        """The notes of these workers, as far as they come in time, and of others that have one; this worker has."""
         deadline = time.monotonic() + timeout_s
         own = self._path(kind, self._me).read_text()
         while True:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What survivors have saved in a run directory, as a later start can find it, and the flags that go on from it.
 
-Megatron's tracker file names an iteration once all of its files are there. After the loss of node 0 there is nobody
-to write an event, so whoever saved leaves a note of it beside. May import: the standard library, `coding`
+Megatron's tracker file names an iteration once all of its files are there. After the loss of node 0 no process is left
+to write an event, so the worker that saved leaves a note of it beside. May import: the standard library, `coding`
 and `noticeboard`.
 """
 

@@ -34,7 +34,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is saved, and by whom.
+    """What is saved, and by which workers.
 
     Attributes:
         commit: what all that save have to be at.
@@ -53,7 +53,7 @@ def decide(told: Mapping[int, Standing], directory: str) -> Decision:
     """Where several hold the same, the lowest worker id writes.
 
     Raises:
-        NoCommitError: nobody knows the counters, or what was agreed on.
+        NoCommitError: no worker knows the counters, or what was agreed on.
     """
     commit = resolve(standing.record for standing in told.values())
     if commit.replay and commit.outcome is None:
@@ -64,7 +64,7 @@ def decide(told: Mapping[int, Standing], directory: str) -> Decision:
 
 
 def can_be_at(record: Record, commit: Commit) -> bool:
-    """Whether the state of who has this record is, or by the recorded step becomes, that of the committed iteration."""
+    """Whether a worker with this record has the state of the committed iteration, or has it after the recorded step."""
     if record.iteration == commit.iteration:
         return record.stage is not IterationPhase.COMPUTE
     return record.iteration == commit.iteration + 1 and record.applied == commit.iteration

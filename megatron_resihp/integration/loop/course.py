@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls that pretrain() makes of all workers together: train(), then the final save and the evaluations.
 
-pretrain() itself cannot be entered again. So when an epoch breaks after train(), who is further than others makes the
-calls in between once more and who is behind just goes on: all meet in the earliest call that somebody is in.
-May import megatron and this package's other modules.
+pretrain() itself cannot be entered again. So when an epoch breaks after train(), a worker that is further than others
+makes the calls in between once more, and one that is behind just goes on: all meet in the earliest call that any of
+them is in. May import megatron and this package's other modules.
 """
 
 import functools
@@ -22,10 +22,10 @@ from megatron_resihp.integration.runtime import Runtime
 
 
 def follow(runtime: Runtime) -> Any:
-    """Make the last of `runtime.calls.made`, and after each recovery those that somebody has still to make.
+    """Make the last of `runtime.calls.made`, and after each recovery those that some worker has still to make.
 
     Returns:
-        What the last call returned; None if everybody else has made it already.
+        What the last call returned; None if all others have made it already.
     """
     number = len(runtime.calls.made) - 1
     try:

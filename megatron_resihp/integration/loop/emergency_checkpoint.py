@@ -53,7 +53,7 @@ def salvage(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
 
 
 def write_state(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
-    """Write what this worker holds, once it has taken the committed step; asks nobody."""
+    """Write what this worker holds, once it has taken the committed step; asks no other worker."""
     runtime.setup.sizes.restore()
     _count_after_step(runtime, order)
     if runtime.held.kept is not None:

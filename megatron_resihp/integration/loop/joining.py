@@ -2,10 +2,10 @@
 """A worker that is started while the others train, anew or for the first time: how it starts without them, and what it
 joins them with.
 
-Megatron's start-up is full of collectives that nobody else would take part in. So a joining worker starts in a world
-whose groups talk to nobody (as with Megatron's own --fake-process-group), as what its place was when the job began, or
-as some other of the first plan where it was none. Nothing of that is used later: it holds nothing, and enters an epoch
-as a survivor does who has lost everything. May import megatron and this package.
+Megatron's start-up is full of collectives that no other worker would take part in. So a joining worker starts in a
+world whose groups have no other members (as with Megatron's own --fake-process-group), as what its place was when the
+job began, or as some other of the first plan where it was none. Nothing of that is used later: it holds nothing, and
+enters an epoch as a survivor that has lost everything does. May import megatron and this package.
 """
 
 import os
@@ -31,7 +31,7 @@ def is_joining() -> bool:
 
 
 def build_lonely_world(runtime: Runtime) -> None:
-    """Take the part that the worker of this one's RANK has in the first plan, in a world without anybody else."""
+    """Take the part that the worker of this one's RANK has in the first plan, in a world without others."""
     args, worker, part = runtime.job.args, runtime.worker, int(os.environ["RANK"])
     plan = renamed(runtime.control.first_plan(), lambda each: worker if each == part else each)
     runtime.mode = mode_of(runtime, plan, _talk_to_nobody)
@@ -60,6 +60,6 @@ def lonely_groups() -> Iterator[None]:
 
 
 def stand_at(runtime: Runtime, commit: Commit) -> None:
-    """The record of somebody who has nothing to do with iterations up to the commit, and none of their duties."""
+    """The record of a worker that has nothing to do with iterations up to the commit, and none of their duties."""
     runtime.progress.iteration, runtime.progress.stage = commit.iteration, IterationPhase.STEPPED
     runtime.scheduled.drop_plans_until(commit.iteration)

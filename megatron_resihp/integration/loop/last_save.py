@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The coordinator is lost: survivors agree by files of the run directory and save what they hold (DESIGN contract 6).
 
-What they write is what survivors of a job without a plan write (`integration.loop.emergency_checkpoint`); nobody waits
-for ever, and the agent ends who hangs. May import megatron and this package's other modules.
+What they write is what survivors of a job without a plan write (`integration.loop.emergency_checkpoint`); no wait is
+for ever, and the agent ends a worker that hangs. May import megatron and this package's other modules.
 """
 
 import os

@@ -84,7 +84,7 @@ def _finish(runtime: Runtime) -> None:
     record_digests(runtime)
     progress = runtime.progress
     if progress.stage is IterationPhase.STEPPED:
-        # From here on, who recovers finds the counters as they are after the last step.
+        # From here on, a worker that recovers finds the counters as they are after the last step.
         runtime.job.args.curr_iteration = progress.iteration
         progress.begin(progress.iteration + 1, snapshot_counters(runtime))
     runtime.control.tell(TrainingFinished(runtime.worker, progress.iteration - 1))
@@ -123,7 +123,7 @@ def _join(runtime: Runtime) -> NoReturn:
         JobEnded: none will have.
     """
     count_as_one_replica(runtime)
-    # From here on an epoch may break; until then nobody waits for this worker.
+    # From here on an epoch may break; until then no worker waits for this one.
     raise TakenIn(runtime.control.join(describe_job(runtime.job)))
 
 
@@ -172,7 +172,7 @@ def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
 
 
 def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:
-    """Saves, and ends the loop in order, on all workers after the same iteration, when somebody asked for it."""
+    """Saves, and ends the loop in order, on all workers after the same iteration, when it was asked for."""
 
     @functools.wraps(original)
     def checkpoint_and_decide_exit(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks for the others where a wait for them lasts long, and tells the coordinator whom it can't reach.
+"""Looks for the others where a wait for them lasts long, and tells the coordinator which it can't reach.
 
 Two nodes may lose each other while both reach node 0. Their connections are silent then, and collectives that need them
 end only when they run out of time. May import `control` and `executor`.
@@ -17,7 +17,7 @@ from megatron_resihp.protocol.messages import CommunicationFailed
 
 LOOK_S: Final = 10.0
 FIRST_LOOKS_S: Final = 1.0
-"""Until it is known who can be reached at all."""
+"""Until it is known which workers can be reached at all."""
 LONG_S: Final = 20.0
 """A wait that lasts longer. Where it is for a checkpoint or an evaluation of others, these answer."""
 TIMES: Final = 3
@@ -52,7 +52,7 @@ class ReachWatch:
             try:
                 pause_s = self.look(time.monotonic())
             except JobEnded:
-                return  # who listens to notices ends this worker
+                return  # the thread that listens to notices ends this worker
 
     def look(self, now: float) -> float:
         """Look once, which may take a few seconds; returns the seconds until the next look."""

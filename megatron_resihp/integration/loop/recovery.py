@@ -42,7 +42,7 @@ from megatron_resihp.protocol.records import Commit, IterationPhase
 
 
 class PlanChange(Exception):
-    """All workers leave the epoch after the same step, because they have agreed to: nobody has died."""
+    """All workers leave the epoch after the same step, because they have agreed to: no worker has died."""
 
 
 class TakenIn(Exception):
@@ -236,7 +236,7 @@ def apply_commit(runtime: Runtime, commit: Commit) -> int:
 
 
 def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
-    """Groups of the new plan and, for who works in it, a new model and optimizer in them. The committed step is taken,
+    """Groups of the new plan and, for workers with work, a new model and optimizer. The committed step is taken,
     so the old gradients make room for them."""
     build_world(runtime, order.plan, runtime.preparation.take(order))
     if runtime.view.works:

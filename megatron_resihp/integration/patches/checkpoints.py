@@ -124,7 +124,7 @@ def _gather(own: Any) -> list[Any]:
 
 
 def own_parts(shards: Sequence[Shard], rank: int, gather: Callable[[Any], list[Any]]) -> list[Shard]:
-    """The parts of what this worker holds that it is to write, and nobody else.
+    """The parts of what this worker holds that it alone is to write.
 
     Args:
         shards: what it holds.

@@ -2,7 +2,7 @@
 """Patch: data loaders. Every worker opens the data sets at the start; a new plan only moves the samplers.
 
 Replaces training.build_pretraining_data_loader and the choice of ranks that build data sets. Micro-batch m of an
-iteration is always samples [m * mbs, (m + 1) * mbs) of its global batch, whoever runs it (DESIGN contract 1).
+iteration is always samples [m * mbs, (m + 1) * mbs) of its global batch, whichever worker runs it (DESIGN contract 1).
 """
 
 import ctypes

@@ -114,7 +114,7 @@ MAY_DIFFER: frozenset[str] = frozenset(
     """.split()
 )
 """Arguments that change nothing of what a worker computes, nor when it waits for others: where it keeps what it makes,
-what it tells, who reads its data, how long it waits, when it cleans up."""
+what it tells, which process reads its data, how long it waits, when it cleans up."""
 
 IN_STEP: frozenset[str] = frozenset({"log_interval", "log_progress", "log_timers_to_tensorboard"})
 """Arguments that change nothing but in which iterations all workers meet to log, which they look up each time: a worker
@@ -127,7 +127,7 @@ AT_START: frozenset[str] = frozenset(
     override_opt_param_scheduler
     """.split()
 )
-"""Arguments of loading, which whoever comes later does not do. So are our own flags, but for a few: they are for the
+"""Arguments of loading, which a later worker does not do. So are our own flags, but for a few: they are for the
 coordinator, which has those of the job's first worker."""
 
 OWN_ALWAYS: frozenset[str] = frozenset({"resihp_emulate", "resihp_record_samples", "resihp_record_digests"})

@@ -42,7 +42,7 @@ class OpNotes:
         running_chunk: which of this worker's chunks is being run, where Megatron's own schedule doesn't say.
         tp_group: the tensor-parallel group of this epoch.
         timed_group: the group whose collectives are to be timed now: that one, inside of ops that are sampled.
-        emulated: whether ops are padded. Then an op's first wait in a collective counts, which is that for members who
+        emulated: whether ops are padded. Then an op's first wait in a collective counts, which is that for members that
             began it later: what collectives take on the device is in its costs, and what they really take is not. What
             the host has made the op longer by counts as waiting, too: no device would have.
     """

@@ -70,7 +70,7 @@ def _add_common(own: dict[str, Any]) -> None:
         if counted is not None:
             group["step"] = int(counted)
         if "step" not in group:
-            raise ValueError("the optimizer has not taken a step yet, so nobody could load its state: save later")
+            raise ValueError("the optimizer has not taken a step yet, so its state could not be loaded: save later")
     own["optimizer"] = {**own.get("optimizer", {}), "param_groups": groups}
     own["param_state_sharding_type"] = RESHARDABLE
 

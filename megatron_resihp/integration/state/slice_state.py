@@ -106,7 +106,7 @@ def move_state(
     needs = {each: slices_of(shards, cuts, tied_head) for each, shards in wanted.items()}
     moves, missing = plan_moves(holdings, needs)
     if missing:
-        raise RuntimeError(f"nobody holds {', '.join(map(str, sorted(missing)))}")
+        raise RuntimeError(f"no worker holds {', '.join(map(str, sorted(missing)))}")
     whole = whole or WholeState(states_of(old), group_steps(old))
     source = _by_slice(old, held[worker], cuts, tied_head)
     target = _by_slice(new, wanted[worker], cuts, tied_head) if new is not None else {}

@@ -2,8 +2,8 @@
 """The loss scale of training in half precision: losses are multiplied by it, and the gradients divided by it again.
 
 Megatron divides and looks for overflows on each worker, reduces what it has found over a group of the uniform grid, and
-moves the scale, all before the step. Here the agreement tells whether a gradient has overflowed, and whoever steps
-divides once, after it; whoever doesn't step moves the scale too, so that all have the same (DESIGN contract 3).
+moves the scale, all before the step. Here the agreement tells whether a gradient has overflowed, and a worker that
+steps divides once, after it; one that doesn't step moves the scale too, so that all have the same (DESIGN contract 3).
 
 A micro-batch's loss is multiplied by what Megatron multiplies it by under the job's own layout, whatever the plan: or
 other iterations would overflow after a change of plan than without it. What a plan's sums then lack is made up for in

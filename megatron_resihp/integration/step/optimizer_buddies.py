@@ -48,7 +48,7 @@ class Ring(NamedTuple):
 
 
 def join_ring(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group: MakeSideGroup) -> Ring | None:
-    """This worker's edges; None if nobody keeps a copy of its shard's parts."""
+    """This worker's edges; None if no worker keeps a copy of its shard's parts."""
     edges = copies_at(plan, coordinate)
     if not edges:
         return None
@@ -122,7 +122,7 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     }
     moves, missing = plan_range_moves(has_all, wanted)
     if missing:
-        raise RuntimeError(f"nobody holds the optimizer's state of {missing[0]}")
+        raise RuntimeError(f"no worker holds the optimizer's state of {missing[0]}")
     collected = Collected(wanted[worker], steps_of(runtime))
     received = make_moves(runtime, moves, has, collected)
     collected.check()
@@ -229,7 +229,7 @@ def make_moves(runtime: Runtime, moves: Sequence[RangeMove], has: Part, collecte
             collected.count(ranges, extra["digest"])
             collected.steps += extra["steps"]
             received += sum(tensor.nbytes for tensor in found.values())
-        if worker in (source, target) and runtime.epoch:  # as the job begins copies move too, and nobody recovers
+        if worker in (source, target) and runtime.epoch:  # as the job begins copies move too, and no worker recovers
             runtime.reach("recovery-migrate")
     return received
 

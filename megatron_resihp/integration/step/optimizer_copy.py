@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A copy of another worker's part of the distributed optimizer, in host memory, that takes every step with its owner.
 
-The owner sends the part's summed gradient before anybody agrees on the step, and both step with it, the copy in the
-background: so whoever is left of the two has the state of the last step that counts, and a third of what masters and
-moments take crosses. May import megatron and this package.
+The owner sends the part's summed gradient before the step is agreed on, and both step with it, the copy in the
+background: so the one that is left of the two has the state of the last step that counts, and a third of what masters
+and moments take crosses. May import megatron and this package.
 """
 
 import threading

@@ -67,7 +67,7 @@ def put_together(runtime: Runtime) -> tuple[int, WholeState]:
                         for what in ("has", "needs"))  # fmt: skip
     moves, missing = plan_range_moves(holdings, wanted)
     if missing:
-        raise RuntimeError(f"nobody holds the optimizer's state of {missing[0]}")
+        raise RuntimeError(f"no worker holds the optimizer's state of {missing[0]}")
     collected = Collected(wanted[worker], steps_of(runtime))
     received = make_moves(runtime, moves, has, collected)
     collected.check()

@@ -70,13 +70,13 @@ def agreed_step(runtime: Runtime) -> StepResult:
         take_step(runtime, outcome)
         if not outcome.skipped:
             runtime.mode.after_step()
-    # The device has work now, and nobody waits for this worker.
+    # The device has work now, and no other worker waits for this one.
     runtime.probes.flush()
     return not outcome.skipped, outcome.grad_norm, None
 
 
 def _record_samples(runtime: Runtime) -> None:
-    """Say what was fed before anybody can agree on it: a step that counts is never without its samples in the log."""
+    """Say what was fed before the step can be agreed on: a step that counts is never without its samples in the log."""
     progress, view = runtime.progress, runtime.view
     if runtime.job.config.resihp_record_samples and progress.fed and view.is_first_stage:
         runtime.control.event(Samples(
@@ -110,7 +110,7 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
     """The one reduction over all workers, state-holding standbys included.
 
     Raises:
-        EpochBroken or an error of gloo: somebody died; nobody, or everybody left, may have agreed.
+        EpochBroken or an error of gloo: a worker died; none of the others, or all of them, may have agreed.
         RuntimeError: on all workers alike, the norm is no finite number though Megatron was to check for that.
     """
     validation, change = runtime.control.heard.validation.of_epoch(runtime.control.epoch), runtime.change
@@ -185,12 +185,12 @@ def _number(order: ValidationOrder | PlanChange | None) -> float:
 
 
 def _heard_by_all(runtime: Runtime, order: ValidationOrder | PlanChange | None, total: torch.Tensor) -> bool:
-    """Whether everybody has heard of an order; everybody sees that in the same step."""
+    """Whether all workers have heard of an order; all see that in the same step."""
     return order is not None and float(total) == _number(order) * len(runtime.mode.everybody.workers)
 
 
 def _to_save(runtime: Runtime, values: torch.Tensor) -> bool:
-    """Whether somebody has heard that a checkpoint is wanted; who hears of the same order later saves no second one."""
+    """Whether a worker has heard that a checkpoint is wanted; one that hears of the order later saves no second one."""
     if values[SAVERS] == 0:
         return False
     runtime.orders.saves = max(runtime.orders.saves, round(float(values[SAVE] / values[SAVERS])))
@@ -206,7 +206,7 @@ def _add_losses(runtime: Runtime, values: torch.Tensor) -> None:
 
 
 def note_counters(runtime: Runtime, values: torch.Tensor) -> None:
-    """A standby does not run Megatron's loop; it learns the counters from who does, to take over if all those die."""
+    """A standby does not run Megatron's loop; it learns the counters from workers that do, to take over if they die."""
     numbers = map(int, values[COUNTERS_FROM:LOSSES_FROM].tolist())
     shared = dict(zip(SHARED_COUNTERS, numbers, strict=True))
     runtime.progress.counters[runtime.progress.iteration] = {

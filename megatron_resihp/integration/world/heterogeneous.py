@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker is under a plan that Megatron's own groups can't run: its chunks, its peers, and who evaluates.
+"""What a worker is under a plan that Megatron's own groups can't run: its chunks, its peers, and whether it evaluates.
 
 May import `plan` and `pipeline`; no torch of its own. Chunks are counted through the replica, as in the plan; a
 worker's own ones in the order of their layers.

@@ -48,8 +48,8 @@ class MegatronGroups:
     def replace(self, view: HeterogeneousView) -> None:
         """Fill the table for a heterogeneous plan; the world of its working workers has been joined."""
         own, peers = ranks_of_stage(view)
-        # Two, also where nobody else is in the stage: torch names a group by how many its member has made before, and
-        # all members of those that follow must have made as many.
+        # Two, also where no other worker is in the stage: torch names a group by how many its member has made before,
+        # and all members of those that follow must have made as many.
         alone = dist.new_group([own], use_local_synchronization=True)
         together = dist.new_group(peers, use_local_synchronization=True)
         for name in self._groups:

@@ -20,7 +20,7 @@ from megatron_resihp.plan.spelling import trimmed
 
 @dataclass(frozen=True)
 class OnTrial:
-    """A plan in force that nobody has taken a step under, as far as the coordinator knows.
+    """A plan in force under which no step has been taken, as far as the coordinator knows.
 
     Attributes:
         plan: of the epoch.

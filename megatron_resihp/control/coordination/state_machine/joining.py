@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that were not there at the start, as the coordinator knows them: who waits for a plan, which ids are used up.
+"""Workers that were not there at the start: which wait for a plan, and which ids are used up.
 
 Pure; imports `plan` and this package's other pure modules. A joining worker holds nothing, and nothing depends on it
 until a plan with it has been run.
@@ -13,7 +13,7 @@ from megatron_resihp.plan import ParallelPlan, Shard
 from megatron_resihp.plan.places import node_of, place_of
 
 STARTS_UNHEARD = 8
-"""So many starts of a place may have failed before anybody heard of them; each has used up an id."""
+"""So many starts of a place may have failed unheard; each has used up an id."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class JoiningWorkers:
 
     Attributes:
         size: of the job.
-        waiting: who is ready, and in no plan yet.
+        waiting: workers that are ready, and in no plan yet.
     """
 
     size: JobSize
@@ -54,7 +54,7 @@ class JoiningWorkers:
         return dict.fromkeys(self.waiting if members is None else self.waiting.intersection(members), ())
 
     def taken_in(self, plan: ParallelPlan) -> list[int]:
-        """Who waits no more, because this plan has been published."""
+        """The workers that wait no more, because this plan has been published."""
         joined = sorted(self.waiting.intersection(plan.members))
         self.waiting.difference_update(joined)
         return joined
@@ -64,7 +64,7 @@ class JoiningWorkers:
 
     def ids_for(self, node: int) -> tuple[int, ...]:
         """Of workers that are to be started on a node, so that no id is used twice: they are used up,
-        since who is started may end before it has said anything."""
+        since a worker may end before it has said anything."""
         workers = [self._latest.get(place, place) + self.size.places for place in self.size.places_on(node)]
         for worker in workers:
             self.heard_of(worker)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links that fail while both ends live: which have, and which side to do without. Pure; imports the standard library.
 
-Two nodes may reach node 0 and not each other. Nobody is dead then, and the same plan would fail again and again.
+Two nodes may reach node 0 and not each other. No worker is dead then, and the same plan would fail again and again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 FAILURES: Final = 2
-"""Once may be a passing fault; who can't reach another one after so many broken epochs in a row can't work with it."""
+"""Once may be a passing fault. Two workers that can't meet after so many broken epochs can't work together."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FailedLinks:
     _epoch: int = -1
 
     def note(self, epoch: int, unreachable: Mapping[int, Collection[int]]) -> None:
-        """Whom each survivor could not reach when this epoch had broken; each epoch counts once."""
+        """The workers that each survivor could not reach when this epoch had broken; each epoch counts once."""
         if epoch == self._epoch:
             return
         self._epoch = epoch
@@ -76,7 +76,7 @@ class FailedLinks:
         possible = [each for each in found if kept[each[0]] is not None]
         if not possible:
             return Separated(frozenset(), found[0][1])
-        # The least capacity lost; among equals who is cut off from most, then the fewest, then the later nodes.
+        # The least capacity lost; among equals the side cut off from most, then the fewest, then the later nodes.
         without, why = max(possible, key=lambda each: (kept[each[0]], cuts[each[0]], -len(each[0]), min(each[0])))
         return Separated(without, why)
 
