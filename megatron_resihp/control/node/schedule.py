@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 
 
@@ -13,12 +14,12 @@ class Schedule:
         self._calls: list[tuple[float, Callable[[], None]]] = []
 
     def add(self, at: float, call: Callable[[], None]) -> None:
-        """Make a call at a time that is not before those of the others."""
-        self._calls.append((at, call))
+        """Make a call at this time, besides the others."""
+        insort(self._calls, (at, call), key=lambda each: each[0])
 
     def replace(self, *calls: tuple[float, Callable[[], None]]) -> None:
-        """Make these calls, in this order, and none of the others."""
-        self._calls = list(calls)
+        """Make these calls, and none of the others."""
+        self._calls = sorted(calls, key=lambda each: each[0])
 
     def run_due(self, now: float) -> None:
         """Make the calls whose time has come."""

@@ -31,7 +31,7 @@ class Doors:
         return frozenset(self._addresses)
 
     def silent(self, workers: Iterable[int]) -> list[int]:
-        """Those whose machines could be reached from here once and can't now; takes seconds. From any thread.
+        """The workers whose machines could be reached from here before and can't now. Takes seconds; for any thread.
 
         A machine that has never answered may be behind a firewall that lets communicators through.
 

@@ -53,7 +53,6 @@ class Communicators:
         self._retired = RetiredGroups()
         self._meetings = NcclMeetings(interrupted, self.connections.abort_anew)
         self._patches = TorchPatches(self.waiter, self._meetings)
-        self._epoch_store: InterruptibleStore | None = None
 
     def groups_ahead(self, change: int, plan_digest: str) -> GroupsAhead:
         """An empty `GroupsAhead`, to make a plan's groups while another epoch's are in use. Called from any thread.
@@ -88,15 +87,14 @@ class Communicators:
         self.connections.begin(ahead)
         self._ahead = ahead
         if ahead is not None:
-            self._epoch_store = ahead.store
-        else:
-            prefixed = dist.PrefixStore(f"resihp/groups/{epoch}/{plan_digest}", self._connected())
-            self._epoch_store = InterruptibleStore(prefixed, self._interrupted)
-        self.connections.meet_at(self._epoch_store)
+            self.connections.store = ahead.store
+            return
+        prefixed = dist.PrefixStore(f"resihp/groups/{epoch}/{plan_digest}", self._connected())
+        self.connections.store = InterruptibleStore(prefixed, self._interrupted)
 
     def join_world(self, backend: str, order: Sequence[int], timeout: timedelta) -> None:
         """Make torch's default group; `order` gives the worker id of each rank."""
-        assert self._epoch_store is not None
+        assert self.connections.store is not None
         if backend == "gloo":
             self._patches.install_waits()
         if backend == "nccl":
@@ -104,7 +102,11 @@ class Communicators:
             torch.cuda.empty_cache()
             self._patches.install_nccl()
         dist.init_process_group(
-            backend, store=self._epoch_store, rank=list(order).index(self._me), world_size=len(order), timeout=timeout
+            backend,
+            store=self.connections.store,
+            rank=list(order).index(self._me),
+            world_size=len(order),
+            timeout=timeout,
         )
 
     @property
@@ -118,17 +120,17 @@ class Communicators:
         return group
 
     def side_group(self, name: str, workers: Sequence[int]) -> SideGroup:
-        assert self._epoch_store is not None
+        assert self.connections.store is not None
         group = None if self._ahead is None else self._ahead.take_side_group(name)
         if group is None:
-            group = SideGroup(self._epoch_store, name, workers, self._me, self.waiter)
+            group = SideGroup(self.connections.store, name, workers, self._me, self.waiter)
         self._side_groups.append(group)
         return group
 
     def destroy(self) -> None:
         """Forget all groups of the epoch; a world with a dead rank is useless. `release` frees them."""
-        if self._epoch_store is not None:
-            self._retired.add((), self.connections.listeners(self._epoch_store.published))
+        if self.connections.store is not None:
+            self._retired.add((), self.connections.listeners(self.connections.store.published))
         if self._ahead is not None:
             self._retired.add(self._ahead.take_all())
             self._ahead = None
@@ -141,8 +143,7 @@ class Communicators:
         # torch names groups by this count, which also counts an interrupted attempt to make a world. Members may have
         # come less far in it, and a member that has another name for a group waits in it alone.
         dist.distributed_c10d._world.group_count = 0
-        self._epoch_store = None
-        self.connections.meet_at(None)
+        self.connections.store = None
 
     def discard(self, ahead: GroupsAhead) -> None:
         """Forget groups that no epoch will use; `release` frees them."""

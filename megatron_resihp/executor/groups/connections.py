@@ -17,12 +17,15 @@ from megatron_resihp.executor.nccl.aborts import ABORT_S, NcclAborts
 
 
 class Connections:
-    """Those of one worker, epoch after epoch.
+    """The connections of one worker's groups, epoch after epoch.
 
     Args:
         me: this worker's id.
         interrupted: whether the epoch under construction is broken.
         abort_s: how long NCCL may take to abort an epoch.
+
+    Attributes:
+        store: in which the epoch's groups meet; None while there is no epoch.
     """
 
     def __init__(self, me: int, interrupted: Callable[[], bool], abort_s: float = ABORT_S) -> None:
@@ -32,7 +35,7 @@ class Connections:
         self._peer_ports: set[int] | None = None
         self._kept_open: dict[str, socket.socket] = {}
         self._nccl = NcclAborts(abort_s)
-        self._store: InterruptibleStore | None = None
+        self.store: InterruptibleStore | None = None
         self._lock = threading.Lock()
 
     def begin(self, ahead: GroupsAhead | None) -> None:
@@ -43,10 +46,6 @@ class Connections:
                 # In this order: a member that has begun already may connect meanwhile.
                 self._foreign -= ahead.sockets()
             self._peer_ports = None
-
-    def meet_at(self, store: InterruptibleStore | None) -> None:
-        """The store in which the epoch's groups meet; None: there are none any more."""
-        self._store = store
 
     def ports(self) -> list[int]:
         """Ports at which this worker's gloo groups listen."""
@@ -91,8 +90,8 @@ class Connections:
     def _start_abort(self) -> None:
         self._nccl.start()
         self._kept_open |= gloo_sockets.end_receiving(self._foreign | self._kept_open.keys(), self._peer_ports)
-        if self._store is not None:
-            gloo_sockets.stand_in(self._store.take_sought(), self._foreign)
+        if self.store is not None:
+            gloo_sockets.stand_in(self.store.take_sought(), self._foreign)
 
     def _end_abort(self) -> None:
         """Without the lock: NCCL may take seconds, in which another thread must be able to abort its communicator."""

@@ -63,7 +63,7 @@ class ChangesByChoice:
         """Raises ChangeRefused."""
         self._check_that_changes_can_be()
         state, job = self._state, self._state.job
-        plan, shape = state.under_way
+        plan, shape = state.plan_and_shape
         workers = state.living | state.joining.waiting
         asked = plan_to_change_to(plan_of(request.plan), plan, job.own, shape.tensor_parallel, workers)
         asked = self._plans.optimizer.without_parts_kept(asked)
@@ -83,7 +83,7 @@ class ChangesByChoice:
 
     def _begin(self, change: Change, answer: str | None = None) -> list[Action]:
         """Tell all workers of a change. `answer`: key under which the requester awaits an answer."""
-        plan, _ = self._state.under_way
+        plan, _ = self._state.plan_and_shape
         lines = changes(plan, change.plan, self._state.job.own)
         known = self._state.changes
         known.under_way, known.last, known.prepared = change, change.number, set()
@@ -126,7 +126,7 @@ class ChangesByChoice:
         taken = sorted(state.joining.waiting.intersection(plan.working))
         why = arrival(taken, job.size.places)
         try:
-            check_memory(plan, state.under_way[0], job.own, job.told)
+            check_memory(plan, state.plan_and_shape[0], job.own, job.told)
         except PlanError as error:
             return [Log(replanning.ChangeRefused(why=why, reason=str(error)))]
         return self._begin(self._next_change(plan, why)) if taken else []

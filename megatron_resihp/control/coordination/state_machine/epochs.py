@@ -144,7 +144,7 @@ class Epochs:
         step = self._commit(commit)
         if reason := self._why_not_go_on(separated):
             return step + self._ends.save(reason)
-        return step + self._publish_next(now)
+        return self._publish_next(step, now)
 
     def _leave_out(self, separated: Separated, now: float) -> list[Action]:
         """Go on without one side of a link that fails again and again while both ends live."""
@@ -175,9 +175,10 @@ class Epochs:
             return f"{state.recoveries_here - 1} recoveries without a step after iteration {state.commit.iteration}"
         return ""
 
-    def _publish_next(self, now: float) -> list[Action]:
+    def _publish_next(self, step: list[Action], now: float) -> list[Action]:
+        """Publish the next plan, or save if there is none. `step`: logs the committed one."""
         state, change = self._state, self._state.changes.under_way
-        before, shape = state.under_way
+        before, shape = state.plan_and_shape
         # Joining workers hold nothing, and need not report.
         joining = state.joining.held(change.plan.members) if change is not None else {}
         held = {worker: state.reports.held[worker] for worker in state.reports.records} | joining
@@ -186,7 +187,7 @@ class Epochs:
         except NoPlanError as error:
             own, degree = state.job.own, shape.tensor_parallel
             missing = tuple(shard for lost in error.missing for shard in shards_at(own, lost, degree))
-            return self._ends.save(str(error), missing)
+            return step + self._ends.save(str(error), missing)
         on_trial = state.first_steps.published(plan, before, state.changes.under_way, told)
         state.epoch += 1
         state.plan, state.phase, state.ready = plan, Phase.BUILDING, {}
@@ -197,7 +198,7 @@ class Epochs:
         # Workers whose node leaves read that from the very plan that leaves them out.
         leaving = tuple(sorted(state.departures.among(state.reports.records.keys() - held.keys())))
         published = EpochPlan(state.epoch, plan, state.commit, held, ahead, leaving, on_trial)
-        return [*map(Log, told), published, *called, *self._changes.let_go()]
+        return [*map(Log, told), *step, published, *called, *self._changes.let_go()]
 
     def _plan_after(self, held: HeldShards, now: float) -> tuple[ParallelPlan, HeldShards, list[Event]]:
         """The next plan, what its members hold, and what to write to the log.
@@ -228,7 +229,7 @@ class Epochs:
             NoPlanError.
         """
         state = self._state
-        before, _ = state.under_way
+        before, _ = state.plan_and_shape
         if change is not None and set(change.plan.members) == held.keys():
             state.changes.under_way = change
             return change.plan, []

@@ -34,13 +34,13 @@ class Plans:
 
     def held_by(self, workers: set[int]) -> HeldShards:
         """What the plan in force gives these workers to hold."""
-        plan, _ = self._state.under_way
+        plan, _ = self._state.plan_and_shape
         full = spelled_out(plan, self._state.job.own)
         return {worker: full.shards_of(worker) for worker in workers}
 
     def survivors(self, held: Held) -> Survivors:
         state, job = self._state, self._state.job
-        plan, shape = state.under_way
+        plan, shape = state.plan_and_shape
         failed = state.first_steps.failed
         return Survivors(shape, job.own, held, plan, state.running, job.told, job.size.places, failed)
 

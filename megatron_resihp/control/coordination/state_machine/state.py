@@ -76,7 +76,7 @@ class Reports:
     unreachable: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Ask for reports anew."""
+        """Forget what was reported: living members are to report anew."""
         self.records, self.held = {}, {}
 
 
@@ -172,7 +172,7 @@ class State:
         return members - set(self.dead) - self.done
 
     @property
-    def under_way(self) -> tuple[ParallelPlan, JobShape]:
+    def plan_and_shape(self) -> tuple[ParallelPlan, JobShape]:
         """The plan in force and the job's sizes, which are known once training has begun."""
         assert self.plan is not None and self.job.shape is not None
         return self.plan, self.job.shape

@@ -139,7 +139,7 @@ class WorkerMessages:
             return self._epochs.break_epoch(cause, now)
         # Members wait for Go; each still holds what it held when it reported.
         # A shard on which its holders don't agree counts as missing.
-        _, shape = state.under_way
+        _, shape = state.plan_and_shape
         missing = tuple(shard for key in unlike for shard in shards_of_key(key, state.job.own, shape.tensor_parallel))
         return [*self._epochs.broken(cause), *self._ends.save(cause, missing)]
 

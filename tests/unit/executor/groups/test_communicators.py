@@ -272,7 +272,7 @@ def sum_together(members: list[Summing]) -> None:
 
 def await_search(member: Summing) -> None:
     """Wait until gloo has asked the store where the peer is."""
-    store = member.communicators._epoch_store
+    store = member.communicators.connections.store
     assert store is not None
     deadline = time.monotonic() + LIMIT_S
     while not store._sought:
@@ -288,6 +288,6 @@ def test_an_epoch_begins_on_a_connection_that_works() -> None:
     opened = dist.HashStore()
     communicators = Communicators(Lost(), 0, lambda: False, reopen=lambda: opened)
     communicators.begin(1, "plan")
-    assert communicators._epoch_store is not None
-    communicators._epoch_store.set("key", "value")
+    assert communicators.connections.store is not None
+    communicators.connections.store.set("key", "value")
     assert opened.check(["resihp/groups/1/plan/key"])
