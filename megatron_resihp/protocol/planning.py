@@ -6,13 +6,13 @@ May import `coding`, `config`, `plan` and this package's other modules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Self, get_args
 
 from megatron_resihp.coding import Between
 from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.values import MOST_MICRO_BATCHES, Degree, Finite, LayerChunk, Natural, Positive, Worker
 from megatron_resihp.protocol.wire import Kinds
 
@@ -38,9 +38,11 @@ class KnownJob:
     memory_reserve: Finite = MEMORY_RESERVE
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Self:
-        """Out of all that workers have told of a job."""
-        return cls(**{each.name: told[each.name] for each in fields(cls) if each.name in told})
+    def of(cls, job: JobDescription, arguments: dict[str, Any] | None) -> Self:
+        """What workers have told of a job, and of its model's arguments."""
+        return cls(
+            job.tensor_parallel, job.micro_batches, arguments, job.emulated, job.device_memory, job.memory_reserve
+        )
 
 
 @dataclass(frozen=True)

@@ -10,31 +10,25 @@ import pytest
 from chaos_plans import LAYERS, random_plan
 
 from megatron_resihp.control.replanning.change import ChangeRefused, plan_to_change_to
-from megatron_resihp.control.replanning.inventory import lacking
-from megatron_resihp.control.replanning.next_plan import Survivors, uniform_or_less
+from megatron_resihp.control.replanning.inventory import Survivors, lacking
+from megatron_resihp.control.replanning.next_plan import uniform_or_less
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard, spelled_out
 from megatron_resihp.plan.slices import all_shards, contributors_of, cuts_of, holders_of, plan_moves, slices_of
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
+from megatron_resihp.protocol.job import JobDescription
 
 WORKERS = MICRO_BATCHES = 8
 SHAPE = JobShape(tensor_parallel=2, pipeline_parallel=2, micro_batches=MICRO_BATCHES, workers_per_node=WORKERS)
 OWN = (Chunk(0, 0, 3), Chunk(1, 3, 6))
 EVENTS = 8
-JOB = {
-    "micro_batches": MICRO_BATCHES,
-    "tensor_parallel": 2,
-    "seq_length": 32,
-    "sequence_parallel": False,
-    "arguments": {
-        "num_layers": LAYERS - 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "seq_length": 32,
-        "max_position_embeddings": 32,
-        "padded_vocab_size": 256,
-        "micro_batch_size": 1,
-    },
-}
+JOB = JobDescription(
+    micro_batches=MICRO_BATCHES, tensor_parallel=2, pipeline_parallel=2, seq_length=32, sequence_parallel=False,
+    chunks=OWN, pipeline_last=True,
+)  # fmt: skip
+ARGUMENTS = {
+    "num_layers": LAYERS - 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32,
+    "max_position_embeddings": 32, "padded_vocab_size": 256, "micro_batch_size": 1,
+}  # fmt: skip
 
 Held = Mapping[int, tuple[Shard, ...]]
 
@@ -68,7 +62,7 @@ def test_survivors_go_on_as_long_as_they_can(seed: int) -> None:
             dead = random.sample(sorted(held), random.choice((0, 1, 1, 2)))
             held = {worker: shards for worker, shards in held.items() if worker not in dead}
             try:
-                plan, _ = uniform_or_less(Survivors(SHAPE, OWN, held, plan, plan, JOB, WORKERS))
+                plan, _ = uniform_or_less(Survivors(SHAPE, OWN, held, plan, plan, JOB, ARGUMENTS, WORKERS))
             except NoPlanError:
                 assert lacking(held, LAYERS)
                 return

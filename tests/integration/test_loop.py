@@ -69,6 +69,7 @@ def planned_s(job: Job, plan: ParallelPlan, speed: float) -> float:
     """Seconds of an iteration's pipelines on the emulated clock, with the victim at this speed."""
     [told], [model] = job.events("job"), job.events("model")
     chunks = tuple(Chunk(*chunk) for chunk in told["chunks"])
-    cost = cost_of_job(KnownJob.of({**told, "arguments": model["arguments"]}), WORKERS, WORKERS, chunks, None)
+    known = KnownJob(told["tensor_parallel"], told["micro_batches"], model["arguments"], told["emulated"])
+    cost = cost_of_job(known, WORKERS, WORKERS, chunks, None)
     health = Health({worker: speed if worker == VICTIM else 1.0 for worker in range(WORKERS)})
     return evaluate(spelled_out(plan, chunks), health, cost).iteration_s

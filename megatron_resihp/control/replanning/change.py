@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.control.replanning.modes import degrees_of, in_short
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
@@ -18,6 +17,7 @@ from megatron_resihp.cost.parts import ShardError
 from megatron_resihp.cost.training import TrainingError, training_from_arguments
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, differences, spelled_out
 from megatron_resihp.plan.spelling import trimmed
+from megatron_resihp.protocol.planning import KnownJob
 
 
 class ChangeRefused(Exception):
@@ -105,21 +105,18 @@ def _checked(
     return working
 
 
-def check_degrees(plan: ParallelPlan, job: Mapping[str, Any]) -> None:
+def check_degrees(plan: ParallelPlan, job: KnownJob) -> None:
     """Called before a plan is taken that a user asks for; planners check for themselves.
 
     Megatron asserts the same where each worker builds its part of the model. By then the plan in force is over.
 
-    Args:
-        job: what workers have told of it.
-
     Raises:
         PlanError: members of a stage can't hold equal shards of the model.
     """
-    if "arguments" not in job:
+    if job.arguments is None:
         return
     try:
-        model = model_from_arguments(job["arguments"])
+        model = model_from_arguments(job.arguments)
     except ModelError:
         return  # Megatron can build more than is known of here
     try:
@@ -129,28 +126,28 @@ def check_degrees(plan: ParallelPlan, job: Mapping[str, Any]) -> None:
         raise PlanError(f"{error}; ask for stages of another number of members") from None
 
 
-def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
+def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ...], job: KnownJob) -> None:
     """Called before a change by choice: a worker that runs out of memory ends the job. Where the amount is unknown,
     on CPUs, nothing is checked.
 
     Args:
         after, before: the plan that is asked for, and the one in force.
         own: the job's own split into layers.
-        job: what workers have told of it.
+        job: of which the model and the devices' memory are known, or not.
 
     Raises:
         PlanError: the plan, or old and new state together, exceed what may be used of a device's memory.
     """
-    if "arguments" not in job or not job.get("device_memory"):
+    if job.arguments is None or not job.device_memory:
         return
     try:
-        model, training = model_from_arguments(job["arguments"]), training_from_arguments(job["arguments"])
+        model, training = model_from_arguments(job.arguments), training_from_arguments(job.arguments)
     except (ModelError, TrainingError):
         return
     # These take a while to import.
     from megatron_resihp.cost import memory, room
 
-    capacity = room.usable(job["device_memory"], job.get("memory_reserve", MEMORY_RESERVE))
+    capacity = room.usable(job.device_memory, job.memory_reserve)
     after = spelled_out(after, own)
     memory.check_plan(after, model, training, capacity)
     room.check_change(spelled_out(before, own), after, model, training, capacity)

@@ -5,41 +5,31 @@ Simple ones, which are to keep a job alive and not to be the fastest. Pure; may 
 modules. `cost` is imported only once such a plan is needed, since that takes a while.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 from megatron_resihp.control.replanning.change import with_standbys
-from megatron_resihp.control.replanning.inventory import Held
+from megatron_resihp.control.replanning.inventory import Held, Survivors
 from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, deal, even_counts, spelled_out
 from megatron_resihp.planner import NoPlanError
-from megatron_resihp.protocol.planning import KnownJob
 
 
-def plan_for_few(
-    own: tuple[Chunk, ...], held: Held, running: ParallelPlan | None, job: Mapping[str, Any], workers: int,
-    workers_per_node: int,
-) -> ParallelPlan:  # fmt: skip
+def plan_for_few(survivors: Survivors) -> ParallelPlan:
     """What is left of the plan that was run, or else one pipeline of all survivors, whichever fits in memory first.
 
-    Args:
-        own: the job's own split into layers.
-        held: of all survivors; nothing is lacking.
-        running: the plan that was run last.
-        job: what workers have told of it.
-        workers, workers_per_node: of the job, with all its places taken.
+    The survivors hold all state between them.
 
     Raises:
-        NoPlanError: neither does, or too little is known of the job to tell.
+        NoPlanError: neither fits, or too little is known of the job to tell.
     """
-    reason = ""
-    for working in _candidates(own, held, running, job["micro_batches"]):
-        plan = with_standbys(working, held, own, job["tensor_parallel"])
+    own, held, job, reason = survivors.own, survivors.held, survivors.job, ""
+    for working in _candidates(own, held, survivors.running, job.micro_batches):
+        plan = with_standbys(working, held, own, job.tensor_parallel)
         try:
             mode_of(plan).check_ops(plan, own, job)
-            _check_memory(plan, own, job, workers, workers_per_node)
+            _check_memory(plan, survivors)
         except PlanError as error:
             reason = str(error)
         else:
@@ -83,9 +73,7 @@ def _middle(held: Held, worker: int) -> float:
     return sum(layers) / max(len(layers), 1)
 
 
-def _check_memory(
-    plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any], workers: int, workers_per_node: int
-) -> None:
+def _check_memory(plan: ParallelPlan, survivors: Survivors) -> None:
     """Raises PlanError unless the plan fits into the devices' memory, and NoPlanError where that can't be told.
 
     Nothing is kept in reserve: without this plan the job ends.
@@ -94,7 +82,8 @@ def _check_memory(
     from megatron_resihp.cost.running import UnknownCost, cost_of_job
 
     try:
-        cost = cost_of_job(replace(KnownJob.of(job), memory_reserve=0.0), workers, workers_per_node, own, None)
+        known = replace(survivors.known, memory_reserve=0.0)
+        cost = cost_of_job(known, survivors.slots, survivors.shape.workers_per_node, survivors.own, None)
     except UnknownCost as error:
         raise NoPlanError(str(error)) from None
-    check_plan(spelled_out(plan, own), cost.model, cost.training, cost.device.memory)
+    check_plan(spelled_out(plan, survivors.own), cost.model, cost.training, cost.device.memory)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What survivors hold, and what a planner of uniform plans makes of it. Pure; imports `plan` and `planner`.
+"""What survivors hold, and what a planner of uniform plans makes of it. Pure; imports `plan`, `planner` and
+`protocol`.
 
 Workers say what they hold as shards, in whatever layout it came to be. Layers are thought of as cut in so many equal
 shares that each shard is made of whole ones.
@@ -8,18 +9,53 @@ shares that each shard is made of whole ones.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.copies import lost_parts
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.plan.spelling import coordinate_at
 from megatron_resihp.planner import JobShape, NoPlanError, plan_uniform
+from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.planning import KnownJob
 
 Held = Mapping[int, tuple[Shard, ...]]
 """For each living worker what it holds complete and current; empty: nothing."""
 Cell = tuple[int, int]
 """A layer, and one of its shares."""
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """What a plan is made for.
+
+    Attributes:
+        shape, own: sizes of the job, and its own split into layers.
+        held: what each survivor holds.
+        previous: the plan that was published last, whether or not it was ever run.
+        running: the plan that was run last.
+        job: what workers have told of the job.
+        arguments: Megatron's, of which the model is made; None: no worker has told them yet.
+        slots: how many workers the job may have; see `plan.places`.
+        failed: the errors of plans whose first step failed, by `ParallelPlan.work_digest`.
+    """
+
+    shape: JobShape
+    own: tuple[Chunk, ...]
+    held: Held
+    previous: ParallelPlan
+    running: ParallelPlan | None
+    job: JobDescription
+    arguments: dict[str, Any] | None
+    slots: int
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def known(self) -> KnownJob:
+        """What the costs of plans depend on."""
+        return KnownJob.of(self.job, self.arguments)
 
 
 def lacking(held: Held, layers: int) -> tuple[Shard, ...]:

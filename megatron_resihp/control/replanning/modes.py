@@ -7,13 +7,14 @@ Pure. May import `plan`, `executor`'s check of ops and `inventory`.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from megatron_resihp.control.replanning.inventory import Held, require_all_parts, written_once
 from megatron_resihp.executor.route_check import check_plan
 from megatron_resihp.executor.routes import RouteError
 from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, shortened, spelled_out
 from megatron_resihp.plan.spelling import coordinate_at
+from megatron_resihp.protocol.job import JobDescription
 
 Holders = Mapping[int, tuple[Shard, ...]]
 
@@ -22,7 +23,7 @@ class PlanMode(ABC):
     """The rules of a mode."""
 
     @abstractmethod
-    def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
+    def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: JobDescription) -> None:
         """Called before a plan is published: what its workers send and receive must match, so that none waits
         forever.
 
@@ -59,7 +60,7 @@ class PlanMode(ABC):
 class _Uniform(PlanMode):
     """Megatron's own groups and schedules run it; a standby keeps a shard of the job's own layout or nothing."""
 
-    def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
+    def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: JobDescription) -> None:
         """There is nothing to check."""
 
     def standbys(self, held: Holders, own: tuple[Chunk, ...], degree: int) -> dict[int, Kept]:
@@ -75,14 +76,14 @@ class _Uniform(PlanMode):
 class _Heterogeneous(PlanMode):
     """A standby goes on with the objects that it has, of whatever layout."""
 
-    def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: Mapping[str, Any]) -> None:
+    def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: JobDescription) -> None:
         """Where members of a stage share the tokens between layers, Megatron wants as many for each of them."""
-        tokens = job["seq_length"]
-        for degree in degrees_of(plan) if job["sequence_parallel"] else ():
+        tokens = job.seq_length
+        for degree in degrees_of(plan) if job.sequence_parallel else ():
             if tokens % degree:
                 raise PlanError(f"{degree} TP members can't share the {tokens} tokens of a sequence evenly")
         try:
-            check_plan(spelled_out(plan, own), job["sequence_parallel"], tokens)
+            check_plan(spelled_out(plan, own), job.sequence_parallel, tokens)
         except RouteError as error:
             raise PlanError(f"the plan's ops don't fit together: {error}") from None
 

@@ -8,51 +8,27 @@ May import `plan`, `planner`, `protocol` and this package's modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
 
-from megatron_resihp.config import PLAN_WAIT_S, UNIFORM
+from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.replanning.change import with_standbys
 from megatron_resihp.control.replanning.fallback import plan_for_few
-from megatron_resihp.control.replanning.inventory import Held, lacking, plan_for_survivors
+from megatron_resihp.control.replanning.inventory import Held, Survivors, lacking, plan_for_survivors
 from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.plan.places import names_of_places, place_of, renamed
 from megatron_resihp.plan.spelling import trimmed
-from megatron_resihp.planner import JobShape, NoPlanError
+from megatron_resihp.planner import NoPlanError
 from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer
 
 WITHOUT_UNIFORM_S: Final = 30.0
 """How long a recovery waits for a strategy's plan where there is no other."""
 FALLBACK: Final = "fallback"
 """In the event log: a plan that is smaller than a replica of the job's own layout."""
-
-
-@dataclass(frozen=True)
-class Survivors:
-    """What a plan is made for.
-
-    Attributes:
-        shape, own: sizes of the job, and its own split into layers.
-        held: what each of them holds.
-        previous: the plan that was published last, whether or not it was ever run.
-        running: the plan that was run last.
-        job: all that workers have told of the job.
-        places: how many workers the job may have; see `plan.places`.
-        failed: the errors of plans whose first step failed, by `ParallelPlan.work_digest`.
-    """
-
-    shape: JobShape
-    own: tuple[Chunk, ...]
-    held: Held
-    previous: ParallelPlan
-    running: ParallelPlan | None
-    job: Mapping[str, Any]
-    places: int
-    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,10 +53,10 @@ NextPlan = Callable[[Survivors], tuple[ParallelPlan, list[Event]]]
 
 def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     """As many complete replicas of the job's own shape as there are; needs no more than sizes."""
-    names = names_of_places(survivors.held, survivors.places)
+    names = names_of_places(survivors.held, survivors.slots)
     held = {place: survivors.held[worker] for place, worker in names.items()}
     # Who has died and has come back with another id has its old place here, too.
-    previous = renamed(survivors.previous, lambda worker: place_of(worker, survivors.places))
+    previous = renamed(survivors.previous, lambda worker: place_of(worker, survivors.slots))
     plan = plan_for_survivors(survivors.shape, survivors.own, held, previous)
     return renamed(plan, names.__getitem__), []
 
@@ -93,9 +69,8 @@ def uniform_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
         if error.missing:
             raise
         too_few = str(error)
-    per_node = survivors.shape.workers_per_node
     try:
-        plan = plan_for_few(survivors.own, survivors.held, survivors.running, survivors.job, survivors.places, per_node)
+        plan = plan_for_few(survivors)
     except NoPlanError as error:
         raise NoPlanError(f"{too_few}; {error}") from None
     return plan, [Planned(strategy=FALLBACK, instead_of=UNIFORM, reason=too_few)]
@@ -104,7 +79,7 @@ def uniform_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
 def first_again(first: ParallelPlan, survivors: Survivors) -> ParallelPlan | None:
     """The job's first plan, of the workers that have its places now; None where a place is empty, there are workers in
     others, for which it has no work, or a worker would have to give up what it holds."""
-    names = names_of_places(survivors.held, survivors.places)
+    names = names_of_places(survivors.held, survivors.slots)
     if names.keys() != set(first.members):
         return None
     plan = renamed(first, names.__getitem__)
@@ -119,7 +94,7 @@ class StrategicPlan:
         self._ask = ask
 
     def __call__(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
-        strategy = survivors.job.get("strategy", UNIFORM)
+        strategy = survivors.job.strategy
         if strategy == UNIFORM:
             return uniform_or_less(survivors)
         try:
@@ -167,7 +142,7 @@ class _TooLate(_Unusable):
 
 def _patience_s(survivors: Survivors) -> float:
     """How long training stands still for a strategy's plan: not for long where it can go on without."""
-    wait_s = float(survivors.job.get("plan_wait", PLAN_WAIT_S))
+    wait_s = survivors.job.plan_wait
     try:
         uniform_plan(survivors)
     except NoPlanError:

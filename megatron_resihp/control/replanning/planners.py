@@ -16,8 +16,9 @@ from typing import Final
 from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.health import Speeds
+from megatron_resihp.control.replanning.inventory import Survivors
 from megatron_resihp.control.replanning.job_facts import JobFacts
-from megatron_resihp.control.replanning.next_plan import Heard, Survivors
+from megatron_resihp.control.replanning.next_plan import Heard
 from megatron_resihp.control.replanning.planner_process import PlannerProcess
 from megatron_resihp.control.replanning.policy import OBSERVE
 from megatron_resihp.control.replanning.precomputed import PrecomputedPlans
@@ -64,7 +65,7 @@ class Planners:
     def for_survivors(self, strategy: str, survivors: Survivors, running: ParallelPlan, timeout_s: float) -> Heard:
         """The next plan after a loss, which may have been made ahead; as `next_plan.AskAboutSurvivors`."""
         alive = survivors.held.keys()
-        request = self._request(strategy, (KnownJob.of(survivors.job), survivors.own), running, alive)
+        request = self._request(strategy, (survivors.known, survivors.own), running, alive)
         known = self._precomputed.answer(request)
         began = time.monotonic()
         answer = self._in_recoveries.ask(request, timeout_s) if known is None else known

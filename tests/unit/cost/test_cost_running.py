@@ -27,7 +27,7 @@ MODEL = {
     "padded_vocab_size": 256, "micro_batch_size": 2, "attention_backend": "unfused",
     "transformer_impl": "local",
 }  # fmt: skip
-JOB: dict[str, Any] = {"arguments": MODEL, "micro_batches": 8, "tensor_parallel": 2, "emulated": None}
+JOB = KnownJob(tensor_parallel=2, micro_batches=8, arguments=MODEL)
 OWN = even_chunks(4, 2)
 F, B, W = OpKind
 
@@ -66,7 +66,7 @@ def test_workers_tell_all_arguments_that_matter_and_may_be_used() -> None:
 
 def test_the_emulated_device_sets_the_pace() -> None:
     profile = load_profile("a100")
-    cost = cost_of_job(KnownJob.of({**JOB, "emulated": "a100"}), 4, 4, OWN, None)
+    cost = cost_of_job(replace(JOB, emulated="a100"), 4, 4, OWN, None)
     tokens = 2.0 * profile.sequence
     for degree in (1, 2):
         forward, backward, weight = profile.stage([LayerKind.TRANSFORMER], degree)
@@ -79,9 +79,9 @@ def test_the_emulated_device_sets_the_pace() -> None:
 @pytest.mark.parametrize("emulated", [None, "a100"])
 def test_layers_that_cannot_leave_weight_gradients_for_later_do_them_in_b(emulated: str | None) -> None:
     """Then a W apart saves no time, and a strategy that hopes for that would predict what never comes."""
-    told = {**JOB, "emulated": emulated}
+    told = replace(JOB, emulated=emulated)
     local, engine = (
-        cost_of_job(KnownJob.of({**told, "arguments": {**MODEL, "transformer_impl": name}}), 4, 4, OWN, None)
+        cost_of_job(replace(told, arguments={**MODEL, "transformer_impl": name}), 4, 4, OWN, None)
         for name in ("local", "transformer_engine")
     )
     for of_local, of_engine in (
@@ -93,12 +93,12 @@ def test_layers_that_cannot_leave_weight_gradients_for_later_do_them_in_b(emulat
 
 
 def test_workers_of_several_emulated_nodes_use_the_slow_links() -> None:
-    near, far = (cost_of_job(KnownJob.of({**JOB, "emulated": "a100"}), workers, 8, OWN, None) for workers in (4, 8))
+    near, far = (cost_of_job(replace(JOB, emulated="a100"), workers, 8, OWN, None) for workers in (4, 8))
     assert far.transfer(1, 1) > 2 * near.transfer(1, 1)
 
 
 def test_a_change_has_to_pay_within_a_finite_time() -> None:
-    assert cost_of_job(KnownJob.of(JOB), 8, 8, OWN, None).until_next_event_s == UNTIL_NEXT_EVENT_S
+    assert cost_of_job(JOB, 8, 8, OWN, None).until_next_event_s == UNTIL_NEXT_EVENT_S
 
 
 def fitted(stage_seconds: tuple[float, ...]) -> CostModel:
@@ -111,7 +111,7 @@ def fitted(stage_seconds: tuple[float, ...]) -> CostModel:
 
 
 def test_what_was_measured_goes_before_the_peak() -> None:
-    cost = cost_of_job(KnownJob.of(JOB), 8, 8, OWN, fitted((0.3, 0.5)))
+    cost = cost_of_job(JOB, 8, 8, OWN, fitted((0.3, 0.5)))
     seconds = cost.seconds(2)
     assert seconds[F, :3].sum() == pytest.approx(0.3)
     assert seconds[F, 3:].sum() == pytest.approx(0.5)
@@ -121,7 +121,7 @@ def test_what_was_measured_goes_before_the_peak() -> None:
 
 
 def test_a_fit_of_other_stages_says_nothing_of_these() -> None:
-    assert cost_of_job(KnownJob.of(JOB), 8, 8, OWN, fitted((0.3, 0.5, 0.5))).alone is None
+    assert cost_of_job(JOB, 8, 8, OWN, fitted((0.3, 0.5, 0.5))).alone is None
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_fit_of_other_stages_says_nothing_of_these() -> None:
 )
 def test_a_job_that_can_not_be_told(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnknownCost, match=reason):
-        cost_of_job(KnownJob.of({**JOB, **changed}), 8, 8, OWN, None)
+        cost_of_job(replace(JOB, **changed), 8, 8, OWN, None)
 
 
 def test_a_job_that_says_nothing() -> None:
@@ -146,4 +146,4 @@ def test_a_job_that_says_nothing() -> None:
     ("told", "free"), [({}, 92_000), ({"memory_reserve": 20.0}, 80_000), ({"memory_reserve": 0.0}, 100_000)]
 )
 def test_plans_leave_a_part_of_the_memory_free(told: dict[str, Any], free: int) -> None:
-    assert cost_of_job(KnownJob.of({**JOB, "device_memory": 100_000, **told}), 4, 4, OWN, None).device.memory == free
+    assert cost_of_job(replace(JOB, device_memory=100_000, **told), 4, 4, OWN, None).device.memory == free

@@ -266,8 +266,9 @@ def test_costs_are_those_of_the_runs_emulated_device(tmp_path: Path, capsys: pyt
     assert plan(run_dir, "--slow", "1=0.5", "--json") == 0
     found = as_json(capsys)
     assert found["costs"] == "of the emulated device h800"
-    job = {**told("h800")[0], "arguments": ARGUMENTS}
-    cost = cost_of_job(KnownJob.of(job), 8, 8, even_chunks(4, 2), None)
+    job = told("h800")[0]
+    known = KnownJob(job["tensor_parallel"], job["micro_batches"], ARGUMENTS, job["emulated"])
+    cost = cost_of_job(known, 8, 8, even_chunks(4, 2), None)
     in_force = spelled_out(ParallelPlan.from_dict(TWO_STAGES), even_chunks(4, 2))
     healthy = evaluate(in_force, Health({0: 1.0, 1: 1.0}), cost)
     assert found["healthy_samples_per_s"] == pytest.approx(healthy.samples_per_s)

@@ -71,9 +71,9 @@ class ChangesByChoice:
         if error is not None and request.answer is None:  # a user may know better
             raise ChangeRefused(f"this plan has failed in the first step: {error}")
         try:
-            check_degrees(asked, job.told)
-            mode_of(asked).check_ops(asked, job.own, job.told)
-            check_memory(asked, plan, job.own, job.told)
+            check_degrees(asked, job.known)
+            mode_of(asked).check_ops(asked, job.own, job.described)
+            check_memory(asked, plan, job.own, job.known)
         except PlanError as error:
             raise ChangeRefused(str(error)) from None
         return self._next_change(asked, request.why)
@@ -126,7 +126,7 @@ class ChangesByChoice:
         taken = sorted(state.joining.waiting.intersection(plan.working))
         why = arrival(taken, job.size.places)
         try:
-            check_memory(plan, state.plan_and_shape[0], job.own, job.told)
+            check_memory(plan, state.plan_and_shape[0], job.own, job.known)
         except PlanError as error:
             return [Log(replanning.ChangeRefused(why=why, reason=str(error)))]
         return self._begin(self._next_change(plan, why)) if taken else []

@@ -71,12 +71,11 @@ class Ends:
 
     def too_early(self) -> str:
         """In words, how far the job has come, if it may not end in order yet; empty: it may, or nothing is known."""
-        state, told = self._state, self._state.job.told
-        last = told.get("train_iters")
+        state, job = self._state, self._state.job.description
         reached = max(state.job.reached, 0 if state.commit is None else state.commit.iteration)
-        if last is None or reached >= last or state.ending.stop_signal or told.get("ends_early"):
+        if job is None or job.train_iters is None or job.ends_early or state.ending.stop_signal:
             return ""
-        return f"after iteration {reached} of {last}"
+        return "" if reached >= job.train_iters else f"after iteration {reached} of {job.train_iters}"
 
     def end_if_stranded(self) -> list[Action]:
         """End a job whose workers wait at the start for others that have finished and never come."""

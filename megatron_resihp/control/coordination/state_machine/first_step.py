@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_resihp.control.replanning.change import Change, with_standbys
-from megatron_resihp.control.replanning.inventory import lacking
-from megatron_resihp.control.replanning.next_plan import Survivors, uniform_or_less, was_chosen
+from megatron_resihp.control.replanning.inventory import Survivors, lacking
+from megatron_resihp.control.replanning.next_plan import uniform_or_less, was_chosen
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.replanning import PlanFailed
 from megatron_resihp.plan import ParallelPlan, spelled_out

@@ -2,11 +2,10 @@
 """Which plan comes next, given what survivors hold. May import `plan`, `planner` and pure modules of `control`."""
 
 from megatron_resihp.control.coordination.state_machine.state import HeldShards, State
-from megatron_resihp.control.replanning.inventory import Held
+from megatron_resihp.control.replanning.inventory import Held, Survivors
 from megatron_resihp.control.replanning.modes import OptimizerState, optimizer_after
 from megatron_resihp.control.replanning.next_plan import (
     NextPlan,
-    Survivors,
     first_again,
     uniform_or_less,
     uniform_plan,
@@ -42,7 +41,9 @@ class Plans:
         state, job = self._state, self._state.job
         plan, shape = state.plan_and_shape
         failed = state.first_steps.failed
-        return Survivors(shape, job.own, held, plan, state.running, job.told, job.size.places, failed)
+        return Survivors(
+            shape, job.own, held, plan, state.running, job.described, job.arguments, job.size.places, failed
+        )
 
     def plan_for(self, held: Held) -> tuple[ParallelPlan, list[Event]]:
         """The plan for the holders of this state, and what to write to the log.

@@ -18,7 +18,9 @@ from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.change import Change
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard
 from megatron_resihp.planner import JobShape
+from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import PlanRequest, Ready
+from megatron_resihp.protocol.planning import KnownJob
 from megatron_resihp.protocol.records import Commit, Record
 
 HeldShards = dict[int, tuple[Shard, ...]]
@@ -33,7 +35,8 @@ class Job:
         size: nodes and workers, at the start and at most.
         shape: sizes of its work; None until a worker has told them.
         own: the job's own split into layers.
-        told: everything else, by the names of `protocol.job`.
+        description: everything else; None until a worker has told it.
+        arguments: Megatron's, of which the model is made; None until a worker has told them.
         trained: a worker has finished training.
         reached: the last iteration that a worker has finished.
     """
@@ -41,7 +44,8 @@ class Job:
     size: JobSize
     shape: JobShape | None = None
     own: tuple[Chunk, ...] = ()
-    told: dict[str, Any] = field(default_factory=dict)
+    description: JobDescription | None = None
+    arguments: dict[str, Any] | None = None
     trained: bool = False
     reached: int = 0
 
@@ -51,12 +55,23 @@ class Job:
 
     @property
     def distributed_optimizer(self) -> bool:
-        return bool(self.told.get("distributed_optimizer"))
+        return self.description is not None and self.description.distributed_optimizer
 
     @property
     def plans_uniformly(self) -> bool:
         """Whether no strategy plans: complete replicas are all that is looked for."""
-        return bool(self.told.get("strategy", UNIFORM) == UNIFORM)
+        return self.description is None or self.description.strategy == UNIFORM
+
+    @property
+    def described(self) -> JobDescription:
+        """What a worker has told of the job, which is known once training has begun."""
+        assert self.description is not None
+        return self.description
+
+    @property
+    def known(self) -> KnownJob:
+        """What the costs of plans depend on; likewise."""
+        return KnownJob.of(self.described, self.arguments)
 
 
 @dataclass

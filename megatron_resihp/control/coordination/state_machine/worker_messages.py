@@ -5,7 +5,6 @@ May import `plan`, `planner`, `protocol` and pure modules of `control`.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination.actions import Action, Log, Notify, Phase, Reopen
@@ -58,7 +57,7 @@ class WorkerMessages:
             case JoinRequest():
                 return self._on_joining(message, now)
             case ModelBuilt():
-                self._state.job.told["arguments"] = message.arguments
+                self._state.job.arguments = message.arguments
                 return [Log(Model(arguments=message.arguments))]
             case Ready():
                 return self._on_ready(message, now)
@@ -89,7 +88,7 @@ class WorkerMessages:
                 unlike = f"workers were started with different sizes: {job.shape} and {shape}"
                 return self._ends.end(exit_codes.REFUSED, unlike)
             return []
-        job.shape, job.own, job.told = shape, own, asdict(told)
+        job.shape, job.own, job.description = shape, own, told
         try:
             state.plan = state.first = initial_plan(shape, job.size.workers, told.pipeline_last)
         except NoPlanError as error:
@@ -249,7 +248,7 @@ def _sizes_in(told: JobDescription, size: JobSize) -> tuple[JobShape, tuple[Chun
 def _exposed(job: Job) -> Log:
     """Which losses would end the job, said while something can be done about it."""
     assert job.shape is not None
-    found = exposure(job.shape, job.size.workers, job.told["pipeline_last"], job.distributed_optimizer)
+    found = exposure(job.shape, job.size.workers, job.described.pipeline_last, job.distributed_optimizer)
     nodes = (0, *found.nodes) if job.size.nodes > 1 else ()
     said = in_words(job.size.nodes, found)
     return Log(Exposed(nodes=nodes, workers=tuple(found.workers), said=said))

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_resihp.coding import decode
 from megatron_resihp.control.replanning.fallback import plan_for_few
-from megatron_resihp.control.replanning.next_plan import Survivors, uniform_or_less
+from megatron_resihp.control.replanning.inventory import Survivors
+from megatron_resihp.control.replanning.next_plan import uniform_or_less
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Schedule, Shard, even_chunks, spelled_out
 from megatron_resihp.planner import JobShape, NoPlanError
+from megatron_resihp.protocol.job import JobDescription
 
 OWN = even_chunks(4, 2)
 SHAPE = JobShape(tensor_parallel=2, pipeline_parallel=2, micro_batches=4, workers_per_node=4)
@@ -20,9 +23,10 @@ ARGUMENTS = {
     "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "max_position_embeddings": 64,
     "padded_vocab_size": 256, "micro_batch_size": 1,
 }  # fmt: skip
-JOB: dict[str, Any] = {
-    "micro_batches": 4, "tensor_parallel": 2, "seq_length": 64, "sequence_parallel": False, "arguments": ARGUMENTS,
-}  # fmt: skip
+JOB = JobDescription(
+    micro_batches=4, tensor_parallel=2, pipeline_parallel=2, seq_length=64, sequence_parallel=False, chunks=OWN,
+    pipeline_last=True,
+)  # fmt: skip
 TWO_PIPELINES = ParallelPlan((
     Replica(((0,), (1,)), (0, 2), (Chunk(0, 0, 2), Chunk(1, 2, 6))),
     Replica(((2,), (3,)), (1, 3), (Chunk(0, 0, 4), Chunk(1, 4, 6))),
@@ -35,7 +39,12 @@ def holding(plan: ParallelPlan, *workers: int) -> dict[int, tuple[Shard, ...]]:
 
 
 def plan_for(running: ParallelPlan, *alive: int, **job: Any) -> ParallelPlan:
-    return plan_for_few(OWN, holding(running, *alive), running, {**JOB, **job}, 4, 4)
+    return plan_for_few(survivors_of(running, *alive, **job))
+
+
+def survivors_of(running: ParallelPlan, *alive: int, **job: Any) -> Survivors:
+    held = holding(running, *alive)
+    return Survivors(SHAPE, OWN, held, spelled_out(running, OWN), running, replace(JOB, **job), ARGUMENTS, 4)
 
 
 def test_a_replica_that_is_whole_goes_on_alone() -> None:
@@ -75,15 +84,12 @@ def test_the_pipeline_is_taken_where_what_is_left_exceeds_memory() -> None:
 
 def test_no_plan_where_sizes_are_not_known() -> None:
     with pytest.raises(NoPlanError, match="have not told the model's sizes"):
-        untold = {name: value for name, value in JOB.items() if name != "arguments"}
-        plan_for_few(OWN, holding(TWO_PIPELINES, 1, 2), TWO_PIPELINES, untold, 4, 4)
+        plan_for_few(replace(survivors_of(TWO_PIPELINES, 1, 2), arguments=None))
 
 
 class TestNextPlan:
     def ask(self, *alive: int, **changed: Any) -> tuple[ParallelPlan, list[dict[str, Any]]]:
-        held = holding(TWO_PIPELINES, *alive)
-        previous = spelled_out(TWO_PIPELINES, OWN)
-        return uniform_or_less(Survivors(SHAPE, OWN, held, previous, TWO_PIPELINES, {**JOB, **changed}, 4))
+        return uniform_or_less(survivors_of(TWO_PIPELINES, *alive, **changed))
 
     def test_too_few_go_on_and_it_is_said_why(self) -> None:
         plan, [told] = self.ask(0, 2, 3)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan, Survivors
+from megatron_resihp.control.replanning.inventory import Survivors
+from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan
 from megatron_resihp.control.replanning.planning import answer
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, even_chunks, rules, spelled_out
 from megatron_resihp.planner import JobShape, initial_plan
+from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerAnswer, PlannerRequest
 
 OWN = even_chunks(4, 2)
@@ -22,12 +24,11 @@ ARGUMENTS = {
     "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "max_position_embeddings": 64,
     "padded_vocab_size": 256, "micro_batch_size": 1,
 }  # fmt: skip
-JOB = {
-    "strategy": "joint", "chunks": OWN, "micro_batches": 4, "tensor_parallel": 1, "emulated": "a100",
-    "seq_length": 64, "sequence_parallel": False,
-    "arguments": ARGUMENTS,
-}  # fmt: skip
-KNOWN = KnownJob.of(JOB)
+JOB = JobDescription(
+    strategy="joint", chunks=OWN, micro_batches=4, tensor_parallel=1, pipeline_parallel=2, emulated="a100",
+    seq_length=64, sequence_parallel=False, pipeline_last=True,
+)  # fmt: skip
+KNOWN = KnownJob.of(JOB, ARGUMENTS)
 TOO_LITTLE = NoPlan("too little memory")
 NUMBERS = {"planning_s": 0.1, "waited_s": 0.2, "made_ahead": False, "iteration_s": 1.0, "bound_s": 0.9, "moving_s": 2.0}
 
@@ -35,7 +36,7 @@ NUMBERS = {"planning_s": 0.1, "waited_s": 0.2, "made_ahead": False, "iteration_s
 def survivors(*workers: int, running: ParallelPlan | None = START, **job: Any) -> Survivors:
     full = spelled_out(START, OWN)
     held = {worker: full.shards_of(worker) for worker in workers}
-    return Survivors(SHAPE, OWN, held, START, running, {**JOB, **job}, 4)
+    return Survivors(SHAPE, OWN, held, START, running, replace(JOB, **job), ARGUMENTS, 4)
 
 
 def found(plan: ParallelPlan) -> PlanFound:
@@ -121,7 +122,7 @@ class TestWaiting:
             one = ParallelPlan((Replica(((0,),), (0, 1, 2, 3), (Chunk(0, 0, 6),)),))
             return Heard(found(one), made_ahead=False, waited_s=timeout_s)
 
-        alone = Survivors(SHAPE, OWN, {0: whole.shards_of(0)}, whole, whole, JOB, 4)
+        alone = Survivors(SHAPE, OWN, {0: whole.shards_of(0)}, whole, whole, JOB, ARGUMENTS, 4)
         StrategicPlan(ask)(alone)
         assert asked == [30.0]
 

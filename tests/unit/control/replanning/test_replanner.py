@@ -17,7 +17,7 @@ from megatron_resihp.control.coordination.actions import Log
 from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning import planners
-from megatron_resihp.control.replanning.next_plan import Survivors
+from megatron_resihp.control.replanning.inventory import Survivors
 from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.events import replanning as policy_events
 from megatron_resihp.events.bus import EventBus
@@ -163,8 +163,8 @@ class Desk:
         """The next plan of these workers, and what the event log gets of it."""
         full = spelled_out(running, OWN)
         held = {worker: full.shards_of(worker) for worker in living}
-        told = {"type": "job", "worker": 0, "epoch": 0, **SIZES, **job}
-        plan, [planned] = self.replanner.next_plan(Survivors(SHAPE, OWN, held, running, running, told, 4))
+        told = JobDescription(**{**SIZES, "chunks": OWN, **job})
+        plan, [planned] = self.replanner.next_plan(Survivors(SHAPE, OWN, held, running, running, told, None, 4))
         return plan, planned
 
 

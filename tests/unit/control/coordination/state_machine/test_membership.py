@@ -27,7 +27,8 @@ from megatron_resihp.control.coordination.actions import (
 from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.next_plan import NextPlan, Survivors, uniform_or_less
+from megatron_resihp.control.replanning.inventory import Survivors
+from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.workers import LinkFailed
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, deal, rules, spelled_out
@@ -1352,7 +1353,8 @@ class TestComingBack:
 
     def test_a_plan_by_hand_can_give_it_work(self) -> None:
         job = Job().start()
-        job.state.job.told["strategy"] = "joint"
+        known = job.state.job
+        known.description = replace(known.described, strategy="joint")
         job.recover([3])
         assert not notices(job.come_back(7)), "the replanner will say what it is to do"
         job.apply(plan_of((((0,), (2,)), OTHER_LAYERS), (((1,), (7,)), OTHER_LAYERS), counts=(3, 1)))
