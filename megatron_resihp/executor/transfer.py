@@ -37,9 +37,9 @@ def plan_transfers(plan: ParallelPlan, held: Mapping[int, Coordinate | None]) ->
         held: the shard that each member holds, current to the last applied step.
     """
     transfers = []
-    for coordinate in plan.coordinates():
+    for coordinate in plan.grid.coordinates():
         sources = sorted(worker for worker, shard in held.items() if shard == coordinate)
-        targets = [worker for worker in plan.workers_at(coordinate) if held.get(worker) != coordinate]
+        targets = [worker for worker in plan.grid.workers_at(coordinate) if held.get(worker) != coordinate]
         transfers += [Transfer(sources[i % len(sources)], target, coordinate) for i, target in enumerate(targets)]
     return transfers
 

@@ -16,10 +16,10 @@ Edge = tuple[int, int]
 
 def copies_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[Edge, ...]:
     """Owners and buddies of the parts of one shard, by replica; empty if no other worker can keep a copy."""
-    ring = plan.holders_of(coordinate)
+    ring = plan.grid.holders_of(coordinate)
     if len(ring) < 2:
         return ()
-    return tuple((owner, ring[(index + 1) % len(ring)]) for index, owner in enumerate(plan.workers_at(coordinate)))
+    return tuple((owner, ring[(index + 1) % len(ring)]) for index, owner in enumerate(plan.grid.workers_at(coordinate)))
 
 
 def in_turns(edges: Sequence[Edge]) -> list[Edge]:
@@ -33,9 +33,9 @@ def in_turns(edges: Sequence[Edge]) -> list[Edge]:
 def lost_parts(plan: ParallelPlan, survivors: Collection[int]) -> tuple[Coordinate, ...]:
     """The shards that have a part whose owner and buddy are both gone."""
     found = []
-    for coordinate in plan.coordinates():
+    for coordinate in plan.grid.coordinates():
         buddies = dict(copies_at(plan, coordinate))
-        gone = (owner for owner in plan.workers_at(coordinate) if owner not in survivors)
+        gone = (owner for owner in plan.grid.workers_at(coordinate) if owner not in survivors)
         if any(buddies.get(owner) not in survivors for owner in gone):
             found.append(coordinate)
     return tuple(found)

@@ -6,7 +6,7 @@ May import `coding` and this package's modules, so that planning takes about a s
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from typing import Any, Final
 from megatron_resihp.coding import FILE, Form, decode, encode, omitted_if, set_form, shown, version_said
 from megatron_resihp.coding.errors import MissingFieldError, WrongValueError
 from megatron_resihp.plan.errors import PlanError
+from megatron_resihp.plan.rank_grid import RankGrid
 from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, Shard, WrittenKept, shards_at
 from megatron_resihp.plan.rules import check
 
@@ -43,8 +44,7 @@ class ParallelPlan:
         uneven_shards: whether some tensor-parallel members hold unequal shards (such as 3 of 4), which an executor must
             know. That depends on the model; `cost.memory.check_plan` checks it.
 
-    Equal plans have equal hashes; plans may be pickled and copied. The class has many methods because all of them are
-    questions about one immutable value.
+    Equal plans have equal hashes; plans may be pickled and copied.
 
     Raises:
         PlanError: on construction; the message names the rule that is broken (`plan.rules`).
@@ -60,31 +60,14 @@ class ParallelPlan:
         # A read-only copy: neither the plan nor the caller's own dict can change it.
         object.__setattr__(self, "standbys", MappingProxyType(dict(self.standbys)))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A proxy can be neither pickled nor copied.
-        return {**self.__dict__, "standbys": dict(self.standbys)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, standbys=MappingProxyType(state["standbys"]))
-
-    @property
-    def pipeline_parallel(self) -> int:
-        """Stages of each replica. Raises PlanError if replicas differ in shape."""
-        return len(self._shape)
-
-    @property
-    def tensor_parallel(self) -> int:
-        """Members of each stage. Raises PlanError if stages or replicas differ."""
-        if len(set(self._shape)) != 1:
-            raise PlanError(f"stages have different tensor-parallel degrees: {self._shape}")
-        return self._shape[0]
+        return ParallelPlan, (self.replicas, dict(self.standbys), self.migrations, self.uneven_shards)
 
     @cached_property
-    def _shape(self) -> tuple[int, ...]:
-        shapes = {replica.shape for replica in self.replicas}
-        if len(shapes) != 1:
-            raise PlanError(f"replicas have different shapes: {sorted(shapes)}")
-        return shapes.pop()
+    def grid(self) -> RankGrid:
+        """The plan's workers by coordinate. Raises PlanError if replicas differ in shape."""
+        return RankGrid(self.replicas, self.standbys)
 
     @cached_property
     def working(self) -> tuple[int, ...]:
@@ -156,45 +139,9 @@ class ParallelPlan:
             raise PlanError("the plan doesn't say which layers its stages run")
         return shards_at(replica.chunks, coordinate, len(replica.stages[coordinate.stage]))
 
-    def workers_at(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The working holders of a shard, one per replica, in replica order. Replicas must have one shape."""
-        return tuple(replica.stages[coordinate.stage][coordinate.tp_rank] for replica in self.replicas)
-
-    def standbys_at(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The standbys that keep a shard up to date, sorted."""
-        return tuple(sorted(worker for worker, held in self.standbys.items() if held == coordinate))
-
-    def holders_of(self, coordinate: Coordinate) -> tuple[int, ...]:
-        return (*self.workers_at(coordinate), *self.standbys_at(coordinate))
-
-    def coordinates(self) -> Iterator[Coordinate]:
-        for stage in range(self.pipeline_parallel):
-            for tp_rank in range(self.tensor_parallel):
-                yield Coordinate(stage, tp_rank)
-
-    def rank_order(self, pipeline_last: bool = True) -> tuple[int, ...]:
-        """Worker ids in the order of torch ranks for which Megatron's rank formula gives this plan's coordinates.
-
-        Args:
-            pipeline_last: Megatron's default order 'tp-cp-ep-dp-pp'; False for `--use-tp-pp-dp-mapping`.
-        """
-        if pipeline_last:
-            return tuple(
-                worker
-                for stage in range(self.pipeline_parallel)
-                for replica in self.replicas
-                for worker in replica.stages[stage]
-            )
-        return self.working
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, without what the plan does not use."""
-        return {"version": VERSION, **encode(self._written)}
-
-    @property
-    def _written(self) -> _Written:
-        standbys = dict(sorted(self.standbys.items()))
-        return _Written(self.replicas, standbys, self.migrations, self.uneven_shards)
+        return {"version": VERSION, **encode(_written(self))}
 
     @classmethod
     def from_dict(cls, data: Any) -> "ParallelPlan":
@@ -218,12 +165,16 @@ class ParallelPlan:
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits that differ between any two plans, and not between versions of the JSON."""
-        return hashlib.sha256(json.dumps(encode(self._written), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(encode(_written(self)), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def work_digest(self) -> str:
         """Like `digest`, but only for the working part: it ignores standbys."""
         return replace(self, standbys={}).digest
+
+
+def _written(plan: ParallelPlan) -> _Written:
+    return _Written(plan.replicas, dict(sorted(plan.standbys.items())), plan.migrations, plan.uneven_shards)
 
 
 def _read(value: Any) -> ParallelPlan:

@@ -65,13 +65,14 @@ def _fatal(plan: ParallelPlan, shape: JobShape, shared_optimizer: bool) -> Expos
     for worker in plan.members:
         of_node.setdefault(node_of(worker, len(plan.members), shape.workers_per_node), set()).add(worker)
     nodes = tuple(node for node, gone in sorted(of_node.items()) if node > 0 and _ends(plan, gone, shared_optimizer))
-    # Whoever is one of several holders has a copy elsewhere of what it has alone.
-    workers = tuple(sorted(w for c in plan.coordinates() for w in plan.holders_of(c) if len(plan.holders_of(c)) == 1))
+    # One of several holders of a shard has a copy elsewhere of its own part of the optimizer's state.
+    holders = [plan.grid.holders_of(coordinate) for coordinate in plan.grid.coordinates()]
+    workers = tuple(sorted(those[0] for those in holders if len(those) == 1))
     return Exposure(nodes, workers)
 
 
 def _ends(plan: ParallelPlan, gone: Collection[int], shared_optimizer: bool) -> bool:
-    if any(set(plan.holders_of(coordinate)) <= set(gone) for coordinate in plan.coordinates()):
+    if any(set(plan.grid.holders_of(coordinate)) <= set(gone) for coordinate in plan.grid.coordinates()):
         return True
     return shared_optimizer and bool(lost_parts(plan, set(plan.members) - set(gone)))
 

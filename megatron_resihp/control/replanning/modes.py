@@ -166,7 +166,7 @@ def in_short(working: ParallelPlan, own: tuple[Chunk, ...], degree: int) -> tupl
         own, degree: the job's own split, and its tensor-parallel degree.
     """
     short = shortened(working, own)
-    if short.not_uniform is None and short.tensor_parallel == degree:
+    if short.not_uniform is None and short.grid.tensor_parallel == degree:
         return short, UNIFORM_MODE
     return working, HETEROGENEOUS_MODE
 

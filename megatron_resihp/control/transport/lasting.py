@@ -28,80 +28,23 @@ ATTEMPTS: Final = 3
 """How often a call is made that loses its connection each time."""
 
 
-class LastingStore:
-    """A `Store`, whose twelve methods are most of this class's.
+class _Reopened:
+    """The way to one run's store, opened anew after each loss. `store`: the connection in use."""
 
-    After a loss, calls that have no second effect are made again. Messages are pushed again too, and have an id of
-    their own for that. `add` raises StoreError.
+    def __init__(self, store: TcpStore, run: str) -> None:
+        self.store = store
+        self._run = run
 
-    Args:
-        store: connected.
-        run: which run's store it is; None: asks it.
-    """
-
-    def __init__(self, store: TcpStore, run: str | None = None) -> None:
-        self._store = store
-        self._run = store.get(keys.RUN, READ_S) if run is None else run
-
-    @property
-    def address(self) -> Address:
-        return self._store.address
-
-    @property
-    def torch_store(self) -> Any:
-        """See TcpStore: it does not last."""
-        return self._store.torch_store
-
-    @property
-    def run(self) -> str:
-        """Which run's store it is."""
-        return self._run
-
-    def set(self, key: str, value: str) -> None:
-        self._again(lambda store: store.set(key, value))
-
-    def get(self, key: str, timeout_s: float) -> str:
-        return self._again(lambda store: store.get(key, timeout_s))
-
-    def wait(self, key: str, timeout_s: float) -> bool:
-        return self._again(lambda store: store.wait(key, timeout_s))
-
-    def check(self, key: str) -> bool:
-        return self._again(lambda store: store.check(key))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> str | None:
-        return self._again(lambda store: store.compare_set(key, expected, desired))
-
-    def set_once(self, key: str, value: str) -> str:
-        return self._again(lambda store: store.set_once(key, value))
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
-
-    def push(self, queue: str, value: str) -> None:
-        self._again(lambda store: store.push(queue, value))
-
-    def pop(self, queue: str, timeout_s: float) -> str | None:
-        return self._again(lambda store: store.pop(queue, timeout_s))
-
-    def delete(self, key: str) -> bool:
-        return self._again(lambda store: store.delete(key))
-
-    def clone(self) -> LastingStore:
-        return LastingStore(self._store.clone(), self._run)
-
-    def close(self) -> None:
-        self._store.close()
-
-    def _again[T](self, call: Callable[[TcpStore], T]) -> T:
+    def again[T](self, call: Callable[[TcpStore], T]) -> T:
+        """Make the call, and again on a new connection where one is lost."""
         for _ in range(ATTEMPTS - 1):
             try:
-                return call(self._store)
+                return call(self.store)
             except StoreError as loss:
-                if self._store.closed:
+                if self.store.closed:
                     raise
-                self._store = self._reopened(loss)
-        return call(self._store)
+                self.store = self._reopened(loss)
+        return call(self.store)
 
     def _reopened(self, loss: StoreError) -> TcpStore:
         store = self._connected_again(loss)
@@ -113,16 +56,80 @@ class LastingStore:
     def _connected_again(self, loss: StoreError) -> TcpStore:
         deadline = time.monotonic() + REOPEN_S
         while True:
-            if _refuses(self.address):
+            if _refuses(self.store.address):
                 time.sleep(REFUSED_S)
-                if _refuses(self.address):
+                if _refuses(self.store.address):
                     raise loss
             try:
                 # Short, since what is left of a killed launcher may hold the port for a moment and answer nothing.
-                return connect(*self.address, ATTEMPT_S)
+                return connect(*self.store.address, ATTEMPT_S)
             except StoreError:
                 if time.monotonic() > deadline:
                     raise loss from None
+
+
+class LastingStore:
+    """A `Store` that outlives its connection.
+
+    After a loss, calls that have no second effect are made again. Messages are pushed again too, and have an id of
+    their own for that. `add` raises StoreError.
+
+    Args:
+        store: connected.
+        run: which run's store it is; None: asks it.
+
+    Attributes:
+        run: which run's store it is.
+    """
+
+    def __init__(self, store: TcpStore, run: str | None = None) -> None:
+        self.run = store.get(keys.RUN, READ_S) if run is None else run
+        self._way = _Reopened(store, self.run)
+
+    @property
+    def address(self) -> Address:
+        return self._way.store.address
+
+    @property
+    def torch_store(self) -> Any:
+        """See TcpStore: it does not last."""
+        return self._way.store.torch_store
+
+    def set(self, key: str, value: str) -> None:
+        self._way.again(lambda store: store.set(key, value))
+
+    def get(self, key: str, timeout_s: float) -> str:
+        return self._way.again(lambda store: store.get(key, timeout_s))
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        return self._way.again(lambda store: store.wait(key, timeout_s))
+
+    def check(self, key: str) -> bool:
+        return self._way.again(lambda store: store.check(key))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str | None:
+        return self._way.again(lambda store: store.compare_set(key, expected, desired))
+
+    def set_once(self, key: str, value: str) -> str:
+        return self._way.again(lambda store: store.set_once(key, value))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._way.store.add(key, amount)
+
+    def push(self, queue: str, value: str) -> None:
+        self._way.again(lambda store: store.push(queue, value))
+
+    def pop(self, queue: str, timeout_s: float) -> str | None:
+        return self._way.again(lambda store: store.pop(queue, timeout_s))
+
+    def delete(self, key: str) -> bool:
+        return self._way.again(lambda store: store.delete(key))
+
+    def clone(self) -> LastingStore:
+        return LastingStore(self._way.store.clone(), self.run)
+
+    def close(self) -> None:
+        self._way.store.close()
 
 
 def _refuses(address: Address) -> bool:

@@ -86,15 +86,58 @@ class Store(Protocol):
         """Let go of the connection; its server ends it for all."""
 
 
-class TcpStore:
-    """The store over torch's TCPStore: no server of our own, and the same one that process groups meet in.
+class _Connection:
+    """One connection to a TCPStore; what fails for want of the server raises StoreError."""
 
-    Most methods are the twelve of `Store`.
-    """
+    def __init__(self, raw: Any, address: Address) -> None:
+        self._raw = raw
+        self._address = address
+
+    @property
+    def raw(self) -> Any:
+        """The c10d store. Raises StoreError once the connection is closed."""
+        if self._raw is None:
+            raise StoreError(f"this connection to the store at {self._address} is closed")
+        return self._raw
+
+    @property
+    def closed(self) -> bool:
+        return self._raw is None
+
+    def close(self) -> None:
+        self._raw = None
+
+    def call(self, operation: str, *arguments: Any) -> Any:
+        """Call a method of the c10d store by name."""
+        from torch.distributed import DistNetworkError
+
+        try:
+            return getattr(self.raw, operation)(*arguments)
+        except DistNetworkError as error:
+            raise self.lost(error) from error
+
+    def write(self, operation: str, key: str, value: str) -> None:
+        """Call a method that writes, and return once other connections see the value."""
+        self.call(operation, PREFIX + key, value)
+        # TCPStore does not answer a write: without this, one to a dead server is taken for done, and one that was done
+        # may be overtaken by a later one of another connection.
+        self.call("check", [PREFIX])
+
+    def call_for_bytes(self, operation: str, *arguments: Any) -> bytes:
+        found: bytes = self.call(operation, *arguments)
+        return found
+
+    def lost(self, error: Exception) -> StoreError:
+        """What to raise where the server is gone."""
+        return StoreError(f"the connection to the store at {self._address} is lost ({_first_line(error)})")
+
+
+class TcpStore:
+    """The `Store` over torch's TCPStore: no server of our own, and the same one that process groups meet in."""
 
     def __init__(self, raw: Any, address: Address) -> None:
         self.address = address
-        self._raw = raw
+        self._connection = _Connection(raw, address)
 
     @property
     def torch_store(self) -> Any:
@@ -102,24 +145,21 @@ class TcpStore:
 
         It is held by the code that uses it: hand `clone().torch_store` to a process group.
         """
-        if self._raw is None:
-            raise StoreError(f"this connection to the store at {self.address} is closed")
-        return self._raw
+        return self._connection.raw
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._raw is None
+        return self._connection.closed
 
     def set(self, key: str, value: str) -> None:
-        self._check_size(key, value)
-        self._call("set", PREFIX + key, value)
-        self._confirm()
+        _check_size(key, value)
+        self._connection.write("set", key, value)
 
     def get(self, key: str, timeout_s: float) -> str:
         if not self.wait(key, timeout_s):
             raise TimeoutError(f"the store has no {key!r} after {timeout_s:g} s")
-        return self._call_for_bytes("get", PREFIX + key).decode(errors="replace")
+        return self._connection.call_for_bytes("get", PREFIX + key).decode(errors="replace")
 
     def wait(self, key: str, timeout_s: float) -> bool:
         from torch.distributed import DistNetworkError, DistStoreError
@@ -127,20 +167,20 @@ class TcpStore:
         if timeout_s <= 0:
             return self.check(key)
         try:
-            self.torch_store.wait([PREFIX + key], timedelta(seconds=min(timeout_s, LONGEST_WAIT_S)))
+            self._connection.raw.wait([PREFIX + key], timedelta(seconds=min(timeout_s, LONGEST_WAIT_S)))
         except DistStoreError:
             return False
         except DistNetworkError as error:
-            raise self._lost(error) from error
+            raise self._connection.lost(error) from error
         return True
 
     def check(self, key: str) -> bool:
-        found: bool = self._call("check", [PREFIX + key])
+        found: bool = self._connection.call("check", [PREFIX + key])
         return found
 
     def compare_set(self, key: str, expected: str, desired: str) -> str | None:
-        self._check_size(key, desired)
-        stored = self._call_for_bytes("compare_set", PREFIX + key, expected, desired).decode()
+        _check_size(key, desired)
+        stored = self._connection.call_for_bytes("compare_set", PREFIX + key, expected, desired).decode()
         # For a key that does not exist TCPStore gives back what was expected, as if it were there.
         if expected and stored == expected and not self.check(key):
             return None
@@ -149,17 +189,16 @@ class TcpStore:
     def set_once(self, key: str, value: str) -> str:
         if not value:
             raise ValueError(f"{key!r}: an empty value cannot be told from none")
-        self._check_size(key, value)
-        return self._call_for_bytes("compare_set", PREFIX + key, "", value).decode()
+        _check_size(key, value)
+        return self._connection.call_for_bytes("compare_set", PREFIX + key, "", value).decode()
 
     def add(self, key: str, amount: int) -> int:
-        total: int = self._call("add", PREFIX + key, amount)
+        total: int = self._connection.call("add", PREFIX + key, amount)
         return total
 
     def push(self, queue: str, value: str) -> None:
-        self._check_size(queue, value)
-        self._call("queue_push", PREFIX + queue, value)
-        self._confirm()
+        _check_size(queue, value)
+        self._connection.write("queue_push", queue, value)
 
     def pop(self, queue: str, timeout_s: float) -> str | None:
         from torch.distributed import QueueEmptyError
@@ -169,7 +208,7 @@ class TcpStore:
         while self.wait(queue, deadline - time.monotonic()):
             try:
                 # Who pushes what is no text gets it back as something else that is none.
-                return self._call_for_bytes("queue_pop", PREFIX + queue, False).decode(errors="replace")
+                return self._connection.call_for_bytes("queue_pop", PREFIX + queue, False).decode(errors="replace")
             except QueueEmptyError:
                 if time.monotonic() >= deadline:
                     break
@@ -177,38 +216,19 @@ class TcpStore:
         return None
 
     def delete(self, key: str) -> bool:
-        was_there: bool = self._call("delete_key", PREFIX + key)
+        was_there: bool = self._connection.call("delete_key", PREFIX + key)
         return was_there
 
     def clone(self) -> TcpStore:
         return connect(self.address.host, self.address.port, CLONE_TIMEOUT_S)
 
     def close(self) -> None:
-        self._raw = None
+        self._connection.close()
 
-    def _call_for_bytes(self, operation: str, *arguments: Any) -> bytes:
-        found: bytes = self._call(operation, *arguments)
-        return found
 
-    def _call(self, operation: str, *arguments: Any) -> Any:
-        from torch.distributed import DistNetworkError
-
-        try:
-            return getattr(self.torch_store, operation)(*arguments)
-        except DistNetworkError as error:
-            raise self._lost(error) from error
-
-    def _confirm(self) -> None:
-        # TCPStore does not answer a write: without this, one to a dead server is taken for done, and one that was done
-        # may be overtaken by a later one of another connection.
-        self.check("")
-
-    def _check_size(self, key: str, value: str) -> None:
-        if len(value) > MAX_VALUE_BYTES // 4 and len(value.encode()) > MAX_VALUE_BYTES:
-            raise ValueError(f"{key!r}: the store takes values up to {MAX_VALUE_BYTES} bytes")
-
-    def _lost(self, error: Exception) -> StoreError:
-        return StoreError(f"the connection to the store at {self.address} is lost ({_first_line(error)})")
+def _check_size(key: str, value: str) -> None:
+    if len(value) > MAX_VALUE_BYTES // 4 and len(value.encode()) > MAX_VALUE_BYTES:
+        raise ValueError(f"{key!r}: the store takes values up to {MAX_VALUE_BYTES} bytes")
 
 
 def reserve(host: str, port: int) -> socket.socket:

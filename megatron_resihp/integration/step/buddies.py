@@ -17,8 +17,8 @@ from megatron_resihp.plan import Coordinate, ParallelPlan
 
 def keepers_of(plan: ParallelPlan, coordinate: Coordinate) -> tuple[int, ...]:
     """The active worker that sends a shard's gradients, and the standbys that receive them; empty without standbys."""
-    standbys = plan.standbys_at(coordinate)
-    return (plan.workers_at(coordinate)[0], *standbys) if standbys else ()
+    standbys = plan.grid.standbys_at(coordinate)
+    return (plan.grid.workers_at(coordinate)[0], *standbys) if standbys else ()
 
 
 def join_buddies(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group: MakeSideGroup) -> SideGroup | None:

@@ -52,7 +52,7 @@ def join_ring(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group: M
     edges = copies_at(plan, coordinate)
     if not edges:
         return None
-    group = make_group(f"copies/{coordinate.stage}/{coordinate.tp_rank}", plan.holders_of(coordinate))
+    group = make_group(f"copies/{coordinate.stage}/{coordinate.tp_rank}", plan.grid.holders_of(coordinate))
     return Ring(tuple(edge for edge in in_turns(edges) if me in edge), group)
 
 
@@ -113,7 +113,7 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "owns": list(owns.items()), "fills": fresh})
     has_all = {each: [Range(*where) for where in said["has"]] for each, said in told.items()}
     owned = {each: places_said(said["owns"]) for each, said in told.items()}
-    copied = {buddy: owner for each in plan.coordinates() for owner, buddy in copies_at(plan, each)}
+    copied = {buddy: owner for each in plan.grid.coordinates() for owner, buddy in copies_at(plan, each)}
     if not any(said["has"] for said in told.values()):  # before the first step owners have what they were built with
         has, has_all = _full_entries(coordinate, own_part(trained)), {each: list(owned[each]) for each in told}
     wanted = {
@@ -147,7 +147,7 @@ def part_digests(runtime: Runtime, trained: Trained, kept: Kept | None) -> dict[
     """Of parameters, if they are whole, and of each part of the optimizer that this worker has."""
     if kept is None:
         return {}
-    owners = runtime.view.plan.workers_at(kept.coordinate)
+    owners = runtime.view.plan.grid.workers_at(kept.coordinate)
     stage, tp_rank = kept.coordinate
     found = {}
     if kept.owns:

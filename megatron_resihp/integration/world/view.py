@@ -88,7 +88,7 @@ class UniformView(View):
 
     @property
     def rank_order(self) -> tuple[int, ...]:
-        return self.plan.rank_order(pipeline_last=self.pipeline_last)
+        return self.plan.grid.rank_order(pipeline_last=self.pipeline_last)
 
     @property
     def read_order(self) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class UniformView(View):
 
     @property
     def is_last_stage(self) -> bool:
-        return self._stage == self.plan.pipeline_parallel - 1
+        return self._stage == self.plan.grid.pipeline_parallel - 1
 
     @property
     def reports(self) -> bool:

@@ -147,7 +147,8 @@ class TestQuestions:
     )
 
     def test_sizes(self) -> None:
-        assert (self.plan.pipeline_parallel, self.plan.tensor_parallel, self.plan.micro_batch_count) == (2, 2, 5)
+        assert (self.plan.grid.pipeline_parallel, self.plan.grid.tensor_parallel) == (2, 2)
+        assert self.plan.micro_batch_count == 5
         assert self.plan.working == (7, 3, 5, 1, 0, 2, 4, 6)
         assert self.plan.members == tuple(range(11))
 
@@ -158,20 +159,20 @@ class TestQuestions:
         assert [self.plan.replica_of(worker) for worker in (7, 6, 8, 99)] == [0, 1, None, None]
 
     def test_who_holds_a_shard(self) -> None:
-        assert self.plan.workers_at(Coordinate(1, 0)) == (5, 4)
-        assert self.plan.standbys_at(Coordinate(1, 0)) == (8, 9)
-        assert self.plan.holders_of(Coordinate(1, 0)) == (5, 4, 8, 9)
-        assert self.plan.standbys_at(Coordinate(0, 0)) == ()
+        assert self.plan.grid.workers_at(Coordinate(1, 0)) == (5, 4)
+        assert self.plan.grid.standbys_at(Coordinate(1, 0)) == (8, 9)
+        assert self.plan.grid.holders_of(Coordinate(1, 0)) == (5, 4, 8, 9)
+        assert self.plan.grid.standbys_at(Coordinate(0, 0)) == ()
 
     def test_every_shard_is_listed_once(self) -> None:
-        assert list(self.plan.coordinates()) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert list(self.plan.grid.coordinates()) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 class TestRankOrder:
     @given(tp=DEGREE, pp=DEGREE, dp=DEGREE, pipeline_last=st.booleans())
     def test_ranks_have_megatrons_coordinates(self, tp: int, pp: int, dp: int, pipeline_last: bool) -> None:
         plan = uniform(tp, pp, dp, micro_batches=dp)
-        order = plan.rank_order(pipeline_last=pipeline_last)
+        order = plan.grid.rank_order(pipeline_last=pipeline_last)
         assert sorted(order) == sorted(plan.working)
         for replica in range(dp):
             for stage in range(pp):
@@ -182,12 +183,12 @@ class TestRankOrder:
 
     def test_the_default_is_megatrons(self) -> None:
         plan = uniform(1, 2, 2, 2)
-        assert plan.rank_order() == (0, 100, 10, 110)
-        assert plan.rank_order(pipeline_last=False) == (0, 10, 100, 110)
+        assert plan.grid.rank_order() == (0, 100, 10, 110)
+        assert plan.grid.rank_order(pipeline_last=False) == (0, 10, 100, 110)
 
     def test_standbys_have_no_rank(self) -> None:
         plan = ParallelPlan((Replica(((4,),), (0,)),), {0: Coordinate(0, 0)})
-        assert plan.rank_order() == (4,)
+        assert plan.grid.rank_order() == (4,)
 
 
 @st.composite

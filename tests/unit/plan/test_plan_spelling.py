@@ -67,7 +67,7 @@ def test_both_say_who_works_where_and_who_holds_what(job: tuple[ParallelPlan, tu
     plan, own = job
     full = spelled_out(plan, own)
     assert full.members == plan.members
-    degree = plan.tensor_parallel
+    degree = plan.grid.tensor_parallel
     for worker in plan.members:
         coordinate = plan.coordinate_of(worker)
         layers = own[coordinate.stage] if coordinate else None

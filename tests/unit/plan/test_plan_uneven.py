@@ -83,7 +83,7 @@ class TestUnlikeReplicas:
 
     def test_have_no_common_shape(self) -> None:
         with pytest.raises(PlanError, match=r"different shapes: \[\(2, 2, 1\), \(3, 1\)\]"):
-            _ = UNLIKE.pipeline_parallel
+            _ = UNLIKE.grid.pipeline_parallel
 
     def test_a_plan_without_layers_does_not_know_them(self) -> None:
         with pytest.raises(PlanError, match="doesn't say which layers"):

@@ -55,8 +55,8 @@ class TestFirstPlan:
     @given(tp=st.integers(1, 4), pp=st.integers(1, 4), dp=st.integers(1, 4), pipeline_last=st.booleans())
     def test_workers_are_megatrons_ranks(self, tp: int, pp: int, dp: int, pipeline_last: bool) -> None:
         plan = initial_plan(JobShape(tp, pp, micro_batches=dp), tp * pp * dp, pipeline_last)
-        assert plan.rank_order(pipeline_last) == tuple(range(tp * pp * dp))
-        assert (plan.tensor_parallel, plan.pipeline_parallel, len(plan.replicas)) == (tp, pp, dp)
+        assert plan.grid.rank_order(pipeline_last) == tuple(range(tp * pp * dp))
+        assert (plan.grid.tensor_parallel, plan.grid.pipeline_parallel, len(plan.replicas)) == (tp, pp, dp)
 
     def test_sizes_that_do_not_divide(self) -> None:
         with pytest.raises(NoPlanError, match="6 workers are not a multiple of TP x PP = 4"):
@@ -82,7 +82,8 @@ class TestAnySurvivors:
             return
         plan = plan_uniform(shape, held, before)
         assert len(plan.replicas) == min(len(held) // shape.replica_size, shape.micro_batches)
-        assert (plan.tensor_parallel, plan.pipeline_parallel) == (shape.tensor_parallel, shape.pipeline_parallel)
+        degrees = (plan.grid.tensor_parallel, plan.grid.pipeline_parallel)
+        assert degrees == (shape.tensor_parallel, shape.pipeline_parallel)
         assert plan.micro_batch_count == shape.micro_batches
         assert plan.members == tuple(sorted(held))
         sizes = [len(replica.micro_batches) for replica in plan.replicas]
@@ -107,7 +108,7 @@ class TestAnySurvivors:
             assert wanted is not None and there[wanted] < replicas
         for coordinate in shape.coordinates():
             # Whoever has to fetch a shard finds somebody that works on it and holds it.
-            assert any(held[worker] == coordinate for worker in plan.workers_at(coordinate))
+            assert any(held[worker] == coordinate for worker in plan.grid.workers_at(coordinate))
 
     @given(disaster=disasters())
     def test_standbys_keep_what_they_hold(self, disaster: tuple[JobShape, ParallelPlan, Held]) -> None:

@@ -78,7 +78,7 @@ def _plan_or_none(name: str, plan: ParallelPlan, health: Health, cost: JobCost) 
 
 def _renamed_blocks(plan: ParallelPlan, cost: JobCost, random: Random) -> dict[int, int]:
     """New ids for everybody: nodes are renamed, and in each node the blocks of workers that are a group."""
-    block = plan.tensor_parallel
+    block = plan.grid.tensor_parallel
     nodes = sorted({worker // cost.workers_per_node for worker in plan.members})
     last = (max(plan.members) + 1) % cost.workers_per_node
     whole = nodes[:-1] if last else nodes

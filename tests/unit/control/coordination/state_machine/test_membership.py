@@ -231,7 +231,7 @@ class TestStartUp:
         job = Job()
         published = only(EpochPlan, job.describe(2))
         assert (published.epoch, published.commit) == (0, None)
-        assert published.plan.rank_order() == (0, 1, 2, 3)
+        assert published.plan.grid.rank_order() == (0, 1, 2, 3)
         assert not job.describe(0), "told twice"
         assert not job.ready(0, 1, 2)
         actions = job.ready(3)
