@@ -12,7 +12,13 @@ from megatron_resihp.integration.progress import ContractBroken
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import shard_digest
 from megatron_resihp.integration.state.shard import fill_shard, group_steps, shard_tensors
-from megatron_resihp.integration.state.slice_state import HostFiller, WholeState, move_state, slice_digests
+from megatron_resihp.integration.state.slice_state import (
+    HostFiller,
+    Redistribution,
+    WholeState,
+    move_state,
+    slice_digests,
+)
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.slices import all_shards, cuts_of
@@ -70,7 +76,7 @@ def migrate_slices(
     cuts = cuts_of(shard for table in (order.held, wanted) for shards in table.values() for shard in shards)
     new = None if trained is old else trained
     received = move_state(
-        runtime.mode.everybody, worker, old, new, order.held, wanted, cuts, own.tied_head,
+        runtime.mode.everybody, worker, old, new, Redistribution(order.held, wanted, cuts, own.tied_head),
         lambda: runtime.reach("recovery-migrate"), whole, filler,
     )  # fmt: skip
     digests = slice_digests(old, order.held[worker], cuts, own.tied_head, whole)

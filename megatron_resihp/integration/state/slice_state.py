@@ -79,22 +79,34 @@ def counted_norm_squared(model: Sequence[Any], shares: SliceShares) -> float:
 # ---- state
 
 
+@dataclass(frozen=True)
+class Redistribution:
+    """Which shards every member holds, current to the last applied step, and which it wants in the new plan.
+
+    Attributes:
+        held, wanted: worker → shards.
+        cuts: of both.
+        tied_head: number of the head's layer if it shares the word embeddings.
+    """
+
+    held: Shards
+    wanted: Shards
+    cuts: int
+    tied_head: int | None
+
+
 def move_state(
-    group: SideGroup, worker: int, old: Trained, new: Trained | None, held: Shards, wanted: Shards, cuts: int,
-    tied_head: int | None, moved: Callable[[], None], whole: "WholeState | None" = None,
-    filler: "Filler | None" = None,
+    group: SideGroup, worker: int, old: Trained, new: Trained | None, shards: Redistribution,
+    moved: Callable[[], None], whole: "WholeState | None" = None, filler: "Filler | None" = None,
 ) -> int:  # fmt: skip
     """Fill `new` with what its shards want, from the old objects and from other workers.
 
     Args:
         group: of all members; each of them calls this.
         worker: this worker's id.
-        old: what this worker holds, as `held` says.
-        new: freshly built for what `wanted` says of this worker; None if it wants nothing new.
-        held: every member's shards, current to the last applied step.
-        wanted: every member's shards in the new plan.
-        cuts: of both.
-        tied_head: number of the head's layer if it shares the word embeddings.
+        old: what this worker holds, as `shards.held` says.
+        new: freshly built for what `shards.wanted` says of this worker; None if it wants nothing new.
+        shards: every member's, before and after.
         moved: called after each transfer that this worker takes part in.
         whole: the state of the old objects' parameters, if they have parts of it only.
         filler: where the state goes, if not straight into `new`.
@@ -102,14 +114,15 @@ def move_state(
     Returns:
         the bytes received.
     """
-    holdings = {each: slices_of(shards, cuts, tied_head) for each, shards in held.items()}
-    needs = {each: slices_of(shards, cuts, tied_head) for each, shards in wanted.items()}
+    cuts, tied_head = shards.cuts, shards.tied_head
+    holdings = {each: slices_of(own, cuts, tied_head) for each, own in shards.held.items()}
+    needs = {each: slices_of(own, cuts, tied_head) for each, own in shards.wanted.items()}
     moves, missing = plan_moves(holdings, needs)
     if missing:
         raise RuntimeError(f"no worker holds {', '.join(map(str, sorted(missing)))}")
     whole = whole or WholeState(states_of(old), group_steps(old))
-    source = _by_slice(old, held[worker], cuts, tied_head)
-    target = _by_slice(new, wanted[worker], cuts, tied_head) if new is not None else {}
+    source = _by_slice(old, shards.held[worker], cuts, tied_head)
+    target = _by_slice(new, shards.wanted[worker], cuts, tied_head) if new is not None else {}
     if new is not None:
         filler = filler or _Filler(new)
         for piece in sorted(needs[worker] & holdings[worker]):
