@@ -400,7 +400,7 @@ def check_digests(job: Job) -> None:
                 found.setdefault(key, {})[event["worker"]] = digest
     if native:
         shards = {key for key in found if key.count("/") == 1}
-        assert shards == {f"{stage}/{rank}" for stage, rank in plan.coordinates()}
+        assert shards == {f"{stage}/{rank}" for stage, rank in plan.grid.coordinates()}
     else:
         layers = range(plan.replicas[0].chunks[-1].end)
         assert {int(key.split("/")[0]) for key in found} - {TIED} == set(layers)

@@ -10,14 +10,13 @@ from typing import Final
 from megatron_resihp.control import keys
 from megatron_resihp.control.coordination.door import Heard, read_message
 from megatron_resihp.control.coordination.state_machine.state import State
+from megatron_resihp.control.transport.reader import MOST_TOLD, NO_MORE
 from megatron_resihp.control.transport.store import Store
 from megatron_resihp.events.job import MessageDropped
 from megatron_resihp.protocol.wire import MalformedError, shown
 
 RECENT: Final = 10_000
 """Ids of so many messages are remembered."""
-DROPPED_SHOWN: Final = 10
-"""So many malformed messages are told of, each in an event; a sender of more must not fill the log."""
 
 
 class Inbox:
@@ -47,8 +46,8 @@ class Inbox:
             letter = read_message(text, self._state.job.size, self._state.joining.may_exist)
         except MalformedError as error:
             self.dropped += 1
-            if self.dropped <= DROPPED_SHOWN:
-                more = "" if self.dropped < DROPPED_SHOWN else "; further ones are dropped without a word"
+            if self.dropped <= MOST_TOLD:
+                more = NO_MORE if self.dropped == MOST_TOLD else ""
                 self._tell_dropped(MessageDropped(reason=f"{error}{more}", text=shown(text)))
             return []
         return [letter.body] if self._is_new(letter.id) else []

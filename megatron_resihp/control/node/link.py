@@ -17,11 +17,11 @@ from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.node.mailbox import Ending, GivenUp, coordinator_lost
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.transport.liveness import LivenessConnection
+from megatron_resihp.control.transport.reader import Reader
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.protocol.messages import MESSAGES, Message
 from megatron_resihp.protocol.notices import NOTICES, JobEnds, NodeReleased, Notice, SlownessChanged, WorkersGivenUp
 from megatron_resihp.protocol.published import END
-from megatron_resihp.protocol.wire import Kinds, MalformedError
 
 SLICE_S: Final = 1.0
 """Waiting for the end looks up this often whether it is still wanted."""
@@ -108,10 +108,11 @@ class Link:
             return
         self._belongs = True
         self._introduced.set()
+        ends = Reader(END, f"agent {self.name}", "a malformed end of the job")
         try:
             while not self._closed:
                 if store.wait(keys.END, SLICE_S):
-                    end = _read(END, store.get(keys.END, END_READ_S))
+                    end = ends.read(store.get(keys.END, END_READ_S))
                     if end is None:
                         # The coordinator puts its own in that place when the job is over.
                         time.sleep(SLICE_S)
@@ -123,12 +124,12 @@ class Link:
             self._lost(error)
 
     def _listen(self) -> None:
-        number = 0
+        number, notices = 0, Reader(NOTICES, f"agent {self.name}", "a malformed notice")
         try:
             store = self._connect()
             while not self._closed:
                 if store.wait(keys.notice_key(number), SLICE_S):
-                    notice = _read(NOTICES, store.get(keys.notice_key(number), END_READ_S))
+                    notice = notices.read(store.get(keys.notice_key(number), END_READ_S))
                     number += 1
                     if notice is not None:
                         self._act_on(notice)
@@ -153,11 +154,3 @@ class Link:
             if self._liveness is not None:
                 # Should it be there after all, it gives this node's workers up, which then hear it and end.
                 self._liveness.close()
-
-
-def _read[T](kinds: Kinds[T], text: str) -> T | None:
-    """None: it is malformed. Workers say so where they hear of it, too."""
-    try:
-        return kinds.read(text).body
-    except MalformedError:
-        return None

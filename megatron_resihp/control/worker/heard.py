@@ -12,6 +12,7 @@ from typing import Final
 
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.slowness import Slowness
+from megatron_resihp.control.transport.reader import Reader
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, JobEnded
 from megatron_resihp.protocol.notices import (
@@ -30,7 +31,6 @@ from megatron_resihp.protocol.notices import (
     WorkersGivenUp,
     WorkersTakenIn,
 )
-from megatron_resihp.protocol.wire import MalformedError
 
 NO_EPOCH: Final = -1
 """The epoch of a worker that was started anew, until a plan has it in it."""
@@ -38,8 +38,6 @@ NOTICE_S: Final = 10.0
 """The thread that listens asks again this often, whatever the connection's state."""
 READ_S: Final = 60.0
 """For what is known to be there: it comes at once, or as soon as the coordinator gets a share of a busy machine."""
-DROPPED_SHOWN: Final = 10
-"""So many malformed notices get a line each."""
 
 
 class Order[T: (ValidationOrder, PlanChange)]:
@@ -247,9 +245,8 @@ class Listener:
 
     def __init__(self, store: Store, worker: int, heard: Heard) -> None:
         self._store = store
-        self._worker = worker
         self._heard = heard
-        self._dropped = 0
+        self._reader = Reader(NOTICES, f"worker {worker}", "a malformed notice")
         threading.Thread(target=self._listen, name="resihp-notices", daemon=True).start()
 
     def _listen(self) -> None:
@@ -258,17 +255,9 @@ class Listener:
             while True:
                 while not self._store.wait(keys.notice_key(number), NOTICE_S):
                     pass
-                self._read(self._store.get(keys.notice_key(number), READ_S))
+                notice = self._reader.read(self._store.get(keys.notice_key(number), READ_S))
                 number += 1
+                if notice is not None:
+                    self._heard.hear(notice)
         except (StoreError, TimeoutError) as error:
             self._heard.lose(str(error))
-
-    def _read(self, text: str) -> None:
-        try:
-            notice = NOTICES.read(text).body
-        except MalformedError as error:
-            self._dropped += 1
-            if self._dropped <= DROPPED_SHOWN:
-                print(f"resihp: worker {self._worker} drops a malformed notice: {error}", file=sys.stderr, flush=True)
-            return
-        self._heard.hear(notice)

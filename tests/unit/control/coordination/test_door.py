@@ -16,106 +16,44 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from protocol_examples import EVENT, JOB, PLAN, PUBLISHED, TOLD
 from protocol_instances import malformed
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.coordination.door import Heard, Reported, read_message
-from megatron_resihp.control.coordination.inbox import DROPPED_SHOWN
 from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node import link
 from megatron_resihp.control.node.mailbox import Ending, GivenUp
+from megatron_resihp.control.transport.reader import MOST_TOLD, NO_MORE
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.events.codec import plain, read_event
-from megatron_resihp.plan import Chunk, ParallelPlan, Shard
-from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.protocol.messages import (
     MESSAGES,
-    CommunicationFailed,
-    ConnectionLost,
-    EmergencyCheckpointWritten,
     EventsReported,
-    FirstStepFailed,
-    GroupsPrepared,
-    HeartbeatsMissing,
     JobStarted,
     JoinRequest,
-    LeaveRequest,
     Message,
     ModelBuilt,
     NodeLost,
-    PlanRequest,
     ProcessExited,
-    Ready,
-    SaveRequest,
-    ScriptEnded,
     ScriptFailed,
     SlowdownRequest,
-    StopRequest,
-    SurvivorReport,
-    TrainingFinished,
     WorkerRestarted,
 )
 from megatron_resihp.protocol.notices import (
     NOTICES,
-    EpochIsBroken,
-    JobEnds,
-    MatrixProduct,
-    NodeReleased,
-    PlanChange,
-    SaveOrder,
-    SlownessChanged,
-    StopTraining,
-    Transfer,
-    ValidationOrder,
-    WorkerDismissed,
     WorkersGivenUp,
-    WorkersTakenIn,
 )
 from megatron_resihp.protocol.published import END, JobEnd
-from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
 from megatron_resihp.protocol.version import VERSION
 from megatron_resihp.protocol.wire import MalformedError
 
 SIZE = JobSize(2, 2)
 HEARD_S = 30.0
-COUNTERS = {"iteration": 4, "consumed_train_samples": 16, "totals": {"lm loss": 1.0}}
-OUTCOMES = {n: Outcome(0, 1.5, ((8.0, 4.0),), ("lm loss",)) for n in (4, 5)}
-RECORD = Record(5, IterationPhase.COMPUTE, True, OUTCOMES, {4: COUNTERS, 5: COUNTERS}, 0, ("lm loss",))
-PLAN = {
-    "version": 2, "replicas": [{"stages": [[0], [2]], "micro_batches": [0, 1]},
-                               {"stages": [[1], [3]], "micro_batches": [2, 3]}], "standbys": {},
-}  # fmt: skip
-EVENT = {"event": "iteration", "time": 9.0, "epoch": 0, "worker": 3, "iteration": 4, "duration_s": 0.5}
-JOB = JobDescription(1, 2, 4, (Chunk(0, 0, 3), Chunk(1, 3, 6)), 8, False, True, train_iters=20)
-TOLD: tuple[Message, ...] = (
-    JobStarted(0, JOB),
-    JoinRequest(5, JOB),
-    ModelBuilt(0, {"num_layers": 6, "hidden_size": 64, "padded_vocab_size": 128, "num_attention_heads": 4}),
-    *(Ready(worker, 0, {f"{worker // 2}/0": "a"}, (9000 + worker,), 0, 0) for worker in range(4)),
-    CommunicationFailed(1, 0, "Connection closed by peer [127.0.0.1]:9000"),
-    *(SurvivorReport(worker, 0, RECORD, (Shard(3 * (worker // 2), 3 * (worker // 2) + 3, 0, 1),))
-      for worker in range(4)),
-    FirstStepFailed(1, 0, "ValueError: shards (2) must be >= 4"),
-    GroupsPrepared(1, 1),
-    TrainingFinished(1, 3),
-    EmergencyCheckpointWritten(1),
-    ScriptEnded(1),
-    ScriptFailed(1, "ValueError: no", 1),
-    EventsReported(3, (EVENT,)),
-    PlanRequest(PLAN, "by hand", patient=True, answer="answer/1"),
-    SlowdownRequest((1,), 0.5, answer="answer/2"),
-    ProcessExited(2, -9, 10.0),
-    HeartbeatsMissing(2, 6.0, 10.0),
-    ConnectionLost(2, 10.0),
-    WorkerRestarted(6, 2, 10.0),
-    NodeLost(1, "connection lost", 10.0),
-    StopRequest(15, 10.0),
-    LeaveRequest(1, 2, 10.0),
-    SaveRequest(10.0),
-)  # fmt: skip
 STARTING = [message for message in TOLD[:7] if not isinstance(message, JoinRequest)]
 
 
@@ -274,15 +212,16 @@ def test_a_job_trains_on_through_malformed_messages() -> None:
     """They are told of, up to a bound; what is well formed among them counts."""
     real = [written(message) for message in STARTING]
     end = written(ScriptFailed(1, "enough", 3))
-    store = Memory(*(text for one in real for text in (*BAD_TEXTS, one)), *BAD_TEXTS, end)
+    repeats = MOST_TOLD // len(BAD_TEXTS) + 1
+    store = Memory(*(text for one in real for text in (*BAD_TEXTS, one)), *repeats * BAD_TEXTS, end)
     events: list[Any] = []
     assert Coordinator(store, events.append, SIZE, ["train.py"]).run() == 1
     names = [event.name for event in events]
     assert "epoch_started" in names and "go/0" in store.values
-    assert names.count("message_dropped") == DROPPED_SHOWN
+    assert names.count("message_dropped") == MOST_TOLD
     dropped = [event for event in events if event.name == "message_dropped"]
     assert dropped[0].reason == "a message from somebody: it is not JSON (JSONDecodeError)"
-    assert dropped[-1].reason.endswith("further ones are dropped without a word")
+    assert dropped[-1].reason.endswith(NO_MORE)
     assert events[-1].reason == "worker 1 failed: enough"
 
 
@@ -296,19 +235,10 @@ def test_a_job_trains_on_through_every_kind_of_message_malformed_in_every_way() 
     after_go = [event.name for event in events][[event.name for event in events].index("epoch_started") :]
     assert coordinator._inbox.dropped == len(bad) > 200
     assert after_go == [
-        "epoch_started", "exposed", *DROPPED_SHOWN * ["message_dropped"], "iteration", "worker_failed", "run_finished",
+        "epoch_started", "exposed", *len(bad) * ["message_dropped"], "iteration", "worker_failed", "run_finished",
     ]  # fmt: skip
     dropped = [event.reason for event in events if event.name == "message_dropped"]
     assert dropped[0] == "JobStarted from worker 1: 'worker' is missing"
-
-
-PUBLISHED = (
-    (NOTICES, EpochIsBroken(0, "worker 0 died")), (NOTICES, StopTraining(15)), (NOTICES, JobEnds(0, "finished")),
-    (NOTICES, SlownessChanged(True, ((1, 0.5),))), (NOTICES, PlanChange(1, 0, ParallelPlan.from_dict(PLAN))),
-    (NOTICES, ValidationOrder(1, 0, (MatrixProduct((0, 1), 8, 8, 8),), (Transfer(0, 1, 4),))),
-    (NOTICES, WorkersTakenIn(1, (5,))), (NOTICES, WorkersGivenUp((1,), "silent")),
-    (NOTICES, WorkerDismissed(1, "too late")), (NOTICES, NodeReleased(0, (0, 1))), (NOTICES, SaveOrder(1)),
-)  # fmt: skip
 
 
 def test_an_agent_and_a_worker_hear_on_through_every_kind_of_notice_malformed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +282,10 @@ def test_a_malformed_notice_makes_nobody_deaf(capsys: pytest.CaptureFixture[str]
     assert heard.wait(HEARD_S)
     assert control.heard.broken_at() is not None
     assert capsys.readouterr().err.count("worker 1 drops a malformed notice") == 3
+
+
+def test_there_is_an_example_of_each_notice() -> None:
+    assert {type(notice) for _, notice in PUBLISHED} == set(NOTICES.classes)
 
 
 def test_plans_in_these_tests_are_plans() -> None:
