@@ -69,7 +69,7 @@ class Waiter:
         def wait(work: Any, timeout: timedelta = NO_TIMEOUT) -> bool:
             return self.wait(work) if timeout == NO_TIMEOUT else original(work, timeout)
 
-        dist.Work.wait = wait  # type: ignore[method-assign]
+        dist.Work.wait = wait
         for name in ("isend", "irecv"):
             posted = self._posting(getattr(dist, name))
             # batch_isend_irecv compares with the names of both modules.

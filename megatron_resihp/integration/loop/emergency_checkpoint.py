@@ -27,7 +27,7 @@ from megatron_resihp.integration.patches.counting import count_again, restore_co
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.slice_state import slice_states
 from megatron_resihp.integration.step.loss_scale import scale_of
-from megatron_resihp.integration.step.optimizer_buddies import Kept
+from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.step.optimizer_shards import own_part
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.slices import cuts_of, slices_of

@@ -48,7 +48,7 @@ class PlanSampler:
             cursor += self._global_batch_size
 
 
-class NumberedDataset(torch.utils.data.Dataset):
+class NumberedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """A data set whose samples carry their own index, so that what was really fed can be recorded."""
 
     def __init__(self, dataset: Any) -> None:

@@ -108,7 +108,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     # The text of an object that has none of its own is its address.
-    return type(value).__qualname__ if type(value).__repr__ is object.__repr__ else str(value)
+    inherited: object = object.__repr__
+    return type(value).__qualname__ if type(value).__repr__ is inherited else str(value)
 
 
 # ---- what is at a path

@@ -16,14 +16,13 @@ from megatron_resihp.integration.state.shard import group_steps, states_of
 from megatron_resihp.integration.state.slice_state import WholeState
 from megatron_resihp.integration.step.optimizer_buddies import (
     Collected,
-    Kept,
     current_part,
     full_names,
     make_moves,
     places_said,
     steps_of,
 )
-from megatron_resihp.integration.step.optimizer_copy import PartCopy
+from megatron_resihp.integration.step.optimizer_copy import Kept, PartCopy
 from megatron_resihp.integration.step.optimizer_shards import (
     MASTER,
     Entry,
