@@ -18,7 +18,8 @@ from megatron_resihp.detector.input.observations import IterationObservations, L
 from megatron_resihp.detector.judging.expected import Expected
 from megatron_resihp.detector.judging.learned import Learned, UnitsNoise
 from megatron_resihp.detector.judging.levels import healthy_levels
-from megatron_resihp.detector.judging.tracker import JOB, Finding, Known, Tracker
+from megatron_resihp.detector.judging.tracker import Finding, Tracker
+from megatron_resihp.detector.judging.unit_levels import JOB, Known
 from megatron_resihp.detector.judging.units import Members, Units, alike_links, has_peers
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.validation import Suspicion
@@ -80,7 +81,7 @@ class Judge:
 
     def first_verdicts(self, observations: IterationObservations) -> list[Verdict]:
         """Verdicts for units that were slow from the start; `observations` are the last of warm-up."""
-        slow_workers, slow_links = self.workers.slow_from_the_start(), self.links.slow_from_the_start()
+        slow_workers, slow_links = (each.found_slow(each.levels.slow) for each in (self.workers, self.links))
         return self._verdicts(slow_workers, slow_links, observations)
 
     def moved(self, layout: Layout, settling: Sequence[IterationObservations]) -> list[Verdict]:
@@ -90,7 +91,9 @@ class Judge:
         Costs are learned again. What is known of devices and links stays, also for those that have no work now.
         """
         shared = has_peers(layout)
-        level = np.array([self._level_of(worker) for worker in layout.workers.tolist()])
+        level = np.array(
+            [_level_of(worker, self._units, self.workers, self._idle_workers) for worker in layout.workers.tolist()]
+        )
         self.expected.move(layout, settling, level, shared)
         units, links = self._units.members, _pairs(self._layout)
         self._layout = layout
@@ -111,16 +114,6 @@ class Judge:
         self._link_size = _usual_size(settling)
         return self._verdicts(slow, slow_links, settling[-1])
 
-    def _level_of(self, worker: int) -> float:
-        """Log of the worker's present level relative to the prediction, slowness included; 0 for an unknown worker."""
-        for unit, members in enumerate(self._units.members):
-            if worker in members:
-                return float(self.workers.healthy_level()[unit] + self.workers.excess[unit])
-        for members, known in self._idle_workers.items():
-            if worker in members:
-                return float(known.level + known.offset[JOB] + known.excess)
-        return 0.0
-
     def judge(self, observations: IterationObservations, left_out: NDArray[np.bool_]) -> list[Verdict]:
         """Verdicts after one iteration.
 
@@ -137,7 +130,7 @@ class Judge:
         every = self._settings.learn_every
         if observations.iteration % every == 0:
             suspect = self._units.spread(self.workers.suspect()) | left_out
-            self.expected.learn(observations, self._units.spread(self.workers.healthy_level()), suspect, every)
+            self.expected.learn(observations, self._units.spread(self.workers.levels.healthy()), suspect, every)
         return self._verdicts(found, found_links, observations)
 
     def learned(self) -> Learned:
@@ -180,7 +173,7 @@ class Judge:
 
     def idle_suspects(self, iteration: int) -> list[Suspicion]:
         """Workers that were slow when an epoch left them without work, each with a healthy worker as reference."""
-        well = np.flatnonzero(~self._units.spread(self.workers.slow))
+        well = np.flatnonzero(~self._units.spread(self.workers.levels.slow))
         reference = self._layout.workers[well[:1]].tolist()
         return [
             Suspicion((*members, *reference), float(-np.expm1(-known.excess)), known.began, iteration, idle=True)
@@ -255,14 +248,26 @@ def _sources(
     number = {members: place for place, members in enumerate(before)}
     returning = {place: idle.pop(members) for place, members in enumerate(now) if members in idle}
     present = set(now)
-    idle |= {members: known for members, known in zip(before, tracker.known(), strict=True) if members not in present}
+    known = zip(before, tracker.levels.known(), strict=True)
+    idle |= {members: levels for members, levels in known if members not in present}
     return np.array([number.get(members, -1) for members in now], dtype=np.int64), returning
+
+
+def _level_of(worker: int, units: Units, tracker: Tracker, idle: Mapping[Members, Known]) -> float:
+    """Log of a worker's present level relative to the prediction, slowness included; 0 for an unknown worker."""
+    for unit, members in enumerate(units.members):
+        if worker in members:
+            return float(tracker.levels.healthy()[unit] + tracker.levels.excess[unit])
+    for members, known in idle.items():
+        if worker in members:
+            return float(known.level + known.offset[JOB] + known.excess)
+    return 0.0
 
 
 def _slow(units: Sequence[Members], tracker: Tracker, idle: Mapping[Members, Known]) -> Iterator[tuple[Members, float]]:
     """The units known to be slow, with or without work, and their excess."""
-    for unit in map(int, np.flatnonzero(tracker.slow)):
-        yield units[unit], float(tracker.excess[unit])
+    for unit in map(int, np.flatnonzero(tracker.levels.slow)):
+        yield units[unit], float(tracker.levels.excess[unit])
     for members, known in idle.items():
         if known.slow:
             yield members, known.excess

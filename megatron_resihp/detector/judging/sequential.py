@@ -23,12 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t
 
-from megatron_resihp.detector.judging.noise import Noise
+from megatron_resihp.detector.judging.noise import KnownNoise, Noise
 
 RUNS: Final = (3, 4, 5, 6, 7, 8)
 MEANS: Final = (6, 8, 12, 16, 24, 32)
 LONGEST: Final = MEANS[-1]
 FAMILIES: Final = 2
+REFRESH: Final = 8
+"""Iterations after which noise, levels and thresholds are computed again."""
 WINDOW_PER_TRANSIENT: Final = 2.5
 """Fewest times that a mean's window must be as long as the longest transient seen."""
 
@@ -75,6 +77,65 @@ def thresholds(noise: Noise, alpha: float, smallest: float, shortest_run: int) -
     # A transient may fill this part of a window, with residuals clipped to about twice the smallest slowdown.
     mean_limits[np.array(MEANS) < WINDOW_PER_TRANSIENT * (shortest_run - 1)] = np.inf
     return Thresholds(np.maximum(run_limits, smallest), np.maximum(mean_limits, smallest))
+
+
+class OnsetLimits:
+    """The thresholds in force, for a job's accepted false alarms and after the transients that it has had.
+
+    Args:
+        smallest: smallest slowdown to report, log of the ratio of times.
+        known: what an earlier run has learned.
+
+    Attributes:
+        shortest_run: shorter runs do not count: transients of that length have been seen.
+        false_alarm: accepted false alarms per iteration and unit.
+        thresholds: of `refresh`.
+    """
+
+    def __init__(self, smallest: float, known: KnownNoise | None) -> None:
+        self.shortest_run = max(RUNS[0], known.transient + 1) if known else RUNS[0]
+        self.false_alarm = 0.0
+        self.thresholds = Thresholds(np.empty(0), np.empty(0))
+        self._smallest = smallest
+        self._alpha = 0.0
+        self._refresh_in = 0
+
+    def budget(self, false_alarms: float, iterations: int, units: int) -> None:
+        """Set the accepted false alarms of a job; `units` counts the units of all trackers together."""
+        self._alpha = window_probability(false_alarms, iterations, units)
+        self.false_alarm = false_alarms / (max(iterations, 1) * max(units, 1))
+        self._refresh_in = 0
+
+    def outlast(self, newest_first: NDArray[np.float64], valid: NDArray[np.bool_], noise: Noise) -> None:
+        """Take the longest run of healthy residuals that a run test would count for a transient: it ended by itself.
+
+        Args:
+            newest_first: [rows, families, units] residuals.
+            valid: likewise, whether one is known and of a healthy unit.
+        """
+        limit = thresholds(noise, self._alpha, self._smallest, RUNS[0]).runs[0]
+        run = np.zeros(valid.shape[1:], dtype=np.int64)
+        longest = 0
+        for above in (newest_first > limit) & valid:
+            run = np.where(above, run + 1, 0)
+            longest = max(longest, int(run.max(initial=0)))
+        self.shortest_run = min(max(self.shortest_run, longest + 1), RUNS[-1])
+
+    def remember_transient(self, length: int) -> None:
+        """Remember that a slow run of this length ended by itself; shorter runs no longer count."""
+        if self.shortest_run <= length < RUNS[-1]:
+            self.shortest_run = length + 1
+            self._refresh_in = 0
+
+    def due(self) -> bool:
+        """Called in each iteration: whether to `refresh` in this one."""
+        self._refresh_in -= 1
+        return self._refresh_in < 0
+
+    def refresh(self, noise: Noise) -> None:
+        """Compute the thresholds again."""
+        self.thresholds = thresholds(noise, self._alpha, self._smallest, self.shortest_run)
+        self._refresh_in = REFRESH - 1
 
 
 def crossing(

@@ -15,8 +15,7 @@ from typing import Final
 import numpy as np
 
 from megatron_resihp.detector.series.level_rows import FEWEST, Array, LevelRows
-from megatron_resihp.detector.series.limits import FARTHEST_DRIFT
-from megatron_resihp.detector.series.shift_test import YOUNG, ShiftTest
+from megatron_resihp.detector.series.shift_test import ShiftTest
 from megatron_resihp.detector.series.slow_spell import SEVERITY_WINDOW, SlowSpell, many, slow_level
 from megatron_resihp.detector.series.spread import LONGEST, REFERENCE, WINDOWS, Level, Noise, median, quantile
 from megatron_resihp.detector.series.transients import LONGEST_TRANSIENT
@@ -30,8 +29,6 @@ BEYOND_NOISE: Final = 3.5
 """Standard deviations of one row beyond which a change is more than noise."""
 FAMILIES: Final = 4
 """Tests of one row that share the false-alarm probability. Neighbours of the nine windows nearly coincide."""
-CREEP: Final = 0.05
-"""Slow rise of the level that only a slow device shows."""
 RESUMED: Final = 5
 """Rows after a restart that decide whether the level is a known one."""
 NO_ROWS: Final = np.empty(0)
@@ -142,8 +139,9 @@ class Follower:
             if window > 0:
                 return self._slower(window, level)
             self._faster(-window, level)
-        elif self._rows.age >= YOUNG:
-            return self._crept()
+        elif self._test.crept():
+            slow, anchor = self._rows.all()[-LONGEST:].copy(), self._test.anchor
+            return self._begin(anchor, slow, self._noise.describe(anchor), LONGEST)
         return None
 
     def restart(self) -> None:
@@ -168,17 +166,14 @@ class Follower:
         level = self._noise.describe(healthy)
         shift = median(rows) - level.mean
         if abs(shift) < self._test.limit(level, rows.size, healthy.size)[0]:
-            self._set(np.concatenate([healthy, rows]))
-            return None if spell is None else self._step(Change.RECOVERY, rows.size, rows.size, level, NO_ROWS)
+            self._test.follow(np.concatenate([healthy, rows]))
+            if spell is None:
+                return None
+            return _step(Change.RECOVERY, self.excess, rows.size, rows.size, level, NO_ROWS, self._noise)
         if spell is not None and shift > spell.excess / 2:
             self._spell = SlowSpell(healthy, level, shift, self._noise, self._test)
             self._test.forget()
         return None
-
-    def _set(self, rows: Array) -> None:
-        """Make these the rows of the level in force."""
-        self._rows.set(rows)
-        self._test.forget()
 
     # What a change means
 
@@ -198,21 +193,16 @@ class Follower:
         limit, _ = self._test.limit(level, window, before.size)
         if self._test.exceeds(slow[-window:] - level.mean, limit, level, before - level.mean) > 0:
             return self._begin(before, slow, level, window)
-        self._set(np.concatenate([before, noise, slow]))
+        self._test.follow(np.concatenate([before, noise, slow]))
         return None
 
     def _begin(self, healthy: Array, slow: Array, level: Level, window: int) -> Step:
         self._noise.learn(healthy)
         self._slower_before = NO_ROWS
-        self._set(slow)
+        self._test.follow(slow)
         excess = slow_level(slow, level.mean) - level.mean
         self._spell = SlowSpell(healthy, level, excess, self._noise, self._test)
-        return self._step(Change.ONSET, slow.size, window, level, healthy)
-
-    def _step(self, change: Change, rows: int, window: int, level: Level, healthy: Array) -> Step:
-        variance, _ = self._noise.of_differences(level, WINDOWS[:1], many(healthy))
-        error = float(np.sqrt(variance[0] * WINDOWS[0] / max(rows, 1)))
-        return Step(change, self.excess, error, rows, window, float(np.sqrt(level.variance)))
+        return _step(Change.ONSET, self.excess, slow.size, window, level, healthy, self._noise)
 
     def _faster(self, window: int, level: Level) -> None:
         count = self._rows.change_point(level.mean, window, self._test.smallest)
@@ -222,21 +212,8 @@ class Follower:
         certain = distance > BEYOND_NOISE * float(np.sqrt(level.variance))
         self._lasting = LASTING if certain else LASTING_IN_NOISE
         self._noise.learn(rows[:-count][-REFERENCE:])
-        self._set(rows[-count:])
+        self._test.follow(rows[-count:])
         self._test.fastest = np.inf
-
-    def _crept(self) -> Step | None:
-        """Find a rise of the level that was too slow for any window."""
-        test = self._test
-        assert test.level is not None
-        if test.level.mean - test.fastest < CREEP:
-            return None
-        limit = FARTHEST_DRIFT + float(test.limits[-1])
-        newest = self._rows.all()[-LONGEST:] - test.fastest
-        if test.exceeds(newest, limit, test.level, test.anchor - test.fastest) <= 0:
-            return None
-        slow = self._rows.all()[-LONGEST:].copy()
-        return self._begin(test.anchor, slow, self._noise.describe(test.anchor), LONGEST)
 
     # While it is slow
 
@@ -249,9 +226,9 @@ class Follower:
         if slow is None:
             return None
         count = self._rows.change_point(slow, SEVERITY_WINDOW, self._test.smallest)
-        self._set(rows[-count:])
+        self._test.follow(rows[-count:])
         spell.measure(self._rows.all())
-        return self._step(Change.SEVERITY, count, SEVERITY_WINDOW, spell.level, spell.healthy)
+        return _step(Change.SEVERITY, self.excess, count, SEVERITY_WINDOW, spell.level, spell.healthy, self._noise)
 
     def _recover(self, spell: SlowSpell, window: int, slow: float) -> Step:
         rows, healthy = self._rows.all(), spell.level
@@ -265,5 +242,11 @@ class Follower:
         else:
             self._noise.learn(rows[:-count][-REFERENCE:])
         self._spell = None
-        self._set(np.concatenate([spell.healthy, rows[-count:].copy()]))
-        return self._step(Change.RECOVERY, count, window, healthy, spell.healthy)
+        self._test.follow(np.concatenate([spell.healthy, rows[-count:].copy()]))
+        return _step(Change.RECOVERY, self.excess, count, window, healthy, spell.healthy, self._noise)
+
+
+def _step(change: Change, excess: float, rows: int, window: int, level: Level, healthy: Array, noise: Noise) -> Step:
+    variance, _ = noise.of_differences(level, WINDOWS[:1], many(healthy))
+    error = float(np.sqrt(variance[0] * WINDOWS[0] / max(rows, 1)))
+    return Step(change, excess, error, rows, window, float(np.sqrt(level.variance)))

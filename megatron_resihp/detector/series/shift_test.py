@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.special import bdtrc
 
 from megatron_resihp.detector.series.level_rows import FEWEST, KEPT, REFRESH, Array, LevelRows
-from megatron_resihp.detector.series.limits import REFERENCES, drift_and_noise
+from megatron_resihp.detector.series.limits import FARTHEST_DRIFT, REFERENCES, drift_and_noise
 from megatron_resihp.detector.series.spread import (
     CLIP,
     LONGEST,
@@ -38,6 +38,8 @@ TAIL: Final = 10.0
 TELLING: Final = 6
 """Fewest rows under test that also count for the noise estimate."""
 ABOVE_LIMIT: Final = 1.5
+CREEP: Final = 0.05
+"""Slow rise of the level that only a slow device shows."""
 LOOK: Final = 1.4
 """Standard errors from the level beyond which rows are tested."""
 
@@ -76,6 +78,19 @@ class ShiftTest:
         self.transients.forget_run()
         self._pending: list[Array] = []
         self._reference = np.empty(0)
+
+    def follow(self, rows: Array) -> None:
+        """Make these the rows of the level in force."""
+        self._rows.set(rows)
+        self.forget()
+
+    def crept(self) -> bool:
+        """Whether the level has risen from the `anchor` too slowly for any window; the LONGEST newest rows decide."""
+        if self._rows.age < YOUNG or self.level is None or self.level.mean - self.fastest < CREEP:
+            return False
+        limit = FARTHEST_DRIFT + float(self.limits[-1])
+        newest = self._rows.all()[-LONGEST:] - self.fastest
+        return self.exceeds(newest, limit, self.level, self.anchor - self.fastest) > 0
 
     def shifted(self) -> tuple[int, Level] | None:
         """The shortest window whose rows have another level, negative if faster, and the level before; or None."""

@@ -11,6 +11,7 @@ from megatron_resihp.detector.judging.sequential import (
     LONGEST,
     MEANS,
     RUNS,
+    OnsetLimits,
     change_point,
     crossing,
     thresholds,
@@ -109,3 +110,18 @@ def test_a_unit_that_is_noisier_than_the_others_gets_its_own_variance():
     residuals[..., 7] *= 4
     noise = learned(residuals)
     assert noise.variance[0, 7] > 5 * noise.variance[0, 8]
+
+
+def test_runs_as_short_as_a_transient_that_was_seen_count_no_more():
+    limits = OnsetLimits(SMALLEST, known=None)
+    limits.budget(0.01, 1000, UNITS)
+    noise = learned(draw("gaussian", 200, np.random.default_rng(5)))
+    assert limits.due()
+    limits.refresh(noise)
+    assert not limits.due() and np.isfinite(limits.thresholds.runs[0]).all()
+    limits.remember_transient(RUNS[0] - 1)
+    assert limits.shortest_run == RUNS[0] and not limits.due()
+    limits.remember_transient(RUNS[0])
+    assert limits.due(), "the thresholds in force are those of before"
+    limits.refresh(noise)
+    assert np.isinf(limits.thresholds.runs[0]).all() and np.isfinite(limits.thresholds.runs[1]).all()
