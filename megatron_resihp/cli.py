@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Final
 
 import megatron_resihp
-from megatron_resihp.control.commands import apply, inject, launch_options, launcher, salvage
+from megatron_resihp.control.commands import apply, checkpoint, inject, launch_options, launcher
 from megatron_resihp.extras import missing
 from megatron_resihp.report.live.run_report import RunReport
 
@@ -59,7 +59,7 @@ def command_parser() -> argparse.ArgumentParser:
     launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
     _add(commands, "inject", inject, "slow a worker or a link of a running job, or end a slowdown")
     _add(commands, "apply", apply, "ask a running job to change to a given plan")
-    _add(commands, "salvage", salvage, "say how to continue from the state that survivors of a job have saved")
+    _add(commands, "checkpoint", checkpoint, "say how to continue from the state that survivors of a job have saved")
     _add(commands, "report", report_command, "say what happened in a run, from its event log")
     _add(commands, "detect", detect_command, "say which workers were slow, from a run's records or a table of times")
     _add(commands, "plan", plan_command, "find the best plan for a job with dead or slow workers")

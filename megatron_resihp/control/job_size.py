@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many nodes and workers a job begins with, and how many it may have. Pure; imports nothing.
 
-A place is where a worker can be: those of the nodes that begin the job come first, then those of nodes that may join.
+A slot is where a worker can be: those of the nodes that begin the job come first, then those of nodes that may join.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class JobSize:
         return self.nodes * self.workers_per_node
 
     @property
-    def places(self) -> int:
+    def slots(self) -> int:
         return self.most_nodes * self.workers_per_node
 
-    def places_on(self, node: int) -> range:
+    def slots_on(self, node: int) -> range:
         """They are also the ids of the workers that are started there first."""
         return range(node * self.workers_per_node, (node + 1) * self.workers_per_node)
 

@@ -31,7 +31,7 @@ from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import Job, RunStarted
 from megatron_resihp.plan import ParallelPlan
-from megatron_resihp.plan.places import node_of
+from megatron_resihp.plan.slots import node_of
 from megatron_resihp.protocol.notices import ValidationOrder
 
 NEVER: Final = float("inf")

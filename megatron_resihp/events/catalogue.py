@@ -49,7 +49,7 @@ _ALL: Final[tuple[type[Event], ...]] = (
     workers.Resources,
     training.Digest,
     training.Checkpoint,
-    training.Salvage,
+    training.EmergencyCheckpoint,
     job.Stall,
     detection.Verdict,
     detection.Suspicion,

@@ -65,7 +65,7 @@ class Checkpoint(Event):
 
 
 @event("salvage", written_by="each survivor that wrote, or the coordinator")
-class Salvage(Event):
+class EmergencyCheckpoint(Event):
     """No plan was left: the survivors wrote what they hold."""
 
     iteration: Annotated[int, "last applied step"]

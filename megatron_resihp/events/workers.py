@@ -61,7 +61,7 @@ class WorkerWaiting(Event):
     """A worker that was not there at the start is ready, holds nothing and waits for a plan that has it in it."""
 
     waiting: Annotated[int, "the worker"]
-    place: Annotated[int, "its place: the id of the worker that was there first, which may be itself"]
+    place: Annotated[int, "its slot: the id of the worker that was there first, which may be itself"]
 
 
 @event("node_left", written_by="coordinator")

@@ -235,7 +235,7 @@ class ConnectionLost:
 
 @dataclass(frozen=True)
 class WorkerRestarted:
-    """An agent has started a worker in the place of another."""
+    """An agent has started a worker in the slot of another."""
 
     worker: Worker
     instead_of: Worker

@@ -123,7 +123,7 @@ class WorkersTakenIn:
 
 @dataclass(frozen=True)
 class WorkersGivenUp:
-    """Workers count as dead, whatever their processes do. `for_good`: none are started in their places."""
+    """Workers count as dead, whatever their processes do. `for_good`: none are started in their slots."""
 
     workers: tuple[Worker, ...]
     reason: str

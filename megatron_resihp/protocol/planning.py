@@ -52,7 +52,7 @@ class PlannerRequest:
     Attributes:
         strategy: by name.
         own: the job's own split into layers.
-        workers, workers_per_node: of the job, with all its places taken.
+        workers, workers_per_node: of the job, with all its slots taken.
         plan: in force.
         speeds: of all live workers.
         links: slow ones: both ends, and the speed.

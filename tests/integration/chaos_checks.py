@@ -76,11 +76,11 @@ def check_end(job: Job, reference: Job) -> None:
     assert must_end(job), f"the survivors could have gone on\n{job.tails()}"
     check_what_was_trained(job, reference)
     survivors = survivors_of(job)
-    salvages = job.events("salvage")
-    assert salvages or not any(survivors.values()), job.tails()
-    assert all(Path(event["path"]).exists() for event in salvages)
+    saves = job.events("salvage")
+    assert saves or not any(survivors.values()), job.tails()
+    assert all(Path(event["path"]).exists() for event in saves)
     last = max(job.summary.loss, default=0)
-    assert {event["iteration"] for event in salvages} <= {last}, job.tails()
+    assert {event["iteration"] for event in saves} <= {last}, job.tails()
 
 
 def check_what_was_trained(job: Job, reference: Job) -> None:

@@ -235,9 +235,14 @@ def test_survivors_of_a_plan_that_lost_state_write_slices(jobs: Jobs, tmp_path: 
     plan = change_to("other layers", tmp_path, 2)
     job = jobs.run(tiny(**MODEL | UNIFORM_LAYOUT | plan, resihp_inject="kill:2@5:backward"), workers=4)
     assert job.code == exit_codes.NO_PLAN, job.tails()
-    assert {salvage.complete for salvage in job.summary.salvages} == {False}
-    contents = [json.loads(path.read_text()) for path in job.run_dir.glob("salvage/iter_0000004/worker_*.json")]
+    assert {each.complete for each in job.summary.salvages} == {False}
+    contents = [
+        json.loads(path.read_text()) for path in job.run_dir.glob("emergency_checkpoint/iter_0000004/worker_*.json")
+    ]
     pieces = {piece for each in contents for piece in each["slices"]}
     assert {each["cuts"] for each in contents} == {2}
     assert {"1/0", "1/1", "3/0", "3/1", "4/1"} <= pieces and not {"4/0", "5/0"} & pieces
-    assert all((job.run_dir / "salvage" / "iter_0000004" / f"worker_{worker}.pt").is_file() for worker in (0, 1, 3))
+    assert all(
+        (job.run_dir / "emergency_checkpoint" / "iter_0000004" / f"worker_{worker}.pt").is_file()
+        for worker in (0, 1, 3)
+    )

@@ -199,8 +199,11 @@ def test_a_part_that_dies_with_its_copy_ends_the_job(jobs: Jobs) -> None:
     job.wish("go_on")
     assert job.wait().code == exit_codes.NO_PLAN
     assert "a part of the optimizer's state of stage 0 TP rank 0 died with its copy" in job.output(), job.tails()
-    assert {salvage.complete for salvage in job.summary.salvages} == {False}
-    saved = [load(job.run_dir / "salvage" / "iter_0000002" / f"worker_{worker}.pt")["parts"] for worker in (0, 3)]
+    assert {each.complete for each in job.summary.salvages} == {False}
+    saved = [
+        load(job.run_dir / "emergency_checkpoint" / "iter_0000002" / f"worker_{worker}.pt")["parts"]
+        for worker in (0, 3)
+    ]
     # Of four parts they have three: their own, and the copies of 3's and 2's.
     assert {kind for part in saved for state in part.values() for kind in state} == {
         "param", "exp_avg", "exp_avg_sq", "step",

@@ -94,9 +94,9 @@ def test_too_few_survivors_save_what_they_hold(jobs: Jobs) -> None:
     """Both holders of the second stage die."""
     job = jobs.run(tiny(**PIPELINE, resihp_inject=["kill:2@3:backward", "kill:3@3:backward"]), workers=4)
     assert job.code == exit_codes.NO_PLAN, job.tails()
-    [salvage] = job.summary.salvages
-    assert salvage.missing == ((1, 0),) and not salvage.complete
-    assert Path(salvage.path).is_file()
+    [saved] = job.summary.salvages
+    assert saved.missing == ((1, 0),) and not saved.complete
+    assert Path(saved.path).is_file()
     assert "the state of stage 1 TP rank 0 is held by no survivor" in job.output()
 
 
@@ -118,15 +118,15 @@ def test_recoveries_without_a_step_are_bounded(jobs: Jobs) -> None:
     assert job.code == exit_codes.NO_PLAN, job.tails()
     assert "8 recoveries without a step after iteration 2" in job.output()
     assert len(job.events("recovery")) == 8
-    assert {Path(salvage.path).is_file() for salvage in job.summary.salvages} == {True}
-    assert all(salvage.complete for salvage in job.summary.salvages)
+    assert {Path(each.path).is_file() for each in job.summary.salvages} == {True}
+    assert all(each.complete for each in job.summary.salvages)
 
 
-def test_a_salvaged_state_can_be_gone_on_from(jobs: Jobs) -> None:
+def test_a_saved_state_can_be_gone_on_from(jobs: Jobs) -> None:
     reference = jobs.reference(tiny(**PIPELINE), workers=4)
     injections = [f"rebuild:0@3:{point}" for point in ["backward"] * 12]
     first = jobs.run(tiny(**PIPELINE, resihp_inject=injections), workers=4)
-    going_on = {"load": first.run_dir / "salvage", "ckpt_format": "torch", "no_load_rng": True}
+    going_on = {"load": first.run_dir / "emergency_checkpoint", "ckpt_format": "torch", "no_load_rng": True}
     second = jobs.run(tiny(**PIPELINE, **going_on), workers=4)
     assert second.code == 0, second.tails()
     whole = {n: loss for n, loss in reference.summary.loss.items() if n > 2}

@@ -81,7 +81,7 @@ def test_what_died_with_node_0_is_named(jobs: Jobs) -> None:
     first.kill()
     assert second.wait().code == exit_codes.RETRY, second.output()
     assert "there is no file of stage 0 TP rank 0; go on from the last checkpoint" in second.log(1)
-    saved = second.run_dir / "salvage"
+    saved = second.run_dir / "emergency_checkpoint"
     assert len(list(saved.glob("iter_*/mp_rank_00_001/model_optim_rng.pt"))) == 1
     assert not (saved / "latest_checkpointed_iteration.txt").exists()
 

@@ -12,7 +12,7 @@ import pytest
 from jobs import EXPERTS, WISHING, Job, Jobs, check_digests, check_training, difference_table, tiny
 
 from megatron_resihp.plan import ParallelPlan
-from megatron_resihp.plan.places import renamed
+from megatron_resihp.plan.slots import renamed
 from megatron_resihp.report.run.summary import compare
 
 WORKERS = 4

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resihp launch`, `apply`, `inject` and `salvage`, and what they need of a run directory."""
+"""`resihp launch`, `apply`, `inject` and `checkpoint`, and what they need of a run directory."""

@@ -36,7 +36,7 @@ from megatron_resihp.control.node.mailbox import Ending, Mailbox, coordinator_lo
 from megatron_resihp.control.node.orphan_reaper import OrphanReaper
 from megatron_resihp.control.node.output import Outputs
 from megatron_resihp.control.node.processes import Processes
-from megatron_resihp.control.node.slowdown_injector import Slicer
+from megatron_resihp.control.node.slowdown_injector import SlowdownInjector
 from megatron_resihp.control.node.spawn import Spawn, exec_worker
 from megatron_resihp.control.node.starting import Starter, Worker
 from megatron_resihp.control.replanning.replanner import Replanner
@@ -161,7 +161,7 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
             run_dir = _make_run_dir(options)
             wait_until_reachable(address, options.connect_timeout_s)
             offered = _offered(options, run_dir, address)
-            return _Seat(address, run_dir, offered or options.size.places_on(options.node), offered is not None)
+            return _Seat(address, run_dir, offered or options.size.slots_on(options.node), offered is not None)
         listener = stack.enter_context(reserve(*address))
         others = options.size.most_nodes > 1
         liveness = stack.enter_context(reserve(address.host, 0)) if others else None
@@ -185,7 +185,7 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
     except ClaimedError as error:
         raise LaunchError(_taken(run_dir, error)) from error
     sink = _make_sink(make_event_sink, run_dir)
-    return _Seat(address, run_dir, options.size.places_on(0), False, listener, liveness, records, sink, contact.token)
+    return _Seat(address, run_dir, options.size.slots_on(0), False, listener, liveness, records, sink, contact.token)
 
 
 def _offered(options: LaunchOptions, run_dir: Path, address: Address) -> Sequence[int] | None:
@@ -209,7 +209,7 @@ def _offered(options: LaunchOptions, run_dir: Path, address: Address) -> Sequenc
 def _give_back(options: LaunchOptions, seat: _Seat) -> None:
     """A node that can't join after all may try again, with other ids: of these some worker may have been heard of."""
     if seat.offered:
-        returning.offer(seat.run_dir, options.node, [number + options.size.places for number in seat.numbers])
+        returning.offer(seat.run_dir, options.node, [number + options.size.slots for number in seat.numbers])
 
 
 def _make_run_dir(options: LaunchOptions) -> Path:
@@ -279,19 +279,19 @@ def _serve(
     headquarters = _open_headquarters(options, seat, mailbox) if seat.listener is not None else None
     uplink = Uplink()
     relay.start(uplink.deliver if headquarters is None else headquarters.detection.inbox.deliver)
-    slicer = Slicer({worker.number: (worker.pid, worker.pidfd) for worker in workers})
+    injector = SlowdownInjector({worker.number: (worker.pid, worker.pidfd) for worker in workers})
     link = Link(
         lambda: LastingStore(connect(*seat.address, options.connect_timeout_s)),
         lambda store: _introduce(options, seat, store, mailbox, uplink),
         mailbox.end,
-        lambda slowness: slicer.slow(slowness.speeds),
+        lambda slowness: injector.slow(slowness.speeds),
         mailbox.give_up,
         seat.numbers[0],
     )
-    processes = Processes(workers, watcher, slicer, reaper)
+    processes = Processes(workers, watcher, injector, reaper)
     agent = Agent(processes, watcher, mailbox, link, starter, options.max_restarts, nodes, seat.offered, options.node)
     ending = agent.run()
-    slicer.close()
+    injector.close()
     if nodes is not None:
         nodes.close()
     relay.close(CLOSING_S)

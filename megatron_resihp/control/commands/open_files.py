@@ -26,7 +26,7 @@ PER_NODE: Final = 8
 def needed(size: JobSize, node: int) -> int:
     """How many files the launcher of a node has open at most, rounded up."""
     own = OF_ITS_OWN + PER_OWN_WORKER * size.workers_per_node
-    return own if node > 0 else own + PER_WORKER * size.places + PER_NODE * size.most_nodes
+    return own if node > 0 else own + PER_WORKER * size.slots + PER_NODE * size.most_nodes
 
 
 def allow_as_many_as_may_be() -> int:

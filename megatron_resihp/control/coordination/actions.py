@@ -22,7 +22,7 @@ class Phase(Enum):
     RUNNING = "running"
     REPORTING = "waiting for survivors' reports"
     """The epoch is broken, or left by choice; living members report their records."""
-    SALVAGING = "salvaging"
+    SAVING = "saving"
     """No plan exists; survivors write what they hold."""
     ENDED = "ended"
 
@@ -76,12 +76,12 @@ class Limits:
         leave_s: workers that leave an epoch by choice wait this long for the others, which may still evaluate and save
             after the same step; then the epoch is broken after all.
         build_s: a new epoch whose members are not all ready this long after its plan was published is broken.
-        salvage_s: how long survivors may write what they hold when no plan exists.
+        save_s: how long survivors may write what they hold when no plan exists.
         recoveries_per_iteration: more recoveries than this without a step between them end the job.
     """
 
     report_s: float = 60.0
     leave_s: float = 600.0
     build_s: float = 600.0
-    salvage_s: float = 600.0
+    save_s: float = 600.0
     recoveries_per_iteration: int = 8

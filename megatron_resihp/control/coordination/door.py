@@ -23,10 +23,10 @@ from megatron_resihp.events.injections import Drill
 from megatron_resihp.events.training import (
     Checkpoint,
     Digest,
+    EmergencyCheckpoint,
     Emulation,
     Iteration,
     OptimizerCopy,
-    Salvage,
     Samples,
 )
 from megatron_resihp.events.workers import Resources, WorkerStarted
@@ -68,7 +68,7 @@ _MOST: Final = 1 << 63
 """Numbers that a job can have are below."""
 _OF_WORKERS: Final = (
     Iteration, Samples, WorkerStarted, Phase, FirstStep, Drill, Emulation, OptimizerCopy, Resources,
-    Digest, Checkpoint, Salvage, Validation, UnknownEvent,
+    Digest, Checkpoint, EmergencyCheckpoint, Validation, UnknownEvent,
 )  # fmt: skip
 """Events that workers write; those of a later version are only written down."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.copies import lost_parts
-from megatron_resihp.plan.places import node_of
+from megatron_resihp.plan.slots import node_of
 from megatron_resihp.planner import JobShape, initial_plan
 
 MAPPING = "--use-tp-pp-dp-mapping"

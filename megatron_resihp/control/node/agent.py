@@ -24,7 +24,7 @@ from megatron_resihp.control.node.schedule import Schedule
 from megatron_resihp.control.node.starting import Starter, Worker
 from megatron_resihp.control.transport.liveness import Finding, Kind, Watcher
 from megatron_resihp.control.transport.node_liveness import NodeWatcher
-from megatron_resihp.plan.places import place_of
+from megatron_resihp.plan.slots import slot_of
 from megatron_resihp.protocol.messages import (
     ConnectionLost,
     HeartbeatsMissing,
@@ -62,7 +62,7 @@ class Agent:
         mailbox: where endings and signals come in.
         link: to the coordinator.
         starter: starts workers anew.
-        max_restarts: how often at most, for each place.
+        max_restarts: how often at most, for each slot.
         nodes: the liveness connections of the other nodes, on node 0 of several.
         joins: whether the node joins a job that runs. It goes again if all its workers fail: the job doesn't need it.
         node: its rank.
@@ -86,7 +86,7 @@ class Agent:
         self._mailbox = mailbox
         self._link = link
         self._starter = starter
-        self._restarts_left = Counter({place_of(w.number, starter.places): max_restarts for w in processes.all()})
+        self._restarts_left = Counter({slot_of(w.number, starter.slots): max_restarts for w in processes.all()})
         self._nodes = nodes
         self._joins = joins
         self._memory_kills = MemoryKills()
@@ -154,17 +154,17 @@ class Agent:
     def _plan_restart(self, worker: Worker, now: float) -> None:
         """A worker that died comes back; one that has failed would fail again."""
         assert worker.code is not None
-        place = place_of(worker.number, self._starter.places)
+        slot = slot_of(worker.number, self._starter.slots)
         died = worker.code < 0 or worker.code == exit_codes.FENCED
-        if died and self._restarts_left[place] and self._ending is None and not self._stop_asked:
-            self._restarts_left[place] -= 1
+        if died and self._restarts_left[slot] and self._ending is None and not self._stop_asked:
+            self._restarts_left[slot] -= 1
             self._schedule.add(now + RESTART_AFTER_S, partial(self._restart, worker.number))
 
     def _restart(self, number: int) -> None:
         if self._stop_asked:
             return
         try:
-            worker = self._starter.start(number + self._starter.places)
+            worker = self._starter.start(number + self._starter.slots)
         except OSError as error:
             print(f"resihp: worker {number} can't be started anew ({error}); the job goes on without", file=sys.stderr)
             return
@@ -189,16 +189,16 @@ class Agent:
 
     def _give_up(self, worker: Worker) -> None:
         self._processes.give_up(worker)
-        if self._restarts_left[place_of(worker.number, self._starter.places)]:
-            # No worker can take its place while it is there, and it may be stopped for good.
+        if self._restarts_left[slot_of(worker.number, self._starter.slots)]:
+            # No worker can take its slot while it is there, and it may be stopped for good.
             linux.kill_group(worker.pid)
 
     def _end_given_up(self, given_up: GivenUp) -> None:
-        """What the coordinator has given up may run on, cut off from it alone: its place is another one's now."""
+        """What the coordinator has given up may run on, cut off from it alone: its slot is another one's now."""
         for worker in self._processes.living():
             if worker.number in given_up.workers and not worker.given_up:
                 if given_up.for_good:
-                    self._restarts_left[place_of(worker.number, self._starter.places)] = 0
+                    self._restarts_left[slot_of(worker.number, self._starter.slots)] = 0
                 self._give_up(worker)
                 linux.kill_group(worker.pid)
 

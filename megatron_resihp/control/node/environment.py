@@ -12,12 +12,12 @@ from typing import Final
 
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.plan.places import place_of
+from megatron_resihp.plan.slots import slot_of
 
 WORKER: Final = "RESIHP_WORKER"
-"""This worker's id: its global rank at the start, or another number if it was not there then; see `plan.places`."""
-PLACES: Final = "RESIHP_PLACES"
-"""How many places for workers the job has, with those on nodes that may join it."""
+"""This worker's id: its global rank at the start, or another number if it was not there then; see `plan.slots`."""
+SLOTS: Final = "RESIHP_SLOTS"
+"""How many slots for workers the job has, with those on nodes that may join it."""
 NODE: Final = "RESIHP_NODE"
 STORE: Final = "RESIHP_STORE"
 """host:port of the store."""
@@ -91,7 +91,7 @@ class JobEnvironment:
         RANK and WORLD_SIZE are of the world at the start, also for later workers: with them Megatron starts.
         """
         size = self.size
-        place = place_of(worker, size.places)
+        slot = slot_of(worker, size.slots)
         return {
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -101,8 +101,8 @@ class JobEnvironment:
             "TORCH_GLOO_LAZY_INIT": "1",
             **NCCL,
             USERS_NCCL: json.dumps({name: inherited[name] for name in NCCL if name in inherited}),
-            "RANK": str(place % size.workers),
-            "LOCAL_RANK": str(place % size.workers_per_node),
+            "RANK": str(slot % size.workers),
+            "LOCAL_RANK": str(slot % size.workers_per_node),
             "WORLD_SIZE": str(size.workers),
             "LOCAL_WORLD_SIZE": str(size.workers_per_node),
             "GROUP_RANK": str(self.node),
@@ -111,7 +111,7 @@ class JobEnvironment:
             # torch's own rendezvous meets in the store that is served there, as under torchrun.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             WORKER: str(worker),
-            PLACES: str(size.places),
+            SLOTS: str(size.slots),
             NODE: str(self.node),
             STORE: str(self.store),
             RUN_DIR: str(self.run_dir.resolve()),

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from megatron_resihp.control import linux
 from megatron_resihp.control.node.orphan_reaper import OrphanReaper
-from megatron_resihp.control.node.slowdown_injector import Slicer
+from megatron_resihp.control.node.slowdown_injector import SlowdownInjector
 from megatron_resihp.control.node.starting import Worker
 from megatron_resihp.control.transport.liveness import Watcher
 
@@ -35,14 +35,16 @@ class Processes:
     Args:
         workers: as started.
         watcher: of their liveness connections.
-        slicer: slows them down when a fault injection wants it.
+        injector: slows them down when a fault injection wants it.
         reaper: ends what they have started should the agent die.
     """
 
-    def __init__(self, workers: Sequence[Worker], watcher: Watcher, slicer: Slicer, reaper: OrphanReaper) -> None:
+    def __init__(
+        self, workers: Sequence[Worker], watcher: Watcher, injector: SlowdownInjector, reaper: OrphanReaper
+    ) -> None:
         self._workers = {worker.number: worker for worker in workers}
         self._watcher = watcher
-        self._slicer = slicer
+        self._injector = injector
         self._reaper = reaper
         self._gone: list[Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -79,12 +81,12 @@ class Processes:
     def add(self, worker: Worker) -> None:
         """A worker that was started anew."""
         self._workers[worker.number] = worker
-        self._slicer.add(worker.number, worker.pid, worker.pidfd)
+        self._injector.add(worker.number, worker.pid, worker.pidfd)
         self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
 
     def take_code(self, worker: Worker) -> list[Path]:
         """Take the exit code of a worker that has ended; returns the shared memory that it has left behind."""
-        self._slicer.forget(worker.number)
+        self._injector.forget(worker.number)
         memory = linux.shared_memory_of_group(worker.pid)
         # Before anything else: data loaders that it has left behind keep its sockets open, and its peers waiting.
         linux.kill_group(worker.pid)
@@ -104,7 +106,7 @@ class Processes:
 
     def give_up(self, worker: Worker) -> None:
         """Cut off a worker that is dead to the others: it must end as soon as it runs again, and no peer may wait."""
-        self._slicer.forget(worker.number)
+        self._injector.forget(worker.number)
         worker.given_up = True
         self._watcher.cut(worker.number)
         linux.cut_connections(worker.pid, worker.pidfd)

@@ -43,7 +43,7 @@ class DutyCycle:
 
 
 class Process:
-    """A child that is signalled; the code that waits for its end must `forget` it at the slicer first."""
+    """A child that is signalled; the code that waits for its end must `forget` it at the injector first."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self._stat = Path(f"/proc/{pid}/stat")
@@ -95,7 +95,7 @@ class _Slice:
             self.process.go_on()
 
 
-class Slicer:
+class SlowdownInjector:
     """Slices the workers of one node, in a thread that is started when the first one is slowed.
 
     No worker is left stopped: neither when it is cleared or forgotten, nor when this ends. (When the agent is killed,

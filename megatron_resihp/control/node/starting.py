@@ -65,9 +65,9 @@ class Starter:
         self._reaper = reaper
 
     @property
-    def places(self) -> int:
+    def slots(self) -> int:
         """How many workers the job has when all are there."""
-        return self._environment.size.places
+        return self._environment.size.slots
 
     def last_lines(self, number: int) -> list[str]:
         """The end of what a worker wrote."""

@@ -173,10 +173,10 @@ def changes(before: ParallelPlan, after: ParallelPlan, own: tuple[Chunk, ...]) -
     return differences(spelled_out(before, own), spelled_out(after, own))
 
 
-def arrival(workers: Sequence[int], places: int) -> str:
+def arrival(workers: Sequence[int], slots: int) -> str:
     """Why there is a plan with these: "worker 7 came back", or "workers 4, 5 joined" where no worker was before."""
-    back = [worker for worker in workers if worker >= places]
-    joined = [worker for worker in workers if worker < places]
+    back = [worker for worker in workers if worker >= slots]
+    joined = [worker for worker in workers if worker < slots]
     told = [f"{_names(who)} {what}" for who, what in ((back, "came back"), (joined, "joined")) if who]
     return ", ".join(told)
 

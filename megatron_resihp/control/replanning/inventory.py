@@ -38,7 +38,7 @@ class Survivors:
         running: the plan that was run last.
         job: what workers have told of the job.
         arguments: Megatron's, of which the model is made; None: no worker has told them yet.
-        slots: how many workers the job may have; see `plan.places`.
+        slots: how many workers the job may have; see `plan.slots`.
         failed: the errors of plans whose first step failed, by `ParallelPlan.work_digest`.
     """
 

@@ -20,7 +20,7 @@ from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
-from megatron_resihp.plan.places import names_of_places, place_of, renamed
+from megatron_resihp.plan.slots import renamed, slot_of, workers_in_slots
 from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer
@@ -53,10 +53,10 @@ NextPlan = Callable[[Survivors], tuple[ParallelPlan, list[Event]]]
 
 def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     """As many complete replicas of the job's own shape as there are; needs no more than sizes."""
-    names = names_of_places(survivors.held, survivors.slots)
-    held = {place: survivors.held[worker] for place, worker in names.items()}
-    # Who has died and has come back with another id has its old place here, too.
-    previous = renamed(survivors.previous, lambda worker: place_of(worker, survivors.slots))
+    names = workers_in_slots(survivors.held, survivors.slots)
+    held = {slot: survivors.held[worker] for slot, worker in names.items()}
+    # Who has died and has come back with another id has its old slot here, too.
+    previous = renamed(survivors.previous, lambda worker: slot_of(worker, survivors.slots))
     plan = plan_for_survivors(survivors.shape, survivors.own, held, previous)
     return renamed(plan, names.__getitem__), []
 
@@ -77,9 +77,9 @@ def uniform_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
 
 
 def first_again(first: ParallelPlan, survivors: Survivors) -> ParallelPlan | None:
-    """The job's first plan, of the workers that have its places now; None where a place is empty, there are workers in
+    """The job's first plan, of the workers that have its slots now; None where a slot is empty, there are workers in
     others, for which it has no work, or a worker would have to give up what it holds."""
-    names = names_of_places(survivors.held, survivors.slots)
+    names = workers_in_slots(survivors.held, survivors.slots)
     if names.keys() != set(first.members):
         return None
     plan = renamed(first, names.__getitem__)

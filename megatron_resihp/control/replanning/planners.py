@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans made by strategies, in two processes: one for recoveries, and one at low priority for all that can wait.
 
-Planners know places only: that a worker was started anew is nothing to them. So workers' ids become places in requests,
-and places ids in answers. May import `plan`, `planner`, `protocol`, `events` and this package's other modules.
+Planners know slots only: that a worker was started anew is nothing to them. So workers' ids become slots in requests,
+and slots ids in answers. May import `plan`, `planner`, `protocol`, `events` and this package's other modules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_resihp.control.replanning.policy import OBSERVE
 from megatron_resihp.control.replanning.precomputed import PrecomputedPlans
 from megatron_resihp.events.event import Event
 from megatron_resihp.plan import Chunk, ParallelPlan
-from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
+from megatron_resihp.plan.slots import links_of_slots, renamed, slot_of, workers_in_slots
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlannerAnswer, PlannerRequest
 
@@ -44,7 +44,7 @@ class Planners:
     def __init__(self, cost_model: Path, size: JobSize, speeds: Speeds) -> None:
         self._cost_model = cost_model
         self._workers = size.workers
-        self._sizes = size.places, size.workers_per_node
+        self._sizes = size.slots, size.workers_per_node
         self._speeds = speeds
         self._precomputed = PrecomputedPlans(*self._sizes)
         self._in_recoveries, self._by_choice = PlannerProcess(), PlannerProcess(low_priority=True)
@@ -83,7 +83,7 @@ class Planners:
         if lost is None or facts.plan is None:
             return False
         alive = [worker for worker in facts.plan.members if worker not in lost]
-        # The same question as in a recovery; its answer is about places, too.
+        # The same question as in a recovery; its answer is about slots, too.
         request = self._request(facts.strategy, facts.known(), facts.plan, alive)
         answer = self._by_choice.ask(request, BY_CHOICE_S)
         if isinstance(answer, NoPlan) and answer.unanswered:
@@ -116,24 +116,24 @@ class Planners:
     def _request(
         self, strategy: str, known: tuple[KnownJob, tuple[Chunk, ...]], plan: ParallelPlan, alive: Iterable[int]
     ) -> PlannerRequest:
-        """What to ask a planner, about places. `known`: as of `JobFacts.known`."""
+        """What to ask a planner, about slots. `known`: as of `JobFacts.known`."""
         alive = list(alive)
-        places, workers_per_node = self._sizes
-        links = links_of_places(self._speeds.links(alive), places)
+        slots, workers_per_node = self._sizes
+        links = links_of_slots(self._speeds.links(alive), slots)
         return PlannerRequest(
-            strategy, *known, places, workers_per_node,
-            plan=renamed(plan, lambda worker: place_of(worker, places)),
-            speeds={place_of(worker, places): speed for worker, speed in self._speeds.of(alive).items()},
+            strategy, *known, slots, workers_per_node,
+            plan=renamed(plan, lambda worker: slot_of(worker, slots)),
+            speeds={slot_of(worker, slots): speed for worker, speed in self._speeds.of(alive).items()},
             links=tuple((*ends, speed) for ends, speed in links.items()),
             cost_model=str(self._cost_model),
         )  # fmt: skip
 
     def _named(self, answer: PlannerAnswer, alive: Iterable[int]) -> PlannerAnswer:
-        """The same answer about these workers instead of their places."""
+        """The same answer about these workers instead of their slots."""
         if isinstance(answer, NoPlan):
             return answer
-        names = names_of_places(alive, self._sizes[0])
-        return replace(answer, plan=renamed(answer.plan, lambda place: names.get(place, place)))
+        names = workers_in_slots(alive, self._sizes[0])
+        return replace(answer, plan=renamed(answer.plan, lambda slot: names.get(slot, slot)))
 
 
 def _written_at(path: Path) -> float | None:

@@ -24,7 +24,7 @@ from megatron_resihp.events.job import Job
 from megatron_resihp.events.replanning import PlanChange
 from megatron_resihp.events.training import Iteration
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
-from megatron_resihp.plan.places import node_of
+from megatron_resihp.plan.slots import node_of
 from megatron_resihp.protocol.planning import PlanFound, PlannerAnswer, PlannerRequest
 
 MOST_SEARCHES: Final = 2048
@@ -34,18 +34,18 @@ Loss = frozenset[int]
 """Workers that die together."""
 
 
-def likely_losses(plan: ParallelPlan, own: tuple[Chunk, ...], places: int, workers_per_node: int) -> Iterator[Loss]:
+def likely_losses(plan: ParallelPlan, own: tuple[Chunk, ...], slots: int, workers_per_node: int) -> Iterator[Loss]:
     """Each working worker alone, then each node with all its workers; those only that leave all of the state.
 
     Args:
         plan: in force.
         own: the job's own split into layers.
-        places, workers_per_node: of the job.
+        slots, workers_per_node: of the job.
     """
     full = spelled_out(plan, own)
     nodes: dict[int, set[int]] = {}
     for worker in full.members:
-        nodes.setdefault(node_of(worker, places, workers_per_node), set()).add(worker)
+        nodes.setdefault(node_of(worker, slots, workers_per_node), set()).add(worker)
     singles = [frozenset({worker}) for worker in full.working]
     together = [frozenset(nodes[node]) for node in sorted(nodes)]
     held = {worker: full.shards_of(worker) for worker in full.members}
@@ -59,11 +59,11 @@ class PrecomputedPlans:
     """One per job. One thread tells what happens, asks and keeps answers; any thread may look for one.
 
     Args:
-        places, workers_per_node: of the job.
+        slots, workers_per_node: of the job.
     """
 
-    def __init__(self, places: int, workers_per_node: int) -> None:
-        self._sizes = places, workers_per_node
+    def __init__(self, slots: int, workers_per_node: int) -> None:
+        self._sizes = slots, workers_per_node
         self._own: tuple[Chunk, ...] | None = None
         """None: there is nothing to plan ahead."""
         self._plan: ParallelPlan | None = None

@@ -66,7 +66,7 @@ class Replanner:
         self._speeds = Speeds()
         self._planners = Planners(run_dir / COST_MODEL, size, self._speeds)
         self.next_plan = StrategicPlan(self._planners.for_survivors)
-        self._places = size.places
+        self._slots = size.slots
         self._bus = bus
         self._order = order
         self._facts = JobFacts()
@@ -179,7 +179,7 @@ class Replanner:
         if not self._hear_all() or self._to_take_in:
             return
         if isinstance(answer, PlanFound) and facts.joining.intersection(answer.plan.working):
-            why = arrival(sorted(facts.joining), self._places)
+            why = arrival(sorted(facts.joining), self._slots)
             self._order(PlanRequest(answer.plan.to_dict(), why, patient=True))
 
     def _recommend(self, found: Recommend) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 from megatron_resihp.coding import FILE, WrongValueError, decode, encode
 from megatron_resihp.control.worker.noticeboard import Noticeboard
 
-DIRECTORY: Final = "salvage"
+DIRECTORY: Final = "emergency_checkpoint"
 """In the run directory."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """Megatron's."""
@@ -90,7 +90,7 @@ def latest_in(directory: Path) -> int | None:
 
 def newest_state(run_dir: Path) -> tuple[Path, int] | None:
     """Where the newest complete state is that survivors have saved there, and of which iteration."""
-    salvage = run_dir / DIRECTORY
-    places = [salvage, *sorted(salvage.glob("*/"))]
+    saved = run_dir / DIRECTORY
+    places = [saved, *sorted(saved.glob("*/"))]
     found = [(place, iteration) for place in places if (iteration := latest_in(place)) is not None]
     return max(found, key=lambda each: each[1], default=None)

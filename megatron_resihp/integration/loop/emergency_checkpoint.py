@@ -2,7 +2,7 @@
 """When no plan fits: each chosen holder writes its shard, in Megatron's per-rank checkpoint format.
 
 That format has one file per (TP rank, stage), which is just what a survivor holds, and needs no collective. When all
-shards are written, `--load RUN_DIR/salvage --no-load-rng` goes on from the last step (contract 6).
+shards are written, `--load RUN_DIR/emergency_checkpoint --no-load-rng` goes on from the last step (contract 6).
 Who holds no such shard writes the slices that it does hold (docs/usage.md).
 """
 
@@ -22,7 +22,7 @@ from megatron.training.checkpointing import generate_state_dict, get_checkpoint_
 
 from megatron_resihp.control.node.environment import RUN_DIR
 from megatron_resihp.control.worker.saved_state import DIRECTORY
-from megatron_resihp.events.training import Salvage
+from megatron_resihp.events.training import EmergencyCheckpoint
 from megatron_resihp.integration.patches.counting import count_again, restore_counters
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.slice_state import slice_states
@@ -35,17 +35,17 @@ from megatron_resihp.protocol.messages import EmergencyCheckpointWritten
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder
 
 
-def salvage(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
+def write_emergency_checkpoint(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
     """Write this worker's shard if it was chosen to, and report."""
     if not order.part_of(runtime.worker) or order.commit is None:
         return
     directory = Path(os.environ[RUN_DIR]) / DIRECTORY
     path = write_state(runtime, order, directory)
-    last = runtime.held.writes_shard and runtime.control.channel.count("salvaged") == len(order.writers)
+    last = runtime.held.writes_shard and runtime.control.channel.count("saved") == len(order.writers)
     if last and not order.missing:
         # Only when all shards are there may a later start find them.
         name_latest(directory, order.commit.iteration)
-    runtime.control.event(Salvage(
+    runtime.control.event(EmergencyCheckpoint(
         iteration=order.commit.iteration, path=str(path), complete=not order.missing,
         missing=tuple(place for each in order.missing if (place := runtime.job.own.coordinate_of((each,))) is not None),
     ))  # fmt: skip

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_resihp.integration.modes.choice import mode_of
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.plan.places import renamed
+from megatron_resihp.plan.slots import renamed
 from megatron_resihp.protocol.records import Commit, IterationPhase
 
 TALKS_TO_NOBODY = "fake"

@@ -24,7 +24,7 @@ from megatron_resihp.integration.loop.recovery import apply_commit
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world.world import tear_down
 from megatron_resihp.plan import Coordinate
-from megatron_resihp.plan.places import node_of
+from megatron_resihp.plan.slots import node_of
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder
 
 TELL_S = 15.0
@@ -110,9 +110,9 @@ def _directory(runtime: Runtime, base: Path) -> str:
 
 
 def _awaited(runtime: Runtime) -> frozenset[int]:
-    places, here = int(os.environ[environment.PLACES]), int(os.environ["LOCAL_WORLD_SIZE"])
+    slots, here = int(os.environ[environment.SLOTS]), int(os.environ["LOCAL_WORLD_SIZE"])
     members = {*runtime.control.members, runtime.worker}
-    node_0 = frozenset(worker for worker in members if node_of(worker, places, here) == 0)
+    node_0 = frozenset(worker for worker in members if node_of(worker, slots, here) == 0)
     return awaited(members, node_0, runtime.worker)
 
 

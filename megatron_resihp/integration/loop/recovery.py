@@ -18,7 +18,7 @@ from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.worker.errors import EpochBroken, JobEnded
 from megatron_resihp.executor.groups.errors import is_communicator_error, is_out_of_memory
 from megatron_resihp.integration.loop.device_loss import abort_or_die, die_of_fault
-from megatron_resihp.integration.loop.emergency_checkpoint import salvage
+from megatron_resihp.integration.loop.emergency_checkpoint import write_emergency_checkpoint
 from megatron_resihp.integration.loop.joining import stand_at
 from megatron_resihp.integration.patches.counting import count_again, note_in_progress_log, restore_counters
 from megatron_resihp.integration.probes.fault_injection import StagedError
@@ -178,7 +178,7 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
             # Who leaves by choice does so before anything is computed.
             redone = 0 if by_choice else begun
         if isinstance(order, EmergencyCheckpointOrder):
-            salvage(runtime, order)
+            write_emergency_checkpoint(runtime, order)
             raise runtime.control.heard.await_end()
     _enter(runtime, phases, order, redone)
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from megatron_resihp import cpu
 from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.node.environment import MAX_RESTARTS, PLACES, give_back_nccl
+from megatron_resihp.control.node.environment import MAX_RESTARTS, SLOTS, give_back_nccl
 from megatron_resihp.control.replanning.change import ChangeRefused, plan_of
 from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.cost.profile import ProfileError, load_profile
@@ -130,7 +130,7 @@ def _check_injections(config: ResihpConfig, world_size: int) -> None:
         w for slowdown in slowdowns for w in slowdown.workers
     ]
     # Those that join or are started anew have ids of their own.
-    most = int(os.environ.get(PLACES, world_size)) * (1 + int(os.environ.get(MAX_RESTARTS, "0")))
+    most = int(os.environ.get(SLOTS, world_size)) * (1 + int(os.environ.get(MAX_RESTARTS, "0")))
     for worker in named:
         if worker >= most:
             raise ConfigError(f"--resihp-inject names worker {worker}, but there are {most}: 0..{most - 1}")

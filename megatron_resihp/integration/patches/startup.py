@@ -25,7 +25,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.node.absences import Seen
-from megatron_resihp.control.node.environment import ABSENCES_FD, PLACES
+from megatron_resihp.control.node.environment import ABSENCES_FD, SLOTS
 from megatron_resihp.control.transport.address import parse_address
 from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.shipping import Outbox
@@ -54,7 +54,7 @@ from megatron_resihp.integration.trained import Trained
 from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, Sizes
 from megatron_resihp.integration.world.whereabouts import whereabouts
 from megatron_resihp.integration.world.world import build_world, needs_of
-from megatron_resihp.plan.places import node_of
+from megatron_resihp.plan.slots import node_of
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import JobStarted, ModelBuilt
 
@@ -119,9 +119,9 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
 
 def one_of_each_node(members: Iterable[int], me: int) -> list[int]:
     """Of these workers the first on each node but this worker's own."""
-    places, here = int(os.environ[PLACES]), int(os.environ["LOCAL_WORLD_SIZE"])
-    first = {node_of(worker, places, here): worker for worker in sorted(members, reverse=True)}
-    return [worker for node, worker in sorted(first.items()) if node != node_of(me, places, here)]
+    slots, here = int(os.environ[SLOTS]), int(os.environ["LOCAL_WORLD_SIZE"])
+    first = {node_of(worker, slots, here): worker for worker in sorted(members, reverse=True)}
+    return [worker for node, worker in sorted(first.items()) if node != node_of(me, slots, here)]
 
 
 def _pack(absences: Seen, emulated: bool, sheet: Sheet, lost: int) -> bytes:

@@ -17,7 +17,7 @@ from typing import TextIO
 from megatron_resihp.events.epochs import EpochStarted, FirstStep, Recovery
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import Job
-from megatron_resihp.events.training import Iteration, Salvage
+from megatron_resihp.events.training import EmergencyCheckpoint, Iteration
 from megatron_resihp.events.workers import WorkerDead, WorkerStarted
 from megatron_resihp.report.live.lines import lines_of
 from megatron_resihp.report.run import shape
@@ -113,7 +113,7 @@ class _Run:
         """Workers of the plan in force that have died."""
         self._died_at: float | None = None
         """Time of the first death since an iteration was last completed after a death."""
-        self._salvaging = False
+        self._saving = False
         self._epoch = 0
         self._recovered = 0
 
@@ -201,11 +201,11 @@ class _Run:
         return [f"iteration {event.iteration} done {duration(took)} after the death"]
 
     @feed.register
-    def _salvage(self, event: Salvage) -> list[str]:
+    def _emergency_checkpoint(self, event: EmergencyCheckpoint) -> list[str]:
         # Each survivor writes its part; one line is enough.
-        if self._salvaging:
+        if self._saving:
             return []
-        self._salvaging = True
+        self._saving = True
         state = "all state" if event.complete else "INCOMPLETE state"
         return [f"no plan is left; survivors wrote {state} of iteration {event.iteration}: {event.path}"]
 

@@ -18,7 +18,7 @@ from typing import Final
 from megatron_resihp.config import suggestion
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan
-from megatron_resihp.plan.places import links_of_places, names_of_places, place_of, renamed
+from megatron_resihp.plan.slots import links_of_slots, renamed, slot_of, workers_in_slots
 from megatron_resihp.planner.bridge import strategy_named
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.joint import UNEVEN, joint
@@ -92,12 +92,12 @@ def _by_places(strategy: Strategy, places: int) -> Strategy:
     """Translate worker ids to places for a strategy, because a restarted worker's id doesn't tell its place."""
 
     def place(worker: int) -> int:
-        return place_of(worker, places)
+        return slot_of(worker, places)
 
     def ask_by_places(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
         speeds = {place(worker): speed for worker, speed in health.speed.items()}
-        at_places = Health(speeds, links_of_places(health.link, places))
-        names = names_of_places(health.live, places)
+        at_places = Health(speeds, links_of_slots(health.link, places))
+        names = workers_in_slots(health.live, places)
         return renamed(strategy(renamed(plan, place), at_places, cost), names.__getitem__)
 
     return ask_by_places

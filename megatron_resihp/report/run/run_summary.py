@@ -99,7 +99,7 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Salvage:
+class EmergencyCheckpoint:
     iteration: int
     path: str
     complete: bool
@@ -154,7 +154,7 @@ class RunSummary:
     samples_out_of_place: int | None = None
     drills: tuple[Drill, ...] = ()
     failures: tuple[Failure, ...] = ()
-    salvages: tuple[Salvage, ...] = ()
+    salvages: tuple[EmergencyCheckpoint, ...] = ()
     verdicts: tuple[Finding, ...] = ()
     detection: Detection | None = None
     stalls: tuple[Stall, ...] = ()
@@ -210,8 +210,8 @@ def _recovery(value: Mapping[str, Any]) -> Recovery:
     return Recovery(**{**value, "dead": tuple(Death(**death) for death in value["dead"])})
 
 
-def _salvage(value: Mapping[str, Any]) -> Salvage:
-    return Salvage(**{**value, "missing": tuple((stage, rank) for stage, rank in value["missing"])})
+def _emergency_checkpoint(value: Mapping[str, Any]) -> EmergencyCheckpoint:
+    return EmergencyCheckpoint(**{**value, "missing": tuple((stage, rank) for stage, rank in value["missing"])})
 
 
 _DECODERS: Mapping[str, Callable[[Any], Any]] = {
@@ -232,7 +232,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "skipped_iterations": tuple,
     "drills": _each(lambda value: Drill(**value)),
     "failures": _each(lambda value: Failure(**value)),
-    "salvages": _each(_salvage),
+    "salvages": _each(_emergency_checkpoint),
     "verdicts": _each(lambda value: Finding(**{**value, "workers": tuple(value["workers"])})),
     "stalls": _each(lambda value: Stall(**value)),
     "detection": lambda value: Detection(**value),

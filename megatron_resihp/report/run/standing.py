@@ -17,7 +17,7 @@ from megatron_resihp.control.commands import contact
 from megatron_resihp.control.commands.claim import Owner
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.worker.saved_state import LastSave, last_save
-from megatron_resihp.report.run.run_summary import RunSummary, Salvage, Standing
+from megatron_resihp.report.run.run_summary import EmergencyCheckpoint, RunSummary, Standing
 
 RUNNING: Final = "running"
 STALLED: Final = "stalled"
@@ -76,10 +76,10 @@ def with_last_save(summary: RunSummary, run_dir: Path) -> RunSummary:
 
 
 def _ended_with(summary: RunSummary, standing: Standing, save: LastSave, run_dir: Path) -> RunSummary:
-    salvage = Salvage(save.iteration, str(run_dir / save.directory), save.complete, save.missing)
+    written = EmergencyCheckpoint(save.iteration, str(run_dir / save.directory), save.complete, save.missing)
     return replace(
         summary, standing=replace(standing, state=NODE_0_LOST), reason=f"node 0 was lost; {save.told(run_dir)}",
-        salvages=(*summary.salvages, salvage),
+        salvages=(*summary.salvages, written),
     )  # fmt: skip
 
 

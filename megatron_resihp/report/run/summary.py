@@ -28,11 +28,11 @@ from megatron_resihp.report.run.run_summary import (
     REORDERED,
     Detection,
     Drill,
+    EmergencyCheckpoint,
     Failure,
     Finding,
     Job,
     RunSummary,
-    Salvage,
     Stall,
     Workers,
 )
@@ -102,7 +102,7 @@ def summarize(
         samples_out_of_place=counted.out_of_place if counted and not damaged else None,
         drills=tuple(_drill(event) for event in _all(run, injections.Drill)),
         failures=tuple(Failure(event.failed, event.error) for event in _all(run, WorkerFailed)),
-        salvages=tuple(_salvage(event) for event in _all(run, training.Salvage)),
+        salvages=tuple(_emergency_checkpoint(event) for event in _all(run, training.EmergencyCheckpoint)),
         verdicts=tuple(_finding(event) for event in _all(run, detection.Verdict)),
         detection=_detection(_last(run, detection.Detection)),
         stalls=_stalls(run),
@@ -259,5 +259,5 @@ def _stalls(events: Sequence[Event]) -> tuple[Stall, ...]:
     return tuple(found.values())
 
 
-def _salvage(event: training.Salvage) -> Salvage:
-    return Salvage(event.iteration, event.path, event.complete, event.missing or ())
+def _emergency_checkpoint(event: training.EmergencyCheckpoint) -> EmergencyCheckpoint:
+    return EmergencyCheckpoint(event.iteration, event.path, event.complete, event.missing or ())

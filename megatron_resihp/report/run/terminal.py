@@ -17,7 +17,7 @@ from rich.text import Text
 from megatron_resihp.report.run.epochs import PlanInForce
 from megatron_resihp.report.run.headline import headline, in_order, stopped
 from megatron_resihp.report.run.recoveries import Death, Recovery
-from megatron_resihp.report.run.run_summary import RunSummary, Salvage, Workers
+from megatron_resihp.report.run.run_summary import EmergencyCheckpoint, RunSummary, Workers
 from megatron_resihp.report.words import (
     NONE,
     count,
@@ -126,7 +126,7 @@ def _trouble(summary: RunSummary) -> Iterator[str]:
     for failure in summary.failures[-MAX_ROWS:]:
         yield f"{worker_at(failure.worker, summary.places)} raised: {failure.error}"
     if summary.salvages:
-        yield _salvages(summary.salvages)
+        yield _emergency_checkpoints(summary.salvages)
     if summary.unreadable_lines:
         yield f"{count(summary.unreadable_lines, 'line')} of the event log could not be read"
     if summary.events_missing:
@@ -139,13 +139,13 @@ def _trouble(summary: RunSummary) -> Iterator[str]:
         yield f"{count(times, 'event')} left out: {problem}"
 
 
-def _salvages(salvages: Sequence[Salvage]) -> str:
-    missing = sorted({shard for salvage in salvages for shard in salvage.missing})
+def _emergency_checkpoints(saved: Sequence[EmergencyCheckpoint]) -> str:
+    missing = sorted({shard for each in saved for shard in each.missing})
     lacking = listing(f"stage {stage} TP rank {rank}" for stage, rank in missing) if missing else "parts"
-    complete = all(salvage.complete for salvage in salvages)
+    complete = all(each.complete for each in saved)
     state = "all state" if complete else f"state INCOMPLETE, missing {lacking}"
-    where = salvages[0].path if len(salvages) == 1 else f"{len(salvages)} files, the first is {salvages[0].path}"
-    return f"saved after iteration {salvages[-1].iteration:,}: {state}: {where}"
+    where = saved[0].path if len(saved) == 1 else f"{len(saved)} files, the first is {saved[0].path}"
+    return f"saved after iteration {saved[-1].iteration:,}: {state}: {where}"
 
 
 def _workers(workers: Workers) -> str:

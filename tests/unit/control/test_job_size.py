@@ -21,8 +21,8 @@ def test_what_is_no_number_of_nodes(text: str) -> None:
 
 def test_places_of_late_nodes_follow_those_of_the_start() -> None:
     size = JobSize(2, 4, late_nodes=1)
-    assert (size.workers, size.places, size.most_nodes) == (8, 12, 3)
-    assert list(size.places_on(2)) == [8, 9, 10, 11]
+    assert (size.workers, size.slots, size.most_nodes) == (8, 12, 3)
+    assert list(size.slots_on(2)) == [8, 9, 10, 11]
 
 
 def test_it_is_said_as_it_was_given() -> None:

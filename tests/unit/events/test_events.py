@@ -19,7 +19,7 @@ from megatron_resihp.events.event import Event, UnknownEvent, stamped
 from megatron_resihp.events.injections import Drill
 from megatron_resihp.events.log import EventLog, read_events
 from megatron_resihp.events.schema import markdown
-from megatron_resihp.events.training import Agreed, Iteration, Salvage, Samples
+from megatron_resihp.events.training import Agreed, EmergencyCheckpoint, Iteration, Samples
 from megatron_resihp.events.workers import WorkerFailed
 
 ROOT = Path(__file__).parents[3]
@@ -62,7 +62,7 @@ def test_a_scalar_of_another_library_is_written_as_a_number(tmp_path: Path) -> N
             return 0.5
 
     with EventLog(tmp_path / "events.jsonl") as log:
-        log.write(Salvage(iteration=Scalar(), path=tmp_path, complete=True))  # type: ignore[arg-type]
+        log.write(EmergencyCheckpoint(iteration=Scalar(), path=tmp_path, complete=True))  # type: ignore[arg-type]
     event = json.loads(log.path.read_text())
     assert (event["iteration"], event["path"]) == (0.5, str(tmp_path))
 

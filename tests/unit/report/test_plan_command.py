@@ -17,7 +17,7 @@ from megatron_resihp.cost.fitted.model import CostModel
 from megatron_resihp.cost.fitted.store import save
 from megatron_resihp.cost.running import cost_of_job
 from megatron_resihp.plan import ParallelPlan, even_chunks, spelled_out
-from megatron_resihp.plan.places import renamed
+from megatron_resihp.plan.slots import renamed
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.registry import STRATEGIES

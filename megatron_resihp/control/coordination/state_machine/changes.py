@@ -124,7 +124,7 @@ class ChangesByChoice:
         if plan.work_digest in state.first_steps.failed:
             return []
         taken = sorted(state.joining.waiting.intersection(plan.working))
-        why = arrival(taken, job.size.places)
+        why = arrival(taken, job.size.slots)
         try:
             check_memory(plan, state.plan_and_shape[0], job.own, job.known)
         except PlanError as error:

@@ -51,7 +51,7 @@ class Ends:
         held = {worker: state.reports.held[worker] for worker in state.living if state.reports.held.get(worker)}
         writers = self._plans.optimizer.writers(held)
         state.epoch += 1
-        state.phase, state.left_s = Phase.SALVAGING, state.limits.salvage_s
+        state.phase, state.left_s = Phase.SAVING, state.limits.save_s
         ending.saving = set(writers)
         ending.saved_reason = ending.save_reason or f"no plan fits the survivors: {reason}"
         order = EmergencyCheckpointOrder(state.epoch, reason, state.commit, writers, missing)
@@ -60,7 +60,7 @@ class Ends:
     def saved_by(self, workers: Iterable[int]) -> list[Action]:
         """These workers have written their parts of the emergency checkpoint, or have died."""
         self._state.ending.saving.difference_update(workers)
-        if self._state.phase is Phase.SALVAGING and not self._state.ending.saving:
+        if self._state.phase is Phase.SAVING and not self._state.ending.saving:
             return self.end_saved()
         return []
 

@@ -66,7 +66,7 @@ class Epochs:
             names = ", ".join(f"worker {w} ({cause})" for w, cause in fresh.items())
             before = "before the first iteration" if state.job.shape else "or of a job without --resihp"
             return actions + self._ends.end(exit_codes.RETRY, f"{names} died during start-up, {before}")
-        if state.phase is Phase.SALVAGING:
+        if state.phase is Phase.SAVING:
             return actions + self._ends.saved_by(fresh)
         cause = "; ".join(f"worker {w}: {cause}" for w, cause in fresh.items())
         return actions + self.break_epoch(cause, now) + self.decide(now)

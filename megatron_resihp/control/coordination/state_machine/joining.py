@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.plan import ParallelPlan, Shard
-from megatron_resihp.plan.places import node_of, place_of
+from megatron_resihp.plan.slots import node_of, slot_of
 
 STARTS_UNHEARD = 8
-"""So many starts of a place may have failed unheard; each has used up an id."""
+"""So many starts of a slot may have failed unheard; each has used up an id."""
 
 
 @dataclass
@@ -28,18 +28,18 @@ class JoiningWorkers:
     size: JobSize
     waiting: set[int] = field(default_factory=set)
     _latest: dict[int, int] = field(default_factory=dict)
-    """Place → the last worker that was started there, where it is not the first."""
+    """Slot → the last worker that was started there, where it is not the first."""
 
     def heard_of(self, worker: int) -> int:
-        """It has been started; returns its place."""
-        place = place_of(worker, self.size.places)
-        self._latest[place] = max(worker, self._latest.get(place, place))
-        return place
+        """It has been started; returns its slot."""
+        slot = slot_of(worker, self.size.slots)
+        self._latest[slot] = max(worker, self._latest.get(slot, slot))
+        return slot
 
     def may_exist(self, worker: int) -> bool:
         """Whether some process may have this id by now."""
-        place = place_of(worker, self.size.places)
-        return worker <= self._latest.get(place, place) + STARTS_UNHEARD * self.size.places
+        slot = slot_of(worker, self.size.slots)
+        return worker <= self._latest.get(slot, slot) + STARTS_UNHEARD * self.size.slots
 
     def has_never_run(self, worker: int, running: ParallelPlan | None) -> bool:
         """Whether it was not there at the start and is in no plan that has been run: the job does without it.
@@ -60,12 +60,12 @@ class JoiningWorkers:
         return joined
 
     def node_of(self, worker: int) -> int:
-        return node_of(worker, self.size.places, self.size.workers_per_node)
+        return node_of(worker, self.size.slots, self.size.workers_per_node)
 
     def ids_for(self, node: int) -> tuple[int, ...]:
         """Of workers that are to be started on a node, so that no id is used twice: they are used up,
         since a worker may end before it has said anything."""
-        workers = [self._latest.get(place, place) + self.size.places for place in self.size.places_on(node)]
+        workers = [self._latest.get(slot, slot) + self.size.slots for slot in self.size.slots_on(node)]
         for worker in workers:
             self.heard_of(worker)
         return tuple(workers)

@@ -72,7 +72,7 @@ class Membership:
                 names = ", ".join(str(worker) for worker in sorted(state.living - set(state.ready)))
                 cause = f"not ready within {state.limits.build_s:g} s: {names}"
                 return self._epochs.break_epoch(cause, now, probe=True)
-            case Phase.SALVAGING:
+            case Phase.SAVING:
                 return self._ends.end_saved()
         return []
 
@@ -102,7 +102,7 @@ class Membership:
         if state.phase is Phase.STARTING or not state.living:
             return self._ends.end(exit_codes.RETRY, reason)
         state.ending.save_reason, state.changes.waiting = reason, []
-        if state.phase is Phase.SALVAGING:
+        if state.phase is Phase.SAVING:
             return []
         if unpublished and state.phase is Phase.BUILDING:
             state.phase, state.epoch, state.left_s = Phase.REPORTING, state.epoch - 1, state.limits.report_s

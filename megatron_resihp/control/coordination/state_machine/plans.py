@@ -42,7 +42,7 @@ class Plans:
         plan, shape = state.plan_and_shape
         failed = state.first_steps.failed
         return Survivors(
-            shape, job.own, held, plan, state.running, job.described, job.arguments, job.size.places, failed
+            shape, job.own, held, plan, state.running, job.described, job.arguments, job.size.slots, failed
         )
 
     def plan_for(self, held: Held) -> tuple[ParallelPlan, list[Event]]:

@@ -107,9 +107,9 @@ class WorkerMessages:
             reason = "was started with other sizes than the job"
             dismissed = Notify(WorkerDismissed(worker, f"worker {worker} {reason}"))
             return [*self._epochs.die({worker: reason}, now, now), dismissed]
-        place = state.joining.heard_of(worker)
+        slot = state.joining.heard_of(worker)
         state.joining.waiting.add(worker)
-        return [Log(WorkerWaiting(waiting=worker, place=place)), *self._changes.grow()]
+        return [Log(WorkerWaiting(waiting=worker, place=slot)), *self._changes.grow()]
 
     # ---- an epoch
 
@@ -167,7 +167,7 @@ class WorkerMessages:
 
     def _on_report(self, message: SurvivorReport, now: float) -> list[Action]:
         state, worker = self._state, message.worker
-        if worker not in state.living or message.epoch != state.epoch or state.phase is Phase.SALVAGING:
+        if worker not in state.living or message.epoch != state.epoch or state.phase is Phase.SAVING:
             return []
         if state.changes.under_way is not None and state.phase is Phase.RUNNING:
             self._epochs.leave_by_choice(now)
@@ -256,4 +256,4 @@ def _exposed(job: Job) -> Log:
 
 def _invitations(size: JobSize) -> list[Action]:
     """To nodes that may join, once there is something to join."""
-    return [Reopen(node, tuple(size.places_on(node))) for node in range(size.nodes, size.most_nodes)]
+    return [Reopen(node, tuple(size.slots_on(node))) for node in range(size.nodes, size.most_nodes)]

@@ -26,7 +26,7 @@ COMMANDS = {
     "scontrol": 'if [[ $1 == show ]]; then echo node0; echo node1; else echo "scontrol $*"; fi',
     # As SLURM does for the task on the second node.
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 "$@"; exit ${SRUN_CODE:-0}',
-    "resihp": f'if [[ $1 == salvage ]]; then [[ -z ${{SALVAGED:-}} ]] || {sys.executable} -m megatron_resihp.cli "$@"; '
+    "resihp": f'if [[ $1 == checkpoint ]]; then [[ -z ${{SAVED:-}} ]] || {sys.executable} -m megatron_resihp.cli "$@"; '
     'exit; fi; printf "%s\\n" "$@"; [[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
     "sleep": "",
 }
@@ -61,20 +61,20 @@ def test_every_node_gets_a_launcher_of_one_job(tmp_path: Path, monkeypatch: pyte
         assert options.command[options.command.index(flag) + 1] == str(tmp_path / "checkpoints" / "resihp")
 
 
-@pytest.mark.parametrize(("last_checkpoint", "from_salvage"), [(3000, True), (5000, False)])
+@pytest.mark.parametrize(("last_checkpoint", "from_survivors"), [(3000, True), (5000, False)])
 def test_it_goes_on_from_what_survivors_of_node_0_have_saved_since(
-    tmp_path: Path, last_checkpoint: int, from_salvage: bool
+    tmp_path: Path, last_checkpoint: int, from_survivors: bool
 ) -> None:
     """The last `--load` counts."""
-    salvage = tmp_path / "resihp-runs" / "slurm-7" / DIRECTORY
-    for directory, iteration in ((salvage, 4321), (tmp_path / "checkpoints" / "resihp", last_checkpoint)):
+    saved = tmp_path / "resihp-runs" / "slurm-7" / DIRECTORY
+    for directory, iteration in ((saved, 4321), (tmp_path / "checkpoints" / "resihp", last_checkpoint)):
         directory.mkdir(parents=True)
         (directory / TRACKER).write_text(f"{iteration}\n")
-    done = run(tmp_path, JOB_CODE="0", SALVAGED="1", PYTHONPATH=str(ROOT))
+    done = run(tmp_path, JOB_CODE="0", SAVED="1", PYTHONPATH=str(ROOT))
     arguments = done.stdout.splitlines()
     loaded = [Path(value) for flag, value in pairwise(arguments) if flag == "--load"]
     assert done.returncode == 0 and loaded[0] == tmp_path / "checkpoints" / "resihp"
-    assert loaded[1:] == ([salvage] if from_salvage else []) and ("--no-load-rng" in arguments) == from_salvage
+    assert loaded[1:] == ([saved] if from_survivors else []) and ("--no-load-rng" in arguments) == from_survivors
 
 
 def test_its_result_is_the_jobs(tmp_path: Path) -> None:

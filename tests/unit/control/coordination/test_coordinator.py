@@ -121,7 +121,7 @@ def test_a_clock_that_is_set_gives_up_nobody(monkeypatch: pytest.MonkeyPatch) ->
     assert dead_after(0.5, report(0), 0.5, report(1), 0.5, report(2)) == [3]
 
 
-def salvaged(worker: int) -> EmergencyCheckpointWritten:
+def saved(worker: int) -> EmergencyCheckpointWritten:
     return EmergencyCheckpointWritten(worker)
 
 
@@ -149,7 +149,7 @@ def test_an_error_of_its_own_has_survivors_save_what_they_hold(capsys: pytest.Ca
     def next_plan(survivors: Any) -> Any:
         raise ZeroDivisionError("a bug")
 
-    store = Played(*trained_until_a_death(), *REPORTED, salvaged(0))
+    store = Played(*trained_until_a_death(), *REPORTED, saved(0))
     events = ends_after(store, next_plan=next_plan)
     order = order_in(store, 1)
     assert events[-1].reason == "the coordinator failed: ZeroDivisionError: a bug" == order.reason
@@ -159,7 +159,7 @@ def test_an_error_of_its_own_has_survivors_save_what_they_hold(capsys: pytest.Ca
 
 def test_a_plan_that_can_not_be_published_has_them_save_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait for it, and get the order in its place."""
-    store = Played(*trained_until_a_death(), *REPORTED, salvaged(0))
+    store = Played(*trained_until_a_death(), *REPORTED, saved(0))
     put = store.set_once
 
     def set_once(key: str, value: str) -> str:
@@ -174,7 +174,7 @@ def test_a_plan_that_can_not_be_published_has_them_save_too(monkeypatch: pytest.
 
 def test_a_go_that_somebody_else_has_given_binds_nobody() -> None:
     store = Played(*trained_until_a_death(), *REPORTED, *(ready(worker, 1) for worker in range(3)),
-                   *(replace(each, epoch=1) for each in REPORTED), salvaged(0))  # fmt: skip
+                   *(replace(each, epoch=1) for each in REPORTED), saved(0))  # fmt: skip
     store.values["go/1"] = '{"ports": []}'
     assert "'go/1' was in the store before" in ends_after(store)[-1].reason
     assert order_in(store, 2)

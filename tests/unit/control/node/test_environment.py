@@ -20,7 +20,7 @@ def test_a_worker_that_was_not_there_at_the_start_has_a_rank_of_the_first_world(
     for worker, rank, local_rank in ((4, "0", "0"), (5, "1", "1"), (11, "1", "1")):
         found = job.of(worker, 3, 4, {})
         assert (found["RESIHP_WORKER"], found["RANK"], found["LOCAL_RANK"]) == (str(worker), rank, local_rank)
-        assert (found["WORLD_SIZE"], found["RESIHP_PLACES"]) == ("4", "6")
+        assert (found["WORLD_SIZE"], found["RESIHP_SLOTS"]) == ("4", "6")
 
 
 def test_what_recovery_needs_of_nccl_is_no_choice_of_the_user() -> None:

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.control.node.slowdown_injector import LONGEST_STOP_S, PERIOD_S, DutyCycle, Slicer
+from megatron_resihp.control.node.slowdown_injector import LONGEST_STOP_S, PERIOD_S, DutyCycle, SlowdownInjector
+
+Busy = subprocess.Popen[bytes]
 
 
 def state(pid: int) -> str:
@@ -64,9 +66,9 @@ def busy() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def slicer(busy: subprocess.Popen[bytes]) -> Iterator[Slicer]:
+def injector(busy: subprocess.Popen[bytes]) -> Iterator[SlowdownInjector]:
     pidfd = os.pidfd_open(busy.pid)
-    found = Slicer({3: (busy.pid, pidfd)})
+    found = SlowdownInjector({3: (busy.pid, pidfd)})
     try:
         yield found
     finally:
@@ -74,18 +76,20 @@ def slicer(busy: subprocess.Popen[bytes]) -> Iterator[Slicer]:
         os.close(pidfd)
 
 
-class TestSlicer:
-    def test_a_slow_worker_is_stopped_and_goes_on(self, slicer: Slicer, busy: subprocess.Popen[bytes]) -> None:
-        slicer.slow({3: 0.2})
+class TestSlowdownInjector:
+    def test_a_slow_worker_is_stopped_and_goes_on(
+        self, injector: SlowdownInjector, busy: subprocess.Popen[bytes]
+    ) -> None:
+        injector.slow({3: 0.2})
         for _ in range(3):
             assert eventually(lambda: state(busy.pid) == "T")
             assert eventually(lambda: state(busy.pid) != "T")
 
     @pytest.mark.parametrize(("speed", "least", "most"), [(0.2, 0.5, 1.0), (0.8, 0.02, 0.5)])
     def test_it_is_stopped_for_about_the_rest_of_the_time(
-        self, slicer: Slicer, busy: subprocess.Popen[bytes], speed: float, least: float, most: float
+        self, injector: SlowdownInjector, busy: subprocess.Popen[bytes], speed: float, least: float, most: float
     ) -> None:
-        slicer.slow({3: speed})
+        injector.slow({3: speed})
         stopped, looked = 0.0, time.monotonic()
         end = looked + 0.5
         while looked < end:
@@ -96,31 +100,33 @@ class TestSlicer:
 
     @pytest.mark.parametrize("end", [lambda s: s.slow({}), lambda s: s.forget(3), lambda s: s.close()])
     def test_it_is_never_left_stopped(
-        self, slicer: Slicer, busy: subprocess.Popen[bytes], end: Callable[[Slicer], None]
+        self, injector: SlowdownInjector, busy: subprocess.Popen[bytes], end: Callable[[SlowdownInjector], None]
     ) -> None:
-        slicer.slow({3: 0.01})
+        injector.slow({3: 0.01})
         assert eventually(lambda: state(busy.pid) == "T")
-        end(slicer)
+        end(injector)
         assert eventually(lambda: state(busy.pid) != "T")
         time.sleep(3 * PERIOD_S)
         assert state(busy.pid) != "T"
 
-    def test_who_was_stopped_by_others_stays_so(self, slicer: Slicer, busy: subprocess.Popen[bytes]) -> None:
+    def test_who_was_stopped_by_others_stays_so(
+        self, injector: SlowdownInjector, busy: subprocess.Popen[bytes]
+    ) -> None:
         busy.send_signal(signal.SIGSTOP)
         assert eventually(lambda: state(busy.pid) == "T")
-        slicer.slow({3: 0.5})
+        injector.slow({3: 0.5})
         time.sleep(5 * PERIOD_S)
-        slicer.slow({})
+        injector.slow({})
         assert state(busy.pid) == "T"
 
-    def test_death_while_it_is_sliced(self, slicer: Slicer, busy: subprocess.Popen[bytes]) -> None:
-        slicer.slow({3: 0.01})
+    def test_death_while_it_is_sliced(self, injector: SlowdownInjector, busy: Busy) -> None:
+        injector.slow({3: 0.01})
         assert eventually(lambda: state(busy.pid) == "T")
         busy.kill()
         assert busy.wait(10.0) == -signal.SIGKILL
-        slicer.forget(3)
-        slicer.slow({3: 0.5})
+        injector.forget(3)
+        injector.slow({3: 0.5})
 
-    def test_workers_of_other_nodes_are_not_its_business(self, slicer: Slicer) -> None:
-        slicer.slow({0: 0.5, 7: 0.5})
-        slicer.slow({})
+    def test_workers_of_other_nodes_are_not_its_business(self, injector: SlowdownInjector) -> None:
+        injector.slow({0: 0.5, 7: 0.5})
+        injector.slow({})

@@ -140,7 +140,7 @@ class Gone(Published):
         lambda control: control.tell(TrainingFinished(1, 3)),
         lambda control: control.suspect(RuntimeError("gloo: Connection closed by peer"), HEARD_S),
         lambda control: control.report(Record(3, IterationPhase.COMPUTE), ()),
-        lambda control: control.channel.count("salvaged"),
+        lambda control: control.channel.count("saved"),
     ],
     ids=["a message", "a suspicion", "a report", "a count"],
 )

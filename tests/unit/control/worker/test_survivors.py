@@ -29,7 +29,7 @@ def told(iteration: int, stage: IterationPhase, held: tuple[Shard, ...], **more:
 
 def test_survivors_in_the_same_iteration_save_the_one_before() -> None:
     everybody = {2: told(7, IterationPhase.COMPUTE, FIRST), 3: told(7, IterationPhase.REDUCED, SECOND)}
-    decision = decide(everybody, "salvage")
+    decision = decide(everybody, "emergency_checkpoint")
     assert decision.commit.iteration == 6 and not decision.commit.replay
     assert decision.writers == {2: FIRST, 3: SECOND}
     assert [part_of(worker, one, decision) for worker, one in everybody.items()] == [FIRST, SECOND]
@@ -42,7 +42,7 @@ def test_who_has_heard_of_the_agreement_takes_the_others_with_it() -> None:
         3: told(7, IterationPhase.AGREED, SECOND),
         4: told(8, IterationPhase.COMPUTE, FIRST),
     }
-    decision = decide(everybody, "salvage")
+    decision = decide(everybody, "emergency_checkpoint")
     assert decision.commit.iteration == 7 and decision.commit.outcome == OUTCOME
     assert decision.writers == {2: FIRST, 3: SECOND}
     assert part_of(4, everybody[4], decision) == (), "another one writes the same"
@@ -50,7 +50,7 @@ def test_who_has_heard_of_the_agreement_takes_the_others_with_it() -> None:
 
 def test_iterations_are_never_mixed() -> None:
     """A worker that nobody heard in time is an iteration on, and can't go back."""
-    decision = decide({2: told(7, IterationPhase.REDUCED, FIRST)}, "salvage")
+    decision = decide({2: told(7, IterationPhase.REDUCED, FIRST)}, "emergency_checkpoint")
     assert decision.commit.iteration == 6
     assert part_of(3, told(7, IterationPhase.STEPPED, SECOND), decision) is None
     assert part_of(3, told(9, IterationPhase.COMPUTE, SECOND), decision) is None
@@ -59,22 +59,24 @@ def test_iterations_are_never_mixed() -> None:
 
 def test_a_record_that_contradicts_the_others_writes_nothing_of_theirs() -> None:
     everybody = {2: told(7, IterationPhase.COMPUTE, FIRST), 3: told(7, IterationPhase.STEPPED, FIRST)}
-    decision = decide(everybody, "salvage")
+    decision = decide(everybody, "emergency_checkpoint")
     assert decision.writers == {3: FIRST} and part_of(2, everybody[2], decision) is None
 
 
 def test_each_writes_its_own_parts_of_a_distributed_optimizer() -> None:
-    decision = decide({w: told(7, IterationPhase.COMPUTE, FIRST, in_parts=True) for w in (2, 3)}, "salvage")
+    decision = decide(
+        {w: told(7, IterationPhase.COMPUTE, FIRST, in_parts=True) for w in (2, 3)}, "emergency_checkpoint"
+    )
     assert decision.writers == {2: FIRST, 3: FIRST}
 
 
 def test_standbys_alone_do_not_know_where_the_run_was() -> None:
     standby = Standing(Record(7, IterationPhase.STEPPED, works=False, outcomes={7: OUTCOME}), FIRST)
     with pytest.raises(NoCommitError):
-        decide({2: standby}, "salvage")
+        decide({2: standby}, "emergency_checkpoint")
     joining = Standing(Record(7, IterationPhase.STEPPED, counters={7: {}}), FIRST)
     with pytest.raises(NoCommitError, match="agreed on for iteration 7"):
-        decide({2: joining}, "salvage")
+        decide({2: joining}, "emergency_checkpoint")
 
 
 def test_nobody_waits_for_workers_that_died_with_node_0() -> None:
@@ -98,7 +100,7 @@ def test_the_first_decision_binds_all(tmp_path: Path) -> None:
     both = boards[1].gather("record", {2, 3}, timeout_s=60.0)
     assert {worker: decode(Standing, note) for worker, note in both.items()} == standings
     first, second = (
-        decode(Decision, board.decide(encode(decide(dict(list(standings.items())[:number]), "salvage"))))
+        decode(Decision, board.decide(encode(decide(dict(list(standings.items())[:number]), "emergency_checkpoint"))))
         for board, number in zip(boards, (1, 2), strict=True)
     )
     assert first == second and first.commit.iteration == 6

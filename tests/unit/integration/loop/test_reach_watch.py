@@ -72,6 +72,6 @@ def test_in_a_broken_epoch_nobody_is_looked_for() -> None:
 
 
 def test_one_worker_on_each_other_node_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RESIHP_PLACES", "8")
+    monkeypatch.setenv("RESIHP_SLOTS", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert startup.one_of_each_node([0, 1, 3, 4, 14, 15], me=1) == [3, 4, 14]

@@ -152,7 +152,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize(("later_s", "missing", "said"), [
-    (2, (), "all of it; go on from it with --load {run_dir}/salvage --no-load-rng"),
+    (2, (), "all of it; go on from it with --load {run_dir}/emergency_checkpoint --no-load-rng"),
     (2, ((0, 1),), "which no start can load: there is no file of stage 0 TP rank 1; go on from the last checkpoint"),
     (-3600, (), None),
 ])  # fmt: skip
@@ -164,8 +164,8 @@ def test_what_survivors_of_node_0_have_saved_is_told(
     run = synthetic_run()
     run.step(12)
     run_dir = _written(tmp_path / "run", run.events)
-    board = Noticeboard(run_dir / "salvage" / "survivors-3fa8-0", me=4)
-    LastSave(13, "salvage", missing, run.now + later_s).pin(board)
+    board = Noticeboard(run_dir / "emergency_checkpoint" / "survivors-3fa8-0", me=4)
+    LastSave(13, "emergency_checkpoint", missing, run.now + later_s).pin(board)
     assert call(run_dir) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     if said is None:

@@ -32,7 +32,7 @@ from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_le
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.workers import LinkFailed
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, deal, rules, spelled_out
-from megatron_resihp.plan.places import renamed
+from megatron_resihp.plan.slots import renamed
 from megatron_resihp.protocol.answers import Refused
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import (
@@ -71,7 +71,7 @@ from megatron_resihp.protocol.notices import (
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
 from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
 
-LIMITS = Limits(report_s=10.0, build_s=100.0, salvage_s=50.0, recoveries_per_iteration=3)
+LIMITS = Limits(report_s=10.0, build_s=100.0, save_s=50.0, recoveries_per_iteration=3)
 
 
 class Job:
@@ -1528,7 +1528,7 @@ class TestWhateverHappens:
                 job.report(*sorted(membership.state.living))
             case Phase.BUILDING:
                 job.ready(*job.members)
-            case Phase.SALVAGING:
+            case Phase.SAVING:
                 order = next(action for action in job.actions if isinstance(action, EmergencyCheckpointOrder))
                 for worker in order.writers:
                     job.tell(EmergencyCheckpointWritten(worker))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resihp salvage` as people and job scripts call it."""
+"""`resihp checkpoint` as people and job scripts call it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_resihp.control.commands.salvage import NOTHING, add_arguments, run
+from megatron_resihp.control.commands.checkpoint import NOTHING, add_arguments, run
 from megatron_resihp.control.worker.noticeboard import Noticeboard
 from megatron_resihp.control.worker.saved_state import DIRECTORY, TRACKER, LastSave
 
@@ -36,14 +36,14 @@ def test_it_says_in_one_line_how_to_go_on(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("salvaged", "last_checkpoint", "is_newer"),
+    ("saved", "last_checkpoint", "is_newer"),
     [(9, 8, True), (9, None, True), (9, "release", True), (8, 8, False), (8, 9, False), (None, None, False)],
 )
 def test_a_script_loads_only_what_is_newer_than_the_last_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], salvaged: int | None, last_checkpoint: object, is_newer: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: int | None, last_checkpoint: object, is_newer: bool
 ) -> None:
-    if salvaged is not None:
-        state(tmp_path / "run" / DIRECTORY, salvaged)
+    if saved is not None:
+        state(tmp_path / "run" / DIRECTORY, saved)
     if last_checkpoint is not None:
         state(tmp_path / "checkpoints", last_checkpoint)
     asked = (tmp_path / "run", "--newer-than", tmp_path / "checkpoints")

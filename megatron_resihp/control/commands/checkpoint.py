@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resihp salvage`: says how to go on from what survivors have saved, to people and to job scripts.
+"""`resihp checkpoint`: says how to go on from what survivors have saved, to people and to job scripts.
 
 May import: the standard library and `saved_state`.
 """
@@ -18,13 +18,13 @@ NOTHING: Final = 1
 EPILOG = """\
 A job script that may be started again adds the flags to those of the job, whose --load is overruled:
 
-  mapfile -t NEWER < <(resihp salvage "$RUN_DIR" --newer-than "$CHECKPOINTS" --flags)
+  mapfile -t NEWER < <(resihp checkpoint "$RUN_DIR" --newer-than "$CHECKPOINTS" --flags)
   resihp launch ... pretrain_gpt.py ... --save "$CHECKPOINTS" --load "$CHECKPOINTS" "${NEWER[@]}"
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `resihp salvage`."""
+    """The arguments of `resihp checkpoint`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of the job; may be one that has not begun")
@@ -41,7 +41,7 @@ def run(namespace: argparse.Namespace) -> int:
     found = newest_state(namespace.run_dir)
     last = latest_in(namespace.newer_than) if namespace.newer_than is not None else None
     if found is not None and last is not None and found[1] <= last:
-        return _nothing(namespace, f"{namespace.newer_than} has iteration {last:,}, salvaged is {found[1]:,}")
+        return _nothing(namespace, f"{namespace.newer_than} has iteration {last:,}, survivors saved {found[1]:,}")
     if found is None:
         partial = last_save(namespace.run_dir, since=0.0)
         where = namespace.run_dir / DIRECTORY
