@@ -22,9 +22,9 @@ from megatron_resihp.coding.forms import Form, form_of, may_be_omitted
 from megatron_resihp.coding.rules import Between, Holds, Matches, Rule
 
 MOST_CHARACTERS: Final = 1_000_000
-"""Of one text."""
+"""The longest text that is read."""
 MOST_ITEMS: Final = 1_000_000
-"""Of one list or mapping."""
+"""The longest list or mapping that is read."""
 INT_BITS: Final = 63
 
 

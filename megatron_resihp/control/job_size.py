@@ -40,11 +40,11 @@ class JobSize:
         return self.most_nodes * self.workers_per_node
 
     def slots_on(self, node: int) -> range:
-        """They are also the ids of the workers that are started there first."""
+        """A node's slots, which are also the ids of the workers that are started there first."""
         return range(node * self.workers_per_node, (node + 1) * self.workers_per_node)
 
     def __str__(self) -> str:
-        """As it was given."""
+        """The size as command-line flags."""
         nodes = f"{self.nodes}:{self.most_nodes}" if self.late_nodes else f"{self.nodes}"
         return f"--nnodes {nodes} --nproc-per-node {self.workers_per_node}"
 

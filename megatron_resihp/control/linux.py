@@ -22,7 +22,7 @@ HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, 
 
 PR_SET_PDEATHSIG: Final = 1
 SYS_PIDFD_GETFD: Final = 438
-"""The same on every architecture; Linux 5.6."""
+"""The number of the system call, since Linux 5.6, on every architecture."""
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 TORCH_SHARED_MEMORY: Final = re.compile(r"torch_(\d+)_.*")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is slowed on request: the state that the coordinator keeps and workers and agents are told. Pure.
+"""Which workers are slowed on request: the coordinator keeps this state, and tells workers and agents. Pure.
 
 May import `config`, `protocol` and the standard library.
 """

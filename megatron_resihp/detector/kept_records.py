@@ -16,7 +16,7 @@ MOST_KEPT: Final = 4 << 30
 
 
 class KeptRecords:
-    """Those of one run. A full disk ends the recording and nothing else; each method returns what to log.
+    """The records of one run. A full disk ends the recording and nothing else; each method returns what to log.
 
     Args:
         run_dir: where they are kept.

@@ -113,7 +113,7 @@ def _range(value: Any) -> tuple[int, ...]:
 
 
 def _plan(value: Any) -> Mapping[str, Any]:
-    """As far as readers rely on it; a later version may have more in it."""
+    """Check a plan as far as readers rely on it; a later version may have more in it."""
     for replica in _items(_mapping(value).get("replicas")):
         for stage in _items(_mapping(replica).get("stages")):
             _integers(stage)

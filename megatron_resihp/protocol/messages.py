@@ -98,7 +98,7 @@ class SurvivorReport:
 
     Attributes:
         held: complete and current to the record.
-        unreachable: workers at whose doors it has knocked in vain.
+        unreachable: workers that did not answer when it tried to connect.
     """
 
     worker: Worker
@@ -164,10 +164,10 @@ class EventsReported:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Somebody asks for a change to a plan.
+    """A user or the replanner asks for a change to a plan.
 
     Attributes:
-        plan: as JSON. Whoever asks is answered if it is none.
+        plan: as JSON. If it is no plan, the answer says so.
         why: in words.
         patient: to have it as soon as it can be, if not now.
         answer: key of the store under which the answer is awaited; None: no one waits.
@@ -181,13 +181,13 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class SlowdownRequest:
-    """Somebody asks for a slowdown to be injected, or ended.
+    """A user or a worker asks for a slowdown to be injected, or ended.
 
     Attributes:
         workers: one, two (their link), or none: all that was injected ends.
         factor: of speed or bandwidth.
-        iteration: that it was scheduled for; None: now.
-        number: of a scheduled one, which all workers ask for; None: it was not scheduled.
+        iteration: for which it was scheduled; None: now.
+        number: of a scheduled slowdown, for which all workers ask; None: it was not scheduled.
         answer: as in `PlanRequest`.
     """
 

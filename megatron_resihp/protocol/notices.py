@@ -39,7 +39,7 @@ class StopTraining:
 
 @dataclass(frozen=True)
 class OthersFinish:
-    """Who has reported a failed collective: the others leave because they are done. Wait for the end."""
+    """To workers that reported a failed collective: the others left because they are done. Wait for the end."""
 
 
 @dataclass(frozen=True)

@@ -101,11 +101,11 @@ class Commit:
     """Where all survivors go on from; once decided it binds every later epoch.
 
     Attributes:
-        iteration: j, the last iteration that counts as applied. Who is REDUCED at j takes the step with `outcome`.
+        iteration: j, the last iteration that counts as applied. A worker that is REDUCED at j steps with `outcome`.
         outcome: what was agreed for j; None if none had agreed on anything yet.
         replay: what Megatron does after step j (logging, evaluation, checkpoint) was not finished by all: repeat it.
         counters: Megatron's counters at the start of the iteration at which the loop is entered again.
-        position: the earliest call of the run that a survivor is in (0: train()); earlier ones all have made.
+        position: the earliest call of the run that a survivor is in (0: train()); all have made the earlier ones.
     """
 
     iteration: Natural

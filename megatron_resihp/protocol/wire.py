@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How anything travels: as JSON text that says its protocol's version, its kind, its sender, and its fields.
+"""How messages travel: as JSON text with the protocol's version, the kind, the sender, and the fields.
 
-All is written and read here. Whoever reads refuses what is malformed, by an error that names sender and field. Fields
-that a newer minor version has added are left out; another major version is refused.
+All texts are written and read here. A malformed text is refused by an error that names its sender and the field. Fields
+that a newer minor version has added are ignored; another major version is refused.
 May import `coding` and this package's `version`.
 """
 
@@ -22,7 +22,7 @@ SHOWN: Final = 200
 """Characters of what was refused that the log shows."""
 COORDINATOR: Final = "the coordinator"
 NOBODY: Final = "somebody"
-"""Who has sent what does not say so."""
+"""The sender of a text that does not name one."""
 
 
 _NAMES: Final = frozenset({"protocol", "kind", "sender", "id", "body"})

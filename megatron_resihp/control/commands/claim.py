@@ -77,7 +77,7 @@ class Owner:
 
 
 def living_owner(path: Path) -> Owner | None:
-    """Who has this file, if it is seen from here that it lives."""
+    """The process that has this file, if it can be seen from here that the process lives."""
     try:
         owner = Owner.of(json.loads(path.read_text()))
     except (OSError, ValueError):

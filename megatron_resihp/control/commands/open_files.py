@@ -14,7 +14,7 @@ from typing import Final
 from megatron_resihp.control.job_size import JobSize
 
 OF_ITS_OWN: Final = 64
-"""Of any launcher: libraries, logs, planners' processes, connections in the making."""
+"""Files that any launcher has open: libraries, logs, planners' processes, connections in the making."""
 PER_OWN_WORKER: Final = 8
 """Process, liveness connection, measurements, output and log."""
 PER_WORKER: Final = 4

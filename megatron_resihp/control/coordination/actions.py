@@ -16,7 +16,7 @@ from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPl
 
 class Phase(Enum):
     STARTING = "starting"
-    """Workers set up; a death now ends the job, there is nothing to recover yet."""
+    """Workers set up. A death ends the job, because there is nothing to recover yet."""
     BUILDING = "building"
     """A plan is published, its members build groups, move state and report ready."""
     RUNNING = "running"
@@ -57,7 +57,7 @@ class Log:
 
 @dataclass(frozen=True)
 class End:
-    """The job is over. `at_once`: workers are told by a signal, as nothing else reaches them."""
+    """The job is over. `at_once`: workers are told by a signal, because nothing else reaches them."""
 
     code: int
     reason: str

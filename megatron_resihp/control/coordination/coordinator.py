@@ -45,16 +45,16 @@ from megatron_resihp.protocol.published import DECISIONS, END, GO, EmergencyChec
 from megatron_resihp.protocol.wire import COORDINATOR
 
 POLL_S = 0.5
-"""How often bounded waits are looked at when no message comes."""
+"""How often bounded waits are checked when no message comes."""
 AWAY_S = 5.0
 """A turn of the loop that took longer was held up: node 0 was stopped, or a plan was searched for. In that time no
 message could be heard, and no wait has come closer to its end."""
 MOST_AT_ONCE = 1000
-"""So many messages are taken before bounded waits are looked at again."""
+"""How many messages are taken before bounded waits are checked again."""
 GRACE_S: Final = 10.0
 """How long workers get to exit by themselves at the end."""
 TERMINATE_S = 30.0
-"""How long workers that nothing but a signal reaches have to end, as under torchrun: they may save."""
+"""How long workers that only a signal reaches have to end, as under torchrun: they may save."""
 
 FATAL: Final = ("kill", "stop")
 """Actions of fault injections that their victim does not survive."""
@@ -65,7 +65,7 @@ class ForeignWriterError(RuntimeError):
 
 
 class Coordinator:
-    """One per job.
+    """The coordinator of one job.
 
     Args:
         store: a connection of its own.
@@ -75,7 +75,7 @@ class Coordinator:
         limits: bounds of waiting.
         requests: what other threads on node 0 want.
         next_plan: plans when workers have died.
-        reopen: lets a node that was lost, or has never been there, come with workers of these ids.
+        reopen: lets a node that was lost, or was never there, come with workers of these ids.
         clock: seconds that bounded waits count; not to be set while the job runs.
         on_heard: called again and again, whenever all that has been said is heard.
     """
@@ -147,7 +147,7 @@ class Coordinator:
             actions = []
 
     def _turn(self) -> Iterator[list[Action]]:
-        """Hear all messages that are there, and only then find out what is late."""
+        """Take all messages that are there, and only then find out what is late."""
         taken = self._inbox.take(POLL_S)
         now = self._clock()
         if taken is not None:
@@ -222,19 +222,19 @@ class Coordinator:
                 end = JobEnd(code, reason, GRACE_S, None if last is None else last.members)
                 if at_once:
                     end = replace(end, grace_s=0.0, terminate_s=TERMINATE_S)
-                # Whatever a stranger has put there: agents read on until this comes.
+                # A stranger may have written there; agents read on until this comes.
                 self._store.set(keys.END, END.write(end, COORDINATOR))
                 return code
         return None
 
     def _notify(self, notice: str) -> None:
-        """Under the first number that is not used: what a stranger has written there is read already."""
+        """Publish a notice under the first free number: what a stranger wrote under others has been read already."""
         while self._store.set_once(keys.notice_key(self._notices), notice) != notice:
             self._notices += 1
         self._notices += 1
 
     def _publish(self, key: str, text: str) -> None:
-        """What binds all members, which may have read it already: on another writer's text they can't agree."""
+        """Publish what binds all members. Where another writer's text is, members may have read it, and can't agree."""
         if self._store.set_once(key, text) != text:
             raise ForeignWriterError(f"{key!r} was in the store before the coordinator wrote it")
 

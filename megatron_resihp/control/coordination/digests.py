@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the state that workers hold, compared under equal keys. Pure; imports `plan`.
+"""Digests of the state that workers hold; digests with equal keys are compared. Pure; imports `plan`.
 
 For shards of the job's own layout a key is "stage/TP rank", and of a distributed optimizer's parts
 "stage/TP rank/part/parts"; for others "layer/cut/cuts": which of so many equal cuts of a layer. Cut −1 are the

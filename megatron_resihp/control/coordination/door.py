@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door of the control plane: which messages reach the coordinator. What is malformed goes no further. Pure.
+"""The door of the control plane: which messages reach the coordinator; malformed ones go no further. Pure.
 
 All processes of a job write to one store, and a broken or foreign one may write anything. `protocol.wire` checks what
 types say; here is checked what only this job knows: its workers and nodes, its layers, and which events are a worker's.
@@ -65,7 +65,7 @@ Heard = WordOfWorker | WordOfAgent | PlanRequest | SlowdownRequest | Reported
 """What reaches the coordinator."""
 
 _MOST: Final = 1 << 63
-"""Numbers that a job can have are below."""
+"""Numbers of a job are below this."""
 _OF_WORKERS: Final = (
     Iteration, Samples, WorkerStarted, Phase, FirstStep, Drill, Emulation, OptimizerCopy, Resources,
     Digest, Checkpoint, EmergencyCheckpoint, Validation, UnknownEvent,
@@ -74,7 +74,7 @@ _OF_WORKERS: Final = (
 
 
 def _are_arguments(value: Mapping[str, Any]) -> bool:
-    """Of Megatron's, that a model is made of, or that are known to make one of which nothing is known here."""
+    """Whether these are Megatron's arguments of a model, even of one that this package doesn't know."""
     counts = [value.get(name) or 0 for name in ("num_layers", "mtp_num_layers", "num_experts")]
     if not all(type(count) is int and 0 <= count <= MOST_LAYERS for count in counts):
         return False
@@ -103,7 +103,7 @@ def _event(value: Mapping[str, Any]) -> Event:
 
 
 def _out_of_bounds(event: Event) -> str | None:
-    """The field that no code on node 0 can use; what is only written down may be anything."""
+    """The field that no code on node 0 can use. Fields that are only written to the log may hold anything."""
     epoch, worker = event.epoch, event.worker
     if not math.isfinite(event.time):
         return "time"
@@ -132,7 +132,7 @@ def read_message(text: str, size: JobSize, may_exist: Callable[[int], bool]) -> 
         may_exist: whether the job may have a worker of this id by now.
 
     Raises:
-        MalformedError: it is none; the message names sender and field.
+        MalformedError: the text is no such message; the error names sender and field.
     """
     letter = MESSAGES.read(text)
     message = letter.body
@@ -155,7 +155,7 @@ def _events(message: EventsReported, sender: str) -> tuple[Event, ...]:
 
 
 def _wrong_names(message: Message, size: JobSize, may_exist: Callable[[int], bool]) -> str | None:
-    """Which worker or node is none of this job's."""
+    """The worker or node in a message that is not this job's."""
     workers: tuple[int, ...] = ()
     match message:
         case NodeLost(node=node) | LeaveRequest(node=node):
@@ -171,7 +171,7 @@ def _wrong_names(message: Message, size: JobSize, may_exist: Callable[[int], boo
 
 
 def _wrong_content(message: Message) -> str | None:
-    """What is wrong by more than a field's type."""
+    """What is wrong with a message beyond the types of its fields."""
     match message:
         case JobStarted(job=job) | JoinRequest(job=job):
             try:

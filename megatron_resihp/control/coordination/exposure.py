@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which single losses the job can't outlive as it is placed, and what would change that.
+"""Which single losses would end the job as it is placed, and what would change that.
 
 State that is lost with a node or a worker is what ends a job: survivors that hold everything between them are enough
 for a plan. Node 0, where the coordinator runs, ends it whatever it holds. Pure; imports `plan` and `planner`.
@@ -24,9 +24,9 @@ class Exposure:
     """What ends the job with a single loss.
 
     Attributes:
-        nodes: but node 0.
+        nodes: other than node 0.
         workers: alone.
-        mend: what to do about it; None: there is nothing to mend, or no one flag does.
+        mend: what to do about it; None: nothing is wrong, or no single flag helps.
     """
 
     nodes: tuple[int, ...]
@@ -35,12 +35,12 @@ class Exposure:
 
 
 def exposure(shape: JobShape, workers: int, pipeline_last: bool, shared_optimizer: bool) -> Exposure:
-    """Of a job's first plan.
+    """The losses that would end a job under its first plan.
 
     Args:
         workers: at the start.
         pipeline_last: the order of ranks, see `initial_plan`.
-        shared_optimizer: each replica has a part of the optimizer's state, and a copy of one other's.
+        shared_optimizer: each replica has a part of the optimizer's state, and a copy of another replica's part.
     """
     found = _fatal(initial_plan(shape, workers, pipeline_last), shape, shared_optimizer)
     if not (found.nodes or found.workers):

@@ -16,7 +16,7 @@ from megatron_resihp.events.job import MessageDropped
 from megatron_resihp.protocol.wire import MalformedError, shown
 
 RECENT: Final = 10_000
-"""Ids of so many messages are remembered."""
+"""How many messages' ids are remembered."""
 
 
 class Inbox:

@@ -27,5 +27,5 @@ class Requests:
         self._waiting.put(request)
 
     def take(self) -> list[ValidationOrder | PlanRequest]:
-        """All that have come since the last call; for the coordinator."""
+        """The requests since the last call; for the coordinator."""
         return [self._waiting.get() for _ in range(self._waiting.qsize())]

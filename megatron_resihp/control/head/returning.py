@@ -102,7 +102,7 @@ def check_size(run_dir: Path, node: int, size: JobSize) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write the file whole, or not at all."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(text)
     unfinished.replace(path)

@@ -25,9 +25,9 @@ STALLED_AFTER: Final = 3.0
 LEAST_S: Final = 1.0
 """Shorter stalls are not worth a word."""
 LEAST_BUSY_S: Final = 10.0
-"""The same in a recovery or a change of plan, which have lines of their own."""
+"""Likewise during a recovery or a change of plan, which have lines of their own."""
 LEAST_DUE_S: Final = 30.0
-"""The same where an evaluation or a checkpoint is due and none has shown yet how long it takes."""
+"""Likewise where an evaluation or a checkpoint is due, and none has shown yet how long it takes."""
 LATEST: Final = 10
 """Iterations that the usual time is the median of."""
 FEWEST: Final = 3
@@ -35,7 +35,7 @@ FEWEST: Final = 3
 LONGEST_SILENCE_S: Final = 600.0
 """Between two lines while nothing happens; at first they come when the time has tripled."""
 AWAY_S: Final = 2.0
-"""Who was not asked for as long was stopped itself."""
+"""If no look was taken for this long, this process was stopped itself."""
 
 RECOVERY: Final = "recovery"
 CHANGE: Final = "change of plan"

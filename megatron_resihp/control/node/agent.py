@@ -116,7 +116,7 @@ class Agent:
 
     def _look(self, dead: list[Worker], now: float) -> None:
         self._memory_kills.look(now)
-        # Liveness connections first: what a worker said last is still in them.
+        # Liveness connections first: a worker's last words are still in them.
         for finding in self._watcher.look(now):
             self._take_note(finding, now)
         for worker in dead:
@@ -194,7 +194,7 @@ class Agent:
             linux.kill_group(worker.pid)
 
     def _end_given_up(self, given_up: GivenUp) -> None:
-        """What the coordinator has given up may run on, cut off from it alone: its slot is another one's now."""
+        """A worker that the coordinator has given up may run on, cut off from it alone; another has its slot now."""
         for worker in self._processes.living():
             if worker.number in given_up.workers and not worker.given_up:
                 if given_up.for_good:
@@ -245,7 +245,7 @@ class Agent:
 
 
 def _cause(worker: Worker, starter: Starter, memory_kills: MemoryKills) -> str | None:
-    """What killed a worker that has ended with a code that doesn't say."""
+    """What killed a worker whose exit code doesn't tell."""
     assert worker.code is not None
     if worker.code in (0, exit_codes.FENCED):
         return None

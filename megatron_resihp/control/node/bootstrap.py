@@ -28,14 +28,14 @@ from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.protocol.messages import MESSAGES, Message, ScriptEnded, ScriptFailed
 
 REPORT_TIMEOUT_S: Final = 60.0
-"""A script may fail before the agent, which imports torch meanwhile, serves the store."""
+"""How long to wait for the store: a script may fail while the agent still imports torch."""
 LONGEST_ERROR: Final = 300
 DEVICE_FAILURES: Final = frozenset({46, 214, 220, 226, 999})
 """Codes of CUDA errors that come from a device which fails, not from the program: unavailable, uncorrectable ECC or
 NVLink error, contained hardware error, and unknown, as where a device has fallen off the bus."""
 
 KILLED_LOADER: Final = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")
-"""What torch raises in the trainer, or the cause of it."""
+"""The error that torch raises in the trainer, or its cause."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ STORE: Final = "RESIHP_STORE"
 RUN_DIR: Final = "RESIHP_RUN_DIR"
 LIVENESS_FD: Final = "RESIHP_LIVENESS_FD"
 RECORDS_FD: Final = "RESIHP_RECORDS_FD"
-"""Where this worker sends its measurements; see `shipping`."""
+"""The file descriptor to which this worker sends its measurements; see `shipping`."""
 ABSENCES_FD: Final = "RESIHP_ABSENCES_FD"
-"""Where this worker reads when it was stopped; see `absences`."""
+"""The file descriptor from which this worker reads when it was stopped; see `absences`."""
 HEARTBEAT_S: Final = "RESIHP_HEARTBEAT_S"
 """Seconds between two beats of the liveness connection."""
 AGENT_PID: Final = "RESIHP_AGENT_PID"
@@ -56,11 +56,11 @@ HARMFUL: Final[Mapping[str, tuple[str, str]]] = {
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "torch may end survivors when a peer dies"),
     "TORCH_NCCL_DESYNC_DEBUG": ("1", "torch may end survivors when a peer dies"),
 }
-"""Settings that recovery suffers from, and how. They are the user's to mend: each may have a reason on its cluster."""
+"""Settings that harm recovery, and how. Users change them: each may have a reason on its cluster."""
 
 
 def warnings_of(inherited: Mapping[str, str] = os.environ) -> list[str]:
-    """One line for each setting that recovery suffers from."""
+    """One line for each setting that harms recovery."""
     found = [(name, value, harm) for name, (value, harm) in HARMFUL.items() if inherited.get(name) == value]
     return [f"{name}={value}: {harm}; unset it" for name, value, harm in found]
 

@@ -45,8 +45,10 @@ LAST_SAVE_S: Final = 600.0
 
 
 def coordinator_lost(why: object) -> Ending:
-    """Workers hear of it by themselves, save what they hold and exit; SIGTERM ends those that run without the plugin,
-    which ignores it, and those that have not begun."""
+    """How workers end then: they hear of it by themselves, save what they hold and exit.
+
+    SIGTERM ends workers that run without the plugin, which ignores it, and workers that have not begun.
+    """
     return Ending(exit_codes.RETRY, f"the coordinator is lost: {why}", terminate_s=LAST_SAVE_S)
 
 
@@ -96,8 +98,8 @@ class Mailbox:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Have signals delivered here. Of the main thread only."""
-        # Under nohup the end of the terminal is to be outlived.
+        """Have signals delivered here; only for the main thread."""
+        # Under nohup the job outlives the terminal.
         handled = [n for n in HANDLED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._handle) for number in handled}
         # A child that is stopped or continued is looked at, at once. And where this signal is ignored, as under some
@@ -121,5 +123,5 @@ class Mailbox:
         try:
             self._writer.send(b"\0")
         except OSError:
-            # Full: it is awake already. Closed: it listens no more.
+            # Full: the loop is awake already. Closed: it no longer listens.
             pass

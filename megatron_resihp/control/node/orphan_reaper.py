@@ -18,7 +18,7 @@ from typing import Final, NoReturn
 from megatron_resihp.control.linux import HANDLED, kill_group
 
 MESSAGE: Final = struct.Struct("=q")
-"""The leader of a process group to watch over; negative: it is no more."""
+"""The leader of a process group to watch over; negative: the group has ended."""
 
 
 class OrphanReaper:
@@ -40,7 +40,7 @@ class OrphanReaper:
         self._send(leader)
 
     def forget(self, leader: int) -> None:
-        """All of this process group are dead; its number may be another's soon."""
+        """Forget this process group: it has ended, and its number may soon be another's."""
         self._send(-leader)
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class OrphanReaper:
         try:
             self.socket.send(MESSAGE.pack(message))
         except OSError:
-            pass  # Somebody has killed the orphan reaper, which is no reason to end the job.
+            pass  # The orphan reaper was killed, which is no reason to end the job.
 
 
 def _guard(agent: socket.socket) -> NoReturn:
@@ -72,7 +72,7 @@ def _guard(agent: socket.socket) -> NoReturn:
 
 
 def _let_go_of_all_but(agent: socket.socket) -> None:
-    """Whoever waits for the agent's ports, locks or output shall not wait for this process."""
+    """Close all other files, so that this process holds none of the agent's ports, locks and outputs."""
     os.setsid()
     for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)

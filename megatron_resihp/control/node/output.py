@@ -109,7 +109,7 @@ class Outputs:
                     os.close(number)
 
     def _pass_on(self, stream: _Stream) -> bool:
-        """Whether there is more to come."""
+        """Read some output; returns whether there is more to come."""
         assert stream.pipe is not None
         data = os.read(stream.pipe, READ_BYTES)
         if stream.file is not None:
@@ -128,7 +128,7 @@ class Outputs:
             self._terminal.write(text)
             self._terminal.flush()
         except (OSError, ValueError):
-            # Whoever read our output is gone; the job goes on.
+            # The reader of our output is gone; the job goes on.
             self._terminal = None
 
 

@@ -30,7 +30,7 @@ class Source(Protocol):
 
 
 class Processes:
-    """Those of one node.
+    """The worker processes of one node.
 
     Args:
         workers: as started.
@@ -60,7 +60,7 @@ class Processes:
         return [key.data for key, _ in self._selector.select(timeout_s) if key.data is not None]
 
     def close(self) -> None:
-        """Called when no worker is left."""
+        """Close everything, once no worker is left."""
         self._selector.close()
 
     def __getitem__(self, number: int) -> Worker:
@@ -122,6 +122,6 @@ class Processes:
             linux.kill_group(worker.pid)
 
     def name_unkillable(self) -> None:
-        """Say which workers even that has not ended."""
+        """Say which workers have not ended even so."""
         for worker in self.living():
             print(f"resihp: worker {worker.number} (process {worker.pid}) cannot be killed", file=sys.stderr)

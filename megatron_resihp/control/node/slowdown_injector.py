@@ -29,15 +29,15 @@ class DutyCycle:
 
     speed: float
     _owed_s: float = 0.0
-    """How long it has yet to be stopped for what it has run."""
+    """Seconds for which the process has still to be stopped, given how long it has run."""
 
     def stop_after(self, ran_s: float) -> float:
-        """Seconds to stop for after it has run so long."""
+        """How long to stop the process after it has run for so many seconds."""
         self._owed_s = min(self._owed_s + ran_s * (1.0 - self.speed) / self.speed, LONGEST_STOP_S)
         return max(self._owed_s, 0.0)
 
     def run_after(self, stopped_s: float) -> float:
-        """Seconds to run for after it was stopped so long."""
+        """How long to let the process run after it was stopped for so many seconds."""
         self._owed_s -= stopped_s
         return PERIOD_S * self.speed + max(-self._owed_s, 0.0) * self.speed / (1.0 - self.speed)
 
@@ -127,7 +127,7 @@ class SlowdownInjector:
             self._changed.notify()
 
     def add(self, number: int, pid: int, pidfd: int) -> None:
-        """A worker that may be slowed as well."""
+        """Add a worker that may be slowed."""
         with self._changed:
             self._processes[number] = Process(pid, pidfd)
 

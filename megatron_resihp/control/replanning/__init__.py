@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who plans, with what, and when: after a death, ahead of one, and by choice.
+"""Replanning: which process plans, with what, and when: after a death, ahead of one, and by choice.
 
 The decisions are pure; a process of its own plans.
 """

@@ -48,7 +48,7 @@ def _candidates(
 
 
 def _whole_replicas(running: ParallelPlan, held: Held) -> list[Replica]:
-    """Those whose members are all alive, of those that Megatron's own order of ops can run: listed ops go with the
+    """Replicas whose members are all alive and that Megatron's own order of ops can run: listed ops go with the
     micro-batches and the other replicas that there were."""
     return [
         replace(replica, schedule=None)

@@ -33,7 +33,7 @@ class Speeds:
         return {pair: speed for pair, speed in self._links.items() if set(pair) <= set(workers)}
 
     def in_words(self, workers: Collection[int]) -> str:
-        """Who is slow of these workers, and which links between them."""
+        """Which of these workers are slow, and which links between them."""
         slow = [f"worker {worker} at {speed:.2f}" for worker, speed in sorted(self.of(workers).items()) if speed < 1.0]
         links = [f"link {one}-{other} at {speed:.2f}" for (one, other), speed in sorted(self.links(workers).items())]
         return ", ".join([*slow, *links]) or "all workers are well"

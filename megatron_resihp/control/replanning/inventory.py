@@ -66,10 +66,10 @@ def lacking(held: Held, layers: int) -> tuple[Shard, ...]:
 
 
 def require_all_parts(running: ParallelPlan, survivors: Iterable[int]) -> None:
-    """Of a distributed optimizer each part lives with its owner, and its copy with another worker.
+    """Check that each part of a distributed optimizer has survived, with its owner or with the holder of its copy.
 
     Raises:
-        NoPlanError: of some part both are gone.
+        NoPlanError: both the owner and the copy of some part are gone.
     """
     lost = lost_parts(running, set(survivors))
     if lost:

@@ -166,7 +166,7 @@ class _Recommended:
         self.before = plan if change.why == self.said else None
 
     def first_step_failed(self, number: int | None) -> None:
-        """Of the plan of a change."""
+        """The first step under the plan of a change has failed."""
         if self.tried is not None and number == self.tried[0]:
             self.failed.append(self.tried[1])
 

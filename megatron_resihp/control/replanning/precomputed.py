@@ -68,7 +68,7 @@ class PrecomputedPlans:
         """None: there is nothing to plan ahead."""
         self._plan: ParallelPlan | None = None
         self._epoch: int | None = None
-        """Whose plan it is; None once that epoch is about to end."""
+        """The epoch of that plan; None once it is about to end."""
         self._trains = False
         self._learned: float | None = None
         self._losses: Iterator[Loss] = iter(())

@@ -45,7 +45,7 @@ FOLLOWED: Final[tuple[type[Event], ...]] = (
 )  # fmt: skip
 """Events that planning needs."""
 FOR_LOOKING_ON: Final = "joint"
-"""Whose plans are compared where the job has no strategy that reacts to slow workers."""
+"""The strategy whose plans are compared where the job has none that reacts to slow workers."""
 COST_MODEL: Final = "cost_model.json"
 
 

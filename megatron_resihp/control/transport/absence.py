@@ -6,7 +6,7 @@ What it had not heard by then it could not have heard: no worker is late for tha
 
 
 class Absence:
-    """Of one loop.
+    """The absences of one loop.
 
     Args:
         usual_s: a longer time between two looks counts as absence.

@@ -22,7 +22,7 @@ REOPEN_S: Final = 30.0
 """How long a network may be without a way to the store."""
 ATTEMPT_S: Final = 3.0
 REFUSED_S: Final = 0.2
-"""Who refuses a connection now and after so long serves no store any more."""
+"""A server that refuses a connection now, and again after this long, no longer serves a store."""
 READ_S: Final = 10.0
 ATTEMPTS: Final = 3
 """How often a call is made that loses its connection each time."""

@@ -85,9 +85,9 @@ class LivenessConnection:
 
 
 class Heartbeats:
-    """Who has not been heard of for too long. Pure: the time is handed in.
+    """Which peers have not been heard of for too long. Pure: the time is handed in.
 
-    Nobody counts as silent before their first beat, and each silence is told once.
+    No peer counts as silent before its first beat, and each silence is told once.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -102,7 +102,7 @@ class Heartbeats:
         self._heard.pop(name, None)
 
     def silent(self, now: float) -> dict[int, float]:
-        """Who fell silent, and for how many seconds they have been; call it often."""
+        """The peers that fell silent, and for how many seconds they have been; call it often."""
         away_s = self._absence.before(now)
         if away_s:
             # A watcher that was stopped itself has heard nothing meanwhile.
@@ -117,7 +117,7 @@ class Kind(Enum):
     """What a liveness connection told."""
 
     LOST = "lost"
-    """Its other end closed it: the process died or cut it."""
+    """The other end closed the connection: the process died or cut it."""
     SILENT = "silent"
     """No beat for too long: the process is stopped, or its machine is gone."""
     FAILED = "failed"
@@ -146,7 +146,7 @@ class Watcher:
 
     @property
     def names(self) -> set[int]:
-        """Whose liveness connections are held."""
+        """The peers whose liveness connections are held."""
         return set(self._sockets)
 
     def fileno(self) -> int:

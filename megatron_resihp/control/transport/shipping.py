@@ -235,7 +235,7 @@ class Uplink:
             return False
 
     def close(self) -> None:
-        """Whoever is in `deliver` comes back."""
+        """Make a thread that waits in `deliver` return."""
         self._closed = True
         self._address.put(None)
         if self._socket is not None:

@@ -42,7 +42,7 @@ class WorkerControl:
         store: a connection of its own; the listening thread clones another.
         worker: this worker's id.
         on_broken, epoch: as of `Heard`.
-        door: where others find out whether they can reach this worker; None: nowhere.
+        door: at which others find out whether they can reach this worker; None: there is none.
 
     Attributes:
         heard: what the coordinator has said.
@@ -122,7 +122,7 @@ class WorkerControl:
         """Ask for a place in a plan, for a worker that was started anew, and wait for one.
 
         Args:
-            job: what this worker's arguments say of the job; it is dismissed if they say something else.
+            job: what this worker's arguments say of the job; the worker is dismissed if that is another job.
 
         Raises:
             JobEnded: there is no place any more.
@@ -134,7 +134,7 @@ class WorkerControl:
         """Report how far this worker got in the epoch and what it holds, and wait for what comes next.
 
         Raises:
-            JobEnded: there is nothing to come, or this worker was given up for dead.
+            JobEnded: nothing comes next, or this worker was given up for dead.
         """
         self.heard.stay()
         self._unreachable = self.doors.silent(self.members) if self.epoch in self.heard.to_probe else []
@@ -156,7 +156,7 @@ class WorkerControl:
         """Look once more for workers that could not be reached: building groups with them would take minutes to fail.
 
         Raises:
-            UnreachableError: one still can't be.
+            UnreachableError: one of them still can't be reached.
         """
         silent = self.doors.silent(worker for worker in self._unreachable if worker in plan.members)
         if silent:
@@ -179,7 +179,7 @@ class WorkerControl:
         self.peer_ports = set(GO.read(self._await_go()).body.ports)
 
     def _await_go(self) -> str:
-        """Go holds for all members or for none: others may have given up what they held before it."""
+        """Wait for Go, which holds for all members or for none: others may have given up what they held before."""
         key = keys.go_key(self.epoch)
         try:
             return self._await(key, self.heard.check)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the workers of a job can be looked for, and which of their machines answer.
+"""Where the workers of a job can be reached, and which of their machines answer.
 
 May import `control.transport.address` and this package's other modules.
 """

@@ -9,7 +9,7 @@ class EpochBroken(Exception):
 
 
 class UnreachableError(RuntimeError):
-    """A member of the plan can't be reached: a communication error like others."""
+    """A member of the plan can't be reached, which counts as a communication error."""
 
 
 class JobEnded(Exception):

@@ -35,9 +35,9 @@ from megatron_resihp.protocol.notices import (
 NO_EPOCH: Final = -1
 """The epoch of a worker that was started anew, until a plan has it in it."""
 NOTICE_S: Final = 10.0
-"""The thread that listens asks again this often, whatever the connection's state."""
+"""How often the listening thread asks again, whatever the connection's state."""
 READ_S: Final = 60.0
-"""For what is known to be there: it comes at once, or as soon as the coordinator gets a share of a busy machine."""
+"""For a value that is there: it comes at once, or as soon as the coordinator gets its share of a busy machine."""
 
 
 class Order[T: (ValidationOrder, PlanChange)]:
@@ -55,7 +55,7 @@ class Order[T: (ValidationOrder, PlanChange)]:
         return order if order is not None and order.epoch == epoch else None
 
     def drop(self, order: T | None) -> None:
-        """This order has been taken; one that came meanwhile stays."""
+        """Drop an order that has been taken; one that came meanwhile stays."""
         if self._order is order:
             self._order = None
 
@@ -170,7 +170,7 @@ class Heard:
         self._finishing = False
 
     def lose(self, why: str) -> JobEnded:
-        """There is no coordinator any more, as far as this worker can know; returns how the job has ended for it."""
+        """The coordinator is gone, as far as this worker can know; returns how the job has ended for it."""
         with self._news:
             self._end = self._end or CoordinatorLost(why)
             self._news.notify_all()
@@ -183,7 +183,7 @@ class Heard:
             case StopTraining(signal):
                 self.stop_signal = signal
             case SaveOrder(number):
-                # What was ordered before a worker was there has been done.
+                # Orders from before a worker was there have been carried out.
                 self.to_save = 0 if self.epoch == NO_EPOCH else number
             case NodeReleased():
                 pass  # for agents

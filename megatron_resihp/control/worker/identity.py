@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a worker was started as the job was: what would make it compute something else, compared with the job's.
+"""Whether a worker was started as the job was: compares what would make it compute something else.
 
 The first worker of the job leaves a digest of what it was started with in the store, and the whole of it beside; every
 other one compares. May import: the standard library and this package's modules.
@@ -17,14 +17,14 @@ from megatron_resihp.control import keys
 from megatron_resihp.control.transport.store import Store
 
 Settings = Mapping[str, Any]
-"""By the name that people know them by: a flag, a package. Values are plain, as JSON has them."""
+"""Settings by the name that users know, such as a flag or a package. Values are plain, as in JSON."""
 
 READ_S: Final = 60.0
 """What the first worker was started with is written a moment after its digest."""
 NAMED: Final = 8
-"""Of more differences than this only the number is told."""
+"""How many differences are named; of more, only the number is told."""
 LONGEST: Final = 120
-"""Of a value in a message, in letters."""
+"""The longest value in a message, in characters."""
 
 
 class UnlikeError(Exception):
@@ -59,7 +59,7 @@ def check_in(store: Store, own: Identity, joining: bool) -> Settings:
     text = json.dumps(asdict(own), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     job = store.set_once(keys.IDENTITY, digest)
-    # Of thousands of workers that are alike one writes it.
+    # One of thousands of like workers writes it.
     if store.add(f"{keys.IDENTITY}/{digest}/workers", 1) == 1:
         store.set(f"{keys.IDENTITY}/{digest}", text)
     if job == digest:
@@ -79,7 +79,7 @@ def check_in(store: Store, own: Identity, joining: bool) -> Settings:
 
 
 def differences(own: Settings, job: Settings) -> list[str]:
-    """Of this worker's settings from the job's, each in a few words."""
+    """How this worker's settings differ from the job's, each difference in a few words."""
     # As text, because NaN is not itself.
     unlike = [name for name in sorted({*own, *job}) if json.dumps(own.get(name)) != json.dumps(job.get(name))]
     told = []

@@ -34,7 +34,7 @@ class Noticeboard:
         self._written(json.dumps(note)).replace(self._path(kind, self._me))
 
     def gather(self, kind: str, workers: Collection[int], timeout_s: float) -> dict[int, dict[str, Any]]:
-        """The notes of these workers, as far as they come in time, and of others that have one; this worker has."""
+        """The notes of these workers that come in time, and any other notes; this worker must have left its own."""
         deadline = time.monotonic() + timeout_s
         own = self._path(kind, self._me).read_text()
         while True:
@@ -46,7 +46,7 @@ class Noticeboard:
             time.sleep(LOOK_S)
 
     def decide(self, decision: dict[str, Any]) -> dict[str, Any]:
-        """The first one to decide decides for all; returns what holds."""
+        """Propose a decision. The first proposal binds all; returns the binding one."""
         path, own = self._directory / "decision.json", self._written(json.dumps(decision))
         try:
             os.link(own, path)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whom a worker can reach: each listens at a door of its own, and others knock there when communication has failed.
+"""Which workers a worker can reach: each listens at a port, and the others try it when communication has failed.
 
-A broken link makes no error that names it: what waits for a peer's message runs out of time on all workers alike. That
+A broken link causes no error that names it: waits for a peer's message time out on all workers alike. That
 a machine answers at all is known within seconds. May import: the standard library and `control.transport.address`.
 """
 
@@ -62,7 +62,7 @@ def own_address_towards(host: str) -> str:
 
 
 def unreachable(addresses: Mapping[int, Address], timeout_s: float = KNOCK_S) -> list[int]:
-    """Whose machines do not answer; one that refuses the connection answers."""
+    """The workers whose machines do not answer; a machine that refuses the connection has answered."""
     numbers = sorted(addresses)
     parts = (numbers[first : first + AT_ONCE] for first in range(0, len(numbers), AT_ONCE))
     return [number for part in parts for number in _knock({each: addresses[each] for each in part}, timeout_s)]

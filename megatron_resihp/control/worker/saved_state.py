@@ -31,7 +31,7 @@ class LastSave:
 
     Attributes:
         directory: below the run directory.
-        missing: (stage, TP rank) of which there is no file.
+        missing: (stage, TP rank) pairs that no file holds.
         saved_at: Unix time.
     """
 
@@ -50,7 +50,7 @@ class LastSave:
         board.pin(RESULT, encode(self))
 
     def told(self, run_dir: Path) -> str:
-        """It in one line, with how to go on."""
+        """What was saved, in one line, with how to go on."""
         if self.complete:
             return (
                 f"the state after iteration {self.iteration} is saved, all of it; "
@@ -64,12 +64,12 @@ class LastSave:
 
 
 def flags(directory: Path) -> list[str]:
-    """What lets a later start go on from there, after a `--load` of its own too. Megatron finds out the format."""
+    """Flags with which a later start goes on from there, even after its own `--load`. Megatron finds the format."""
     return ["--load", str(directory), "--no-load-rng"]
 
 
 def last_save(run_dir: Path, since: float) -> LastSave | None:
-    """What was saved from this Unix time on; of several what a start can load first, then the newest."""
+    """What was saved from this Unix time on: of several, one that a start can load, and then the newest."""
     found: list[LastSave] = []
     for path in (run_dir / DIRECTORY).glob(f"{BOARDS}/{RESULT}_*.json"):
         try:
@@ -81,7 +81,7 @@ def last_save(run_dir: Path, since: float) -> LastSave | None:
 
 
 def latest_in(directory: Path) -> int | None:
-    """Of which iteration a complete state is there, in a directory of checkpoints too; None: there is none."""
+    """The iteration of the complete state in a directory, which may hold ordinary checkpoints; None: there is none."""
     try:
         return int((directory / TRACKER).read_text())
     except (OSError, ValueError):
@@ -89,7 +89,7 @@ def latest_in(directory: Path) -> int | None:
 
 
 def newest_state(run_dir: Path) -> tuple[Path, int] | None:
-    """Where the newest complete state is that survivors have saved there, and of which iteration."""
+    """The directory of the newest complete state that survivors have saved there, and its iteration."""
     saved = run_dir / DIRECTORY
     places = [saved, *sorted(saved.glob("*/"))]
     found = [(place, iteration) for place in places if (iteration := latest_in(place)) is not None]

@@ -20,11 +20,11 @@ from megatron_resihp.protocol.records import Commit, IterationPhase, Record
 
 @dataclass(frozen=True)
 class Standing:
-    """What one survivor tells of where it stands.
+    """How far one survivor has got, and what it holds.
 
     Attributes:
         held: complete and current to its record.
-        in_parts: of the optimizer's state it holds parts that others don't.
+        in_parts: it holds parts of the optimizer's state that others don't.
     """
 
     record: Record
@@ -38,7 +38,7 @@ class Decision:
 
     Attributes:
         commit: what all that save have to be at.
-        told: whose standings it was made of.
+        told: the workers whose reports it was made from.
         writers: what of it each of them writes.
         directory: below the run directory.
     """
@@ -73,7 +73,7 @@ def can_be_at(record: Record, commit: Commit) -> bool:
 def part_of(worker: int, own: Standing, decision: Decision) -> tuple[Shard, ...] | None:
     """What a worker writes of what was decided on; None: it can't, its state is that of another iteration.
 
-    Who came too late to be decided on writes all it has: twice the same state does no harm.
+    A worker that came too late for the decision writes all it has: the same state twice does no harm.
     """
     if not can_be_at(own.record, decision.commit):
         return None
@@ -81,12 +81,12 @@ def part_of(worker: int, own: Standing, decision: Decision) -> tuple[Shard, ...]
 
 
 def awaited(members: Iterable[int], node_0: frozenset[int], me: int) -> frozenset[int]:
-    """Who may tell something: where it isn't this worker's own node, node 0 has died with its workers."""
+    """The workers that may still report: unless this worker is on node 0, that node has died with its workers."""
     rest = frozenset(members) | {me}
     return rest if me in node_0 else rest - node_0
 
 
 def missing(saved: Iterable[Coordinate], stages: int, tensor_parallel: int) -> list[Coordinate]:
-    """What of the job's own layout has not been saved."""
+    """The shards of the job's own layout that have not been saved."""
     everything = (Coordinate(stage, rank) for stage, rank in product(range(stages), range(tensor_parallel)))
     return sorted(set(everything) - set(saved))

@@ -24,7 +24,7 @@ from megatron_resihp.detector.verdict import Change
 LASTING: Final = 12
 """Rows after which a faster level counts as lasting, if it is farther away than noise."""
 LASTING_IN_NOISE: Final = 48
-"""The same if it is not: correlated noise may stay there for a while."""
+"""Likewise for a level within noise: correlated noise may stay there for a while."""
 BEYOND_NOISE: Final = 3.5
 """Standard deviations of one row beyond which a change is more than noise."""
 FAMILIES: Final = 4

@@ -15,7 +15,7 @@ LOST_S: Final = 0.3
 
 
 class RetiredGroups:
-    """Those of one worker."""
+    """The retired groups of one worker."""
 
     def __init__(self) -> None:
         self._groups: list[Any] = []

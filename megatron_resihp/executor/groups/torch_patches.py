@@ -14,7 +14,7 @@ from megatron_resihp.executor.nccl.meetings import NcclMeetings
 
 
 class TorchPatches:
-    """Of one process.
+    """The patches of one process.
 
     Attributes:
         waits: whether all waits of gloo's groups can be ended by `waiter`.

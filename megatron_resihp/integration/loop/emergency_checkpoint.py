@@ -72,7 +72,7 @@ def name_latest(directory: Path, iteration: int) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Whoever is killed while writing leaves what was there."""
+    """Replace a file at once, so that a worker that is killed while it writes leaves the old one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     write(aside)
     aside.replace(path)

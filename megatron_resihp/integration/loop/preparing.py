@@ -37,7 +37,7 @@ class Preparation:
         self._thread: threading.Thread | None = None
         self._until = 0.0
         self._lock = threading.Lock()
-        """Whoever hears of a change may be late, when the next epoch begins already."""
+        """Held because the thread that hears of a change may be late, when the next epoch has begun."""
 
     def begin(self, change: PlanChange) -> None:
         """Called in the thread that hears of a change, which has other news to hear."""

@@ -25,7 +25,7 @@ TIMES: Final = 3
 
 
 class ReachWatch:
-    """Of one worker.
+    """The watch of one worker.
 
     Args:
         longest_s: for how long it has been in one wait, at a moment of the monotonic clock.

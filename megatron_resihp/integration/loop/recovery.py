@@ -175,7 +175,7 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
         order = runtime.control.report(record, runtime.held.shards)
         if order.commit is not None:
             begun = apply_commit(runtime, order.commit)
-            # Who leaves by choice does so before anything is computed.
+            # A worker that leaves by choice does so before anything is computed.
             redone = 0 if by_choice else begun
         if isinstance(order, EmergencyCheckpointOrder):
             write_emergency_checkpoint(runtime, order)

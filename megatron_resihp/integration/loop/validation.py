@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Micro-benchmarks on suspects between two iterations: matrix products of the training's shape, P2P on their links.
 
-They begin after a step at whose agreement every worker had heard of them, so that both ends of a link take part in the
-same one. May import megatron, `control`, `detector.input.records` and this package.
+They begin after a step. When that step was agreed on, every worker had heard of them, so both ends of a link take part
+in the same one. May import megatron, `control`, `detector.input.records` and this package.
 """
 
 import time

@@ -150,7 +150,7 @@ class ModeState(ABC):
 
     @abstractmethod
     def digests(self, trained: Trained) -> dict[str, str]:
-        """Of what the plan gives this worker or lets it keep."""
+        """Digests of what the plan gives this worker or lets it keep."""
 
     @abstractmethod
     def saving(self) -> AbstractContextManager[str]:

@@ -31,7 +31,7 @@ class MicroBatches:
         return OneMicroBatch(self, micro_batch)
 
     def get(self, micro_batch: int) -> Any:
-        """It, for one chunk to keep: Megatron's own script removes from it what its stage doesn't need."""
+        """A copy of the micro-batch for one chunk: Megatron's own script removes what its stage doesn't need."""
         self._touched = True
         assert self._loader is not None, "the data set was not built on this rank"
         while micro_batch not in self._read:

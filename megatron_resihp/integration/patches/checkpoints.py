@@ -192,7 +192,7 @@ def _name(part: Shard) -> Named:
 
 
 def _deal(held: Sequence[Sequence[Named]]) -> dict[Named, int]:
-    """Who writes which part, so that all write about as much.
+    """Which rank writes which part, so that all ranks write about as much.
 
     Args:
         held: for each rank the parts that it holds.

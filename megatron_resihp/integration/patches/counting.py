@@ -22,7 +22,7 @@ from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.protocol.records import Outcome
 
 GROUP_SETTINGS = ("betas", "eps")
-"""Of the optimizer's parameter groups; they are equal in all of them."""
+"""Settings of the optimizer's parameter groups, equal in all groups."""
 INTERVAL = "interval-time"
 """Megatron's timer of the iterations whose means its next line tells."""
 

@@ -18,7 +18,7 @@ OF_THE_WORLD: Final = frozenset({"world_size"})
 
 
 class DerivedArguments:
-    """Of one job.
+    """The derived arguments of one job.
 
     Args:
         validate: Megatron's validate_args, which completes what it is given.

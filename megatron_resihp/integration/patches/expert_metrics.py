@@ -12,7 +12,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_logging import MetricEntry, destroy_moe_metrics_tracker, get_moe_metrics_tracker
 
 NAMES: Final = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
-"""Those that the supported ways of balancing record."""
+"""The metrics that the supported ways of balancing record."""
 
 
 def do_not_reduce(original: Callable[..., None]) -> Callable[..., None]:

@@ -32,7 +32,7 @@ from megatron_resihp.integration.patches.support import (
 )
 
 BLOCKS, BLOCK_BYTES = 16, 64 * 1024
-"""Of a file, that are read, spread evenly from the first to the last; all of a file that has no more."""
+"""Blocks that are read of a file, spread evenly from the first to the last; a smaller file is read whole."""
 COMPUTING = ("transformer-engine", "flash-attn", "apex")
 """Packages that compute, where they are installed."""
 ENVIRONMENT = frozenset({"rank", "world_size", "local_rank"})
@@ -40,7 +40,7 @@ ENVIRONMENT = frozenset({"rank", "world_size", "local_rank"})
 
 
 def identity_of(values: Mapping[str, Any], actions: Iterable[argparse.Action]) -> Identity:
-    """Of this process.
+    """The identity of this process.
 
     Args:
         values: arguments as parsed, before Megatron derives others from them.
@@ -63,7 +63,7 @@ def identity_of(values: Mapping[str, Any], actions: Iterable[argparse.Action]) -
 
 
 def versions() -> dict[str, Any]:
-    """Of what computes and what the workers talk with."""
+    """Versions of what computes and of what the workers communicate with."""
     found: dict[str, Any] = {
         "megatron-core": megatron_version,
         "torch": torch.__version__,

@@ -118,7 +118,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
 
 
 def one_of_each_node(members: Iterable[int], me: int) -> list[int]:
-    """Of these workers the first on each node but this worker's own."""
+    """The first of these workers on each node except this worker's own."""
     slots, here = int(os.environ[SLOTS]), int(os.environ["LOCAL_WORLD_SIZE"])
     first = {node_of(worker, slots, here): worker for worker in sorted(members, reverse=True)}
     return [worker for node, worker in sorted(first.items()) if node != node_of(me, slots, here)]

@@ -14,7 +14,7 @@ import torch
 from megatron_resihp.detector.input.records import OpKind
 
 TRIED_CYCLES: Final = 10_000_000
-"""Of the device's clock: some milliseconds."""
+"""Cycles of the device's clock, some milliseconds."""
 TELLING_CYCLES: Final = 1_000_000
 """What takes fewer of them says little of the clock."""
 

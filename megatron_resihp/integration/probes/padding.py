@@ -23,7 +23,7 @@ BENCHMARK: Final = 0.1
 """A micro-benchmark takes this share of a layer's forward pass."""
 
 StageCosts = Sequence[tuple[PassCost, PassCost, PassCost]]
-"""Of F, B and W, by chunk; of B with W's where one op computes both."""
+"""Costs of F, B and W, by chunk; B's include W's where one op computes both."""
 
 
 class Padding:

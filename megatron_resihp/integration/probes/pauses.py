@@ -8,7 +8,7 @@ from collections import deque
 from megatron_resihp.detector.input.records import SpanKind
 
 MOST_PAUSES = 256
-"""Of garbage collections since the last record; the newest count."""
+"""Garbage collections that are kept since the last record; the newest are kept."""
 
 Span = tuple[int, float, float]
 
@@ -17,7 +17,7 @@ class Pauses:
     """Notes collections from `watch` on."""
 
     def __init__(self) -> None:
-        # Nobody takes those of a standby.
+        # A standby's collections are never taken.
         self._noted: deque[Span] = deque(maxlen=MOST_PAUSES)
         self._began = 0.0
 
@@ -33,7 +33,7 @@ class Pauses:
             self._noted.append((SpanKind.GARBAGE_COLLECTION, self._began, time.monotonic()))
 
     def take(self) -> list[Span]:
-        """Those noted since the last call."""
+        """The pauses noted since the last call."""
         taken = []
         while self._noted:
             taken.append(self._noted.popleft())

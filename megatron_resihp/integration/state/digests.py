@@ -13,7 +13,7 @@ from megatron_resihp.plan import Coordinate
 
 
 def shard_digest(trained: Trained, coordinate: Coordinate | None) -> dict[str, str]:
-    """Of the shard of the job's own layout that these objects hold; none: they hold nothing."""
+    """The digest of the shard of the job's own layout that these objects hold; empty if they hold nothing."""
     if coordinate is None:
         return {}
     return {f"{coordinate.stage}/{coordinate.tp_rank}": digest_tensors(shard_tensors(trained))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who keeps a shard current without working on it, and how the shard's gradients reach them.
+"""Which workers keep a shard current without working on it, and how the shard's gradients reach them.
 
 Redundancy outlives replicas: a live worker that holds a shard stays a holder even when its replica has no work
 (DESIGN section 8). May import megatron, `plan` and `executor`.

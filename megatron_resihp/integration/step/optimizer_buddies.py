@@ -144,7 +144,7 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
 
 
 def part_digests(runtime: Runtime, trained: Trained, kept: Kept | None) -> dict[str, str]:
-    """Of parameters, if they are whole, and of each part of the optimizer that this worker has."""
+    """Digests of parameters, if they are whole, and of each part of the optimizer that this worker has."""
     if kept is None:
         return {}
     owners = runtime.view.plan.grid.workers_at(kept.coordinate)

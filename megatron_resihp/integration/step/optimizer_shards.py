@@ -117,7 +117,7 @@ def step_part(part: Any) -> None:
 
 
 def digest_of(part: Mapping[Range, Entry]) -> str:
-    """Of masters and what the optimizer keeps; owner and buddy of a copy must agree.
+    """A digest of masters and of what the optimizer keeps; the owner of a part and its buddy must agree.
 
     Computed on the device, range by range: a copy is in host memory, which is slow, and too large for the device.
     """
@@ -128,7 +128,7 @@ def digest_of(part: Mapping[Range, Entry]) -> str:
 
 
 def digest_of_pieces(pieces: Iterable[Tensors]) -> str:
-    """The same of pieces of ranges, wherever they are."""
+    """The same digest of pieces of ranges, on any device."""
     return hashlib.sha256("\n".join(map(_digest_on_device, pieces)).encode()).hexdigest()[:16]
 
 
@@ -139,7 +139,7 @@ def _digest_on_device(tensors: Tensors) -> str:
 
 
 def digest_of_parameters(model: Iterable[torch.nn.Module]) -> str:
-    """Of a whole shard's parameters, which all its working holders have."""
+    """A digest of a whole shard's parameters, which all of its working holders have."""
     return digest_tensors({f"{chunk}/{name}": parameter.data for chunk, module in enumerate(model)
                            for name, parameter in module.named_parameters()})  # fmt: skip
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which process groups a worker is in under a plan that is to come, found out beside the training that goes on.
 
-Of Megatron's groups Megatron is asked: its initialisation is rehearsed in a copy of its module, whose torch makes no
-groups but notes which are wanted. Nothing of the plan in force is touched. May import megatron and this package.
+Megatron itself tells its groups: its initialisation is rehearsed in a copy of its module, whose torch makes no groups
+but notes which are wanted. Nothing of the plan in force is touched. May import megatron and this package.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ def world_group(args: Any, size: int) -> WorldGroup:
 
 
 def of_gloo(wanted: Iterable[tuple[WorldGroup, str | None]], backend: str) -> list[WorldGroup]:
-    """Those of gloo's. `backend`: of groups that ask for none."""
+    """The groups that gloo runs. `backend`: of groups that ask for none."""
     return [group for group, own in wanted if (own or backend) == GLOO]
 
 

@@ -32,7 +32,7 @@ class HeterogeneousView(View):
 
     @cached_property
     def coordinate(self) -> Coordinate:
-        """Its place in its replica."""
+        """This worker's place in its replica."""
         coordinate = self.plan.coordinate_of(self.worker)
         assert coordinate is not None and self.works, "a standby has no place in a replica"
         return coordinate
@@ -90,7 +90,7 @@ class HeterogeneousView(View):
 
     @cached_property
     def _head_members(self) -> tuple[int, ...]:
-        """Of the first replica that runs the head itself, of those with members in all stages if there is one: these
+        """Members of the first replica that runs the head itself, and has members in all stages if one does: these
         can evaluate for all without helpers."""
         running = [replica for replica in self.plan.replicas if _runs_head(replica)]
         complete = [replica for replica in running if all(replica.stages)]

@@ -119,13 +119,13 @@ class Sizes:
         return next(values for each, values in self._own if each is holder)
 
     def restore(self) -> None:
-        """The job's own sizes."""
+        """Restore the job's own sizes."""
         for holder, values in self._own:
             for name, value in values.items():
                 setattr(holder, name, value)
 
     def replace(self, view: HeterogeneousView) -> None:
-        """Those of a worker's place in a plan.
+        """Replace the job's own sizes by those of a worker's place in a plan.
 
         Raises:
             RuntimeError: Megatron refuses the degree of its stage.

@@ -59,7 +59,7 @@ class OwnLayout:
 
 
 def own_layout(args: Any) -> OwnLayout:
-    """Of Megatron's validated arguments."""
+    """The layout that Megatron's validated arguments give."""
     chunks = own_chunks(args)
     tied_head = None if args.untie_embeddings_and_output_weights else chunks[-1].end - 1
     return OwnLayout(

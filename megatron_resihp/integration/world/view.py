@@ -53,7 +53,7 @@ class View(ABC):
 
     @abstractmethod
     def evaluation_order(self, count: int) -> Sequence[int]:
-        """Those that it reads in an evaluation of `count` micro-batches."""
+        """The micro-batches that this worker reads in an evaluation of `count`."""
 
     @property
     @abstractmethod
@@ -95,7 +95,7 @@ class UniformView(View):
         return self.plan.replicas[self.replica].micro_batches
 
     def evaluation_share(self, count: int) -> Sequence[int]:
-        """Those of `count` micro-batches that this worker's replica evaluates."""
+        """Which of `count` micro-batches this worker's replica evaluates."""
         return even_share(count, len(self.plan.replicas), self.replica)
 
     def evaluation_order(self, count: int) -> Sequence[int]:

@@ -38,10 +38,10 @@ class Launcher(Enum):
 
     ANSWERS = "answers"
     SILENT = "silent"
-    """Its process lives but does not answer: it is stopped, or its machine is overloaded."""
+    """The process lives but does not answer: it is stopped, or its machine is overloaded."""
     GONE = "gone"
     UNKNOWN = "unknown"
-    """It was on another machine, and can't be reached from this one."""
+    """The process was on another machine, which can't be reached from this one."""
 
 
 def with_standing(summary: RunSummary, launcher: Launcher, now: float) -> RunSummary:

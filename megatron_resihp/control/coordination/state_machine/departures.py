@@ -9,7 +9,7 @@ from megatron_resihp.control.coordination.state_machine.joining import JoiningWo
 
 @dataclass
 class Departures:
-    """Of one job.
+    """The departures of one job.
 
     Attributes:
         joining: know which worker is on which node.
@@ -22,10 +22,10 @@ class Departures:
     left: set[int] = field(default_factory=set)
 
     def among(self, workers: Iterable[int]) -> frozenset[int]:
-        """Those that are to leave."""
+        """Which of these workers are to leave."""
         return frozenset(worker for worker in workers if self.joining.node_of(worker) in self.agents)
 
     def without_members(self, living: Collection[int]) -> list[int]:
-        """Nodes that may leave: no plan needs a worker of theirs."""
+        """Nodes that may leave, because no plan needs their workers."""
         needed = {self.joining.node_of(worker) for worker in living}
         return sorted(self.agents.keys() - needed)

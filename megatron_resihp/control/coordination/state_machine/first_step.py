@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that were chosen and under which no step has been taken yet: what follows where the first one fails.
+"""Plans that were chosen and under which no step has been taken yet: what follows where the first step fails.
 
 A planner may choose what Megatron, the device's memory or this package can't run on every worker. Such an error is
 answered once, by a plan that is known to run: after a change by choice the plan before, after a loss uniform plans. An
@@ -35,7 +35,7 @@ class OnTrial:
 
 @dataclass
 class FirstSteps:
-    """Those of one job.
+    """The first steps of one job's plans.
 
     Attributes:
         on_trial: the plan of this epoch, if its first step may be answered for.
@@ -51,7 +51,7 @@ class FirstSteps:
 
         Args:
             change: that it comes with; None: a loss.
-            told: what there was to say of how it was found.
+            told: what the log says of how the plan was found.
         """
         if change is not None:
             self.on_trial = OnTrial(plan, before, change.number)

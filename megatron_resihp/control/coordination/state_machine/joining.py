@@ -13,12 +13,12 @@ from megatron_resihp.plan import ParallelPlan, Shard
 from megatron_resihp.plan.slots import node_of, slot_of
 
 STARTS_UNHEARD = 8
-"""So many starts of a slot may have failed unheard; each has used up an id."""
+"""How many starts in a slot may have failed without a word; each has used up an id."""
 
 
 @dataclass
 class JoiningWorkers:
-    """Of one job.
+    """The joining workers of one job.
 
     Attributes:
         size: of the job.
@@ -31,7 +31,7 @@ class JoiningWorkers:
     """Slot → the last worker that was started there, where it is not the first."""
 
     def heard_of(self, worker: int) -> int:
-        """It has been started; returns its slot."""
+        """A worker has been started; returns its slot."""
         slot = slot_of(worker, self.size.slots)
         self._latest[slot] = max(worker, self._latest.get(slot, slot))
         return slot
@@ -50,11 +50,11 @@ class JoiningWorkers:
         return worker >= self.size.workers and (running is None or worker not in running.members)
 
     def held(self, members: Collection[int] | None = None) -> dict[int, tuple[Shard, ...]]:
-        """What those that wait hold, of these members only if any are given."""
+        """What waiting workers hold; if members are given, only those among them."""
         return dict.fromkeys(self.waiting if members is None else self.waiting.intersection(members), ())
 
     def taken_in(self, plan: ParallelPlan) -> list[int]:
-        """The workers that wait no more, because this plan has been published."""
+        """The workers that no longer wait, because this plan has been published."""
         joined = sorted(self.waiting.intersection(plan.members))
         self.waiting.difference_update(joined)
         return joined

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 FAILURES: Final = 2
-"""Once may be a passing fault. Two workers that can't meet after so many broken epochs can't work together."""
+"""One failure may be a passing fault. Two workers that can't meet after so many broken epochs can't work together."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Separated:
 
 @dataclass
 class FailedLinks:
-    """Of one job, since a worker last died.
+    """The failed links of one job, since a worker last died.
 
     Attributes:
         node_of: tells a worker's node.
@@ -51,7 +51,7 @@ class FailedLinks:
         self._failures.update(pair for pair in pairs if self.node_of(pair[0]) != self.node_of(pair[1]))
 
     def forget(self, died: Collection[int]) -> None:
-        """With a death of another kind, what has failed before may be due to that."""
+        """Forget earlier failures after a death of another kind: it may have caused them."""
         if not self.left_out.issuperset(died):
             self._failures.clear()
 
