@@ -70,6 +70,8 @@ ALLOWED: frozenset[str] = frozenset(
     barrier_with_L1_time log_world_size_to_tensorboard
 
     rerun_mode check_for_spiky_loss
+
+    deprecated_use_mcore_models
     """.split()
 )
 

@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""How many real launch configurations --resihp lets in, and which of Megatron's flags keep the others out.
+
+    python benchmarks/acceptance.py --recipes FILE [--details]
+
+FILE is a JSON list, or has one JSON object a line: `name`, `group`, and `args` as on the command line. Configurations
+of hybrid models (group `official_hybrid`) are left out. Only flags are checked, not how sizes fit together.
+
+The last line of standard output is one JSON object: `recipes`, `accepted`, `share`, `unparsable` (Megatron's own parser
+refuses these), `refused_by` (flag → configurations that have it) and `refused_by_alone` (those that have no other).
+
+May import megatron and `megatron_resihp`.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LEFT_OUT = "official_hybrid"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What becomes of one configuration.
+
+    Attributes:
+        name: of the configuration.
+        refused: flags that are not supported, as spelled; empty: it is accepted.
+        unparsable: why Megatron's parser refuses it; empty: it doesn't.
+    """
+
+    name: str
+    refused: tuple[str, ...] = ()
+    unparsable: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        return not self.refused and not self.unparsable
+
+
+def read_recipes(text: str) -> list[Mapping[str, Any]]:
+    """The configurations of a file, without hybrid models."""
+    stripped = text.lstrip()
+    found = json.loads(text) if stripped.startswith("[") else [json.loads(line) for line in text.splitlines() if line]
+    return [recipe for recipe in found if recipe.get("group") != LEFT_OUT]
+
+
+def as_words(args: Iterable[str]) -> list[str]:
+    """Arguments as Megatron's test harness hands them on: it writes several values as one, `[a b]`."""
+    return [word for each in args for word in (each[1:-1].split() if each[:1] + each[-1:] == "[]" else [each])]
+
+
+def checker() -> Callable[[str, Sequence[str]], Answer]:
+    """Checks the arguments of a configuration against Megatron's parser and what --resihp supports."""
+    from megatron.training import arguments
+
+    from megatron_resihp.integration.patches import flags
+    from megatron_resihp.integration.patches.support import refusals
+
+    add = flags.wrap_add_megatron_arguments(arguments.add_megatron_arguments)
+    parser = add(argparse.ArgumentParser(allow_abbrev=False))
+    defaults = vars(parser.parse_args([]))
+    spelled = {action.dest: action.option_strings[0] for action in parser._actions}
+
+    def check(name: str, args: Sequence[str]) -> Answer:
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                values, unknown = parser.parse_known_args(as_words(args))
+        except (SystemExit, KeyError, ValueError) as error:
+            return Answer(name, unparsable=(said.getvalue().splitlines() or [str(error)])[-1])
+        refused = {line.split()[0] for line in refusals(vars(values), defaults, spelled)}
+        return Answer(name, tuple(sorted(refused | {word for word in unknown if word.startswith("--")})))
+
+    return check
+
+
+def summary(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The figures of the module's docstring."""
+    accepted = sum(answer.accepted for answer in answers)
+    alone = Counter(answer.refused[0] for answer in answers if len(answer.refused) == 1)
+    return {
+        "recipes": len(answers),
+        "accepted": accepted,
+        "share": round(accepted / max(len(answers), 1), 4),
+        "unparsable": sum(bool(answer.unparsable) for answer in answers),
+        "refused_by": dict(Counter(flag for answer in answers for flag in answer.refused).most_common()),
+        "refused_by_alone": dict(alone.most_common()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--details", action="store_true", help="a line for each configuration")
+    namespace = parser.parse_args()
+    check = checker()
+    answers = [check(recipe["name"], recipe["args"]) for recipe in read_recipes(namespace.recipes.read_text())]
+    for answer in answers if namespace.details else ():
+        print(f"{answer.name}: {answer.unparsable or ' '.join(answer.refused) or 'accepted'}")
+    print(json.dumps(summary(answers)))
+
+
+if __name__ == "__main__":
+    main()

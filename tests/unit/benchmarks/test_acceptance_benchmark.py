@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `benchmarks/acceptance.py` says of launch configurations."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "acceptance.py"
+PLAIN = "--tensor-model-parallel-size 2 --num-layers 4 --bf16 --use-mcore-models --recompute-granularity".split()
+
+
+@pytest.fixture
+def acceptance(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("acceptance", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "acceptance", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_configurations_are_accepted_or_the_flags_that_keep_them_out_are_named(acceptance: ModuleType) -> None:
+    recipes = [
+        {"name": "plain", "group": "official_tests", "args": [*PLAIN, "selective"]},
+        {"name": "one", "group": "others", "args": [*PLAIN, "full", "--context-parallel-size", "2"]},
+        {"name": "two", "group": "others", "args": ["--moe-grouped-gemm", "--context-parallel-size", "2", "--made-up"]},
+        {"name": "none", "group": "others", "args": ["--num-layers"]},
+        {"name": "hybrid", "group": "official_hybrid", "args": []},
+    ]
+    found = acceptance.read_recipes("\n".join(map(json.dumps, recipes)))
+    assert found == acceptance.read_recipes(json.dumps(recipes)) == recipes[:4]
+    check = acceptance.checker()
+    answers = [check(recipe["name"], recipe["args"]) for recipe in found]
+    assert [answer.accepted for answer in answers] == [True, False, False, False]
+    assert "expected one argument" in answers[3].unparsable
+    assert acceptance.summary(answers) == {
+        "recipes": 4, "accepted": 1, "share": 0.25, "unparsable": 1,
+        "refused_by": {"--context-parallel-size": 2, "--made-up": 1, "--moe-grouped-gemm": 1},
+        "refused_by_alone": {"--context-parallel-size": 1},
+    }  # fmt: skip
+
+
+def test_lists_of_megatrons_test_harness_are_several_words(acceptance: ModuleType) -> None:
+    words = acceptance.as_words(["--modules", "[attn mlp]", "--split", "9,1"])
+    assert words == ["--modules", "attn", "mlp", "--split", "9,1"]
