@@ -108,13 +108,15 @@ class Link:
             return
         self._belongs = True
         self._introduced.set()
-        ends = Reader(END, f"agent {self.name}", "a malformed end of the job")
+        ends, seen = Reader(END, f"agent {self.name}", "a malformed end of the job"), ""
         try:
             while not self._closed:
                 if store.wait(keys.END, SLICE_S):
-                    end = ends.read(store.get(keys.END, END_READ_S))
+                    text = store.get(keys.END, END_READ_S)
+                    end = None if text == seen else ends.read(text)
                     if end is None:
                         # The coordinator puts its own in that place when the job is over.
+                        seen = text
                         time.sleep(SLICE_S)
                         continue
                     members = None if end.members is None else frozenset(end.members)

@@ -55,7 +55,7 @@ def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     """As many complete replicas of the job's own shape as there are; needs no more than sizes."""
     names = workers_in_slots(survivors.held, survivors.slots)
     held = {slot: survivors.held[worker] for slot, worker in names.items()}
-    # Who has died and has come back with another id has its old slot here, too.
+    # A worker that died and came back with another id has its old slot here, too.
     previous = renamed(survivors.previous, lambda worker: slot_of(worker, survivors.slots))
     plan = plan_for_survivors(survivors.shape, survivors.own, held, previous)
     return renamed(plan, names.__getitem__), []

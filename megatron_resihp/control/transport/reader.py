@@ -10,7 +10,7 @@ from typing import Final
 from megatron_resihp.protocol.wire import Kinds, MalformedError
 
 MOST_TOLD: Final = 1000
-"""So many dropped texts get a line each: a sender of more must not fill the log."""
+"""How many dropped texts get a line each: a sender of more must not fill the log."""
 NO_MORE: Final = "; further ones are dropped without a word"
 
 
@@ -26,16 +26,14 @@ class Reader[T]:
     def __init__(self, kinds: Kinds[T], name: str, what: str) -> None:
         self._kinds, self._name, self._what = kinds, name, what
         self._dropped = 0
-        self._last: str | None = None
 
     def read(self, text: str) -> T | None:
-        """What a text holds; None: it is malformed. A text that is read again at once gets no other line."""
+        """What a text holds; None: it is malformed."""
         try:
             return self._kinds.read(text).body
         except MalformedError as error:
-            if text != self._last and self._dropped < MOST_TOLD:
+            if self._dropped < MOST_TOLD:
                 self._dropped += 1
                 more = NO_MORE if self._dropped == MOST_TOLD else ""
                 print(f"resihp: {self._name} drops {self._what}: {error}{more}", file=sys.stderr, flush=True)
-            self._last = text
             return None
