@@ -62,7 +62,7 @@ def checker() -> Callable[[str, Sequence[str]], Answer]:
     from megatron.training import arguments
 
     from megatron_resihp.integration.patches import flags
-    from megatron_resihp.integration.patches.support import refusals
+    from megatron_resihp.integration.support import refusals
 
     add = flags.wrap_add_megatron_arguments(arguments.add_megatron_arguments)
     parser = add(argparse.ArgumentParser(allow_abbrev=False))

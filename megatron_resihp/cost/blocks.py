@@ -39,6 +39,7 @@ class Widths:
     linear_bias: bool
     qkv_bias: bool
     qk_norm: bool
+    output_gate: bool
     tied: bool
     element_bytes: int
     dropout: bool
@@ -77,16 +78,17 @@ def attention(w: Widths) -> tuple[Part, ...]:
 
 def _grouped_attention(w: Widths) -> tuple[Part, ...]:
     query, key_value = w.heads * w.head_width, 2 * w.groups * w.head_width
-    weights = w.hidden * (query + key_value) + query * w.hidden
-    biases = query + key_value if w.qkv_bias or w.linear_bias else 0
+    rows = query + key_value + (query if w.output_gate else 0)
+    weights = w.hidden * rows + query * w.hidden
+    biases = rows if w.qkv_bias or w.linear_bias else 0
     norms = 2 * w.norm * w.head_width if w.qk_norm else 0
     shared = Part(
         # With more members than groups, each member has equally many heads, and equally many rows for keys and values.
         "query groups", w.groups, gcd(w.heads, key_value), weights + biases,
         weight_flops=2 * weights,
         square_flops=2 * query,
-        # Query, key and value, and the input of the output projection.
-        token_bytes=(2 * query + key_value) * w.element_bytes,
+        # Query, gate, key and value, and the input of the output projection.
+        token_bytes=(query + rows) * w.element_bytes,
         square_bytes=_score_bytes(w),
     )  # fmt: skip
     return (shared, Part("norms and bias", parameters=norms + (w.hidden if w.linear_bias else 0)))

@@ -188,7 +188,7 @@ def _moe_pattern(arguments: Mapping[str, Any], layers: int) -> list[bool]:
 
 def _widths(arguments: Mapping[str, Any]) -> Widths:
     hidden, heads = _need(arguments, "hidden_size"), _need(arguments, "num_attention_heads")
-    gated = bool(arguments.get("swiglu"))
+    gated = bool(arguments.get("swiglu") or arguments.get("quick_geglu"))
     grouped = arguments.get("group_query_attention")
     dropout = arguments.get("hidden_dropout", 0.1) > 0
     fused = arguments.get("attention_backend") not in ("unfused", "local")
@@ -210,6 +210,7 @@ def _widths(arguments: Mapping[str, Any]) -> Widths:
         linear_bias=arguments.get("add_bias_linear", True),
         qkv_bias=arguments.get("add_qkv_bias", False),
         qk_norm=bool(arguments.get("qk_layernorm")),
+        output_gate=bool(arguments.get("attention_output_gate")),
         tied=not arguments.get("untie_embeddings_and_output_weights"),
         element_bytes=2 if arguments.get("bf16") or arguments.get("fp16") else 4,
         dropout=dropout,

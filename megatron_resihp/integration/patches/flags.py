@@ -22,7 +22,7 @@ from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patches.identity import identity_of
-from megatron_resihp.integration.patches.support import refusals
+from megatron_resihp.integration.support import refusals
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.files import read_plan
 

@@ -21,7 +21,7 @@ from megatron.core.package_info import __version__ as megatron_version
 import megatron_resihp
 from megatron_resihp import cpu
 from megatron_resihp.control.worker.identity import Identity
-from megatron_resihp.integration.patches.support import (
+from megatron_resihp.integration.support.workers import (
     AT_START,
     BY_CONTENT,
     DATA,

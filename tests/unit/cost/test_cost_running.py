@@ -18,6 +18,7 @@ from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.profile import LayerKind, load_profile
 from megatron_resihp.cost.running import UnknownCost, cost_of_job
 from megatron_resihp.cost.training import training_from_arguments
+from megatron_resihp.integration.support import TABLE, Evidence
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.plan import even_chunks
 from megatron_resihp.protocol.planning import KnownJob
@@ -51,16 +52,16 @@ class Recording(Mapping[str, Any]):
 
 def test_workers_tell_all_arguments_that_matter_and_may_be_used() -> None:
     """Arguments of hybrids and latent attention are refused with the plugin as yet."""
-    support = pytest.importorskip("megatron_resihp.integration.patches.support")
     read: set[str] = set()
     for changed in ({}, {"padded_vocab_size": None, "vocab_size": 256}, {"recompute_granularity": "full"},
                     {"group_query_attention": True, "num_query_groups": 2}, {"fp16": True},
-                    {"num_experts": 4}):  # fmt: skip
+                    {"num_experts": 4}, {"recompute_granularity": "selective"}):  # fmt: skip
         arguments = Recording({**MODEL, **changed})
         model_from_arguments(arguments)
         training_from_arguments(arguments)
         read |= arguments.read
-    assert read & support.ALLOWED <= set(ARGUMENTS)
+    used = {name for name, row in TABLE.items() if row.supported and row.evidence is not Evidence.INERT}
+    assert read & used <= set(ARGUMENTS)
     assert set(ARGUMENTS) - read <= {"num_query_groups", "accumulate_allreduce_grads_in_fp32"}
 
 

@@ -14,7 +14,7 @@ from megatron.training import arguments
 
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.integration.patches import flags
-from megatron_resihp.integration.patches.support import ALLOWED, CONSTRAINTS, refusals
+from megatron_resihp.integration.support import refusals
 
 COMMON = """
     --resihp --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --num-layers 4
@@ -70,17 +70,6 @@ def refused(check: Check, capsys: pytest.CaptureFixture[str], *command: str) -> 
     return line
 
 
-def test_every_name_in_the_list_is_an_argument_of_megatron() -> None:
-    known = vars(arguments.add_megatron_arguments(argparse.ArgumentParser()).parse_args([]))
-    assert not ALLOWED - set(known), "a typo, or Megatron has dropped it"
-    assert not set(CONSTRAINTS) - ALLOWED
-
-
-def test_megatrons_defaults_are_taken(check: Check, parser: argparse.ArgumentParser) -> None:
-    defaults = vars(parser.parse_args([]))
-    assert refusals(defaults, defaults, {name: name for name in defaults}) == []
-
-
 def test_a_common_command_line_is_taken(check: Check) -> None:
     args = check(*COMMON, "--resihp-inject", "kill:7@3")
     assert [config.resihp_inject for config in args.switched_on] == [["kill:7@3"]]
@@ -89,7 +78,8 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "--expert-model-parallel-size 2", "--moe-grouped-gemm", "--context-parallel-size 2", "--use-megatron-fsdp",
+        "--expert-model-parallel-size 2", "--moe-expert-capacity-factor 1", "--context-parallel-size 2",
+        "--use-megatron-fsdp",
         "--use-torch-fsdp2", "--mtp-num-layers 1", "--fp8-format hybrid", "--enable-cuda-graph",
         "--cuda-graph-impl local", "--rampup-batch-size 4 4 100", "--async-save", "--overlap-param-gather",
         "--dataloader-type cyclic", "--dataloader-type external", "--fp16", "--inprocess-restart",
@@ -172,7 +162,8 @@ def test_refusals_speak_of_what_was_given() -> None:
         {name: f"--{name.replace('_', '-')}" for name in ("async_save", "seed", "optimizer", "new_in_megatron", "lr")},
     )
     assert lines == [
-        "--async-save is not known to work with --resihp; leave one of the two out",
-        "--new-in-megatron is not known to work with --resihp; leave one of the two out",
+        "--async-save is not supported with --resihp: a save that is under way when an epoch breaks would be left half "
+        "done; leave one of the two out",
+        "--new-in-megatron is not supported with --resihp: nobody has yet read what it does; leave one of the two out",
         "--optimizer sgd is not supported with --resihp: only adam's state is known to move",
     ]

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short notation of the support table: each function makes the rows of some arguments. Imports `row`.
+
+Names of arguments are one text with spaces between. A supported one becomes a refused one, or the other way round, when
+its name moves from one line to another.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_resihp.integration.support.row import Evidence, Needs, Only, Row
+
+Rows = tuple[Row, ...]
+
+
+def tested(test: str, names: str, *, device: str = "", condition: Only | Needs | None = None) -> Rows:
+    """A test holds these: `file::function`, below tests/."""
+    return _rows(names, evidence=Evidence.TEST, shown=f"tests/{test}", device=device, condition=condition)
+
+
+def kernel(place: str, names: str, *, device: str = "", condition: Only | Needs | None = None) -> Rows:
+    """These change how something is computed, at that place, `module:function` below megatron."""
+    return _rows(names, evidence=Evidence.KERNEL, shown=f"megatron.{place}", device=device, condition=condition)
+
+
+def inert(place: str, names: str, *, device: str = "", condition: Only | Needs | None = None) -> Rows:
+    """These change nothing that training computes, as that place shows."""
+    return _rows(names, evidence=Evidence.INERT, shown=f"megatron.{place}", device=device, condition=condition)
+
+
+def without(other: str, place: str, names: str) -> Rows:
+    """These do nothing without another argument (or value, `name=value`) that is refused, as that place shows."""
+    return _rows(names, evidence=Evidence.INERT, shown=f"megatron.{place}", without=other)
+
+
+def unread(place: str, names: str) -> Rows:
+    """Nothing of Megatron's training code reads these; the place adds them to the parser."""
+    return _rows(names, evidence=Evidence.INERT, shown=f"megatron.{place}", unread=True)
+
+
+def refused(names: str, why: str, instead: str = "leave one of the two out") -> Rows:
+    """These are refused: why, and what to do instead."""
+    return _rows(names, why=why, instead=instead)
+
+
+def one_of(*values: Any, mend: str) -> Only:
+    """A condition: only these values."""
+    return Only(lambda value: value in values, mend)
+
+
+def all_of(*values: Any, mend: str) -> Only:
+    """A condition: a list of these values, or none."""
+    return Only(lambda given: set([given] if isinstance(given, str) else given or ()) <= set(values), mend)
+
+
+def joined(*groups: Iterable[Row]) -> Rows:
+    """All rows of some groups."""
+    return tuple(row for group in groups for row in group)
+
+
+def _rows(names: str, **fields: Any) -> Rows:
+    return tuple(Row(name, **fields) for name in names.split())

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/megatron-flags.md, from the support table.
+
+`python -m megatron_resihp.integration.support.page > docs/megatron-flags.md` writes the page anew.
+May import megatron, whose parser says how arguments are spelled, and this package.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from megatron_resihp.integration.support.row import Row
+from megatron_resihp.integration.support.table import SUBJECTS, TABLE
+
+
+def spelled() -> dict[str, str]:
+    """How Megatron spells each of its arguments."""
+    from megatron.training import arguments
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(add_help=False))
+    return {action.dest: action.option_strings[0] for action in parser._actions}
+
+
+def markdown(flags: Mapping[str, str]) -> str:
+    """docs/megatron-flags.md.
+
+    Args:
+        flags: how each argument is spelled.
+    """
+    supported = sum(row.supported for row in TABLE.values())
+    parts = [_INTRODUCTION.format(total=len(TABLE), supported=supported)]
+    for subject, rows in SUBJECTS.items():
+        parts += [f"## {subject}\n", _supported(rows, flags), _refused(rows, flags)]
+    return "\n".join(part for part in parts if part)
+
+
+def _supported(rows: Iterable[Row], flags: Mapping[str, str]) -> str:
+    return _table(
+        ["flags", "evidence", "where", "only"],
+        ((row.evidence or "", _shown(row, flags), _conditions(row, flags), row) for row in rows if row.supported),
+        flags,
+    )
+
+
+def _shown(row: Row, flags: Mapping[str, str]) -> str:
+    if row.unread:
+        return f"nothing reads it; `{row.shown}` adds it"
+    other, _, value = row.without.partition("=")
+    return f"`{row.shown}`" + (f"; nothing without `{f'{flags[other]} {value}'.strip()}`" if other else "")
+
+
+def _conditions(row: Row, flags: Mapping[str, str]) -> str:
+    said = [row.condition.said(flags)] if row.condition else []
+    return "; ".join([*said, *([row.device] if row.device else [])])
+
+
+def _refused(rows: Iterable[Row], flags: Mapping[str, str]) -> str:
+    return _table(
+        ["refused", "why", "instead"], ((row.why, row.instead, row) for row in rows if not row.supported), flags
+    )
+
+
+def _table(heads: list[str], lines: Iterable[tuple[Any, ...]], flags: Mapping[str, str]) -> str:
+    """Lines end with their row. Rows beside each other that say the same are one line."""
+    texts = []
+    for said, same in itertools.groupby(lines, key=lambda line: line[:-1]):
+        names = ", ".join(f"`{flags[line[-1].name]}`" for line in same)
+        texts.append("| " + " | ".join([names, *said]) + " |")
+    if not texts:
+        return ""
+    return "\n".join([f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads), *texts, ""])
+
+
+_INTRODUCTION: Final = """\
+# Megatron's flags
+
+<!-- Written by `python -m megatron_resihp.integration.support.page`; edit integration/support/rows/ instead. -->
+
+These are Megatron-LM 0.19's {total} arguments. With `--resihp`, {supported} of them may have any value, or those that
+the last column allows. The others are refused at the start if they differ from Megatron's default. A flag that is new
+to Megatron is refused until it has a row here. For each supported flag there is evidence of one of three kinds:
+
+- `inert`: it changes nothing that training computes. The place in Megatron shows it. Many flags do nothing because
+  another flag that they belong to is refused.
+- `kernel`: it changes how something is computed, at that place in Megatron. It changes no state, groups, schedule,
+  random streams or number of collectives.
+- `test`: that test trains with it through a death or a change of plan.
+"""
+
+
+if __name__ == "__main__":
+    print(markdown(spelled()), end="")

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one row of the support table holds. Imports the standard library only.
+
+A row is about one of Megatron's arguments, by the name that it has among the parsed ones. It is supported if it has
+evidence, and refused otherwise.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Evidence(StrEnum):
+    """Why it is known that a recovery keeps the contract with this argument."""
+
+    INERT = "inert"
+    """It changes nothing that training computes. The place in Megatron shows it."""
+    KERNEL = "kernel"
+    """It changes how something is computed: no state, groups, schedule, random streams or number of collectives."""
+    TEST = "test"
+    """A test holds it."""
+
+
+@dataclass(frozen=True)
+class Only:
+    """Supported with some values only.
+
+    Attributes:
+        accepts: whether a value is one of them.
+        mend: what to do instead, for a message.
+    """
+
+    accepts: Callable[[Any], bool]
+    mend: str
+
+    def refusal(self, name: str, values: Mapping[str, Any], flags: Mapping[str, str]) -> str | None:
+        if self.accepts(values[name]):
+            return None
+        return f"{flags[name]} {values[name]} is not supported with --resihp: {self.mend}"
+
+    def said(self, flags: Mapping[str, str]) -> str:
+        """The same for a table."""
+        return self.mend
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Supported together with another argument only.
+
+    Attributes:
+        other: which.
+        why: a recovery needs it.
+    """
+
+    other: str
+    why: str
+
+    def refusal(self, name: str, values: Mapping[str, Any], flags: Mapping[str, str]) -> str | None:
+        if not values[name] or values[self.other]:
+            return None
+        return f"{flags[name]} is only supported with {flags[self.other]} with --resihp: {self.why}"
+
+    def said(self, flags: Mapping[str, str]) -> str:
+        """The same for a table."""
+        return f"with `{flags[self.other]}`: {self.why}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One argument.
+
+    Attributes:
+        name: the argument's.
+        evidence: the kind; None: it is refused.
+        shown: the place in Megatron, `module:function`, or the test, `file::function`.
+        without: it does nothing as long as this other argument is refused, or this value of one (`name=value`).
+        unread: nothing of Megatron's training code reads it.
+        device: what it needs on which device, if not the same everywhere.
+        condition: a supported one's.
+        why: it is refused.
+        instead: what to do then.
+    """
+
+    name: str
+    evidence: Evidence | None = None
+    shown: str = ""
+    without: str = ""
+    unread: bool = False
+    device: str = ""
+    condition: Only | Needs | None = None
+    why: str = ""
+    instead: str = ""
+
+    @property
+    def supported(self) -> bool:
+        return self.evidence is not None
+
+    def refusal(self, values: Mapping[str, Any], defaults: Mapping[str, Any], flags: Mapping[str, str]) -> str | None:
+        """A line that begins with the flag, if this argument's value is refused."""
+        if not self.supported:
+            given = values[self.name] != defaults[self.name]
+            line = f"{flags[self.name]} is not supported with --resihp: {self.why}; {self.instead}"
+            return line if given else None
+        return self.condition.refusal(self.name, values, flags) if self.condition else None

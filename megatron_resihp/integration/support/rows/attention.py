@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows: attention of all kinds, and how positions are told. Imports `notation`."""
+
+from megatron_resihp.integration.support.notation import (
+    Rows,
+    joined,
+    kernel,
+    one_of,
+    refused,
+    tested,
+    unread,
+    without,
+)
+
+_ATTENTION = "core.transformer.dot_product_attention:DotProductAttention"
+_ROTARY = "core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
+_YARN = "core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding"
+_FLAGS = "integration/test_flags.py::test_a_death_and_other_degrees"
+_LATENT = "core.transformer.multi_latent_attention:MultiLatentAttention"
+_INDEXER = "core.transformer.experimental_attention_variant.dsa:DSAttention"
+_LINEAR = "core.transformer.transformer_config:TransformerConfig.__post_init__"
+
+_HEADS: Rows = joined(
+    tested(
+        "integration/test_query_groups.py::test_from_plan_to_plan_and_back",
+        "group_query_attention num_query_groups qk_layernorm",
+    ),
+    kernel("core.transformer.attention:Attention", "kv_channels"),
+    tested(_FLAGS, "add_qkv_bias qk_l2_norm attention_output_gate"),
+    kernel(_ATTENTION, "attention_dropout apply_query_key_layer_scaling"),
+    kernel(_ATTENTION, "attention_softmax_in_fp32 masked_softmax_fusion"),
+    tested(
+        _FLAGS,
+        "softmax_type",
+        condition=one_of(
+            "vanilla",
+            "off-by-one",
+            mend="use vanilla or off-by-one: Megatron doesn't mark the offsets that it learns as cut between workers",
+        ),
+    ),
+    tested(_FLAGS, "window_size window_attn_skip_freq"),
+    tested("integration/test_plans.py::test_from_plan_to_plan_and_back", "attention_backend"),
+    kernel(
+        "core.models.common.language_module.language_module:LanguageModule._set_attention_backend",
+        "flash_attention_version",
+        device="GPU: FlashAttention of that version",
+    ),
+    unread("training.arguments:_add_training_args", "use_flash_attn"),
+    kernel(
+        "training.initialize:initialize_megatron",
+        "batch_invariant_mode",
+        device="GPU: FlashAttention 3",
+    ),
+    refused(
+        "qk_clip",
+        "it changes parameters after the step by a maximum over groups, which a repeated step would do twice",
+        "leave it out, or use --qk-layernorm",
+    ),
+    without(
+        "qk_clip",
+        "core.transformer.attention:SelfAttention.clip_qk",
+        "qk_clip_alpha qk_clip_threshold",
+    ),
+    refused("use_kitchen_attention", "its kernels are in a library that nobody publishes"),
+    without(
+        "use_kitchen_attention",
+        "core.models.gpt.gpt_layer_specs:get_gpt_decoder_layer_specs",
+        "kitchen_attention_backend",
+    ),
+    refused("flash_decode", "it is for inference", "leave it out"),
+)
+
+_POSITIONS: Rows = joined(
+    tested(
+        "integration/test_plans.py::test_kinds_of_model",
+        "position_embedding_type",
+        condition=one_of(
+            "learned_absolute",
+            "rope",
+            "yarn",
+            "none",
+            mend="use rope, yarn, learned_absolute or none",
+        ),
+    ),
+    kernel("training.arguments:validate_args", "add_position_embedding use_rotary_position_embeddings"),
+    kernel(_ROTARY, "rotary_base rotary_percent rotary_interleaved"),
+    kernel("training.argument_utils:gpt_config_from_args", "rotary_seq_len_interpolation_factor"),
+    tested(_FLAGS, "use_rope_scaling rope_scaling_factor no_rope_freq"),
+    kernel("core.models.common.embeddings.rope_utils:apply_rotary_pos_emb", "apply_rope_fusion"),
+    kernel(
+        "core.models.gpt.gpt_model:GPTModel",
+        """yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
+        yarn_correction_range_round_to_int""",
+    ),
+    kernel(_YARN, "mscale mscale_all_dim"),
+    tested(_FLAGS, "rotary_scaling_factor"),
+    without("position_embedding_type=mrope", "core.models.gpt.gpt_model:GPTModel", "mrope_section"),
+    without(
+        "position_embedding_type=relative",
+        "core.models.common.embeddings.relative_pos_embedding:RelativePositionEmbedding",
+        "relative_attention_num_buckets relative_attention_max_distance",
+    ),
+)
+
+_COMPRESSED: Rows = joined(
+    refused(
+        "multi_latent_attention",
+        "no test holds how its projections to latents are cut",
+    ),
+    without(
+        "multi_latent_attention",
+        _LATENT,
+        """q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim cache_mla_latents rope_type""",
+    ),
+    without(
+        "multi_latent_attention",
+        "core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_spec",
+        "mla_down_proj_fusion",
+    ),
+)
+
+_VARIANTS: Rows = joined(
+    refused(
+        "experimental_attention_variant",
+        "these layers need Transformer Engine on a GPU, and no test holds how their parameters are cut",
+    ),
+    without(
+        "experimental_attention_variant",
+        _INDEXER,
+        """dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq
+        dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
+        dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+        dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32""",
+    ),
+    without(
+        "experimental_attention_variant",
+        "core.transformer.experimental_attention_variant.dsa_kernels:_get_dsa_kernel_backend",
+        "dsa_kernel_backend",
+    ),
+    without(
+        "experimental_attention_variant",
+        _LINEAR,
+        """linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+        linear_num_key_heads linear_num_value_heads""",
+    ),
+)
+
+ROWS: Rows = joined(_HEADS, _POSITIONS, _COMPRESSED, _VARIANTS)

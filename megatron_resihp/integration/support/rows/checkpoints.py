@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows: checkpoints, and when a job ends. Imports `notation`."""
+
+from megatron_resihp.integration.support.notation import (
+    Rows,
+    inert,
+    joined,
+    kernel,
+    one_of,
+    refused,
+    tested,
+    unread,
+    without,
+)
+
+_LAYOUT = "integration/test_checkpoints.py::test_a_job_goes_on_in_its_own_layout"
+_LOAD = "training.checkpointing:load_checkpoint"
+_SAVE = "training.checkpointing:save_checkpoint"
+_LATE = "a save that is under way when an epoch breaks would be left half done"
+_DUMPED = "each rank of Megatron's first layout writes a file, and ranks change with the epoch"
+
+_SAVED: Rows = joined(
+    tested(_LAYOUT, "save save_interval load"),
+    tested(
+        _LAYOUT,
+        "ckpt_format",
+        condition=one_of("torch", "torch_dist", mend="use torch or torch_dist"),
+    ),
+    tested(
+        "integration/test_checkpoints.py::test_masters_and_moments_are_those_that_megatron_s_distributed_optimizer_saves",
+        "dist_ckpt_optim_fully_reshardable",
+    ),
+    tested("integration/test_ends.py::test_a_saved_state_can_be_gone_on_from", "no_load_rng"),
+    kernel(
+        _LOAD,
+        "finetune pretrained_checkpoint ckpt_step exit_on_missing_checkpoint auto_detect_ckpt_format no_load_optim",
+    ),
+    kernel(_SAVE, "no_save_optim no_save_rng ckpt_fully_parallel_save"),
+    kernel(
+        "training.checkpointing:_load_global_dist_base_checkpoint",
+        "ckpt_fully_parallel_load dist_ckpt_strictness",
+    ),
+    inert(
+        "training.arguments:validate_args",
+        "use_dist_ckpt_deprecated dist_ckpt_format_deprecated ckpt_fully_parallel_save_deprecated",
+    ),
+    unread("training.config.training_config:CheckpointConfig", "dist_ckpt_save_pre_mcore_014"),
+)
+
+_ASYNCHRONOUS: Rows = joined(
+    refused("async_save", _LATE),
+    refused("async_strategy", _LATE),
+    refused("use_persistent_ckpt_worker", _LATE),
+    refused("async_ckpt_cpu_priority", _LATE),
+    refused("async_ckpt_io_priority", _LATE),
+    refused("async_ckpt_use_cpu_shm", _LATE),
+    refused("ckpt_assume_constant_structure", "another plan saves other shards, which a remembered structure lacks"),
+    refused("save_retain_interval", "which checkpoints are deleted follows a memory that a joining worker lacks"),
+    refused("verify_integrity", "no test holds that shards of every plan are verified"),
+    refused("dist_ckpt_workers", "no test holds that several threads of a save end with a broken epoch"),
+    refused("ckpt_fully_parallel_load_exchange_algo", "no test holds that other plans' shards are exchanged so"),
+    refused("ckpt_fully_parallel_save_process_group", "shards are shared out among all workers of a plan"),
+    refused("ckpt_fully_parallel_load_process_group", "shards are shared out among all workers of a plan"),
+    refused("ckpt_load_validate_sharding_integrity", "shards that overlap or lack would be loaded unnoticed"),
+    refused("distrib_optim_fully_reshardable_mem_efficient", "it gathers over groups that unlike replicas don't have"),
+)
+
+_TEMPORARY: Rows = joined(
+    refused("non_persistent_save_interval", "no test holds that survivors of a lost worker find such a checkpoint"),
+    refused("non_persistent_ckpt_type", "no test holds that survivors of a lost worker find such a checkpoint"),
+    refused("non_persistent_global_ckpt_dir", "no test holds that survivors of a lost worker find such a checkpoint"),
+    refused("non_persistent_local_ckpt_dir", "a local checkpoint is lost with the node whose loss it is for"),
+    refused("non_persistent_local_ckpt_algo", "a local checkpoint is lost with the node whose loss it is for"),
+    refused("replication", "copies of local checkpoints follow the ranks of the first layout"),
+    refused("replication_jump", "copies of local checkpoints follow the ranks of the first layout"),
+    refused("replication_factor", "copies of local checkpoints follow the ranks of the first layout"),
+)
+
+_OTHERS: Rows = joined(
+    refused(
+        "use_checkpoint_args",
+        "arguments that a checkpoint brings are read after they could be checked",
+        "give them on the command line",
+    ),
+    without(
+        "use_checkpoint_args",
+        "training.checkpointing:load_args_from_checkpoint",
+        "use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args",
+    ),
+    refused("load_main_params_from_ckpt", "masters would be loaded without the rest of the optimizer's state"),
+    refused("override_ckpt_iteration", "iterations would not be those that the checkpoint's samples belong to"),
+    refused(
+        "ckpt_convert_format ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format",
+        "a conversion trains nothing",
+        "convert without --resihp",
+    ),
+    without(
+        "ckpt_format=fsdp_dtensor",
+        "training.checkpointing:_load_base_checkpoint",
+        "strict_fsdp_dtensor_load",
+    ),
+    without("fp8", "core.dist_checkpointing.strategies.torch:MCoreLoadPlanner", "stream_ckpt_dequant"),
+    refused("save_params_interval", _DUMPED),
+    refused("save_activations_interval", _DUMPED),
+    refused("save_tokens_per_expert_interval", _DUMPED),
+    refused("save_wgrads_interval", _DUMPED),
+    refused("save_dgrads_interval", _DUMPED),
+    refused(
+        "enable_msc",
+        "no test holds that checkpoints and data on object storage outlive a broken epoch",
+        "save to a file system",
+    ),
+    inert("training.arguments:parse_args", "disable_msc_deprecated"),
+)
+
+_ENDS: Rows = joined(
+    tested("integration/test_rejoin.py::test_in_a_resumed_job_it_needs_no_checkpoint", "exit_interval"),
+    refused("exit_duration_in_mins", "workers that were started at other times would end at other iterations"),
+    refused("exit_signal_handler", "the launcher has the signals, and workers would answer them by themselves"),
+    refused("exit_signal", "the launcher has the signals, and workers would answer them by themselves"),
+    refused("exit_signal_handler_for_dataloader", "the launcher has the signals, and loaders end with their worker"),
+    refused("exit_signal_handler_for_training", "the launcher has the signals, and workers would answer by themselves"),
+    refused(
+        "adlr_autoresume",
+        "it needs a scheduler's library that nobody publishes, and ends the job by its own collectives",
+        "send SIGTERM to the launcher",
+    ),
+    without("adlr_autoresume", "training.training:post_training_step_callbacks", "adlr_autoresume_interval"),
+)
+
+ROWS: Rows = joined(_SAVED, _ASYNCHRONOUS, _TEMPORARY, _OTHERS, _ENDS)

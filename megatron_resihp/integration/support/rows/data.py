@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows: data sets, loaders and the tokenizer. Imports `notation`."""
+
+from megatron_resihp.integration.support.notation import (
+    Rows,
+    inert,
+    joined,
+    kernel,
+    one_of,
+    refused,
+    tested,
+    unread,
+    without,
+)
+
+_PACKED = "integration/test_recovery_movers.py::test_packed_documents"
+_TOKENIZER = "core.tokenizers.utils.build_tokenizer:build_tokenizer"
+_DATASET = "core.datasets.gpt_dataset:GPTDataset"
+_BUILDER = "core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder"
+_ORDER = "samples would come in another order, or from places that no recovery can go back to"
+
+_SETS: Rows = joined(
+    tested(_PACKED, "data_path data_cache_path dataloader_inter_document_masking vocab_size mock_data"),
+    tested("integration/test_plans.py::test_from_plan_to_plan_and_back", "split tokenizer_type"),
+    kernel(
+        "training.utils.common_utils:get_blend_and_blend_per_split",
+        "train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path",
+    ),
+    kernel(_BUILDER, "num_dataset_builder_threads mid_level_dataset_surplus"),
+    kernel(_DATASET, "mmap_bin_files reset_position_ids reset_attention_mask eod_mask_loss"),
+    kernel("training.arguments:validate_args", "create_attention_mask_in_dataloader"),
+    kernel("core.datasets.megatron_dataset:MegatronDataset", "allow_ambiguous_pad_tokens"),
+    inert("training.arguments:validate_args", "encoder_seq_length"),
+    refused(
+        "dataloader_fast_cache_load dataloader_defer_npy_index_mmap per_dataset_sequences_path",
+        "workers would trust a cache or a count that nobody compares between them",
+    ),
+    refused(
+        "object_storage_cache_path",
+        "workers meet to fetch an index, which a worker that joins later can't",
+        "copy the data to a file system",
+    ),
+    refused(
+        "fim_data",
+        "the generator that cuts samples moves with each sample that is read, so a repeated one would be cut otherwise",
+    ),
+    without(
+        "fim_data",
+        "training.datasets.fim_dataset:GPTFIMDataset",
+        """fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix""",
+    ),
+    without(
+        "fim_data",
+        "training.arguments:validate_args",
+        "fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token",
+    ),
+    refused("sft", "conversations are packed as they come, which no test holds"),
+    without("sft", _TOKENIZER, "sft_tokenizer_prompt_format"),
+    unread("training.arguments:_add_data_args", "mask_prob short_seq_prob sample_rate"),
+)
+
+_LOADERS: Rows = joined(
+    tested("integration/test_recovery_points.py::test_data_loaders_of_a_dead_worker_die_with_it", "num_workers"),
+    kernel(
+        "training.datasets.data_samplers:build_pretraining_data_loader",
+        "dataloader_type",
+        condition=one_of(None, "single", mend="only 'single' keeps its samples through a change"),
+    ),
+    without(
+        "dataloader_type=cyclic",
+        "training.datasets.data_samplers:MegatronPretrainingRandomSampler",
+        "data_sharding",
+    ),
+)
+
+_WORDS: Rows = joined(
+    kernel(
+        _TOKENIZER,
+        """vocab_file merge_file tokenizer_model pad_vocab_size special_tokens tiktoken_pattern
+        tiktoken_num_special_tokens null_tokenizer_eod_id null_tokenizer_pad_id metadata_path
+        tokenizer_sentencepiece_legacy tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_hf_no_use_fast
+        tokenizer_hf_no_include_special_tokens trust_remote_code chat_template""",
+    ),
+    kernel("training.argument_utils:gpt_config_from_args", "padded_vocab_size"),
+    unread("training.config.training_config:TokenizerConfig", "vocab_extra_ids"),
+)
+
+ROWS: Rows = joined(_SETS, _LOADERS, _WORDS)

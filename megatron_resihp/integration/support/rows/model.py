@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows: the model's size, its norms and activations, how it is initialized, multi-token prediction and hybrids.
+Imports `notation`.
+"""
+
+from megatron_resihp.integration.support.notation import (
+    Rows,
+    all_of,
+    inert,
+    joined,
+    kernel,
+    refused,
+    tested,
+    unread,
+    without,
+)
+
+_FROM_ARGUMENTS = "training.argument_utils:core_transformer_config_from_args"
+_CONFIG = "core.transformer.transformer_config:TransformerConfig.__post_init__"
+
+_SIZES: Rows = joined(
+    tested(
+        "integration/test_plans.py::test_from_plan_to_plan_and_back",
+        "num_layers hidden_size num_attention_heads transformer_impl seq_length max_position_embeddings",
+    ),
+    tested("integration/test_plans.py::test_kinds_of_model", "normalization add_bias_linear ffn_hidden_size"),
+    tested("integration/test_plans.py::test_kinds_of_model", "untie_embeddings_and_output_weights swiglu"),
+    tested(
+        "integration/test_query_groups.py::test_from_plan_to_plan_and_back",
+        "make_vocab_size_divisible_by",
+    ),
+    refused("spec", "a script's own layers may have state and groups of any kind"),
+    refused(
+        "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json",
+        "layers of unlike shapes can't be told apart in a plan's costs, and none has been tried",
+    ),
+    refused("decoder_seq_length", "an encoder's and a decoder's messages have unlike lengths", "use --seq-length"),
+)
+
+_PARTS: Rows = joined(
+    kernel(
+        "core.transformer.transformer_layer:TransformerLayer._forward_attention",
+        "fp32_residual_connection hidden_dropout bias_dropout_fusion",
+    ),
+    unread("core.transformer.transformer_config:TransformerConfig", "apply_residual_connection_post_layernorm"),
+    kernel("core.transformer.transformer_layer:TransformerLayer", "layernorm_epsilon"),
+    kernel("core.fusions.fused_layer_norm:FusedLayerNorm", "layernorm_zero_centered_gamma"),
+    kernel(_FROM_ARGUMENTS, "no_persist_layer_norm bias_gelu_fusion bias_swiglu_fusion squared_relu"),
+    tested(
+        "integration/test_flags.py::test_a_death_and_other_degrees",
+        "quick_geglu glu_linear_offset activation_func_clamp_value",
+    ),
+    kernel(
+        _CONFIG,
+        "use_te_activation_func",
+        device="GPU: Transformer Engine's activations; not with --transformer-impl local",
+    ),
+    refused(
+        "use_transformer_engine_op_fuser fused_residual_rmsnorm",
+        "it replaces layers by ones whose parameters no test on CPUs can have",
+    ),
+    refused("mlp_chunks_for_training", "it calls the MLP's collectives once a chunk, which no test holds"),
+    inert("core.transformer.transformer_layer:TransformerLayer._forward_mlp", "mlp_chunks_for_prefill"),
+    kernel(
+        "core.models.common.embeddings.language_model_embedding:LanguageModelEmbedding.forward",
+        "clone_scatter_output_in_embedding",
+    ),
+    kernel("core.models.common.language_module.language_module:LanguageModule", "cross_entropy_loss_fusion"),
+    kernel(
+        "core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss",
+        "cross_entropy_fusion_impl",
+        device="GPU: 'te' needs Transformer Engine",
+    ),
+    tested("integration/test_plans.py::test_from_plan_to_plan_and_back", "calculate_per_token_loss"),
+    kernel(
+        "core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication",
+        "gradient_accumulation_fusion",
+        device="GPU: Apex or Transformer Engine",
+    ),
+    unread("training.arguments:_add_network_size_args", "onnx_safe bert_binary_head openai_gelu"),
+    inert("training.arguments:validate_args", "deprecated_use_mcore_models"),
+)
+
+_INITIAL: Rows = joined(
+    kernel(
+        "core.tensor_parallel.layers:ColumnParallelLinear",
+        "perform_initialization use_cpu_initialization",
+    ),
+    kernel(_CONFIG, "init_method_std embedding_init_method_std"),
+    kernel(_FROM_ARGUMENTS, "init_method_xavier_uniform"),
+    tested(
+        "integration/test_flags.py::test_a_death_and_other_degrees",
+        "use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power",
+    ),
+    inert(_CONFIG, "mup_width_mult"),
+)
+
+_RECOMPUTED: Rows = joined(
+    tested(
+        "integration/test_plans.py::test_orders_of_ops",
+        "recompute_granularity recompute_method recompute_num_layers",
+    ),
+    kernel("training.arguments:validate_args", "recompute_activations"),
+    tested(
+        "integration/test_flags.py::test_a_death_and_other_degrees",
+        "recompute_modules",
+        condition=all_of("core_attn", "mlp", mend="recompute core_attn or mlp, whose outputs stay in memory"),
+    ),
+    refused(
+        "distribute_saved_activations",
+        "it adds a gathering to each recomputed layer, which no test holds",
+        "leave it out, or use --sequence-parallel",
+    ),
+    refused("checkpoint_activations", "Megatron no longer takes it", "use --recompute-activations"),
+    refused("moe_layer_recompute", "Megatron has given it up", "use --recompute-granularity selective"),
+    refused(
+        "fine_grained_activation_offloading",
+        "its buffers follow the order of Megatron's own schedule, and other plans have other orders",
+        "leave it out, or recompute with --recompute-granularity",
+    ),
+    without(
+        "fine_grained_activation_offloading",
+        "core.models.gpt.gpt_model:GPTModel.preprocess_for_fine_grained_offloading",
+        """min_offloaded_tensor_size delta_offload_bytes_across_pp_ranks activation_offload_fraction
+        fine_grained_offloading_max_inflight_offloads""",
+    ),
+    without("fine_grained_activation_offloading", _CONFIG, "offload_modules"),
+    without(
+        "fine_grained_activation_offloading",
+        "core.transformer.transformer_layer:TransformerLayer",
+        "delay_offload_until_cuda_graph",
+    ),
+    refused(
+        "cpu_offloading_num_layers",
+        "Megatron has it for a single pipeline stage, and a recovery may need more",
+        "leave it out, or recompute with --recompute-granularity",
+    ),
+    without(
+        "cpu_offloading_num_layers",
+        "core.transformer.transformer_block:TransformerBlock",
+        "cpu_offloading_retain_pinned_cpu_buffers",
+    ),
+)
+
+_GRAPHS: Rows = joined(
+    refused(
+        "enable_cuda_graph external_cuda_graph cuda_graph_impl",
+        "graphs hold the groups and buffers of the epoch in which they were captured",
+    ),
+    without(
+        "cuda_graph_impl",
+        "training.training:train",
+        "cuda_graph_warmup_steps",
+    ),
+    without(
+        "cuda_graph_impl",
+        "training.arguments:_normalize_cuda_graph_modules_args",
+        "cuda_graph_modules cuda_graph_scope_deprecated inference_cuda_graph_scope",
+    ),
+)
+
+_PREDICTING: Rows = joined(
+    refused(
+        "mtp_num_layers",
+        "the last stage has a copy of the word embeddings then, which slices of state don't know",
+    ),
+    without(
+        "mtp_num_layers",
+        "core.transformer.multi_token_prediction:MultiTokenPredictionBlock",
+        "mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads",
+    ),
+)
+
+_HYBRIDS: Rows = joined(
+    refused(
+        "hybrid_layer_pattern hybrid_override_pattern mtp_hybrid_override_pattern is_hybrid_model",
+        "Mamba's kernels need a GPU, and no test holds how their parameters are cut",
+    ),
+    without(
+        "hybrid_layer_pattern",
+        "core.ssm.mamba_mixer:MambaMixer",
+        """mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
+        mamba_training_ssm_states_dtype""",
+    ),
+)
+
+ROWS: Rows = joined(_SIZES, _PARTS, _INITIAL, _RECOMPUTED, _GRAPHS, _PREDICTING, _HYBRIDS)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows: how work is cut and overlapped, and what the groups are made of. Imports `notation`."""
+
+from megatron_resihp.integration.support.notation import (
+    Rows,
+    inert,
+    joined,
+    kernel,
+    one_of,
+    refused,
+    tested,
+    unread,
+    without,
+)
+
+_CONTEXT = "a plan doesn't say yet which workers share a sequence"
+_EXPERTS = "a plan doesn't say yet which workers share the experts"
+_FSDP = "shards of parameters that exist once are lost with their worker: there are no copies of them"
+_USER_BUFFERS = "Transformer Engine keeps communicators and buffers of its own, which no recovery makes anew"
+_INTERLEAVED = "a plan that Megatron's own groups run has one chunk of layers on each worker"
+_OVERLAPPED = "a gathering of parameters may be under way when an epoch breaks"
+
+_DEGREES: Rows = joined(
+    tested(
+        "integration/test_plans.py::test_from_plan_to_plan_and_back",
+        "tensor_model_parallel_size pipeline_model_parallel_size",
+    ),
+    tested("integration/test_recovery_movers.py::test_sequence_parallelism", "sequence_parallel"),
+    tested(
+        "integration/test_own_layouts.py::test_a_middle_stage_loses_a_worker_and_another_one_gets_other_layers",
+        """pipeline_model_parallel_layout decoder_first_pipeline_num_layers account_for_embedding_in_pipeline_split
+        account_for_loss_in_pipeline_split""",
+    ),
+    kernel("training.argument_utils:core_transformer_config_from_args", "decoder_last_pipeline_num_layers"),
+    refused("context_parallel_size", _CONTEXT, "leave it out and use more tensor parallelism"),
+    refused("hierarchical_context_parallel_sizes hybrid_context_parallel", _CONTEXT),
+    without("context_parallel_size", "core.extensions.transformer_engine:TEDotProductAttention", "cp_comm_type"),
+    without(
+        "hybrid_context_parallel",
+        "core.datasets.data_schedule:HybridCPDataLoaderWrapper",
+        "max_seqlen_per_dp_cp_rank",
+    ),
+    refused("expert_model_parallel_size", _EXPERTS, "leave it out, so that each tensor-parallel group has all experts"),
+    refused("expert_tensor_parallel_size", _EXPERTS, "leave it out, so that experts are cut as other layers are"),
+    refused(
+        "tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards",
+        "slices of state don't follow a cut of weights beyond the tensor-parallel degree",
+        "leave it out, or raise --tensor-model-parallel-size",
+    ),
+    refused("encoder_num_layers", "the layers of an encoder have no place in a plan", "use --num-layers"),
+    refused("decoder_num_layers", "the layers of a decoder have no place in a plan", "use --num-layers"),
+)
+
+_PIPELINE: Rows = joined(
+    refused("num_layers_per_virtual_pipeline_stage", _INTERLEAVED),
+    refused("num_virtual_stages_per_pipeline_rank", _INTERLEAVED),
+    refused("microbatch_group_size_per_vp_stage", _INTERLEAVED),
+    refused("overlap_p2p_comm_warmup_flush", _INTERLEAVED),
+    without(
+        "num_layers_per_virtual_pipeline_stage",
+        "core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+        "overlap_p2p_comm",
+    ),
+    refused(
+        "pipeline_model_parallel_comm_backend",
+        "groups of another library can't be aborted when an epoch breaks",
+        "leave it out for NCCL",
+    ),
+    refused("use_ring_exchange_p2p", "it needs a torch that nobody publishes, and its waits have no bound"),
+    refused(
+        "defer_embedding_wgrad_compute",
+        "the head's weight gradient is left for the end of Megatron's own schedule, which other plans don't run",
+    ),
+    without(
+        "defer_embedding_wgrad_compute",
+        "core.tensor_parallel.layers:ColumnParallelLinear.forward",
+        "wgrad_deferral_limit",
+    ),
+    refused(
+        "delay_wgrad_compute",
+        "it leaves weight gradients for later, which plans do by ops of their own",
+        "leave it out: a planner puts weight gradients where they fit",
+    ),
+    refused("mtp_standalone", "a stage of its own for multi-token prediction has no place in a plan"),
+)
+
+_TENSOR: Rows = joined(
+    refused("tp_comm_overlap", _USER_BUFFERS),
+    without(
+        "tp_comm_overlap",
+        "core.extensions.transformer_engine:TELayerNormColumnParallelLinear",
+        """tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
+        tp_comm_split_ag tp_comm_split_rs""",
+    ),
+    without(
+        "tp_comm_overlap",
+        "training.initialize:_initialize_tp_communicators",
+        "tp_comm_bootstrap_backend tp_comm_overlap_cfg",
+    ),
+    refused(
+        "symmetric_ar_type",
+        "symmetric memory of a dead peer stays mapped, and no recovery registers it anew",
+    ),
+)
+
+_EXPERT_OVERLAP: Rows = joined(
+    refused(
+        "overlap_moe_expert_parallel_comm",
+        "it runs a schedule of its own, which plans don't have",
+    ),
+    without(
+        "overlap_moe_expert_parallel_comm",
+        "core.transformer.transformer_config:TransformerConfig.__post_init__",
+        "ep_overlap_early_attn_memory_release",
+    ),
+    without(
+        "overlap_moe_expert_parallel_comm",
+        "core.pipeline_parallel.combined_1f1b:combined_1f1b_schedule_for_no_pipelining",
+        "high_priority_a2a_comm_stream",
+    ),
+    refused(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "it leaves the experts' weight gradients for a hook, which plans do by ops of their own",
+    ),
+)
+
+_REPLICAS: Rows = joined(
+    tested("integration/test_plans.py::test_orders_of_ops", "overlap_grad_reduce"),
+    tested("integration/test_distributed_optimizer.py::test_deaths_in_other_layouts", "ddp_bucket_size"),
+    tested(
+        "integration/test_distributed_optimizer.py::test_a_copy_becomes_the_last_replica",
+        "use_distributed_optimizer",
+    ),
+    kernel("training.training:get_megatron_ddp_config", "ddp_num_buckets"),
+    kernel("training.training:train", "align_grad_reduce"),
+    refused("overlap_param_gather", _OVERLAPPED),
+    refused("overlap_param_gather_with_optimizer_step", _OVERLAPPED),
+    refused("align_param_gather", _OVERLAPPED),
+    refused("ddp_average_in_collective", "the plugin weighs gradients by each replica's share before they are summed"),
+    refused(
+        "num_distributed_optimizer_instances",
+        "parts of the optimizer's state exist once for each instance, which copies don't follow",
+    ),
+    refused(
+        "ddp_pad_buckets_for_high_nccl_busbw",
+        "no test holds that parts of a distributed optimizer move between buckets so padded",
+    ),
+    refused(
+        "ddp_reduce_scatter_with_fp32_accumulation ddp_param_name_patterns_for_fp32_local_accumulation",
+        "it sums gradients by another collective, in buffers that a broken epoch may leave half filled",
+    ),
+    refused(
+        "decrease_batch_size_if_needed",
+        "the batch of an iteration must not depend on how many workers live",
+        "leave it out: any number of replicas shares the batch",
+    ),
+    refused("nccl_ub", "buffers are registered with communicators, and no recovery registers them anew"),
+    without(
+        "nccl_ub",
+        "core.distributed.param_and_grad_buffer:_ParamAndGradBuffer",
+        "disable_symmetric_registration",
+    ),
+    refused("create_all_gather_group", "it makes groups beside those that a recovery knows"),
+)
+
+_SHARDED: Rows = joined(
+    refused("use_megatron_fsdp use_torch_fsdp2", _FSDP, "use --use-distributed-optimizer"),
+    refused(
+        "init_model_with_meta_device",
+        "parameters that are made without memory are filled by FSDP, which is refused",
+        "leave it out",
+    ),
+    without(
+        "use_megatron_fsdp",
+        "core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel",
+        """data_parallel_sharding_strategy outer_dp_sharding_strategy fsdp_double_buffer
+        megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype
+        megatron_fsdp_enable_fine_grained_param_gather""",
+    ),
+    without(
+        "use_megatron_fsdp",
+        "core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer:ParamAndGradBuffer",
+        """fsdp_manual_registration gradient_reduce_div_fusion keep_fp8_transpose_cache
+        megatron_fsdp_max_pool_double_buffer fsdp_db_use_persist_buf_on_alloc_fail""",
+    ),
+    without(
+        "use_megatron_fsdp",
+        "core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp:MegatronFSDP",
+        "suggested_communication_unit_size",
+    ),
+    unread("training.arguments:_add_distributed_args", "enable_full_sharding_in_hsdp"),
+    without(
+        "use_torch_fsdp2",
+        "training.training:get_megatron_ddp_config",
+        "torch_fsdp2_reshard_after_forward",
+    ),
+)
+
+_GROUPS: Rows = joined(
+    tested(
+        "integration/test_plans.py::test_groups_for_host_tensors_beside_those_of_devices",
+        "distributed_backend",
+        condition=one_of("nccl", "gloo", mend="use nccl or gloo"),
+    ),
+    tested("integration/test_nodes.py::test_a_whole_node_dies", "use_tp_pp_dp_mapping"),
+    tested("integration/test_flags.py::test_a_death_and_other_degrees", "use_gloo_process_groups"),
+    inert("training.initialize:_initialize_distributed", "distributed_timeout_minutes local_rank"),
+    kernel("core.parallel_state:get_nccl_options", "nccl_communicator_config_path", device="GPU: NCCL reads it"),
+    kernel("core.jit:disable_jit_fuser", "disable_jit_fuser"),
+    refused("model_parallel_size", "Megatron no longer takes it", "use --tensor-model-parallel-size"),
+    refused("lazy_mpu_init", "groups are made at the start, from the plan's own roles"),
+    refused("use_sharp sharp_enabled_group", "a switch's memory is given to one communicator for the job's life"),
+    refused("high_priority_stream_groups", "no test holds that groups with such streams can be aborted and made anew"),
+    refused(
+        "distributed_timeout_seconds_after_init",
+        "it changes the time-outs of groups that the next epoch no longer has",
+        "use --distributed-timeout-minutes",
+    ),
+    refused(
+        "flight_recorder_dump_path",
+        "torch writes it when its watchdog ends a process, which the plugin keeps it from doing",
+        "leave it out: events.jsonl tells what happened, and each worker's log where it waited",
+    ),
+    without(
+        "flight_recorder_dump_path",
+        "training.initialize:_initialize_distributed",
+        """flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout flight_recorder_include_stack_trace
+        flight_recorder_include_only_active flight_recorder_extra_dump_on_exec""",
+    ),
+    refused("fake_process_group", "a world of one process has nobody to lose"),
+)
+
+ROWS: Rows = joined(_DEGREES, _PIPELINE, _TENSOR, _EXPERT_OVERLAP, _REPLICAS, _SHARDED, _GROUPS)

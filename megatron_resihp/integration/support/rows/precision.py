@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows: what numbers are made of. Imports `notation`."""
+
+from megatron_resihp.integration.support.notation import Rows, joined, kernel, refused, tested, without
+from megatron_resihp.integration.support.row import Needs
+
+_HALF = "integration/test_half_precision.py::test_a_death_beside_a_step_that_is_skipped"
+_SCALES = "scales and histories of maxima live in Transformer Engine's layers on GPUs, and no recovery moves them"
+
+ROWS: Rows = joined(
+    tested("integration/test_plans.py::test_sixteen_bits", "bf16"),
+    tested(
+        _HALF,
+        "fp16",
+        condition=Needs(
+            "accumulate_allreduce_grads_in_fp32",
+            "sums in half precision overflow in other iterations when another plan makes other sums",
+        ),
+    ),
+    tested(_HALF, "initial_loss_scale loss_scale_window hysteresis accumulate_allreduce_grads_in_fp32"),
+    tested("integration/test_half_precision.py::test_a_scale_that_never_moves", "loss_scale"),
+    kernel("core.optimizer:_get_megatron_optimizer_based_on_param_groups", "min_loss_scale"),
+    kernel("training.arguments:validate_args", "grad_reduce_in_bf16"),
+    kernel(
+        "core.transformer.transformer_config:TransformerConfig.__post_init__",
+        "disable_bf16_reduced_precision_matmul",
+    ),
+    kernel("training.arguments:validate_args", "deterministic_mode", device="GPU: torch's deterministic kernels"),
+    refused(
+        "fp16_lm_cross_entropy",
+        "losses rounded to half precision differ by more than a recovery may",
+        "leave it out",
+    ),
+    refused("fp8", _SCALES, "use --bf16"),
+    without("fp8", "core.fp8_utils:get_fp8_recipe", "fp8_recipe fp8_quantizer_factory fp8_wgrad fp8_output_proj"),
+    without(
+        "fp8",
+        "core.extensions.transformer_engine:TEDelayedScaling",
+        "fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo",
+    ),
+    without(
+        "fp8",
+        "core.fp8_utils:is_first_last_bf16_layer",
+        "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+    ),
+    refused("fp8_param_gather", _SCALES, "use --bf16"),
+    refused("fp4", _SCALES, "use --bf16"),
+    without("fp4", "core.fp4_utils:get_fp4_recipe", "fp4_recipe fp4_quantizer_factory"),
+    refused("fp4_param_gather", _SCALES, "use --bf16"),
+    refused("reuse_grad_buf_for_mxfp8_param_ag", _SCALES, "use --bf16"),
+    refused("te_precision_config_file", _SCALES, "use --bf16"),
+    refused(
+        "use_precision_aware_optimizer",
+        "masters and moments of other types are in Transformer Engine's optimizer, and no recovery moves them",
+    ),
+    without(
+        "use_precision_aware_optimizer",
+        "core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
+        "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
+    ),
+)

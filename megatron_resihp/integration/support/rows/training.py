@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows: batches, iterations, optimizer, learning rate, random streams. Imports `notation`."""
+
+from megatron_resihp.integration.support.notation import (
+    Rows,
+    inert,
+    joined,
+    kernel,
+    one_of,
+    refused,
+    tested,
+    without,
+)
+
+_SCHEDULE = "training.training:get_optimizer_param_scheduler"
+_OFFLOADED = "its state is in host memory and in streams of its own, and no recovery moves it"
+_GONE = "Megatron no longer takes it"
+
+_BATCHES: Rows = joined(
+    tested(
+        "integration/test_plans.py::test_from_plan_to_plan_and_back",
+        "micro_batch_size global_batch_size train_iters",
+    ),
+    kernel("training.training:update_train_iters", "train_samples"),
+    refused(
+        "rampup_batch_size step_batch_size_schedule",
+        "the plugin shares out the same number of micro-batches in every iteration",
+        "leave it out, or change --global-batch-size between two jobs",
+    ),
+    refused("batch_size", _GONE, "use --micro-batch-size"),
+    refused(
+        "iterations_to_skip",
+        "a skipped iteration takes data without a step, which the record of iterations doesn't know",
+    ),
+    refused(
+        "phase_transition_iterations",
+        "the data set changes in the middle of a job, and each worker opens its data once",
+    ),
+    refused("skip_train", "there is no training to keep alive", "leave --resihp out"),
+    tested(
+        "integration/test_recovery_points.py::test_a_death_while_evaluating",
+        "eval_iters eval_interval",
+    ),
+    tested(
+        "integration/test_plan_failures.py::test_evaluation_of_other_micro_batches_and_with_helpers",
+        "eval_micro_batch_size",
+    ),
+    tested("integration/test_nodes.py::test_a_node_that_died_comes_back", "eval_global_batch_size"),
+    kernel("training.training:train", "start_eval_at_iter"),
+    refused(
+        "full_validation multiple_validation_sets validation_set_names",
+        "how long an evaluation lasts follows from the data then, and survivors meet again by its length",
+    ),
+    refused("test_mode", "it checks tensors that the stand-in doesn't make"),
+)
+
+_LOOP: Rows = joined(
+    inert("training.training:train", "empty_unused_memory_level manual_gc manual_gc_interval manual_gc_eval"),
+    inert("training.training:post_training_step_callbacks", "train_sync_interval"),
+    tested(
+        "integration/test_half_precision.py::test_a_scale_that_never_moves",
+        "check_for_nan_in_loss_and_grad",
+    ),
+    tested("integration/test_flags.py::test_a_death_and_other_degrees", "check_for_spiky_loss"),
+    refused(
+        "check_for_large_grads",
+        "it remembers the largest gradient of each worker's own buckets, which plans change",
+        "leave it out, or use --check-for-spiky-loss",
+    ),
+    inert("core.rerun_state_machine:RerunStateMachine", "result_rejected_tracker_filename"),
+    tested(
+        "integration/test_ends.py::test_a_flag_that_is_refused",
+        "rerun_mode",
+        condition=one_of("disabled", "validate_results", mend="use disabled or validate_results"),
+    ),
+    refused(
+        "error_injection_rate",
+        "an iteration that is run again to explain an error meets recoveries that no test holds",
+        "use --resihp-inject",
+    ),
+    without("error_injection_rate", "core.rerun_state_machine:RerunErrorInjector", "error_injection_type"),
+    refused(
+        "check_weight_hash_across_dp_replicas_interval",
+        "it compares replicas in Megatron's own groups, which unlike replicas don't have",
+        "leave it out: each recovery compares digests of all copies",
+    ),
+    refused(
+        "gpu_sniff_test_interval",
+        "it measures devices in groups and at moments that no recovery knows",
+        "leave it out: slow workers are found without it",
+    ),
+)
+
+_OPTIMIZER: Rows = joined(
+    tested(
+        "integration/test_plans.py::test_from_plan_to_plan_and_back",
+        "optimizer",
+        condition=one_of("adam", mend="only adam's state is known to move"),
+    ),
+    kernel("core.optimizer:get_megatron_optimizer", "weight_decay adam_beta1 adam_beta2 adam_eps"),
+    kernel("core.optimizer.clip_grads:clip_grad_by_total_norm_fp32", "clip_grad"),
+    tested(
+        "integration/test_flags.py::test_a_death_and_other_degrees",
+        "apply_wd_to_qk_layernorm no_weight_decay_cond_type",
+    ),
+    without("optimizer=sgd", "core.optimizer.optimizer_config:OptimizerConfig", "sgd_momentum"),
+    without("optimizer=lion", "core.optimizer.optimizer_config:OptimizerConfig", "lion_beta1 lion_beta2"),
+    without(
+        "optimizer=muon",
+        "core.optimizer.optimizer_config:OptimizerConfig",
+        """muon_momentum muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type
+        muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer""",
+    ),
+    without("optimizer=dist_muon", "training.training:get_model", "use_layer_wise_param_layout"),
+    refused("optimizer_cpu_offload", _OFFLOADED, "use --use-distributed-optimizer"),
+    without(
+        "optimizer_cpu_offload",
+        "core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer",
+        "overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params",
+    ),
+    without(
+        "optimizer_cpu_offload",
+        "core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+        "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload",
+    ),
+    refused("optimizer_cuda_graph", "the plugin takes the step itself, in two parts with an agreement between"),
+    refused(
+        "dump_param_to_param_group_map",
+        "the file is written by all workers together, and again in each epoch",
+    ),
+)
+
+_RATE: Rows = joined(
+    tested("integration/test_plans.py::test_from_plan_to_plan_and_back", "lr min_lr lr_decay_style lr_warmup_iters"),
+    kernel(
+        _SCHEDULE,
+        """lr_wsd_decay_style lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
+        lr_warmup_fraction lr_warmup_samples lr_warmup_init start_weight_decay end_weight_decay
+        weight_decay_incr_style override_opt_param_scheduler""",
+    ),
+    tested(
+        "integration/test_rejoin.py::test_in_a_resumed_job_it_needs_no_checkpoint",
+        "use_checkpoint_opt_param_scheduler",
+    ),
+    refused("decoupled_lr", "no test holds that embeddings keep a learning rate of their own in every plan"),
+    refused("decoupled_min_lr", "no test holds that embeddings keep a learning rate of their own in every plan"),
+    refused("warmup", _GONE, "use --lr-warmup-fraction"),
+    refused("freeze_all_layers", "without gradients there is no step to agree on"),
+)
+
+_RANDOM: Rows = joined(
+    kernel("training.initialize:_set_random_seed", "seed"),
+    kernel(
+        "core.tensor_parallel.random:initialize_rng_tracker",
+        "te_rng_tracker",
+        device="GPU: Transformer Engine's generator",
+    ),
+    refused("inference_rng_tracker", "it keeps no random streams, which training with dropout needs"),
+    refused("data_parallel_random_init", "replicas begin with unlike random streams, which no plan keeps apart"),
+)
+
+ROWS: Rows = joined(_BATCHES, _LOOP, _OPTIMIZER, _RATE, _RANDOM)

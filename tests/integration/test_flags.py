@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that change the model or how it is trained, some of them together in each job: a replica dies, stages of other
+degrees go on, and the job's own layout again; losses are those of the undisturbed job.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import EXPERTS, Jobs, tiny
+from test_plan_failures import are_heterogeneous
+from test_plans import stages
+from test_query_groups import plan, survive
+
+from megatron_resihp.report.run.summary import compare
+
+NIGHTLY = pytest.mark.nightly
+TWO: dict[str, Any] = {"tensor_model_parallel_size": 2, "global_batch_size": 2, "train_iters": 11}
+"""Two members in each of two replicas, and two layers."""
+GATED: dict[str, Any] = {
+    "swiglu": None, "quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.5,
+    "ffn_hidden_size": 64, "disable_bias_linear": True, "recompute_granularity": "selective",
+    "recompute_modules": ["core_attn", "mlp"], "check_for_spiky_loss": True,
+}  # fmt: skip
+NORMS: dict[str, Any] = {
+    "qk_layernorm": True, "apply_wd_to_qk_layernorm": True, "weight_decay": 0.5, "attention_output_gate": True,
+    "group_query_attention": True, "num_query_groups": 2, "add_qkv_bias": True, "disable_bias_linear": True,
+    "disable_gloo_process_groups": True,
+}  # fmt: skip
+POSITIONS: dict[str, Any] = {
+    "use_rope_scaling": True, "rope_scaling_factor": 4.0, "no_rope_freq": 2, "window_size": "7,0",
+    "window_attn_skip_freq": 2, "softmax_type": "off-by-one", "qk_l2_norm": True,
+}  # fmt: skip
+TRANSFER: dict[str, Any] = {
+    "use_mup": True, "mup_base_hidden_size": 16, "mup_embedding_mult": 2.0, "mup_output_mult": 0.5,
+    "mup_base_head_dim": 4, "mup_attn_scale_power": 0.9, "no_weight_decay_cond_type": "apply_wd_to_qk_layernorm",
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+YARN: dict[str, Any] = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0}
+GROUPED: dict[str, Any] = EXPERTS | {"moe_grouped_gemm": True, "swiglu": True, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=NIGHTLY, id=name)
+        for name, model in {
+            "gates, recomputed": GATED,
+            "norms, output gate": NORMS,
+            "positions, windows": POSITIONS,
+            "muP": TRANSFER,
+            "yarn": YARN,
+            "grouped experts": GROUPED,
+        }.items()
+    ],
+)
+def test_a_death_and_other_degrees(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
+    plans = [plan(stages([2], [1, 0])), plan(stages([0, 1]))]
+    model = TWO | model
+    job = survive(jobs, tmp_path, plans, model=model, workers=4, resihp_inject="kill:3@1:backward")
+    assert are_heterogeneous(job) == [False, False, True, False]
+    # The control: a job that learns nothing has other losses.
+    still = jobs.run(tiny(**model | {"lr": 0, "min_lr": 0}), workers=4)
+    assert (compare(job.summary.loss, still.summary.loss) or 0) > 1e-3
