@@ -72,6 +72,9 @@ ALLOWED: frozenset[str] = frozenset(
     rerun_mode check_for_spiky_loss
 
     deprecated_use_mcore_models
+
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank microbatch_group_size_per_vp_stage
+    overlap_p2p_comm_warmup_flush
     """.split()
 )
 
