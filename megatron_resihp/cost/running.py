@@ -108,24 +108,24 @@ def _emulated_seconds(profile: emulated.DeviceProfile, model: Model, training: T
 def _fitted_seconds(
     fitted: CostModel, model: Model, training: Training, own: Sequence[Chunk], degree: int
 ) -> Array | None:
-    """Seconds of F, B and W of each layer on a device alone, [3, layers]: each stage's time, divided by FLOPs.
+    """Seconds of F, B and W of each layer on a device alone, [3, layers]: each chunk's time, divided by FLOPs.
 
-    None if the fit is of other stages, or lacks some of them.
+    None if the fit is of other stages or chunks, or lacks some of them.
     """
     stages = 1 + max(chunk.stage for chunk in own)
-    if fitted.ops.gamma.shape[0] != stages or len(own) != stages:
+    if fitted.ops.gamma.shape[0] != stages or fitted.ops.gamma.shape[2] * stages < len(own):
         return None
     durations = fitted.durations(np.arange(stages), np.full((stages, 1), training.tokens), np.full((stages, 1),
-                                 training.squares))[:, :, 0, 0]  # fmt: skip
+                                 training.squares))[..., 0]  # fmt: skip
     work = _work(model, training, degree)
     alone = np.zeros(work.shape)
-    for stage, (_, first, end) in enumerate(own):
-        of_stage = work[:, first:end]
-        for kinds, seconds in (([F], durations[stage, F]), ([B, W], np.nansum(durations[stage, [B, W]]))):
-            total = of_stage[kinds].sum()
+    for number, (stage, first, end) in enumerate(own):
+        of_chunk, measured = work[:, first:end], durations[stage, :, number // stages]
+        for kinds, seconds in (([F], measured[F]), ([B, W], np.nansum(measured[[B, W]]))):
+            total = of_chunk[kinds].sum()
             if not (seconds > 0 and total > 0):
                 return None
-            alone[kinds, first:end] = seconds * of_stage[kinds] / total
+            alone[kinds, first:end] = seconds * of_chunk[kinds] / total
     whole = _work(model, training, 1)
     share = np.divide(whole, work, out=np.ones_like(work), where=work > 0)
     return alone * share

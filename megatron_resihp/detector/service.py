@@ -30,7 +30,8 @@ from megatron_resihp.events.detection import Detection, DetectionResumed, Valida
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import Job, RunStarted
-from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan import Chunk, ParallelPlan
+from megatron_resihp.plan.layers import interleaves
 from megatron_resihp.plan.slots import node_of
 from megatron_resihp.protocol.notices import ValidationOrder
 
@@ -79,7 +80,8 @@ class DetectionService:
                 plan = ParallelPlan.from_dict(event.plan)
                 self._standbys = frozenset(plan.standbys)
                 node_of_each = {each: node_of(each, self._places, self._workers_per_node) for each in plan.members}
-                return self._begin(layout_of(plan, event.epoch or 0, node_of_each))
+                own = () if self._job is None else [Chunk(*chunk) for chunk in self._job.chunks or ()]
+                return self._begin(layout_of(plan, event.epoch or 0, node_of_each, interleaves(own)))
             case Validation():
                 return self._settle(event)
         return []

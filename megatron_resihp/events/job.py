@@ -37,6 +37,9 @@ class Job(Event):
     micro_batch_size: Annotated[int | None, "samples in a micro-batch"] = None
     global_batch_size: Annotated[int | None, "samples in an iteration"] = None
     micro_batches: Annotated[int | None, "micro-batches in an iteration, over all replicas"] = None
+    micro_batch_group: Annotated[
+        int | None, "micro-batches in a group of an interleaved pipeline; null: it is not interleaved"
+    ] = None
     seq_length: Annotated[int | None, "tokens in a sample"] = None
     sequence_parallel: Annotated[bool | None, "members of a stage share the tokens between layers"] = None
     train_iters: Annotated[int | None, "iterations to reach; null: not known"] = None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megatron_resihp.pipeline.errors import ProgramError
 from megatron_resihp.pipeline.op import Op, OpKind
 from megatron_resihp.plan import PlannedOp, Replica
+from megatron_resihp.plan.microbatches import can_be_grouped
 from megatron_resihp.plan.schedule import ZERO_BUBBLE
 
 F, B, W = OpKind
@@ -43,7 +44,7 @@ def interleaved_orders(devices: int, chunks: int, micro_batches: int, group_size
         raise ProgramError(f"no pipeline has {sizes}")
     if chunks == 1:
         return one_f_one_b_orders(devices, micro_batches)
-    group = _group_size(devices, micro_batches) if group_size is None else min(group_size, micro_batches)
+    group = smallest_group(devices, micro_batches) if group_size is None else min(group_size, micro_batches)
     smallest = micro_batches % group or group
     if smallest < min(devices, micro_batches):
         raise ProgramError(f"a group of {smallest} micro-batches is smaller than the {devices} devices")
@@ -62,7 +63,13 @@ def interleaved_orders(devices: int, chunks: int, micro_batches: int, group_size
     return tuple(tuple(ops(device)) for device in range(devices))
 
 
-def _group_size(devices: int, micro_batches: int) -> int:
+def group_for(devices: int, micro_batches: int, wanted: int) -> int:
+    """How many micro-batches go together in an interleaved pipeline: as many as wanted if Megatron can run that, or else
+    the smallest number with which it can. There are as many micro-batches as devices at least."""
+    return wanted if can_be_grouped(devices, micro_batches, wanted) else smallest_group(devices, micro_batches)
+
+
+def smallest_group(devices: int, micro_batches: int) -> int:
     """The smallest group of at least `devices` micro-batches that leaves no smaller group at the end."""
     sizes = range(devices, micro_batches)
     return next((size for size in sizes if micro_batches % size == 0 or micro_batches % size >= devices), micro_batches)

@@ -53,6 +53,11 @@ def in_turns(stage_of_chunk: Sequence[int], stages: int) -> bool:
     ]
 
 
+def interleaves(chunks: Sequence[Chunk]) -> bool:
+    """Whether some stage holds several of them."""
+    return len({chunk.stage for chunk in chunks}) < len(chunks)
+
+
 def chunks_from(counts: Sequence[int], stages: int) -> tuple[Chunk, ...]:
     """Chunks of the given numbers of layers, dealt to the stages in turns as Megatron does.
 

@@ -28,6 +28,22 @@ def deal(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(hand) for hand in hands)
 
 
+def can_be_grouped(stages: int, micro_batches: int, group: int) -> bool:
+    """Whether Megatron's interleaved schedule runs so many in groups of this size: no group, the last one included, may
+    be smaller than the number of stages."""
+    return stages <= group <= micro_batches and (micro_batches % group or stages) >= stages
+
+
+def grouped_counts(micro_batches: int, replicas: int, stages: int, group: int) -> tuple[int, ...]:
+    """Split them over replicas that are interleaved pipelines: evenly if each share can be grouped so, or else in whole
+    groups if there are enough, since larger groups need more memory."""
+    even = even_counts(micro_batches, replicas)
+    groups, rest = divmod(micro_batches, group)
+    if rest or groups < replicas or all(can_be_grouped(stages, count, group) for count in even):
+        return even
+    return tuple(group * count for count in even_counts(groups, replicas))
+
+
 def even_share(micro_batches: int, replicas: int, replica: int) -> tuple[int, ...]:
     """The share of one replica in an even deal; empty for surplus replicas if there are more than micro-batches."""
     busy = min(micro_batches, replicas)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_resihp.plan.errors import PlanError
-from megatron_resihp.plan.layers import Chunk
+from megatron_resihp.plan.layers import Chunk, interleaves
 from megatron_resihp.plan.parallel_plan import ParallelPlan
 from megatron_resihp.plan.replica import Coordinate, Kept, Replica, Shard, shards_at
-from megatron_resihp.plan.schedule import EXPLICIT, INTERLEAVED, ONE_F_ONE_B
+from megatron_resihp.plan.schedule import EXPLICIT, INTERLEAVED, ONE_F_ONE_B, Schedule
 
 
 def coordinate_at(chunks: Sequence[Chunk], held: Sequence[Shard], degree: int) -> Coordinate | None:
@@ -50,8 +50,10 @@ def spelled_out(plan: ParallelPlan, own: tuple[Chunk, ...]) -> ParallelPlan:
 def shortened(plan: ParallelPlan, own: tuple[Chunk, ...]) -> ParallelPlan:
     """The plan without what the job's own arguments imply; the plan itself if it says more than they do.
 
-    It shortens uniform plans with the job's own layers and order of ops (1F1B counts as such), whose standbys keep what
-    a working member holds. For these plans it is the inverse of `spelled_out`.
+    It shortens uniform plans with the job's own layers and order of ops (plain 1F1B counts as such, or interleaved 1F1B
+    if stages have several chunks), whose standbys keep what a working member holds. For these plans it is the inverse of
+    `spelled_out`. Megatron's own interleaved schedule needs a micro-batch for each stage. A plan with fewer in some
+    replica stays as it is.
     """
     if plan.migrations or plan.uneven_shards or len({degree for each in plan.replicas for degree in each.shape}) != 1:
         return plan
@@ -112,5 +114,7 @@ def _checked_ends(replica: Replica) -> Replica:
 
 
 def _is_own(replica: Replica, own: tuple[Chunk, ...]) -> bool:
-    own_order = replica.schedule is None or replica.schedule.name == ONE_F_ONE_B
-    return replica.chunks in ((), own) and len(replica.stages) == 1 + max(chunk.stage for chunk in own) and own_order
+    stages, many = 1 + max(chunk.stage for chunk in own), interleaves(own)
+    own_order = replica.schedule in (None, Schedule(INTERLEAVED if many else ONE_F_ONE_B))
+    enough = not many or len(replica.micro_batches) >= stages
+    return replica.chunks in ((), own) and len(replica.stages) == stages and own_order and enough

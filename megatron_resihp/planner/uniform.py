@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_resihp.plan import Coordinate, ParallelPlan, Replica, deal, even_counts
+from megatron_resihp.plan.microbatches import grouped_counts
 
 
 class NoPlanError(Exception):
@@ -27,12 +28,25 @@ class JobShape:
         tensor_parallel, pipeline_parallel: degrees given by the user.
         micro_batches: micro-batches per global batch, over all replicas.
         workers_per_node: worker w lives on node w // workers_per_node.
+        micro_batch_group: how many go together in an interleaved pipeline; None: it isn't interleaved.
     """
 
     tensor_parallel: int
     pipeline_parallel: int
     micro_batches: int
     workers_per_node: int = 1
+    micro_batch_group: int | None = None
+
+    @property
+    def fewest_micro_batches(self) -> int:
+        """Of a replica: Megatron's interleaved schedule needs one for each stage."""
+        return 1 if self.micro_batch_group is None else self.pipeline_parallel
+
+    def shares(self, replicas: int) -> tuple[int, ...]:
+        """How many micro-batches each replica runs."""
+        if self.micro_batch_group is None:
+            return even_counts(self.micro_batches, replicas)
+        return grouped_counts(self.micro_batches, replicas, self.pipeline_parallel, self.micro_batch_group)
 
     @property
     def replica_size(self) -> int:
@@ -84,7 +98,7 @@ def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previou
     if missing:
         shards = ", ".join(f"stage {c.stage} TP rank {c.tp_rank}" for c in missing)
         raise NoPlanError(f"the state of {shards} is held by no survivor", missing)
-    replicas = min(len(held) // shape.replica_size, shape.micro_batches)
+    replicas = min(len(held) // shape.replica_size, shape.micro_batches // shape.fewest_micro_batches)
     if not replicas:
         raise NoPlanError(f"{len(held)} survivors are fewer than TP x PP = {shape.replica_size}")
     chosen = {c: workers[:replicas] for c, workers in holders.items()}
@@ -148,7 +162,7 @@ def _arrange(
 def _plan(
     grid: list[dict[Coordinate, int]], shape: JobShape, standbys: Mapping[int, Coordinate | None]
 ) -> ParallelPlan:
-    shares = deal(even_counts(shape.micro_batches, len(grid)))
+    shares = deal(shape.shares(len(grid)))
     return ParallelPlan(
         replicas=tuple(
             Replica(

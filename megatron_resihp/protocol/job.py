@@ -33,6 +33,8 @@ class JobDescription:
         chunks: the job's own split into layers.
         seq_length: tokens.
         sequence_parallel: members of a stage share the tokens between layers.
+        micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
+            the next chunk; None: it isn't interleaved.
         pipeline_last: Megatron's default order of ranks, not --use-tp-pp-dp-mapping.
         train_iters: the last iteration; None: unknown.
         ends_early: --exit-interval may end it before.
@@ -61,6 +63,7 @@ class JobDescription:
     seq_length: Positive
     sequence_parallel: bool
     pipeline_last: bool
+    micro_batch_group: Positive | None = None
     train_iters: Natural | None = None
     ends_early: bool = False
     eval_interval: Natural | None = None

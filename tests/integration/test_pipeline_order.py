@@ -2,7 +2,6 @@
 """Real training jobs run their ops in the order of our programs.
 
 This file is a training script as well: scripts/pretrain_gpt.py, without the plugin, that writes down its ops.
-Interleaved pipelines need it, because they are refused with the plugin.
 """
 
 import json
@@ -49,25 +48,41 @@ def start_of(op: Any) -> float:
     return float(op["start"])
 
 
+DEVICES, CHUNKS, MICRO_BATCHES, GROUP_SIZE = 4, 2, 9, 5
+"""A group of 5 micro-batches, and one of 4."""
+INTERLEAVED = {
+    "num_layers": DEVICES * CHUNKS, "pipeline_model_parallel_size": DEVICES, "global_batch_size": MICRO_BATCHES,
+    "num_layers_per_virtual_pipeline_stage": 1, "microbatch_group_size_per_virtual_pipeline_stage": GROUP_SIZE,
+}  # fmt: skip
+
+
+@pytest.mark.nightly
+def test_recorded_jobs_ran_interleaved_1f1b(jobs: Jobs) -> None:
+    job = jobs.run(tiny(**SHORT, **INTERLEAVED), workers=DEVICES)
+    assert job.code == 0, job.tails()
+    records = [unpack(item) for item in Recording(job.run_dir / FILE_NAME) if isinstance(item, bytes)]
+    assert len(records) == DEVICES * ITERATIONS
+    program = interleaved(DEVICES, CHUNKS, MICRO_BATCHES, GROUP_SIZE)
+    for record in records:
+        ran = [Op(OpKind(op["kind"]), int(op["chunk"]) * DEVICES + record.worker, int(op["micro_batch"]))
+               for op in sorted(record.ops, key=start_of)]  # fmt: skip
+        assert tuple(ran) == program.ops[record.worker]
+
+
 @pytest.mark.nightly
 def test_megatron_ran_interleaved_1f1b(tmp_path: Path) -> None:
-    devices, chunks, micro_batches, group_size = 4, 2, 9, 5  # a group of 5, and one of 4
-    layout = {
-        "num_layers": devices * chunks, "pipeline_model_parallel_size": devices, "global_batch_size": micro_batches,
-        "num_layers_per_virtual_pipeline_stage": 1, "microbatch_group_size_per_virtual_pipeline_stage": group_size,
-    }  # fmt: skip
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(DEVICES)]
     finished = subprocess.run(
-        [*launcher, "-m", "megatron_resihp.cpu", __file__, *tiny(**SHORT, **WITHOUT_PLUGIN, **layout)],
+        [*launcher, "-m", "megatron_resihp.cpu", __file__, *tiny(**SHORT, **WITHOUT_PLUGIN, **INTERLEAVED)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "OPS_DIRECTORY": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
     assert finished.returncode == 0, finished.stderr
-    for rank, ops in enumerate(interleaved(devices, chunks, micro_batches, group_size).ops):
+    for rank, ops in enumerate(interleaved(DEVICES, CHUNKS, MICRO_BATCHES, GROUP_SIZE).ops):
         noted = json.loads((tmp_path / f"rank{rank}").read_text())
-        ran = [Op(OpKind(kind), chunk * devices + rank, micro_batch) for kind, chunk, micro_batch in noted]
+        ran = [Op(OpKind(kind), chunk * DEVICES + rank, micro_batch) for kind, chunk, micro_batch in noted]
         assert tuple(ran) == ops * ITERATIONS
 
 

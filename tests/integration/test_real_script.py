@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from jobs import BF16, FP32, Job, Jobs, Nursery, Tolerance, ask_for, check_training, tiny
+from jobs import BF16, FP32, Job, Jobs, Nursery, Tolerance, ask_at, ask_for, check_training, tiny
 from launched import is_alive
 from test_checkpoints import as_stock_says, rest_of, save, stock_losses
+from test_interleaved import INTERLEAVED, UNLIKE
+from test_interleaved import own_plan as interleaved_plan
 from test_nodes import TWO_NODES, free_port, late_node
 from test_plans import FOUR, GROUPED, LLAMA, MODEL, PER_TOKEN, UNIFORM_LAYOUT, own_plan, survive
 from test_recovery_points import EVALUATION, evaluations
@@ -85,6 +87,17 @@ def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, names: Sequence[
     plans = [*(FOUR[name] for name in names), own_plan(4)]
     tolerance = Tolerance(2e-4, 1e-2) if "bf16" in model else FP32
     survive(jobs, tmp_path, plans, workers=4, tolerance=tolerance, train_iters=15, **UNIFORM_LAYOUT | model)
+
+
+@pytest.mark.parametrize("model", [{}, PER_TOKEN | {"use_distributed_optimizer": True}], ids=["whole", "shared"])
+def test_an_interleaved_pipeline_of_the_jobs_own(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
+    """A worker dies; then the others get other layers, and their own again."""
+    words = ask_at(tmp_path, (UNLIKE, 5), (interleaved_plan((0, 3)), 8))
+    job = jobs.run(tiny(**INTERLEAVED | model, resihp_inject="kill:2@3:backward", resihp_plan=words), workers=4)
+    check_training(job, jobs.reference(tiny(**INTERLEAVED | model), workers=4))
+    assert [ParallelPlan.from_dict(each["plan"]).not_uniform is None for each in job.events("epoch_started")] == [
+        True, True, False, True,
+    ]  # fmt: skip
 
 
 def test_with_dropout(jobs: Jobs, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def job_described(worker: int, job: JobDescription) -> Job:
         pipeline_parallel=job.pipeline_parallel,
         micro_batches=job.micro_batches,
         chunks=job.chunks,
+        micro_batch_group=job.micro_batch_group,
         seq_length=job.seq_length,
         sequence_parallel=job.sequence_parallel,
         pipeline_last=job.pipeline_last,

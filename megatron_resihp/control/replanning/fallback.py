@@ -13,6 +13,7 @@ from megatron_resihp.control.replanning.change import with_standbys
 from megatron_resihp.control.replanning.inventory import Held, Survivors
 from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, deal, even_counts, spelled_out
+from megatron_resihp.plan.layers import in_turns
 from megatron_resihp.planner import NoPlanError
 
 
@@ -54,7 +55,7 @@ def _whole_replicas(running: ParallelPlan, held: Held) -> list[Replica]:
         replace(replica, schedule=None)
         for replica in running.replicas
         if all(replica.stages)
-        and replica.stage_of_chunk == tuple(range(len(replica.stages)))
+        and in_turns(replica.stage_of_chunk, len(replica.stages))
         and all(worker in held for members in replica.stages for worker in members)
     ]
 

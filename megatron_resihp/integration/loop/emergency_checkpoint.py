@@ -47,7 +47,7 @@ def write_emergency_checkpoint(runtime: Runtime, order: EmergencyCheckpointOrder
         name_latest(directory, order.commit.iteration)
     runtime.control.event(EmergencyCheckpoint(
         iteration=order.commit.iteration, path=str(path), complete=not order.missing,
-        missing=tuple(place for each in order.missing if (place := runtime.job.own.coordinate_of((each,))) is not None),
+        missing=runtime.job.own.coordinates_in(order.missing),
     ))  # fmt: skip
     runtime.control.tell(EmergencyCheckpointWritten(runtime.worker))
 

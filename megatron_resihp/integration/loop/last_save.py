@@ -82,7 +82,7 @@ def _save_share(
         board.pin(SAVED, {"shard": shard})
     notes = board.gather(SAVED, decision.writers, SAVE_S)
     saved = {Coordinate(*note["shard"]) for note in notes.values() if note["shard"] is not None}
-    lacking = missing(saved, len(runtime.job.own.chunks), runtime.job.own.tensor_parallel)
+    lacking = missing(saved, runtime.job.own.stages, runtime.job.own.tensor_parallel)
     if not lacking:
         # Only when all shards are there may a later start find them.
         name_latest(directory, decision.commit.iteration)

@@ -128,7 +128,10 @@ def _join(runtime: Runtime) -> NoReturn:
 
 
 def _fresh(iterator: Any) -> Any:
-    """A new rerun wrapper around the same feed: the old one may hold micro-batches of the broken attempt."""
+    """A new rerun wrapper around the same feed: the old one may hold micro-batches of the broken attempt. Interleaved
+    pipelines have a feed for each chunk."""
+    if isinstance(iterator, list):
+        return [_fresh(each) for each in iterator]
     return None if iterator is None else RerunDataIterator(iterator.iterable)
 
 

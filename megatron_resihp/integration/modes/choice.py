@@ -23,4 +23,5 @@ def mode_of(runtime: Runtime, plan: ParallelPlan, make_group: MakeSideGroup) -> 
         view = HeterogeneousView(spelled_out(plan, runtime.job.own.chunks), runtime.worker, runtime.job.own.tied_head)
         return HeterogeneousMode(runtime, view, make_group)
     kind = SharedOutMode if runtime.job.shares_optimizer else UniformMode
-    return kind(runtime, UniformView(plan, runtime.worker, not runtime.job.args.use_tp_pp_dp_mapping), make_group)
+    pipeline_last, group = not runtime.job.args.use_tp_pp_dp_mapping, runtime.job.own.micro_batch_group
+    return kind(runtime, UniformView(plan, runtime.worker, pipeline_last, group), make_group)

@@ -149,7 +149,10 @@ class HeterogeneousMode(Mode):
 
 
 def _schedule_call(call: dict[str, Any]) -> ScheduleCall:
-    return ScheduleCall(call["forward_step_func"], call["data_iterator"], call["model"], call["num_microbatches"])
+    """Of the iterators that an interleaved job has for its own chunks, the first does for all chunks of the plan."""
+    feeds = call["data_iterator"]
+    feed = feeds[0] if isinstance(feeds, list) else feeds
+    return ScheduleCall(call["forward_step_func"], feed, call["model"], call["num_microbatches"])
 
 
 class HeterogeneousState(ModeState):

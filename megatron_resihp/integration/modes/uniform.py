@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.utils import get_model_config
 
 from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
 from megatron_resihp.executor.groups.side_group import MakeSideGroup
@@ -25,6 +26,7 @@ from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.integration.world.group_needs import groups_wanted, of_gloo, world_group
 from megatron_resihp.integration.world.streams import start_streams
 from megatron_resihp.integration.world.view import UniformView
+from megatron_resihp.pipeline.orders import group_for
 from megatron_resihp.protocol.published import EpochPlan
 from megatron_resihp.protocol.records import Outcome
 
@@ -73,14 +75,23 @@ class UniformMode(Mode):
     def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
         share = len(self.view.read_order)
         with scaled_losses(self.averaging, self._runtime.held.live.optimizer, call["model"], share):
-            return schedule(**{**call, "num_microbatches": share})
+            return self._run(schedule, call, share)
+
+    def _run(self, schedule: Schedule, call: dict[str, Any], count: int) -> Losses:
+        """Run so many micro-batches, in groups that go together with that number where the pipeline is interleaved."""
+        wanted = self.view.micro_batch_group
+        if wanted is not None:
+            config = get_model_config(call["model"][0])
+            config.microbatch_group_size_per_vp_stage = group_for(self.view.plan.grid.pipeline_parallel, count, wanted)
+        return schedule(**{**call, "num_microbatches": count})
 
     def evaluate(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
-        """A replica that has nothing to evaluate takes part in the sums over replicas, with a micro-batch that counts
-        nothing."""
-        share = self.view.evaluation_share(call["num_microbatches"])
-        losses = schedule(**{**call, "num_microbatches": max(len(share), 1)})
-        return losses if share else [{name: torch.zeros_like(value) for name, value in each.items()} for each in losses]
+        """A replica that has nothing to evaluate takes part in the sums over replicas, and one with less than Megatron's
+        schedule can run makes up for it: with micro-batches that count nothing."""
+        share = len(self.view.evaluation_share(call["num_microbatches"]))
+        losses = self._run(schedule, call, max(share, self.view.fewest_micro_batches))
+        nothing = [{name: torch.zeros_like(value) for name, value in each.items()} for each in losses[share:]]
+        return losses[:share] + nothing
 
     def share_gradients(self) -> None:
         if self._buddies is not None:

@@ -62,12 +62,17 @@ class NumberedDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class Feed:
-    """One split's loader on one worker. Loader processes are started when the first batch is wanted, once."""
+    """One split's loader on one worker. Loader processes are started when the first batch is wanted, once.
+
+    Interleaved pipelines have one for each of the worker's own chunks, all of the same samples.
+    """
 
     def __init__(self, runtime: Runtime, dataset: Any, is_eval: bool, consumed_name: str | None) -> None:
         args = runtime.job.args
         self._runtime = runtime
         self._is_eval = is_eval
+        # The first chunk's, which also runs all micro-batches of a heterogeneous plan.
+        self._is_recorded = not is_eval and all(feed._is_eval for feed in runtime.feeds)
         self._consumed_name = consumed_name
         self.sampler = PlanSampler(
             len(dataset),
@@ -103,8 +108,9 @@ class Feed:
             self._iterator = iter(self._loader)
         batch = next(self._iterator)
         numbers = batch.pop(SAMPLE_KEY)
-        if not self._is_eval:
+        if self._is_recorded:
             self._runtime.progress.fed.extend(numbers.tolist())
+        if not self._is_eval:
             self._runtime.probes.ops.batch_came()
         return batch
 

@@ -23,8 +23,10 @@ from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patches.identity import identity_of
 from megatron_resihp.integration.support import refusals
+from megatron_resihp.integration.world.own_layers import own_chunks
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.files import read_plan
+from megatron_resihp.plan.microbatches import can_be_grouped
 
 SwitchOn = Callable[[ResihpConfig, DerivedArguments, Callable[[], Identity]], None]
 """Called with our flags, what Megatron derives for other degrees, and what finds out with what this one was started."""
@@ -197,14 +199,33 @@ def _check_evaluation(args: argparse.Namespace) -> None:
 
 def _check_batches(args: argparse.Namespace) -> None:
     replicas = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
-    if args.virtual_pipeline_model_parallel_size is not None:
-        mend = "leave --num-layers-per-virtual-pipeline-stage out"
-        fail(f"interleaved pipelines are not known to work with --resihp; {mend}")
     for name in ("global_batch_size", "eval_global_batch_size"):
         size = getattr(args, name)
         if size // args.micro_batch_size < replicas:
             flag = f"--{name.replace('_', '-')} {size}"
             fail(f"{flag} gives {replicas} replicas less than one micro-batch each; raise it")
+    if args.virtual_pipeline_model_parallel_size is not None:
+        _check_interleaving(args, replicas)
+
+
+def _check_interleaving(args: argparse.Namespace, replicas: int) -> None:
+    """What Megatron's schedule would raise on every worker in the first iteration, and chunks that hold nothing."""
+    shares = {f"--global-batch-size {args.global_batch_size}": args.global_batch_size // args.micro_batch_size}
+    if args.eval_iters:
+        evaluated, size = args.eval_global_batch_size, args.eval_micro_batch_size or args.micro_batch_size
+        shares[f"--eval-global-batch-size {evaluated}"] = evaluated // size
+    stages = args.pipeline_model_parallel_size
+    wanted = args.microbatch_group_size_per_vp_stage or stages
+    for flag, micro_batches in shares.items():
+        share = micro_batches // replicas
+        if not can_be_grouped(stages, share, wanted):
+            fail(
+                f"{flag} gives each replica {share} micro-batches, and an interleaved pipeline of {stages} stages can't "
+                f"run these in groups of {wanted}; give a multiple of {wanted} for each replica"
+            )
+    empty = next((number for number, chunk in enumerate(own_chunks(args)) if chunk.end == chunk.first), None)
+    if empty is not None:
+        fail(f"chunk {empty} of the interleaved pipeline has no layers, which is not supported; give it some")
 
 
 def fail(text: str) -> NoReturn:

@@ -160,6 +160,7 @@ def describe_job(job: Job) -> JobDescription:
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
         chunks=own.chunks,
+        micro_batch_group=own.micro_batch_group,
         tied=own.tied_head is not None,
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,

@@ -98,7 +98,7 @@ class Sizes:
     """
 
     NAMES = ("tensor_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size",
-             "pipeline_model_parallel_layout",
+             "pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size",
              "sequence_parallel", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
              "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
              "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
@@ -143,6 +143,7 @@ class Sizes:
                 "expert_tensor_parallel_size": degree,
                 "pipeline_model_parallel_size": len(chunks),
                 "pipeline_model_parallel_layout": layout_of_chunks(chunks, chunks[-1].end),
+                "virtual_pipeline_model_parallel_size": None,
                 "sequence_parallel": values.get("sequence_parallel", False) and degree > 1,
                 "num_layers_in_first_pipeline_stage": None,
                 "num_layers_in_last_pipeline_stage": None,

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job's own split of the model into stages, as Megatron makes it from its arguments. Imports `plan` only."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from megatron_resihp.plan import Chunk, Coordinate, Shard, chunks_of_layout
-from megatron_resihp.plan.layers import chunks_from
+from megatron_resihp.plan.layers import chunks_from, interleaves
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.plan.spelling import coordinate_at
 
@@ -13,7 +15,8 @@ from megatron_resihp.plan.spelling import coordinate_at
 def own_chunks(args: Any) -> tuple[Chunk, ...]:
     """The layers of each stage, embedding and head included, of Megatron's validated arguments.
 
-    Source: megatron-core 0.19.2, `get_num_layers_to_build`.
+    Where the pipeline is interleaved, a stage has several chunks of layers, and chunks are dealt to the stages in turns.
+    Source: megatron-core 0.19.2, `get_num_layers_to_build` and `get_transformer_layer_offset`.
 
     Raises:
         PlanError: the layers can't be split so.
@@ -25,9 +28,15 @@ def own_chunks(args: Any) -> tuple[Chunk, ...]:
     ends = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
     rest = args.num_layers + sum(ends) - (first or 0) - (last or 0)
     stages_left = stages - (first is not None) - (last is not None)
-    counts = [rest // stages_left if stages_left else 0] * stages
-    counts[0] = 1 + (counts[0] - ends[0] if first is None else first)
-    counts[-1] = 1 + (counts[-1] - ends[1] if last is None or stages == 1 else last)
+    of_stage = [rest // stages_left if stages_left else 0] * stages
+    if first is not None:
+        of_stage[0] = first
+    if last is not None and stages > 1:
+        of_stage[-1] = last
+    turns = args.virtual_pipeline_model_parallel_size or 1
+    counts = [layers // turns for layers in of_stage] * turns
+    counts[0] += 1 - ends[0]
+    counts[-1] += 1 - ends[1]
     return chunks_from(counts, stages)
 
 
@@ -36,11 +45,13 @@ class OwnLayout:
     """What the job's own arguments say of its layout, taken down before any plan changes what Megatron sees of them.
 
     Attributes:
-        chunks: the layers of each stage.
+        chunks: the layers of each stage; several for each where the pipeline is interleaved.
         tensor_parallel: its degree.
         data_parallel: number of replicas at the start.
         sequence_parallel: whether members of a group share the tokens between layers.
         tied_head: number of the head's layer if it shares the word embeddings.
+        micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
+            the next chunk; None: it isn't interleaved.
     """
 
     chunks: tuple[Chunk, ...]
@@ -48,10 +59,21 @@ class OwnLayout:
     data_parallel: int
     sequence_parallel: bool
     tied_head: int | None
+    micro_batch_group: int | None = None
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return 1 + max(chunk.stage for chunk in self.chunks)
 
     def shards_of(self, coordinate: Coordinate) -> tuple[Shard, ...]:
         """What the holder of a coordinate holds."""
         return shards_at(self.chunks, coordinate, self.tensor_parallel)
+
+    def coordinates_in(self, shards: Collection[Shard]) -> tuple[Coordinate, ...]:
+        """The coordinates all of whose shards are among these."""
+        everything = (Coordinate(*place) for place in product(range(self.stages), range(self.tensor_parallel)))
+        return tuple(each for each in everything if set(self.shards_of(each)) <= set(shards))
 
     def coordinate_of(self, shards: tuple[Shard, ...]) -> Coordinate | None:
         """The coordinate whose holder holds just these shards; None: there is no such."""
@@ -62,6 +84,8 @@ def own_layout(args: Any) -> OwnLayout:
     """The layout that Megatron's validated arguments give."""
     chunks = own_chunks(args)
     tied_head = None if args.untie_embeddings_and_output_weights else chunks[-1].end - 1
+    group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
     return OwnLayout(
-        chunks, args.tensor_model_parallel_size, args.data_parallel_size, args.sequence_parallel, tied_head
-    )
+        chunks, args.tensor_model_parallel_size, args.data_parallel_size, args.sequence_parallel, tied_head,
+        group if interleaves(chunks) else None,
+    )  # fmt: skip

@@ -82,9 +82,16 @@ class UniformView(View):
 
     Attributes:
         pipeline_last: whether Megatron counts ranks through pipelines last (`--use-tp-pp-dp-mapping` is not given).
+        micro_batch_group: how many go together in an interleaved pipeline, if the job has its way; None: it isn't one.
     """
 
     pipeline_last: bool
+    micro_batch_group: int | None = None
+
+    @property
+    def fewest_micro_batches(self) -> int:
+        """That Megatron's own schedule can run."""
+        return 1 if self.micro_batch_group is None else self.plan.grid.pipeline_parallel
 
     @property
     def rank_order(self) -> tuple[int, ...]:
@@ -99,8 +106,9 @@ class UniformView(View):
         return even_share(count, len(self.plan.replicas), self.replica)
 
     def evaluation_order(self, count: int) -> Sequence[int]:
-        # A replica without a share runs one micro-batch that counts nothing (`modes.uniform`).
-        return self.evaluation_share(count) or (0,)
+        # Where the share is too small, a replica runs others, too, that count nothing (`modes.uniform`).
+        share = self.evaluation_share(count)
+        return (*share, *[0] * (self.fewest_micro_batches - len(share)))
 
     @property
     def numbering(self) -> tuple[int, ...]:

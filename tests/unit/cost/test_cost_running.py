@@ -20,7 +20,7 @@ from megatron_resihp.cost.running import UnknownCost, cost_of_job
 from megatron_resihp.cost.training import training_from_arguments
 from megatron_resihp.integration.support import TABLE, Evidence
 from megatron_resihp.pipeline.op import OpKind
-from megatron_resihp.plan import even_chunks
+from megatron_resihp.plan import Chunk, even_chunks
 from megatron_resihp.protocol.planning import KnownJob
 
 MODEL = {
@@ -102,9 +102,10 @@ def test_a_change_has_to_pay_within_a_finite_time() -> None:
     assert cost_of_job(JOB, 8, 8, OWN, None).until_next_event_s == UNTIL_NEXT_EVENT_S
 
 
-def fitted(stage_seconds: tuple[float, ...]) -> CostModel:
-    """Ops that always take the same time: F the stage's seconds, B twice that."""
-    seconds = np.array([[[[s]], [[2 * s]], [[np.nan]]] for s in stage_seconds]) * np.ones(30)
+def fitted(*chunk_seconds: tuple[float, ...]) -> CostModel:
+    """Ops that always take the same time: F the seconds of each stage's chunks, B twice that."""
+    forward = np.array(chunk_seconds)[:, None, :, None]
+    seconds = np.concatenate([forward, 2 * forward, np.full_like(forward, np.nan)], axis=1) * np.ones(30)
     tokens, squares = np.full(30, 128.0), np.full(30, 128.0 * 64)
     nothing = fit(tokens, squares, np.full(seconds.shape, np.nan))
     collectives = replace(nothing, gamma=np.zeros(seconds.shape[:-1]))
@@ -112,7 +113,7 @@ def fitted(stage_seconds: tuple[float, ...]) -> CostModel:
 
 
 def test_what_was_measured_goes_before_the_peak() -> None:
-    cost = cost_of_job(JOB, 8, 8, OWN, fitted((0.3, 0.5)))
+    cost = cost_of_job(JOB, 8, 8, OWN, fitted((0.3,), (0.5,)))
     seconds = cost.seconds(2)
     assert seconds[F, :3].sum() == pytest.approx(0.3)
     assert seconds[F, 3:].sum() == pytest.approx(0.5)
@@ -121,8 +122,15 @@ def test_what_was_measured_goes_before_the_peak() -> None:
     assert cost.seconds(1)[F, 1] > 1.5 * seconds[F, 1]
 
 
+def test_chunks_of_an_interleaved_pipeline_are_measured_apart() -> None:
+    own = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(0, 3, 4), Chunk(1, 4, 6))
+    seconds = cost_of_job(JOB, 8, 8, own, fitted((0.3, 0.1), (0.2, 0.5))).seconds(2)[F]
+    assert [seconds[chunk.first : chunk.end].sum() for chunk in own] == pytest.approx([0.3, 0.2, 0.1, 0.5])
+    assert cost_of_job(JOB, 8, 8, own, fitted((0.3,), (0.2,))).alone is None, "of other chunks"
+
+
 def test_a_fit_of_other_stages_says_nothing_of_these() -> None:
-    assert cost_of_job(JOB, 8, 8, OWN, fitted((0.3, 0.5, 0.5))).alone is None
+    assert cost_of_job(JOB, 8, 8, OWN, fitted((0.3,), (0.5,), (0.5,))).alone is None
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_resihp.pipeline.op import Op, OpKind
+from megatron_resihp.pipeline.orders import group_for
 from megatron_resihp.pipeline.program import ProgramError
 from megatron_resihp.pipeline.schedules import interleaved, one_f_one_b
+from megatron_resihp.plan.microbatches import can_be_grouped
 
 Orders = tuple[tuple[Op, ...], ...]
 
@@ -134,8 +136,18 @@ def test_interleaved_is_megatrons_and_refuses_the_same(devices, chunks, micro_ba
         expected = megatron_orders(devices, chunks, micro_batches, group_size, overlap)
     except (ValueError, RuntimeError) as refused:
         assert "micro-batches" in str(refused)
+        assert not can_be_grouped(devices, micro_batches, group_size)
         if micro_batches >= devices:
             with pytest.raises(ProgramError):
                 interleaved(devices, chunks, micro_batches, group_size)
     else:
         assert interleaved(devices, chunks, micro_batches, group_size).ops == expected
+        assert can_be_grouped(devices, micro_batches, group_size)
+
+
+@given(st.integers(2, 6), st.integers(0, 30), st.integers(1, 20))
+def test_some_group_goes_together_with_any_number_of_micro_batches(devices: int, more: int, wanted: int) -> None:
+    micro_batches = devices + more
+    group = group_for(devices, micro_batches, wanted)
+    assert can_be_grouped(devices, micro_batches, group)
+    assert group == wanted or not can_be_grouped(devices, micro_batches, wanted)

@@ -75,6 +75,32 @@ def test_both_say_who_works_where_and_who_holds_what(job: tuple[ParallelPlan, tu
         assert full.shards_of(worker) == expected
 
 
+INTERLEAVED = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(0, 3, 4), Chunk(1, 4, 6))
+
+
+@pytest.mark.parametrize("schedule", [None, Schedule("interleaved")])
+def test_a_job_may_be_interleaved_itself(schedule: Schedule | None) -> None:
+    plan = ParallelPlan((Replica(((0,), (1,)), (0, 1)),), {2: Coordinate(1, 0)})
+    full = spelled_out(plan, INTERLEAVED)
+    assert full.shards_of(1) == full.shards_of(2) == (Shard(2, 3, 0, 1), Shard(4, 6, 0, 1))
+    ordered = replace(full, replicas=(replace(full.replicas[0], schedule=schedule),))
+    assert shortened(ordered, INTERLEAVED) == plan
+
+
+@pytest.mark.parametrize(
+    "replica",
+    [
+        Replica(((0,), (1,)), (0,), INTERLEAVED),
+        Replica(((0,), (1,)), (0, 1), INTERLEAVED, Schedule("interleaved", group_size=2)),
+        Replica(((0,), (1,)), (0, 1), (Chunk(0, 0, 3), Chunk(1, 3, 6))),
+    ],
+    ids=["fewer micro-batches than stages", "other groups", "a chunk for each stage"],
+)
+def test_what_an_interleaved_jobs_own_schedule_can_not_run_stays_in_full(replica: Replica) -> None:
+    plan = ParallelPlan((replica,))
+    assert shortened(plan, INTERLEAVED) is plan
+
+
 def test_one_f_one_b_by_name_is_the_jobs_own_order() -> None:
     own = even_chunks(4, 2)
     plan = ParallelPlan((Replica(((0,), (1,)), (0, 1), own, Schedule("1f1b")),))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -195,6 +196,22 @@ class TestAfterDeaths:
         plan = plan_uniform(shape, held, before)
         assert {replica.stages for replica in plan.replicas} == {((4, 5),), ((6, 7),)}
         assert plan.standbys == {0: None}
+
+    def test_each_replica_gets_as_many_micro_batches_as_it_must_run(self) -> None:
+        """An interleaved pipeline of two stages can't run one alone."""
+        shape = JobShape(1, 2, micro_batches=5, micro_batch_group=2)
+        before = initial_plan(replace(shape, micro_batches=6), 6)
+        plan = plan_uniform(shape, {worker: before.coordinate_of(worker) for worker in before.members}, before)
+        assert [len(replica.micro_batches) for replica in plan.replicas] == [3, 2]
+        assert len(plan.standbys) == 2
+
+    def test_an_interleaved_job_keeps_its_groups_of_micro_batches(self) -> None:
+        """With other groups each worker would have more micro-batches' activations at a time than before."""
+        shape = JobShape(1, 2, micro_batches=16, micro_batch_group=2)
+        before = initial_plan(shape, 8)
+        held = {worker: before.coordinate_of(worker) for worker in before.members if worker != 5}
+        plan = plan_uniform(shape, held, before)
+        assert [len(replica.micro_batches) for replica in plan.replicas] == [6, 6, 4]
 
     def test_more_survivors_than_micro_batches(self) -> None:
         shape = JobShape(1, 1, micro_batches=2)

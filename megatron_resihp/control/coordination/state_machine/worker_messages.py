@@ -241,7 +241,9 @@ class WorkerMessages:
 
 
 def _sizes_in(told: JobDescription, size: JobSize) -> tuple[JobShape, tuple[Chunk, ...]]:
-    shape = JobShape(told.tensor_parallel, told.pipeline_parallel, told.micro_batches, size.workers_per_node)
+    shape = JobShape(
+        told.tensor_parallel, told.pipeline_parallel, told.micro_batches, size.workers_per_node, told.micro_batch_group
+    )  # fmt: skip
     return shape, told.chunks
 
 

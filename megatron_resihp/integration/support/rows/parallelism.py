@@ -17,7 +17,6 @@ _CONTEXT = "a plan doesn't say yet which workers share a sequence"
 _EXPERTS = "a plan doesn't say yet which workers share the experts"
 _FSDP = "shards of parameters that exist once are lost with their worker: there are no copies of them"
 _USER_BUFFERS = "Transformer Engine keeps communicators and buffers of its own, which no recovery makes anew"
-_INTERLEAVED = "a plan that Megatron's own groups run has one chunk of layers on each worker"
 _OVERLAPPED = "a gathering of parameters may be under way when an epoch breaks"
 
 _DEGREES: Rows = joined(
@@ -52,14 +51,14 @@ _DEGREES: Rows = joined(
 )
 
 _PIPELINE: Rows = joined(
-    refused("num_layers_per_virtual_pipeline_stage", _INTERLEAVED),
-    refused("num_virtual_stages_per_pipeline_rank", _INTERLEAVED),
-    refused("microbatch_group_size_per_vp_stage", _INTERLEAVED),
-    refused("overlap_p2p_comm_warmup_flush", _INTERLEAVED),
-    without(
+    tested(
+        "integration/test_interleaved.py::test_a_worker_dies_and_another_plan_comes_and_goes",
         "num_layers_per_virtual_pipeline_stage",
-        "core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
-        "overlap_p2p_comm",
+    ),
+    tested(
+        "integration/test_interleaved.py::test_a_death_in_other_layouts",
+        """num_virtual_stages_per_pipeline_rank microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush
+        overlap_p2p_comm""",
     ),
     refused(
         "pipeline_model_parallel_comm_backend",

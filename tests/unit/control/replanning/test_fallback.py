@@ -62,6 +62,13 @@ def test_survivors_of_broken_replicas_make_one_pipeline() -> None:
     assert replica.micro_batches == (0, 1, 2, 3)
 
 
+def test_a_replica_may_be_interleaved() -> None:
+    layers = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(0, 3, 4), Chunk(1, 4, 6))
+    running = ParallelPlan((Replica(((0,), (1,)), (0, 2), layers), Replica(((2,), (3,)), (1, 3), layers)))
+    [replica] = plan_for(running, 0, 2, 3).replicas
+    assert (replica.stages, replica.chunks) == (((2,), (3,)), layers)
+
+
 def test_listed_ops_go_with_the_replicas_that_there_were() -> None:
     orders = decode(Schedule, {"name": "explicit", "orders": ["F0.0 F0.2 B0.2 B0.0", "F0.1 B0.1"]})
     running = ParallelPlan((

@@ -118,6 +118,27 @@ def test_each_micro_batch_counts_once(micro_batches: int, counted: list[int]) ->
         assert sum(each["lm loss"].tolist()[1] for each in losses) == 2.0 * expected
 
 
+IN_TURNS = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(0, 3, 4), Chunk(1, 4, 6))
+TWO_STAGES = ParallelPlan(tuple(Replica(((2 * each,), (2 * each + 1,)), (each, each + 3)) for each in range(3)))
+
+
+@pytest.mark.parametrize(("micro_batches", "counted"), [(3, [1, 1, 1]), (5, [2, 2, 1]), (10, [4, 3, 3])])
+def test_an_interleaved_pipeline_runs_a_micro_batch_for_each_stage_at_least(
+    micro_batches: int, counted: list[int]
+) -> None:
+    """Those that it has no share of count nothing."""
+    for replica, expected in enumerate(counted):
+        runtime, config = job(2 * replica + 1), SimpleNamespace()
+        runtime.job.own = OwnLayout(IN_TURNS, 1, 3, False, None, micro_batch_group=2)
+        view = mode(TWO_STAGES, runtime).view
+        losses = wrap_get_forward_backward_func(runtime, lambda: schedule)()(
+            forward_only=True, num_microbatches=micro_batches, model=[SimpleNamespace(config=config)]
+        )
+        assert len(losses) == len(view.evaluation_order(micro_batches)) == max(expected, 2)
+        assert sum(each["lm loss"].tolist()[0] for each in losses) == 6.0 * expected
+        assert config.microbatch_group_size_per_vp_stage == {4: 2, 3: 3}.get(expected, 2)
+
+
 # ---- gradients
 
 

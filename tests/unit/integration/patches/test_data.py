@@ -98,7 +98,7 @@ class TestFeed:
         )  # fmt: skip
         return SimpleNamespace(
             job=SimpleNamespace(args=args), view=UniformView(plan, 1, True), progress=Progress(),
-            probes=Probes(1, HostClock, lambda sheet: None),
+            probes=Probes(1, HostClock, lambda sheet: None), feeds=[],
         )  # fmt: skip
 
     @pytest.fixture
@@ -113,6 +113,17 @@ class TestFeed:
         feed.rewind()
         assert self.take(feed, 3) == [[110, 111], [114, 115], [118, 119]]
         assert runtime.progress.fed == [10, 11, 14, 15, 18, 19], "what was fed is recorded by number"
+
+    def test_samples_that_each_chunk_reads_are_recorded_once(self, runtime: Any, dataset: Any) -> None:
+        """Interleaved pipelines have loaders for each chunk; those of packed documents all read."""
+        for split in (False, True, False, True):
+            name = "consumed_valid_samples" if split else "consumed_train_samples"
+            runtime.feeds.append(Feed(runtime, dataset, split, name))
+        for feed in runtime.feeds:
+            feed.rewind()
+        first, _, second, _ = (self.take(feed, 2) for feed in runtime.feeds)
+        assert first == second == [[110, 111], [114, 115]]
+        assert runtime.progress.fed == [10, 11, 14, 15]
 
     def test_a_new_plan_moves_the_share_and_drops_what_was_read_ahead(self, runtime: Any, dataset: Any) -> None:
         feed = Feed(runtime, dataset, False, "consumed_train_samples")

@@ -85,7 +85,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--dataloader-type cyclic", "--dataloader-type external", "--fp16", "--inprocess-restart",
         "--fp16-lm-cross-entropy",
         "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
-        "--num-layers-per-virtual-pipeline-stage 1", "--multi-latent-attention",
+        "--multi-latent-attention",
         "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
         "--moe-router-enable-expert-bias", "--expert-tensor-parallel-size 1",
         "--hierarchical-context-parallel-sizes 2 2",
@@ -142,16 +142,36 @@ def test_values_that_cannot_be(
     assert all(word in line for word in words)
 
 
-def test_interleaving_that_megatron_derives(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
-    """From a layout string, for one: only validation tells the number of virtual stages."""
+INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "1", "--overlap-p2p-communication-warmup-flush")
 
-    def derive(args: argparse.Namespace, defaults: Any) -> argparse.Namespace:
-        args.virtual_pipeline_model_parallel_size = 2
-        return args
 
+def two_virtual_stages(args: argparse.Namespace, defaults: Any) -> argparse.Namespace:
+    """What Megatron's validation derives."""
+    args.virtual_pipeline_model_parallel_size = 2
+    return args
+
+
+def test_interleaving(check: Check) -> None:
+    """Two replicas of four micro-batches each."""
+    assert check(*COMMON, *INTERLEAVED, megatron=two_virtual_stages).switched_on
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("--global-batch-size 12", ["--global-batch-size 12", "3 micro-batches", "2 stages", "multiple of 2"]),
+        ("--eval-global-batch-size 12", ["--eval-global-batch-size 12", "3 micro-batches"]),
+        ("--microbatch-group-size-per-virtual-pipeline-stage 3", ["4 micro-batches", "groups of 3", "multiple of 3"]),
+        ("--pipeline-model-parallel-layout E|tttt||L", ["chunk 2", "no layers"]),
+    ],
+)
+def test_interleaving_that_can_not_be(
+    check: Check, capsys: pytest.CaptureFixture[str], command: str, words: list[str]
+) -> None:
     with pytest.raises(SystemExit):
-        check(*COMMON, megatron=derive)
-    assert "interleaved" in capsys.readouterr().err
+        check(*COMMON, *INTERLEAVED, *command.split(), megatron=two_virtual_stages)
+    line = capsys.readouterr().err
+    assert all(word in line for word in words), line
 
 
 def test_refusals_speak_of_what_was_given() -> None:

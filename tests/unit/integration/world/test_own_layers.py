@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_resihp.integration.world.own_layers import own_chunks, own_layout
-from megatron_resihp.plan import Coordinate, Shard
+from megatron_resihp.plan import Chunk, Coordinate, Shard
 
 
 def arguments(**changed: Any) -> Namespace:
@@ -21,6 +21,7 @@ def arguments(**changed: Any) -> Namespace:
         "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False, "sequence_parallel": False,
         "untie_embeddings_and_output_weights": False, "data_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None, "microbatch_group_size_per_vp_stage": None,
     }  # fmt: skip
     return Namespace(**(defaults | changed))
 
@@ -36,27 +37,45 @@ def arguments(**changed: Any) -> Namespace:
         {"num_layers": 7, "account_for_embedding_in_pipeline_split": True},
         {"num_layers": 6, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
         {"pipeline_model_parallel_size": 1, "account_for_loss_in_pipeline_split": True},
+        {"virtual_pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
+        {
+            "num_layers": 6, "virtual_pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+        {
+            "num_layers": 12, "virtual_pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 2,
+            "decoder_last_pipeline_num_layers": 6,
+        },
     ],
-)
+)  # fmt: skip
 def test_stages_have_the_layers_that_megatron_builds(changed: dict[str, Any]) -> None:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     args = arguments(**changed)
     config = Namespace(
-        **vars(args), virtual_pipeline_model_parallel_size=None,
-        num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
+        **vars(args), num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
     )  # fmt: skip
-    stages = args.pipeline_model_parallel_size
-    expected = [get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages)]
+    stages, turns = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    # Of stage and turn; Megatron calls the latter the virtual stage.
+    places = [(stage, turn if turns > 1 else None) for turn in range(turns) for stage in range(stages)]
+    expected = [get_num_layers_to_build(config, pp_rank=stage, vp_stage=turn) for stage, turn in places]
+    first = [1 + get_transformer_layer_offset(config, pp_rank=stage, vp_stage=turn) for stage, turn in places]
     expected[0] += 1
     expected[-1] += 1
-    assert [chunk.end - chunk.first for chunk in own_chunks(args)] == expected
+    chunks = own_chunks(args)
+    assert [chunk.end - chunk.first for chunk in chunks] == expected
+    assert [chunk.first for chunk in chunks[1:]] == first[1:]
+    assert [chunk.stage for chunk in chunks] == [stage for stage, _ in places]
 
 
 def test_a_layout_is_taken_as_it_is() -> None:
     args = arguments(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="E,t*3|t*5,L")
     assert [chunk.end - chunk.first for chunk in own_chunks(args)] == [4, 6]
+    several = own_chunks(arguments(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="E|t*3|t*4|t,L"))
+    assert several == (Chunk(0, 0, 1), Chunk(1, 1, 4), Chunk(0, 4, 8), Chunk(1, 8, 10))
 
 
 def test_coordinates_and_shards() -> None:
@@ -66,6 +85,15 @@ def test_coordinates_and_shards() -> None:
     assert own.shards_of(Coordinate(3, 1)) == (Shard(7, 10, 1, 2),)
     assert own.coordinate_of((Shard(7, 10, 0, 1),)) is None
     assert own.coordinate_of(()) is None
+
+
+def test_a_stage_of_an_interleaved_pipeline_has_several_shards() -> None:
+    own = own_layout(arguments(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2))
+    assert own.stages == own.micro_batch_group == 2
+    shards = own.shards_of(Coordinate(1, 0))
+    assert shards == (Shard(3, 5, 0, 2), Shard(7, 10, 0, 2))
+    assert own.coordinate_of(shards) == Coordinate(1, 0) and own.coordinate_of(shards[:1]) is None
+    assert own.coordinates_in((*shards, Shard(0, 3, 0, 2))) == (Coordinate(1, 0),)
 
 
 @pytest.mark.parametrize("untied", [False, True])
