@@ -72,6 +72,10 @@ ALLOWED: frozenset[str] = frozenset(
     rerun_mode check_for_spiky_loss
 
     deprecated_use_mcore_models
+
+    async_save async_strategy use_persistent_ckpt_worker async_ckpt_cpu_priority async_ckpt_io_priority
+    async_ckpt_use_cpu_shm dist_ckpt_workers ckpt_assume_constant_structure save_retain_interval verify_integrity
+    exit_duration_in_mins exit_signal_handler exit_signal
     """.split()
 )
 
@@ -89,6 +93,10 @@ CONSTRAINTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "use disabled or validate_results",
     ),
     "distributed_backend": (lambda value: value in ("nccl", "gloo"), "use nccl or gloo"),
+    "exit_signal": (
+        lambda value: value.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"),
+        "use SIGTERM, SIGINT, SIGHUP or SIGUSR1, at which resihp launch saves and ends the job",
+    ),
 }
 """Allowed only with some values: a test, and what to do instead."""
 

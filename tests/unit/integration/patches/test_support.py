@@ -114,8 +114,8 @@ def test_what_is_not_known_to_work_is_refused_by_name(
 
 
 def test_all_refusals_at_once(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(check, capsys, "--inprocess-restart", "--async-save")
-    assert "--inprocess-restart" in line and "--async-save" in line
+    line = refused(check, capsys, "--inprocess-restart", "--use-megatron-fsdp")
+    assert "--inprocess-restart" in line and "--use-megatron-fsdp" in line
 
 
 def test_half_precision_needs_sums_in_single(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,14 +165,14 @@ def test_interleaving_that_megatron_derives(check: Check, capsys: pytest.Capture
 
 
 def test_refusals_speak_of_what_was_given() -> None:
-    values = SimpleNamespace(async_save=True, seed=3, optimizer="sgd", new_in_megatron=0)
+    values = SimpleNamespace(use_torch_fsdp2=True, seed=3, optimizer="sgd", new_in_megatron=0)
     lines = refusals(
         vars(values),
-        {"async_save": False, "seed": 1, "optimizer": "adam", "new_in_megatron": None, "lr": None},
-        {name: f"--{name.replace('_', '-')}" for name in ("async_save", "seed", "optimizer", "new_in_megatron", "lr")},
+        {"use_torch_fsdp2": False, "seed": 1, "optimizer": "adam", "new_in_megatron": None, "lr": None},
+        {name: f"--{name.replace('_', '-')}" for name in (*vars(values), "lr")},
     )
     assert lines == [
-        "--async-save is not known to work with --resihp; leave one of the two out",
         "--new-in-megatron is not known to work with --resihp; leave one of the two out",
         "--optimizer sgd is not supported with --resihp: only adam's state is known to move",
+        "--use-torch-fsdp2 is not known to work with --resihp; leave one of the two out",
     ]
