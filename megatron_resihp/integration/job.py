@@ -20,6 +20,7 @@ class Job:
         own: the layout that they gave the job.
         shares_optimizer: whether the job uses the distributed optimizer where it can.
         run: what tells this run from others in the same run directory.
+        minutes: after which the job ends in order; None: it may take as long as it takes.
     """
 
     config: ResihpConfig
@@ -28,8 +29,12 @@ class Job:
     own: OwnLayout
     shares_optimizer: bool
     run: str
+    minutes: float | None
 
 
 def job_of(config: ResihpConfig, args: Any, derived: DerivedArguments, run: str) -> Job:
     """Taken down before any plan changes what the validated arguments say."""
-    return Job(config, args, derived, own_layout(args), bool(args.use_distributed_optimizer), run)
+    minutes = args.exit_duration_in_mins or None
+    # Megatron would ask all workers in each iteration; here the step's agreement carries the answer.
+    args.exit_duration_in_mins = None
+    return Job(config, args, derived, own_layout(args), bool(args.use_distributed_optimizer), run, minutes)

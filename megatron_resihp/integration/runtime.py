@@ -21,6 +21,7 @@ from megatron_resihp.integration.probes.probe_sheet import Sheet
 from megatron_resihp.integration.probes.probes import Probes
 from megatron_resihp.integration.probes.scheduled import Scheduled
 from megatron_resihp.integration.progress import Calls, Orders, Progress, Tally
+from megatron_resihp.integration.saves.pending import Saves
 from megatron_resihp.integration.setup import MegatronSetup
 from megatron_resihp.integration.world.view import View
 from megatron_resihp.protocol.notices import PlanChange
@@ -40,6 +41,7 @@ class Runtime:
         feeds: its data loaders.
         progress, tally, calls, orders: how far it is, what Megatron's log is about to say, which of pretrain's calls
             it is in, and what comes after this step.
+        saves: checkpoints that are written while training goes on.
         recovery: what the last recovery took.
         probes, pads: what measures its iterations, and what makes them longer.
         scheduled: what flags schedule.
@@ -63,6 +65,7 @@ class Runtime:
         self.tally = Tally()
         self.calls = Calls()
         self.orders = Orders()
+        self.saves = Saves(job.args)
         self.recovery = RecoveryNotes()
         self.probes = Probes(control.worker, make_clock, send, RunDelay())
         self.pads = Pads()

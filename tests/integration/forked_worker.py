@@ -9,6 +9,7 @@ import signal
 import stat
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_resihp.control.node import bootstrap
@@ -28,6 +29,32 @@ def fork_worker(spec: WorkerSpec) -> int:
     pid = os.fork()
     if pid == 0:
         _become_worker(spec)
+    return pid
+
+
+def fork_python(_path: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
+    """A copy of this process, too, for `python -c CODE ...`; stands for multiprocessing.util.spawnv_passfds.
+
+    Args:
+        kept: the file descriptors that the other process gets.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for number in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, nothing, *kept}:
+                # Not closed: objects that have a number here close it some day, and would close another file.
+                if os.path.exists(f"/proc/self/fd/{number}"):
+                    os.dup2(nothing, number)
+            code = arguments.index("-c") + 1
+            sys.argv = ["-c", *arguments[code + 1 :]]
+            exec(arguments[code], {"__name__": "__main__"})
+        except SystemExit as end:
+            os._exit(end.code if isinstance(end.code, int) else 0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     return pid
 
 

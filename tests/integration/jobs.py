@@ -506,10 +506,12 @@ def _save_megatron_some_work() -> None:
 
 
 def _keep_spawned_processes_small() -> None:
-    """Each worker that saves a checkpoint starts a process that keeps a queue, and this would import the training
-    script, and Megatron with it, of which it uses nothing.
+    """Each worker that saves a checkpoint starts processes, one that keeps a queue, and these would import the training
+    script, and Megatron with it.
     """
-    from multiprocessing import spawn
+    from multiprocessing import spawn, util
+
+    from forked_worker import fork_python
 
     everything = spawn.get_preparation_data
 
@@ -517,6 +519,7 @@ def _keep_spawned_processes_small() -> None:
         return {key: value for key, value in everything(name).items() if not key.startswith("init_main")}
 
     spawn.get_preparation_data = needed
+    util.spawnv_passfds = fork_python
 
 
 def _become_launcher(request: dict[str, Any]) -> NoReturn:

@@ -62,6 +62,7 @@ def _make_calls(runtime: Runtime, first: int) -> Any:
 
 def _leave(runtime: Runtime, end: JobEnded) -> NoReturn:
     print(f"resihp: worker {runtime.worker} ends: {end}", file=sys.stderr, flush=True)
+    runtime.saves.writer.end()
     sys.exit(end.code)
 
 

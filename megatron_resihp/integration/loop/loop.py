@@ -25,6 +25,8 @@ from megatron_resihp.integration.patches.counting import count_again, count_as_o
 from megatron_resihp.integration.patches.startup import describe_job
 from megatron_resihp.integration.probes.patches import begin_iteration
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.saves.finishing import finish_saves
+from megatron_resihp.integration.saves.pending import directory_of_saves
 from megatron_resihp.integration.state.digests import record_digests
 from megatron_resihp.integration.step.optimizer_buddies import tell_cost
 from megatron_resihp.integration.step.step import agreed_losses, tell_of_experts
@@ -71,6 +73,7 @@ def _finishing(runtime: Runtime) -> Iterator[None]:
         yield
     except SystemExit:
         _finish(runtime)
+        runtime.saves.writer.end()
         raise
     _finish(runtime)
 
@@ -143,6 +146,8 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
         runtime.control.heard.check()
         runtime.progress.begin(iteration + 1, snapshot_counters(runtime))
         # Only now: what Megatron does after the step before, such as saving, is over and not to be repeated.
+        if runtime.orders.change:
+            finish_saves()
         leave_if_agreed(runtime)
         runtime.scheduled.slowdowns.begin(iteration + 1)
         runtime.scheduled.ask_for_plans(iteration + 1, runtime.view.reports)
@@ -203,19 +208,40 @@ def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]
     """Checkpoints record the true data-parallel size, not the one that the counters see."""
 
     @functools.wraps(original)
-    def save_checkpoint_and_time(iteration: int, *positional: Any, **options: Any) -> Any:
-        args, start = runtime.job.args, time.time()
+    def save_checkpoint_and_time(
+        iteration: int, *positional: Any, non_persistent_ckpt: bool = False, **options: Any
+    ) -> None:
         runtime.reach("save")
-        args.data_parallel_size = len(runtime.view.plan.replicas)
-        try:
-            with runtime.probes.span(SpanKind.SAVE), runtime.mode.state.saving() as used:
-                result = original(iteration, *positional, **options)
-        finally:
-            args.data_parallel_size = 1
-        if runtime.view.reports:
-            runtime.control.event(
-                Checkpoint(iteration=iteration, path=args.save, seconds=time.time() - start, format=used)
-            )
-        return result
+        if runtime.saves.is_there(iteration):
+            return
+        if non_persistent_ckpt:
+            # Megatron is about to remove older ones, and the newest of them may be under way.
+            finish_saves()
+        with _saving(runtime, iteration, non_persistent_ckpt), runtime.probes.span(SpanKind.SAVE):
+            original(iteration, *positional, non_persistent_ckpt=non_persistent_ckpt, **options)
+        if runtime.calls.position > 0:
+            # Nothing is trained beside it any more, and what follows closes what the end of a save is written to.
+            finish_saves()
 
     return save_checkpoint_and_time
+
+
+@contextmanager
+def _saving(runtime: Runtime, iteration: int, non_persistent: bool) -> Iterator[None]:
+    """Let Megatron save under the plan in force, and say where, once the checkpoint is whole."""
+    args, saves, start, calls = runtime.job.args, runtime.saves, time.time(), runtime.saves.writer.calls
+    path = directory_of_saves(args, non_persistent)
+    saves.lost = False
+    args.data_parallel_size = len(runtime.view.plan.replicas)
+    try:
+        with runtime.mode.state.saving() as used:
+            yield
+    finally:
+        args.data_parallel_size = 1
+        save = Checkpoint(iteration=iteration, path=path, seconds=time.time() - start, format=used)
+        if saves.writer.calls > calls:
+            saves.under_way.append(save)
+    if not args.async_save:
+        saves.made(iteration)
+        if runtime.view.reports:
+            runtime.control.event(save)

@@ -169,6 +169,8 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
     with phases.phase("abort"):
         abort_or_die(runtime.communicators.connections.abort)
         tear_down(runtime)
+        # Before the report: no survivor's writer writes any more when all have told.
+        runtime.saves.drop()
     with phases.phase("agree"):
         runtime.reach("recovery-report")
         record = runtime.progress.record(runtime.calls.in_loop, runtime.calls.position)
@@ -177,10 +179,18 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
             begun = apply_commit(runtime, order.commit)
             # A worker that leaves by choice does so before anything is computed.
             redone = 0 if by_choice else begun
+        _forget_dropped_saves(runtime, order)
         if isinstance(order, EmergencyCheckpointOrder):
             write_emergency_checkpoint(runtime, order)
             raise runtime.control.heard.await_end()
     _enter(runtime, phases, order, redone)
+
+
+def _forget_dropped_saves(runtime: Runtime, order: Decision) -> None:
+    """One survivor removes what was written of saves that were under way, before any worker saves again."""
+    left = order.writers if isinstance(order, EmergencyCheckpointOrder) else order.plan.members
+    survivors = [worker for worker in runtime.view.rank_order if worker in left]
+    runtime.saves.forget_dropped(remove=survivors[:1] == [runtime.worker])
 
 
 def _enter_first_epoch(runtime: Runtime, phases: Phases, order: Decision) -> None:
@@ -272,6 +282,7 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
     runtime.orders.change, runtime.orders.validation = False, None
     restore_counters(runtime, commit.counters)
     runtime.progress.replay = commit.outcome if commit.replay and runtime.view.works else None
+    runtime.saves.repeated = commit.iteration if commit.replay or commit.position else None
     if runtime.view.works:
         for feed in runtime.feeds:
             feed.rewind()

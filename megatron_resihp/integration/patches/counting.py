@@ -73,6 +73,7 @@ def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
         "flops": runtime.tally.flops,
         "totals": totals,
         "interval_s": _seconds_of_interval(),
+        "started": training._TRAIN_START_TIME,
     }
 
 
@@ -120,6 +121,8 @@ def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
     # Also where another epoch breaks before the next line: what is remembered here may be of another iteration.
     runtime.tally.totals = runtime.tally.carried = counters["totals"]
     get_timers()(INTERVAL, log_level=0).set_elapsed(counters["interval_s"])
+    # The job's, not that of a worker that came later.
+    training._TRAIN_START_TIME = counters["started"]
 
 
 def advance_schedule(runtime: Runtime, outcome: Outcome) -> None:

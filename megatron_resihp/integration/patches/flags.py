@@ -13,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.core.dist_checkpointing.strategies.nvrx import NVRX_MIN_VERSION
+from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
+
 from megatron_resihp import cpu
 from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
 from megatron_resihp.control import exit_codes
@@ -74,6 +77,9 @@ def make_wrap_validate_args(switch_on: SwitchOn) -> Callable[[Any], Any]:
             derived = DerivedArguments(original, args, defaults)
             given = {**vars(args), **{name: value for name, value in defaults.items() if vars(args).get(name) is None}}
             result = _megatron_validates(original, args, defaults)
+            # The launcher heeds signals, for all workers after one iteration.
+            args.exit_signal_handler = False
+            _check_saves(args)
             _check_batches(args)
             _check_evaluation(args)
             _check_data(args)
@@ -155,6 +161,19 @@ def _check_cost_model(path: Path) -> None:
         load(path)
     except CostModelError as error:
         raise ConfigError(f"--resihp-cost-model {error}") from None
+
+
+def _check_saves(args: argparse.Namespace) -> None:
+    """What Megatron finds out at the first save."""
+    if not args.async_save:
+        return
+    if args.ckpt_format == "torch":
+        fail("--async-save does not know --ckpt-format torch; use torch_dist")
+    try:
+        get_async_strategy(args.async_strategy)
+    except ModuleNotFoundError:
+        mend = "install it or use --async-strategy mcore"
+        fail(f"--async-save needs a package that is not installed, nvidia-resiliency-ext>={NVRX_MIN_VERSION}; {mend}")
 
 
 def _check_sizes(args: argparse.Namespace) -> None:

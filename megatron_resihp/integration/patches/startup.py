@@ -136,6 +136,8 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
     @functools.wraps(original)
     def initialize_megatron(*positional: Any, **options: Any) -> Any:
         args = runtime.job.args
+        # Before there are connections to other workers, which what is forked here would keep.
+        runtime.saves.writer.start()
         runtime.control.event(WorkerStarted(**whereabouts(args.local_rank)))
         if runtime.joining:
             torch.cuda.set_device(args.local_rank)
@@ -169,7 +171,7 @@ def describe_job(job: Job) -> JobDescription:
         sequence_parallel=own.sequence_parallel,
         emulated=config.resihp_emulate,
         train_iters=args.train_iters,
-        ends_early=bool(args.exit_interval),
+        ends_early=bool(args.exit_interval or job.minutes),
         eval_interval=args.eval_interval if args.eval_iters else None,
         save_interval=args.save_interval if args.save else None,
         pipeline_last=not args.use_tp_pp_dp_mapping,

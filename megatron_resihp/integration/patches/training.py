@@ -19,6 +19,7 @@ from megatron_resihp.integration.patches import (
     startup,
 )
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.saves import finishing, handing_over
 from megatron_resihp.integration.state import reshardable
 
 TRAINING = "megatron.training.training"
@@ -112,6 +113,24 @@ def training_patches(runtime: Runtime) -> list[Patch]:
             lambda original: course.wrap_final(runtime, loop.wrap_save_checkpoint_and_time(runtime, original)),
             ("iteration", "model", "optimizer", "opt_param_scheduler", "num_floating_point_operations_so_far"),
             "records the true data-parallel size in checkpoints",
+        ),
+        Patch(
+            "megatron.training.initialize:init_persistent_async_worker",
+            lambda original: lambda *_: None,
+            ("rank", "mp_mode"),
+            "the writer of checkpoints is started earlier, before there are connections to other workers",
+        ),
+        Patch(
+            "megatron.training.checkpointing:schedule_async_save",
+            handing_over.wrap_schedule_async_save,
+            ("async_request",),
+            "a writer that is killed leaves no memory of the device behind",
+        ),
+        Patch(
+            f"{TRAINING}:maybe_finalize_async_save",
+            partial(finishing.wrap_maybe_finalize_async_save, runtime),
+            ("blocking", "terminate"),
+            "ends its wait when the epoch breaks, and says which checkpoints are whole",
         ),
         Patch(
             "megatron.training.checkpointing:generate_state_dict",

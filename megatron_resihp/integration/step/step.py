@@ -5,11 +5,13 @@ Replaces `step` of the optimizer object by `agreed_step`. DESIGN contract 3.
 """
 
 import math
+import time
 from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.training import training
 
 from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.events.training import Samples
@@ -33,8 +35,8 @@ SHARED_COUNTERS = (
     "iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "scheduler_steps",
 )  # fmt: skip
 VALIDATION, CHANGE = 2, 3
-SAVE, SAVERS = 4, 5
-COUNTERS_FROM = 6
+SAVE, SAVERS, LOST = 4, 5, 6
+COUNTERS_FROM = 7
 LOSSES_FROM = COUNTERS_FROM + len(SHARED_COUNTERS)
 EXPERTS_FROM = LOSSES_FROM + 2 * LOSS_SLOTS
 DOCUMENTS_FROM = EXPERTS_FROM + len(expert_metrics.NAMES)
@@ -149,11 +151,12 @@ def _brought(
     """What this worker adds to the reduction."""
     values = torch.zeros(END, dtype=torch.float64)
     values[0] = norm_squared
-    values[1] = 1.0 if runtime.control.heard.stop_signal else 0.0
+    values[1] = 1.0 if runtime.control.heard.stop_signal or is_time_up(runtime) else 0.0
     values[VALIDATION] = _number(validation)
     values[CHANGE] = _number(change)
     if runtime.control.heard.to_save > runtime.orders.saves:
         values[SAVE], values[SAVERS] = runtime.control.heard.to_save, 1.0
+    values[LOST] = 1.0 if runtime.saves.lost and runtime.view.works else 0.0
     if runtime.view.reports:
         counters = runtime.progress.counters[runtime.progress.iteration]
         values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
@@ -180,6 +183,12 @@ def _check_norm(runtime: Runtime, norm_squared: float) -> None:
         )
 
 
+def is_time_up(runtime: Runtime) -> bool:
+    """Whether the job has run for as long as it may."""
+    most = runtime.job.minutes
+    return most is not None and time.time() - training._TRAIN_START_TIME > 60 * most
+
+
 def _number(order: ValidationOrder | PlanChange | None) -> float:
     return float(order.number) if order is not None else 0.0
 
@@ -190,9 +199,11 @@ def _heard_by_all(runtime: Runtime, order: ValidationOrder | PlanChange | None, 
 
 
 def _to_save(runtime: Runtime, values: torch.Tensor) -> bool:
-    """Whether a worker has heard that a checkpoint is wanted; one that hears of the order later saves no second one."""
+    """Whether a worker has heard that a checkpoint is wanted, or has lost one; one that hears later saves no second."""
+    if values[LOST] > 0:
+        runtime.saves.lost = False
     if values[SAVERS] == 0:
-        return False
+        return bool(values[LOST] > 0)
     runtime.orders.saves = max(runtime.orders.saves, round(float(values[SAVE] / values[SAVERS])))
     return True
 
@@ -211,6 +222,7 @@ def note_counters(runtime: Runtime, values: torch.Tensor) -> None:
     shared = dict(zip(SHARED_COUNTERS, numbers, strict=True))
     runtime.progress.counters[runtime.progress.iteration] = {
         **shared, "settings": settings_of(runtime.held.live), "flops": 0.0, "totals": {}, "interval_s": 0.0,
+        "started": training._TRAIN_START_TIME,
     }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows: checkpoints, and when a job ends. Imports `notation`."""
+"""Rows: checkpoints, and when a job ends. Imports `notation` and `row`."""
 
 from megatron_resihp.integration.support.notation import (
     Rows,
@@ -12,11 +12,11 @@ from megatron_resihp.integration.support.notation import (
     unread,
     without,
 )
+from megatron_resihp.integration.support.row import Only
 
 _LAYOUT = "integration/test_checkpoints.py::test_a_job_goes_on_in_its_own_layout"
 _LOAD = "training.checkpointing:load_checkpoint"
 _SAVE = "training.checkpointing:save_checkpoint"
-_LATE = "a save that is under way when an epoch breaks would be left half done"
 _DUMPED = "each rank of Megatron's first layout writes a file, and ranks change with the epoch"
 
 _SAVED: Rows = joined(
@@ -48,16 +48,19 @@ _SAVED: Rows = joined(
 )
 
 _ASYNCHRONOUS: Rows = joined(
-    refused("async_save", _LATE),
-    refused("async_strategy", _LATE),
-    refused("use_persistent_ckpt_worker", _LATE),
-    refused("async_ckpt_cpu_priority", _LATE),
-    refused("async_ckpt_io_priority", _LATE),
-    refused("async_ckpt_use_cpu_shm", _LATE),
-    refused("ckpt_assume_constant_structure", "another plan saves other shards, which a remembered structure lacks"),
-    refused("save_retain_interval", "which checkpoints are deleted follows a memory that a joining worker lacks"),
-    refused("verify_integrity", "no test holds that shards of every plan are verified"),
-    refused("dist_ckpt_workers", "no test holds that several threads of a save end with a broken epoch"),
+    tested(
+        "integration/test_async_saves.py::test_a_save_under_way_when_a_worker_dies_is_dropped_whole_and_made_up_for",
+        "async_save async_strategy use_persistent_ckpt_worker",
+    ),
+    kernel(
+        "core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.async_loop",
+        "async_ckpt_cpu_priority async_ckpt_io_priority",
+    ),
+    kernel("core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller", "async_ckpt_use_cpu_shm"),
+    tested(
+        "integration/test_async_saves.py::test_stock_megatron_goes_on_from_the_save_that_follows",
+        "ckpt_assume_constant_structure save_retain_interval verify_integrity dist_ckpt_workers",
+    ),
     refused("ckpt_fully_parallel_load_exchange_algo", "no test holds that other plans' shards are exchanged so"),
     refused("ckpt_fully_parallel_save_process_group", "shards are shared out among all workers of a plan"),
     refused("ckpt_fully_parallel_load_process_group", "shards are shared out among all workers of a plan"),
@@ -115,9 +118,19 @@ _OTHERS: Rows = joined(
 
 _ENDS: Rows = joined(
     tested("integration/test_rejoin.py::test_in_a_resumed_job_it_needs_no_checkpoint", "exit_interval"),
-    refused("exit_duration_in_mins", "workers that were started at other times would end at other iterations"),
-    refused("exit_signal_handler", "the launcher has the signals, and workers would answer them by themselves"),
-    refused("exit_signal", "the launcher has the signals, and workers would answer them by themselves"),
+    tested(
+        "integration/test_async_saves.py::test_a_job_whose_time_is_up_ends_after_the_same_step_on_all_workers",
+        "exit_duration_in_mins",
+    ),
+    inert("training.training:checkpoint_and_decide_exit", "exit_signal_handler"),
+    inert(
+        "training.training:checkpoint_and_decide_exit",
+        "exit_signal",
+        condition=Only(
+            lambda value: value.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"),
+            "use SIGTERM, SIGINT, SIGHUP or SIGUSR1, at which resihp launch saves and ends the job",
+        ),
+    ),
     refused("exit_signal_handler_for_dataloader", "the launcher has the signals, and loaders end with their worker"),
     refused("exit_signal_handler_for_training", "the launcher has the signals, and workers would answer by themselves"),
     refused(

@@ -104,8 +104,8 @@ def test_what_is_not_known_to_work_is_refused_by_name(
 
 
 def test_all_refusals_at_once(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(check, capsys, "--inprocess-restart", "--async-save")
-    assert "--inprocess-restart" in line and "--async-save" in line
+    line = refused(check, capsys, "--inprocess-restart", "--use-megatron-fsdp")
+    assert "--inprocess-restart" in line and "--use-megatron-fsdp" in line
 
 
 def test_half_precision_needs_sums_in_single(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,15 +175,15 @@ def test_interleaving_that_can_not_be(
 
 
 def test_refusals_speak_of_what_was_given() -> None:
-    values = SimpleNamespace(async_save=True, seed=3, optimizer="sgd", new_in_megatron=0)
+    values = SimpleNamespace(use_torch_fsdp2=True, seed=3, optimizer="sgd", new_in_megatron=0)
     lines = refusals(
         vars(values),
-        {"async_save": False, "seed": 1, "optimizer": "adam", "new_in_megatron": None, "lr": None},
-        {name: f"--{name.replace('_', '-')}" for name in ("async_save", "seed", "optimizer", "new_in_megatron", "lr")},
+        {"use_torch_fsdp2": False, "seed": 1, "optimizer": "adam", "new_in_megatron": None, "lr": None},
+        {name: f"--{name.replace('_', '-')}" for name in (*vars(values), "lr")},
     )
     assert lines == [
-        "--async-save is not supported with --resihp: a save that is under way when an epoch breaks would be left half "
-        "done; leave one of the two out",
         "--new-in-megatron is not supported with --resihp: nobody has yet read what it does; leave one of the two out",
         "--optimizer sgd is not supported with --resihp: only adam's state is known to move",
+        "--use-torch-fsdp2 is not supported with --resihp: shards of parameters that exist once are lost with their "
+        "worker: there are no copies of them; use --use-distributed-optimizer",
     ]

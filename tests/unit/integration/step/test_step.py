@@ -28,7 +28,10 @@ def worker(checks: bool, others: float, *scalers: Any) -> Any:
 
     return SimpleNamespace(
         worker=3, epoch=1, view=SimpleNamespace(works=False, reports=False), orders=Orders(), change=None,
-        job=SimpleNamespace(args=SimpleNamespace(check_for_nan_in_loss_and_grad=checks, num_experts=None)),
+        job=SimpleNamespace(
+            args=SimpleNamespace(check_for_nan_in_loss_and_grad=checks, num_experts=None), minutes=None
+        ),
+        saves=SimpleNamespace(lost=False),
         control=SimpleNamespace(heard=Heard(3, lambda: None, 1), epoch=1), progress=Progress(iteration=5),
         mode=SimpleNamespace(
             everybody=SimpleNamespace(sum=add_those_of_others, workers=(0, 3)), seen_documents=None

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/pretrain_gpt.py whose checkpoint writers and clocks do what files in RUN_DIR/wishes ask for.
+
+With `hold-ITERATION` all writers of that checkpoint write half a file and wait for the file `write-ITERATION`; with
+`hold-ITERATION-RANK` the writer of that rank does. With `late-WORKER` this worker believes that it began years ago.
+"""
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+import pretrain_gpt  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # noqa: E402
+from megatron.training import training  # noqa: E402
+
+WISHES = Path(os.environ["RESIHP_RUN_DIR"]) / "wishes"
+HOLD_S = 60.0
+
+plain_write = FileSystemWriterAsync.write_preloaded_data
+plain_forward_step = pretrain_gpt.forward_step
+
+
+def write_when_told(transforms: Any, local_proc_idx: int, write_bucket: Any, *others: Any, **options: Any) -> Any:
+    path = Path(write_bucket[0])
+    iteration, rank = int(path.parent.name.removeprefix("iter_")), int(re.findall(r"\d+", path.name)[0])
+    holding = (WISHES / f"hold-{iteration}", WISHES / f"hold-{iteration}-{rank}")
+    deadline = time.monotonic() + HOLD_S
+    while any(file.exists() for file in holding) and not (WISHES / f"write-{iteration}").exists():
+        path.write_text("half of it")
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return plain_write(transforms, local_proc_idx, write_bucket, *others, **options)
+
+
+def forward_step(*positional: Any) -> Any:
+    if (WISHES / f"late-{os.environ['RESIHP_WORKER']}").exists():
+        training._TRAIN_START_TIME = 0.0
+    return plain_forward_step(*positional)
+
+
+if __name__ == "__main__":
+    # In these tests writers are forked, and so have this function.
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(write_when_told)
+    pretrain_gpt.forward_step = forward_step
+    pretrain_gpt.main()

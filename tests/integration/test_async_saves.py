@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that are written beside training: what comes of a save that is under way when a worker dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Job, Jobs, check_training, flags, tiny
+from launched import children
+from test_checkpoints import FUSED, change_to, stock_losses
+from test_leaks import check_flat, resources
+from test_plans import MODEL, UNIFORM_LAYOUT
+
+SCRIPT = Path(__file__).with_name("slow_saves_gpt.py")
+ASYNC: dict[str, Any] = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+
+
+def tracker(directory: Path) -> int:
+    return int((directory / "latest_checkpointed_iteration.txt").read_text())
+
+
+def kept(directory: Path) -> list[int]:
+    """The iterations of which there are files."""
+    return sorted(int(path.name.removeprefix("iter_")) for path in directory.glob("iter_*"))
+
+
+def told(job: Job) -> list[int]:
+    """The iterations whose checkpoints the log names."""
+    return [event["iteration"] for event in job.events("checkpoint")]
+
+
+def dropped(job: Job) -> list[int]:
+    """The iterations whose saves were given up."""
+    logs = "".join(job.log(worker) for worker in range(job.workers))
+    return [int(number) for number in re.findall(r"drops the save of iteration (\d+)", logs)]
+
+
+def left_behind(job: Job) -> list[str]:
+    """What runs in the process groups of a job's workers."""
+    leaders, found = set(job.worker_pids().values()), []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue
+        state, _, leader, *_ = text.rpartition(")")[2].split()
+        if state not in "ZX" and int(leader) in leaders:
+            found.append(text)
+    return found
+
+
+def test_a_save_under_way_when_a_worker_dies_is_dropped_whole_and_made_up_for(jobs: Jobs, tmp_path: Path) -> None:
+    """Its files are half written, by the dead worker's writer too."""
+    directory = tmp_path / "saved"
+    saving = ASYNC | {"save": directory, "save_interval": 2}
+    job = jobs.run(
+        tiny(**PIPELINE, **saving, resihp_inject="kill:1@4:backward"), workers=4, script=SCRIPT, wishes=["hold-2"]
+    )
+    check_training(job, jobs.reference(tiny(**PIPELINE), workers=4))
+    assert told(job) == kept(directory) == [4, 6] and tracker(directory) == 6
+    assert dropped(job) == [2]
+    assert not left_behind(job)
+    loaded = jobs.run(tiny(**PIPELINE, load=directory, ckpt_step=4), workers=2)
+    assert loaded.code == 0, loaded.tails()
+    reference = jobs.reference(tiny(**PIPELINE), workers=4).summary.loss
+    assert loaded.summary.loss == pytest.approx({n: reference[n] for n in (5, 6)}, rel=1e-5)
+
+
+def test_a_job_whose_time_is_up_ends_after_the_same_step_on_all_workers(jobs: Jobs, tmp_path: Path) -> None:
+    """Though one alone has seen that; it saves, and Megatron's exit code is 0."""
+    saving = ASYNC | {"save": tmp_path / "saved", "save_interval": 1000, "train_iters": 2000}
+    job = jobs.start(tiny(**saving, exit_duration_in_mins=60), workers=2, script=SCRIPT)
+    job.await_event("iteration", iteration=3)
+    job.wish("late-1")
+    job.wait()
+    assert job.code == 0, job.tails()
+    assert 3 <= job.summary.iterations < 2000
+    assert told(job) == [job.summary.iterations] and tracker(tmp_path / "saved") == job.summary.iterations
+    assert set(job.exits().values()) == {0} and not left_behind(job)
+
+
+# ---- every night
+
+NIGHTLY = pytest.mark.nightly
+LAYOUT: dict[str, Any] = MODEL | UNIFORM_LAYOUT
+EVERYTHING: dict[str, Any] = ASYNC | {
+    "ckpt_assume_constant_structure": True, "verify_integrity": True, "save_retain_interval": 6,
+    "dist_ckpt_workers": 2, "save_interval": 3,
+}  # fmt: skip
+
+
+@NIGHTLY
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ({"pipeline_model_parallel_size": 2}, None),
+        ({"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True}, None),
+        (UNIFORM_LAYOUT, "TP 2 and 1"),
+        (UNIFORM_LAYOUT | {"use_distributed_optimizer": True, "bf16": True}, "unlike replicas"),
+    ],
+    ids=["uniform", "distributed optimizer", "unlike stages", "distributed optimizer, unlike replicas"],
+)
+def test_stock_megatron_goes_on_from_the_save_that_follows(
+    jobs: Jobs, tmp_path: Path, model: dict[str, Any], plan: str | None
+) -> None:
+    """As it does from a checkpoint that stock Megatron itself has saved after the same iteration, in the same way."""
+    model = MODEL | model | {"dist_ckpt_optim_fully_reshardable": "use_distributed_optimizer" in model}
+    ours, stock = tmp_path / "ours", tmp_path / "stock"
+    changing = {} if plan is None else change_to(plan, tmp_path, 2)
+    saving = EVERYTHING | {"exit_interval": 12}
+    job = jobs.run(
+        tiny(**model, **saving, save=ours, **changing, resihp_inject="kill:3@8:backward"),
+        workers=4, script=SCRIPT, wishes=["hold-6-0"],
+    )  # fmt: skip
+    assert job.code == 0, job.tails()
+    assert len(job.summary.deaths) == 1 and dropped(job) == [6]
+    assert told(job) == [3, 8, 9, 12] and tracker(ours) == 12
+    assert kept(ours) == [12], "older ones are removed, but for multiples of 6"
+    stock_losses(SCRIPT, 4, **model, **saving, save=stock)
+    assert tracker(stock) == 12
+    resumed = [stock_losses(FUSED, 4, **model, load=path) for path in (ours, stock)]
+    assert resumed[0] == pytest.approx(resumed[1], rel=2e-3 if "bf16" in model else 1e-5)
+    unlike = stock_losses(FUSED, 4, **model, load=stock, ckpt_step=6)
+    assert unlike[15] != pytest.approx(resumed[1][15], rel=1e-3)
+
+
+@NIGHTLY
+def test_a_save_under_way_is_finished_before_a_change_by_choice(jobs: Jobs, tmp_path: Path) -> None:
+    directory = tmp_path / "saved"
+    plan = change_to("TP 2 and 1", tmp_path, 7)
+    saving = ASYNC | {"save": directory, "save_interval": 6}
+    job = jobs.start(tiny(**LAYOUT, **saving, **plan), workers=4, script=SCRIPT, wishes=["hold-6"])
+    job.await_event("iteration", iteration=7)
+    job.wish("write-6")
+    check_training(job.wait(), jobs.reference(tiny(**LAYOUT), workers=4))
+    assert [event["reason"] for event in job.events("reconfiguration")] and not left_behind(job)
+    assert told(job) == kept(directory) == [6, 12, 18] and tracker(directory) == 18
+
+
+@NIGHTLY
+def test_a_worker_whose_writer_is_killed_dies_like_one_whose_loader_is(jobs: Jobs, tmp_path: Path) -> None:
+    saving = ASYNC | {"save": tmp_path / "saved", "save_interval": 2}
+    job = jobs.start(tiny(**PIPELINE, **saving), workers=4, script=SCRIPT, wishes=["hold-2"])
+    job.await_event("iteration", iteration=3)
+    [writer] = writers_of(job, 1)
+    os.kill(writer, signal.SIGKILL)
+    check_training(job.wait(), jobs.reference(tiny(**PIPELINE), workers=4))
+    assert "its checkpoint writer" in job.log(1) and [death.worker for death in job.summary.deaths] == [1]
+    assert told(job)[-1] == tracker(tmp_path / "saved") == 6
+
+
+@NIGHTLY
+def test_twenty_saves_that_are_dropped_leave_nothing_behind(jobs: Jobs, tmp_path: Path) -> None:
+    rounds = 20
+    arguments = tiny(**PIPELINE | {"train_iters": 3 * rounds + 3})
+    saving = flags(**ASYNC, save=tmp_path / "saved", save_interval=3)
+    strikes = [f"rebuild:{number % 4}@{3 * number + 5}:backward" for number in range(rounds)]
+    held = [f"hold-{3 * number + 3}" for number in range(rounds)]
+    job = jobs.start(
+        [*arguments, *saving, "--resihp-inject", *strikes], workers=4, script=SCRIPT, wishes=held
+    ).wait(180.0)  # fmt: skip
+    check_training(job, jobs.reference(arguments, workers=4))
+    assert len(job.events("recovery")) == rounds
+    assert not [iteration for iteration in told(job)[:-1] if iteration % 3 == 0]
+    for worker in range(4):
+        check_flat(resources(job, worker), 6)
+
+
+def writers_of(job: Job, worker: int) -> list[int]:
+    """The writers that a worker has, by process."""
+    [leader] = [pid for number, pid in job.worker_pids().items() if number == worker]
+    return [pid for child in children(leader) for pid in children(child)]
