@@ -53,10 +53,9 @@ _ASYNCHRONOUS: Rows = joined(
         "async_save async_strategy use_persistent_ckpt_worker",
     ),
     kernel(
-        "core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.async_loop",
-        "async_ckpt_cpu_priority async_ckpt_io_priority",
+        "training.async_utils:init_persistent_async_worker",
+        "async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm",
     ),
-    kernel("core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller", "async_ckpt_use_cpu_shm"),
     tested(
         "integration/test_async_saves.py::test_stock_megatron_goes_on_from_the_save_that_follows",
         "ckpt_assume_constant_structure save_retain_interval verify_integrity dist_ckpt_workers",
@@ -122,9 +121,9 @@ _ENDS: Rows = joined(
         "integration/test_async_saves.py::test_a_job_whose_time_is_up_ends_after_the_same_step_on_all_workers",
         "exit_duration_in_mins",
     ),
-    inert("training.training:checkpoint_and_decide_exit", "exit_signal_handler"),
+    inert("training.global_vars:set_global_variables", "exit_signal_handler"),
     inert(
-        "training.training:checkpoint_and_decide_exit",
+        "training.global_vars:set_global_variables",
         "exit_signal",
         condition=Only(
             lambda value: value.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"),
