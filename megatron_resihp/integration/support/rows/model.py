@@ -9,6 +9,7 @@ from megatron_resihp.integration.support.notation import (
     inert,
     joined,
     kernel,
+    one_of,
     refused,
     tested,
     unread,
@@ -21,7 +22,13 @@ _CONFIG = "core.transformer.transformer_config:TransformerConfig.__post_init__"
 _SIZES: Rows = joined(
     tested(
         "integration/test_plans.py::test_from_plan_to_plan_and_back",
-        "num_layers hidden_size num_attention_heads transformer_impl seq_length max_position_embeddings",
+        "num_layers hidden_size num_attention_heads seq_length max_position_embeddings",
+    ),
+    tested(
+        "integration/test_plans.py::test_from_plan_to_plan_and_back",
+        "transformer_impl",
+        condition=one_of("local", "transformer_engine", mend="use local or transformer_engine, which train"),
+        device="GPU: transformer_engine; it has not been tried",
     ),
     tested("integration/test_plans.py::test_kinds_of_model", "normalization add_bias_linear ffn_hidden_size"),
     tested("integration/test_plans.py::test_kinds_of_model", "untie_embeddings_and_output_weights swiglu"),
@@ -40,8 +47,9 @@ _SIZES: Rows = joined(
 _PARTS: Rows = joined(
     kernel(
         "core.transformer.transformer_layer:TransformerLayer._forward_attention",
-        "fp32_residual_connection hidden_dropout bias_dropout_fusion",
+        "bias_dropout_fusion",
     ),
+    tested("integration/test_real_script.py::test_with_dropout", "hidden_dropout attention_dropout"),
     unread("core.transformer.transformer_config:TransformerConfig", "apply_residual_connection_post_layernorm"),
     kernel("core.transformer.transformer_layer:TransformerLayer", "layernorm_epsilon"),
     kernel("core.fusions.fused_layer_norm:FusedLayerNorm", "layernorm_zero_centered_gamma"),
