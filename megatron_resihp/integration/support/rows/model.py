@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows: the model's size, its norms and activations, how it is initialized, multi-token prediction and hybrids.
-Imports `notation`.
+Imports `notation` and `row`.
 """
 
 from megatron_resihp.integration.support.notation import (
@@ -15,8 +15,10 @@ from megatron_resihp.integration.support.notation import (
     unread,
     without,
 )
+from megatron_resihp.integration.support.row import Only
 
 _FROM_ARGUMENTS = "training.argument_utils:core_transformer_config_from_args"
+_CAPTURED = "training.arguments:_normalize_cuda_graph_modules_args"
 _CONFIG = "core.transformer.transformer_config:TransformerConfig.__post_init__"
 
 _SIZES: Rows = joined(
@@ -152,18 +154,19 @@ _RECOMPUTED: Rows = joined(
 
 _GRAPHS: Rows = joined(
     refused(
-        "enable_cuda_graph external_cuda_graph cuda_graph_impl",
+        "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope_deprecated",
         "graphs hold the groups and buffers of the epoch in which they were captured",
     ),
+    without("cuda_graph_impl", "training.training:train", "cuda_graph_warmup_steps"),
+    without("cuda_graph_impl", _CAPTURED, "inference_cuda_graph_scope"),
     without(
         "cuda_graph_impl",
-        "training.training:train",
-        "cuda_graph_warmup_steps",
-    ),
-    without(
-        "cuda_graph_impl",
-        "training.arguments:_normalize_cuda_graph_modules_args",
-        "cuda_graph_modules cuda_graph_scope_deprecated inference_cuda_graph_scope",
+        _CAPTURED,
+        "cuda_graph_modules",
+        condition=Only(
+            lambda given: "full_iteration" not in given,
+            "leave full_iteration out, for which Megatron captures graphs without --cuda-graph-impl",
+        ),
     ),
 )
 

@@ -80,7 +80,8 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
     [
         "--expert-model-parallel-size 2", "--moe-expert-capacity-factor 1", "--context-parallel-size 2",
         "--use-megatron-fsdp", "--use-torch-fsdp2", "--mtp-num-layers 1", "--fp8-format hybrid", "--enable-cuda-graph",
-        "--cuda-graph-impl local", "--rampup-batch-size 4 4 100", "--async-save", "--overlap-param-gather",
+        "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
+        "--rampup-batch-size 4 4 100", "--async-save", "--overlap-param-gather",
         "--dataloader-type cyclic", "--dataloader-type external", "--fp16", "--inprocess-restart",
         "--fp16-lm-cross-entropy",
         "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
