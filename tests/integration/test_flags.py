@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import EXPERTS, Jobs, tiny
+from jobs import BF16, EXPERTS, FP32, Jobs, ask_for, check_training, tiny
 from test_plan_failures import are_heterogeneous
 from test_plans import stages
-from test_query_groups import plan, survive
+from test_query_groups import plan
 
 from megatron_resihp.report.run.summary import compare
 
@@ -22,12 +22,12 @@ TWO: dict[str, Any] = {"tensor_model_parallel_size": 2, "global_batch_size": 2, 
 GATED: dict[str, Any] = {
     "swiglu": None, "quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.5,
     "ffn_hidden_size": 64, "disable_bias_linear": True, "recompute_granularity": "selective",
-    "recompute_modules": ["core_attn", "mlp"], "check_for_spiky_loss": True,
+    "recompute_modules": ["core_attn", "mlp"],
 }  # fmt: skip
 NORMS: dict[str, Any] = {
     "qk_layernorm": True, "apply_wd_to_qk_layernorm": True, "weight_decay": 0.5, "attention_output_gate": True,
     "group_query_attention": True, "num_query_groups": 2, "add_qkv_bias": True, "disable_bias_linear": True,
-    "disable_gloo_process_groups": True,
+    "disable_gloo_process_groups": True, "kv_channels": 16,
 }  # fmt: skip
 POSITIONS: dict[str, Any] = {
     "use_rope_scaling": True, "rope_scaling_factor": 4.0, "no_rope_freq": 2, "window_size": "7,0",
@@ -39,7 +39,19 @@ TRANSFER: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
 YARN: dict[str, Any] = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0}
-GROUPED: dict[str, Any] = EXPERTS | {"moe_grouped_gemm": True, "swiglu": True, "sequence_parallel": True}
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 4, "qk_layernorm": True, "rotary_scaling_factor": 4.0, "normalization": "RMSNorm",
+    "disable_bias_linear": True, "sequence_parallel": True,
+}  # fmt: skip
+ROTARY_LATENT: dict[str, Any] = LATENT | {"rope_type": "rope", "q_lora_rank": None, "sequence_parallel": None}
+GROUPED: dict[str, Any] = EXPERTS | {
+    "moe_grouped_gemm": True, "swiglu": True, "sequence_parallel": True, "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_gate": True,
+}  # fmt: skip
+HALF: dict[str, Any] = {
+    "bf16": True, "fp32_residual_connection": True, "grad_reduce_in_bf16": True, "no_position_embedding": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -53,13 +65,17 @@ GROUPED: dict[str, Any] = EXPERTS | {"moe_grouped_gemm": True, "swiglu": True, "
             "muP": TRANSFER,
             "yarn": YARN,
             "grouped experts": GROUPED,
+            "sixteen bits": HALF,
+            "latent attention": LATENT,
+            "latent attention, other positions": ROTARY_LATENT,
         }.items()
     ],
 )
 def test_a_death_and_other_degrees(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
-    plans = [plan(stages([2], [1, 0])), plan(stages([0, 1]))]
+    words = ask_for(tmp_path, plan(stages([2], [1, 0])), plan(stages([0, 1])))
     model = TWO | model
-    job = survive(jobs, tmp_path, plans, model=model, workers=4, resihp_inject="kill:3@1:backward")
+    job = jobs.run(tiny(**model, resihp_plan=words, resihp_inject="kill:3@1:backward"), workers=4)
+    check_training(job, jobs.reference(tiny(**model), workers=4), BF16 if "bf16" in model else FP32)
     assert are_heterogeneous(job) == [False, False, True, False]
     # The control: a job that learns nothing has other losses.
     still = jobs.run(tiny(**model | {"lr": 0, "min_lr": 0}), workers=4)

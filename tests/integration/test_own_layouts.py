@@ -19,6 +19,7 @@ MIDDLE: dict[str, Any] = {"pipeline_model_parallel_size": 3, "num_layers": 3, "t
 LAYOUT: dict[str, Any] = {"num_layers": 4, "pipeline_model_parallel_layout": "E|ttt|tL"}
 """The embedding has a stage of its own."""
 FIRST: dict[str, Any] = {"num_layers": 5, "decoder_first_pipeline_num_layers": 1}
+LAST: dict[str, Any] = {"num_layers": 5, "decoder_last_pipeline_num_layers": 1}
 ENDS: dict[str, Any] = {
     "num_layers": 4, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
 }  # fmt: skip
@@ -39,10 +40,11 @@ def unlike(layers: int) -> ParallelPlan:
         LAYOUT,
         pytest.param({}, marks=NIGHTLY),
         pytest.param(FIRST | PER_TOKEN, marks=NIGHTLY),
+        pytest.param(LAST, marks=NIGHTLY),
         pytest.param(ENDS | UNTIED, marks=NIGHTLY),
         pytest.param(LAYOUT | {"use_distributed_optimizer": True}, marks=NIGHTLY),
     ],
-    ids=["layout", "even", "first stage", "ends count", "distributed optimizer"],
+    ids=["layout", "even", "first stage", "last stage", "ends count", "distributed optimizer"],
 )
 def test_a_middle_stage_loses_a_worker_and_another_one_gets_other_layers(
     jobs: Jobs, tmp_path: Path, layout: dict[str, Any]

@@ -74,7 +74,7 @@ def jobs(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job
         (CHUNKS, {}),
         (CHUNKS, LLAMA),
         (("TP 4", "V shape", "unlike replicas"), RECOMPUTED),
-        (("TP 4", "V shape", "unlike replicas"), PER_TOKEN | {"num_workers": 2}),
+        (("TP 4", "V shape", "unlike replicas"), PER_TOKEN | {"num_workers": 2, "check_for_spiky_loss": True}),
         (("TP 4", "V shape", "unlike replicas"), {"bf16": True, "use_distributed_optimizer": True}),
     ],
     ids=[

@@ -6,9 +6,10 @@ their shards are cut. A gated MLP's first weight holds a part of the gate and th
 (`partition_stride`), and a slice has a part of both; query groups and heads are contiguous.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -20,6 +21,9 @@ EMBEDDING = "embedding."
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 TIED_NAME = "word_embeddings.weight"
+GROUPED_EXPERTS: Final = re.compile(r"\.experts\.linear_fc1\.(weight|bias)\d+$")
+"""The first weights of experts that Transformer Engine keeps in one layer. Megatron says a stride of one for them, also
+where each holds a part of the gate and of the up-projection."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,7 @@ class Piece:
         return parts.select(self.dim + 1, self.index)
 
 
-def pieces_of(
-    model: Sequence[torch.nn.Module], shards: Sequence[Shard], cuts: int, tied_head: int | None
-) -> Iterator[Piece]:
+def pieces_of(model: Sequence[Any], shards: Sequence[Shard], cuts: int, tied_head: int | None) -> Iterator[Piece]:
     """All pieces of a worker's model.
 
     Args:
@@ -76,6 +78,8 @@ def pieces_of(
                 continue
             numbers = cuts_of_shard(shard, cuts)
             dim, stride = parameter.partition_dim, parameter.partition_stride
+            if module.config.gated_linear_unit and GROUPED_EXPERTS.search(name):
+                stride = 2
             if parameter.shape[dim] % (stride * len(numbers)):
                 raise ValueError(f"{name}, {parameter.shape[dim]} along {dim}, can't be cut in {len(numbers)} parts")
             for index, number in enumerate(numbers):

@@ -28,9 +28,9 @@ def inert(place: str, names: str, *, device: str = "", condition: Only | Needs |
     return _rows(names, evidence=Evidence.INERT, shown=f"megatron.{place}", device=device, condition=condition)
 
 
-def without(other: str, place: str, names: str) -> Rows:
+def without(other: str, place: str, names: str, *, condition: Only | None = None) -> Rows:
     """These do nothing without another argument (or value, `name=value`) that is refused, as that place shows."""
-    return _rows(names, evidence=Evidence.INERT, shown=f"megatron.{place}", without=other)
+    return _rows(names, evidence=Evidence.INERT, shown=f"megatron.{place}", without=other, condition=condition)
 
 
 def unread(place: str, names: str) -> Rows:

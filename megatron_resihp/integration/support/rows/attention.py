@@ -16,7 +16,6 @@ _ATTENTION = "core.transformer.dot_product_attention:DotProductAttention"
 _ROTARY = "core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
 _YARN = "core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding"
 _FLAGS = "integration/test_flags.py::test_a_death_and_other_degrees"
-_LATENT = "core.transformer.multi_latent_attention:MultiLatentAttention"
 _INDEXER = "core.transformer.experimental_attention_variant.dsa:DSAttention"
 _LINEAR = "core.transformer.transformer_config:TransformerConfig.__post_init__"
 
@@ -25,9 +24,8 @@ _HEADS: Rows = joined(
         "integration/test_query_groups.py::test_from_plan_to_plan_and_back",
         "group_query_attention num_query_groups qk_layernorm",
     ),
-    kernel("core.transformer.attention:Attention", "kv_channels"),
-    tested(_FLAGS, "add_qkv_bias qk_l2_norm attention_output_gate"),
-    kernel(_ATTENTION, "attention_dropout apply_query_key_layer_scaling"),
+    tested(_FLAGS, "kv_channels add_qkv_bias qk_l2_norm attention_output_gate"),
+    kernel(_ATTENTION, "apply_query_key_layer_scaling"),
     kernel(_ATTENTION, "attention_softmax_in_fp32 masked_softmax_fusion"),
     tested(
         _FLAGS,
@@ -39,11 +37,10 @@ _HEADS: Rows = joined(
         ),
     ),
     tested(_FLAGS, "window_size window_attn_skip_freq"),
-    tested("integration/test_plans.py::test_from_plan_to_plan_and_back", "attention_backend"),
     kernel(
         "core.models.common.language_module.language_module:LanguageModule._set_attention_backend",
-        "flash_attention_version",
-        device="GPU: FlashAttention of that version",
+        "attention_backend flash_attention_version",
+        device="GPU: Transformer Engine's attention; CPUs run the unfused one",
     ),
     unread("training.arguments:_add_training_args", "use_flash_attn"),
     kernel(
@@ -82,7 +79,8 @@ _POSITIONS: Rows = joined(
             mend="use rope, yarn, learned_absolute or none",
         ),
     ),
-    kernel("training.arguments:validate_args", "add_position_embedding use_rotary_position_embeddings"),
+    tested(_FLAGS, "add_position_embedding"),
+    kernel("training.arguments:validate_args", "use_rotary_position_embeddings"),
     kernel(_ROTARY, "rotary_base rotary_percent rotary_interleaved"),
     kernel("training.argument_utils:gpt_config_from_args", "rotary_seq_len_interpolation_factor"),
     tested(_FLAGS, "use_rope_scaling rope_scaling_factor no_rope_freq"),
@@ -103,20 +101,12 @@ _POSITIONS: Rows = joined(
 )
 
 _COMPRESSED: Rows = joined(
-    refused(
-        "multi_latent_attention",
-        "no test holds how its projections to latents are cut",
+    tested(
+        _FLAGS,
+        "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type",
     ),
-    without(
-        "multi_latent_attention",
-        _LATENT,
-        """q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim cache_mla_latents rope_type""",
-    ),
-    without(
-        "multi_latent_attention",
-        "core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_spec",
-        "mla_down_proj_fusion",
-    ),
+    refused("cache_mla_latents", "Megatron has it for inference only", "leave it out"),
+    refused("mla_down_proj_fusion", "it joins projections to one that no test on CPUs can have"),
 )
 
 _VARIANTS: Rows = joined(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows: the model's size, its norms and activations, how it is initialized, multi-token prediction and hybrids.
-Imports `notation`.
+Imports `notation` and `row`.
 """
 
 from megatron_resihp.integration.support.notation import (
@@ -9,19 +9,28 @@ from megatron_resihp.integration.support.notation import (
     inert,
     joined,
     kernel,
+    one_of,
     refused,
     tested,
     unread,
     without,
 )
+from megatron_resihp.integration.support.row import Only
 
 _FROM_ARGUMENTS = "training.argument_utils:core_transformer_config_from_args"
+_CAPTURED = "training.arguments:_normalize_cuda_graph_modules_args"
 _CONFIG = "core.transformer.transformer_config:TransformerConfig.__post_init__"
 
 _SIZES: Rows = joined(
     tested(
         "integration/test_plans.py::test_from_plan_to_plan_and_back",
-        "num_layers hidden_size num_attention_heads transformer_impl seq_length max_position_embeddings",
+        "num_layers hidden_size num_attention_heads seq_length max_position_embeddings",
+    ),
+    tested(
+        "integration/test_plans.py::test_from_plan_to_plan_and_back",
+        "transformer_impl",
+        condition=one_of("local", "transformer_engine", mend="use local or transformer_engine, which train"),
+        device="GPU: transformer_engine; it has not been tried",
     ),
     tested("integration/test_plans.py::test_kinds_of_model", "normalization add_bias_linear ffn_hidden_size"),
     tested("integration/test_plans.py::test_kinds_of_model", "untie_embeddings_and_output_weights swiglu"),
@@ -40,8 +49,9 @@ _SIZES: Rows = joined(
 _PARTS: Rows = joined(
     kernel(
         "core.transformer.transformer_layer:TransformerLayer._forward_attention",
-        "fp32_residual_connection hidden_dropout bias_dropout_fusion",
+        "bias_dropout_fusion",
     ),
+    tested("integration/test_real_script.py::test_with_dropout", "hidden_dropout attention_dropout"),
     unread("core.transformer.transformer_config:TransformerConfig", "apply_residual_connection_post_layernorm"),
     kernel("core.transformer.transformer_layer:TransformerLayer", "layernorm_epsilon"),
     kernel("core.fusions.fused_layer_norm:FusedLayerNorm", "layernorm_zero_centered_gamma"),
@@ -144,18 +154,19 @@ _RECOMPUTED: Rows = joined(
 
 _GRAPHS: Rows = joined(
     refused(
-        "enable_cuda_graph external_cuda_graph cuda_graph_impl",
+        "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope_deprecated",
         "graphs hold the groups and buffers of the epoch in which they were captured",
     ),
+    without("cuda_graph_impl", "training.training:train", "cuda_graph_warmup_steps"),
+    without("cuda_graph_impl", _CAPTURED, "inference_cuda_graph_scope"),
     without(
         "cuda_graph_impl",
-        "training.training:train",
-        "cuda_graph_warmup_steps",
-    ),
-    without(
-        "cuda_graph_impl",
-        "training.arguments:_normalize_cuda_graph_modules_args",
-        "cuda_graph_modules cuda_graph_scope_deprecated inference_cuda_graph_scope",
+        _CAPTURED,
+        "cuda_graph_modules",
+        condition=Only(
+            lambda given: "full_iteration" not in given,
+            "leave full_iteration out, for which Megatron captures graphs without --cuda-graph-impl",
+        ),
     ),
 )
 

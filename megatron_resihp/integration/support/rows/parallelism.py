@@ -27,10 +27,9 @@ _DEGREES: Rows = joined(
     tested("integration/test_recovery_movers.py::test_sequence_parallelism", "sequence_parallel"),
     tested(
         "integration/test_own_layouts.py::test_a_middle_stage_loses_a_worker_and_another_one_gets_other_layers",
-        """pipeline_model_parallel_layout decoder_first_pipeline_num_layers account_for_embedding_in_pipeline_split
-        account_for_loss_in_pipeline_split""",
+        """pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split""",
     ),
-    kernel("training.argument_utils:core_transformer_config_from_args", "decoder_last_pipeline_num_layers"),
     refused("context_parallel_size", _CONTEXT, "leave it out and use more tensor parallelism"),
     refused("hierarchical_context_parallel_sizes hybrid_context_parallel", _CONTEXT),
     without("context_parallel_size", "core.extensions.transformer_engine:TEDotProductAttention", "cp_comm_type"),
@@ -70,14 +69,10 @@ _PIPELINE: Rows = joined(
         "defer_embedding_wgrad_compute",
         "the head's weight gradient is left for the end of Megatron's own schedule, which other plans don't run",
     ),
-    without(
-        "defer_embedding_wgrad_compute",
-        "core.tensor_parallel.layers:ColumnParallelLinear.forward",
-        "wgrad_deferral_limit",
-    ),
+    refused("wgrad_deferral_limit", "it belongs to --defer-embedding-wgrad-compute, which is refused", "leave it out"),
     refused(
         "delay_wgrad_compute",
-        "it leaves weight gradients for later, which plans do by ops of their own",
+        "it belongs to --overlap-moe-expert-parallel-comm, which is refused",
         "leave it out: a planner puts weight gradients where they fit",
     ),
     refused("mtp_standalone", "a stage of its own for multi-token prediction has no place in a plan"),
@@ -125,12 +120,13 @@ _EXPERT_OVERLAP: Rows = joined(
 
 _REPLICAS: Rows = joined(
     tested("integration/test_plans.py::test_orders_of_ops", "overlap_grad_reduce"),
-    tested("integration/test_distributed_optimizer.py::test_deaths_in_other_layouts", "ddp_bucket_size"),
+    tested(
+        "integration/test_distributed_optimizer.py::test_deaths_in_other_layouts", "ddp_bucket_size ddp_num_buckets"
+    ),
     tested(
         "integration/test_distributed_optimizer.py::test_a_copy_becomes_the_last_replica",
         "use_distributed_optimizer",
     ),
-    kernel("training.training:get_megatron_ddp_config", "ddp_num_buckets"),
     kernel("training.training:train", "align_grad_reduce"),
     refused("overlap_param_gather", _OVERLAPPED),
     refused("overlap_param_gather_with_optimizer_step", _OVERLAPPED),

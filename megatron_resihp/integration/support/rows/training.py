@@ -61,13 +61,16 @@ _LOOP: Rows = joined(
         "integration/test_half_precision.py::test_a_scale_that_never_moves",
         "check_for_nan_in_loss_and_grad",
     ),
-    tested("integration/test_flags.py::test_a_death_and_other_degrees", "check_for_spiky_loss"),
+    tested("integration/test_real_script.py::test_from_plan_to_plan_and_back", "check_for_spiky_loss"),
     refused(
         "check_for_large_grads",
         "it remembers the largest gradient of each worker's own buckets, which plans change",
         "leave it out, or use --check-for-spiky-loss",
     ),
-    inert("core.rerun_state_machine:RerunStateMachine", "result_rejected_tracker_filename"),
+    refused(
+        "result_rejected_tracker_filename",
+        "iterations that its file names are skipped, which the record of iterations doesn't know",
+    ),
     tested(
         "integration/test_ends.py::test_a_flag_that_is_refused",
         "rerun_mode",
