@@ -64,8 +64,8 @@ def interleaved_orders(devices: int, chunks: int, micro_batches: int, group_size
 
 
 def group_for(devices: int, micro_batches: int, wanted: int) -> int:
-    """How many micro-batches go together in an interleaved pipeline: as many as wanted if Megatron can run that, or else
-    the smallest number with which it can. There are as many micro-batches as devices at least."""
+    """How many micro-batches go together in an interleaved pipeline: as many as wanted if Megatron can run that, or
+    else the smallest number with which it can. There are as many micro-batches as devices at least."""
     return wanted if can_be_grouped(devices, micro_batches, wanted) else smallest_group(devices, micro_batches)
 
 

@@ -50,10 +50,10 @@ def spelled_out(plan: ParallelPlan, own: tuple[Chunk, ...]) -> ParallelPlan:
 def shortened(plan: ParallelPlan, own: tuple[Chunk, ...]) -> ParallelPlan:
     """The plan without what the job's own arguments imply; the plan itself if it says more than they do.
 
-    It shortens uniform plans with the job's own layers and order of ops (plain 1F1B counts as such, or interleaved 1F1B
-    if stages have several chunks), whose standbys keep what a working member holds. For these plans it is the inverse of
-    `spelled_out`. Megatron's own interleaved schedule needs a micro-batch for each stage. A plan with fewer in some
-    replica stays as it is.
+    It shortens uniform plans with the job's own layers and order of ops, whose standbys keep what a working member
+    holds. Plain 1F1B counts as the own order, or interleaved 1F1B if stages have several chunks. For these plans it is
+    the inverse of `spelled_out`. Megatron's own interleaved schedule needs a micro-batch for each stage. A plan with
+    fewer in some replica stays as it is.
     """
     if plan.migrations or plan.uneven_shards or len({degree for each in plan.replicas for degree in each.shape}) != 1:
         return plan

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 from jobs import BF16, EXPERTS, FP32, PRETRAIN, WISHING, Job, Jobs, ask_at, check_training, environment_of, tiny
 from test_checkpoints import as_stock_says, stock_losses
+from test_detection import TIME_SCALE, WARM_UP
 from test_distributed_optimizer import SHARED
 from test_plan_failures import are_heterogeneous
 from test_plans import PER_TOKEN, UNTIED, chunks, stages
 from test_recovery_points import EVALUATION, evaluations
 
 from megatron_resihp.control import exit_codes
+from megatron_resihp.cost.profile import BUILT_IN
+from megatron_resihp.detector.judging.learned import load as learned
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.plan.slots import renamed
 from megatron_resihp.report.run.summary import compare
@@ -213,6 +216,24 @@ def test_a_strategy_plans_for_the_survivors(jobs: Jobs) -> None:
     [planned] = job.events("planned")
     assert planned["strategy"] == "joint" and planned["bound_s"] <= planned["iteration_s"]
     assert set(ParallelPlan.from_dict(job.events("epoch_started")[-1]["plan"]).working) == {0, 1, 2}
+
+
+@NIGHTLY
+@pytest.mark.usefixtures("compiled_planner")
+def test_a_slow_worker_is_named_and_nothing_else_is(jobs: Jobs, tmp_path: Path) -> None:
+    """Ops of each chunk have costs of their own."""
+    profile = json.loads((BUILT_IN / "h800.json").read_text()) | {"time_scale": TIME_SCALE}
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    slow, cleared = WARM_UP + 10, WARM_UP + 22
+    model = INTERLEAVED | {"global_batch_size": 4, "train_iters": cleared + 13}
+    injections = [f"slow:3:0.7@{slow}", f"clear@{cleared}"]
+    job = jobs.start(tiny(**model, resihp_emulate=tmp_path / "profile.json", resihp_inject=injections), workers=4).wait(
+        240.0
+    )
+    assert job.code == 0 and job.events("detection")[-1]["warm"], job.tails()
+    found = [(event["workers"], event["change"]) for event in job.events("verdict")]
+    assert found == [([3], "onset"), ([3], "recovery")]
+    assert learned(job.run_dir / "cost_model.json").model.ops.gamma.shape[2] == 2
 
 
 # ---- checkpoints

@@ -86,8 +86,8 @@ class UniformMode(Mode):
         return schedule(**{**call, "num_microbatches": count})
 
     def evaluate(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
-        """A replica that has nothing to evaluate takes part in the sums over replicas, and one with less than Megatron's
-        schedule can run makes up for it: with micro-batches that count nothing."""
+        """A replica that has nothing to evaluate takes part in the sums over replicas. One with less than Megatron's
+        schedule can run makes up for it. Both do so with micro-batches that count nothing."""
         share = len(self.view.evaluation_share(call["num_microbatches"]))
         losses = self._run(schedule, call, max(share, self.view.fewest_micro_batches))
         nothing = [{name: torch.zeros_like(value) for name, value in each.items()} for each in losses[share:]]

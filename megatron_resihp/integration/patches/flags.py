@@ -239,8 +239,8 @@ def _check_interleaving(args: argparse.Namespace, replicas: int) -> None:
         share = micro_batches // replicas
         if not can_be_grouped(stages, share, wanted):
             fail(
-                f"{flag} gives each replica {share} micro-batches, and an interleaved pipeline of {stages} stages can't "
-                f"run these in groups of {wanted}; give a multiple of {wanted} for each replica"
+                f"{flag} gives each replica {share} micro-batches, and an interleaved pipeline of {stages} stages "
+                f"can't run these in groups of {wanted}; give a multiple of {wanted} for each replica"
             )
     empty = next((number for number, chunk in enumerate(own_chunks(args)) if chunk.end == chunk.first), None)
     if empty is not None:

@@ -15,7 +15,7 @@ from megatron_resihp.plan.spelling import coordinate_at
 def own_chunks(args: Any) -> tuple[Chunk, ...]:
     """The layers of each stage, embedding and head included, of Megatron's validated arguments.
 
-    Where the pipeline is interleaved, a stage has several chunks of layers, and chunks are dealt to the stages in turns.
+    Where the pipeline is interleaved, a stage has several chunks of layers. They are dealt to the stages in turns.
     Source: megatron-core 0.19.2, `get_num_layers_to_build` and `get_transformer_layer_offset`.
 
     Raises:

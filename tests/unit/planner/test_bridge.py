@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a job's planner makes of a strategy's plan before it is proposed."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,14 @@ from planner_instances import first_plan, healthy, job
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.cost.room import check_change
-from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, Schedule, shortened
+from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, Schedule, shortened, spelled_out
+from megatron_resihp.plan.layers import chunks_from
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.bridge import plainly_ordered, propose, strategy_named
+from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.strategies import joint as search
 from megatron_resihp.planner.strategies.joint import joint
+from megatron_resihp.planner.strategies.registry import STRATEGIES, Change
 
 ZERO_BUBBLE = Schedule("zero-bubble-h1")
 
@@ -38,6 +42,34 @@ def test_layers_that_cannot_split_their_backward_get_no_zero_bubble(
     plan = first_plan(cost, 2, 2, 2)
     strategy_named("joint")(plan, healthy(plan), cost)
     assert [(each.zero_bubble, each.uneven) for each in asked] == [(splits, False)]
+
+
+IN_TURNS = chunks_from([3, 2, 2, 3], stages=2)
+IN_PLACE = [name for name, each in STRATEGIES.items() if each.change is Change.IN_PLACE]
+
+
+def interleaved_job() -> tuple[JobCost, ParallelPlan]:
+    """Whose own layout is two chunks for each of two stages; two replicas of four micro-batches."""
+    cost = job(layers=8, micro_batches=8)
+    plan = first_plan(cost, tensor=1, replicas=2, pipeline=2)
+    return cost, replace(plan, replicas=tuple(replace(each, chunks=()) for each in plan.replicas))
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_job_may_be_interleaved_itself(name: str) -> None:
+    """Some strategies have no plan for some losses; all others give one that a job can run."""
+    cost, plan = interleaved_job()
+    for dead in ((3,), (1, 3)):
+        with suppress(NoPlanError):
+            proposal = propose(name, plan, IN_TURNS, healthy(plan, dead=dead), cost, lambda: 0.0)
+            assert set(proposal.plan.working).isdisjoint(dead)
+            assert proposal.plan.micro_batch_count == 8 and proposal.iteration_s > 0
+
+
+def test_an_interleaved_job_is_expected_to_wait_less() -> None:
+    cost, plan = interleaved_job()
+    plain, turns = (spelled_out(plan, chunks) for chunks in (chunks_from([5, 5], stages=2), IN_TURNS))
+    assert evaluate(turns, healthy(plan), cost).iteration_s < evaluate(plain, healthy(plan), cost).iteration_s
 
 
 class TestRoomOnTheWay:
