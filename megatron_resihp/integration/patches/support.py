@@ -76,8 +76,22 @@ ALLOWED: frozenset[str] = frozenset(
     async_save async_strategy use_persistent_ckpt_worker async_ckpt_cpu_priority async_ckpt_io_priority
     async_ckpt_use_cpu_shm dist_ckpt_workers ckpt_assume_constant_structure save_retain_interval verify_integrity
     exit_duration_in_mins exit_signal_handler exit_signal
+    non_persistent_save_interval non_persistent_ckpt_type non_persistent_global_ckpt_dir
+    non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo replication replication_jump replication_factor
+    load_main_params_from_ckpt override_ckpt_iteration use_checkpoint_args use_mp_args_from_checkpoint_args
+    use_tokenizer_model_from_checkpoint_args ckpt_fully_parallel_save_process_group
+    ckpt_fully_parallel_load_process_group ckpt_fully_parallel_load_exchange_algo
+    ckpt_load_validate_sharding_integrity strict_fsdp_dtensor_load stream_ckpt_dequant dist_ckpt_save_pre_mcore_014
+    distrib_optim_fully_reshardable_mem_efficient use_dist_ckpt_deprecated dist_ckpt_format_deprecated
+    ckpt_fully_parallel_save_deprecated ckpt_convert_format ckpt_convert_save
+    ckpt_convert_update_legacy_dist_opt_format save_params_interval save_activations_interval
+    save_tokens_per_expert_interval save_wgrads_interval save_dgrads_interval
     """.split()
 )
+
+LOCAL = "a local checkpoint holds what a worker has under one plan; use --non-persistent-ckpt-type global"
+CONVERSION = "it converts and trains nothing; leave --resihp out"
+DUMPS = "what it writes is named by ranks, which another plan deals out anew; leave it out"
 
 CONSTRAINTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "dataloader_type": (lambda value: value in (None, "single"), "only 'single' keeps its samples through a change"),
@@ -97,6 +111,20 @@ CONSTRAINTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"),
         "use SIGTERM, SIGINT, SIGHUP or SIGUSR1, at which resihp launch saves and ends the job",
     ),
+    "non_persistent_ckpt_type": (lambda value: value in (None, "global"), LOCAL),
+    "non_persistent_local_ckpt_dir": (lambda value: value is None, LOCAL),
+    "non_persistent_local_ckpt_algo": (lambda value: value == "fully_parallel", LOCAL),
+    "replication": (lambda value: not value, LOCAL),
+    "replication_jump": (lambda value: value is None, LOCAL),
+    "replication_factor": (lambda value: value == 2, LOCAL),
+    "ckpt_convert_format": (lambda value: value is None, CONVERSION),
+    "ckpt_convert_save": (lambda value: value is None, CONVERSION),
+    "ckpt_convert_update_legacy_dist_opt_format": (lambda value: not value, CONVERSION),
+    "save_params_interval": (lambda value: value is None, DUMPS),
+    "save_activations_interval": (lambda value: value is None, DUMPS),
+    "save_tokens_per_expert_interval": (lambda value: value is None, DUMPS),
+    "save_wgrads_interval": (lambda value: value is None, DUMPS),
+    "save_dgrads_interval": (lambda value: value is None, DUMPS),
 }
 """Allowed only with some values: a test, and what to do instead."""
 
@@ -121,6 +149,9 @@ MAY_DIFFER: frozenset[str] = frozenset(
     num_workers num_dataset_builder_threads mmap_bin_files
 
     distributed_timeout_minutes manual_gc manual_gc_interval manual_gc_eval empty_unused_memory_level
+
+    async_ckpt_cpu_priority async_ckpt_io_priority dist_ckpt_workers exit_signal_handler exit_signal
+    use_dist_ckpt_deprecated dist_ckpt_format_deprecated ckpt_fully_parallel_save_deprecated
     """.split()
 )
 """Arguments that change nothing of what a worker computes, nor when it waits for others: where it keeps what it makes,
@@ -135,6 +166,11 @@ AT_START: frozenset[str] = frozenset(
     load pretrained_checkpoint ckpt_step finetune exit_on_missing_checkpoint auto_detect_ckpt_format no_load_optim
     no_load_rng ckpt_fully_parallel_load dist_ckpt_strictness use_checkpoint_opt_param_scheduler
     override_opt_param_scheduler
+
+    load_main_params_from_ckpt override_ckpt_iteration use_checkpoint_args use_mp_args_from_checkpoint_args
+    use_tokenizer_model_from_checkpoint_args ckpt_fully_parallel_load_process_group
+    ckpt_fully_parallel_load_exchange_algo ckpt_load_validate_sharding_integrity strict_fsdp_dtensor_load
+    stream_ckpt_dequant
     """.split()
 )
 """Arguments of loading, which a later worker does not do. So are our own flags, but for a few: they are for the
@@ -143,7 +179,9 @@ coordinator, which has those of the job's first worker."""
 OWN_ALWAYS: frozenset[str] = frozenset({"resihp_emulate", "resihp_record_samples", "resihp_record_digests"})
 """Our own flags that each worker follows."""
 
-IF_GIVEN: frozenset[str] = frozenset({"save", "load", "pretrained_checkpoint", "resihp_cost_model"})
+IF_GIVEN: frozenset[str] = frozenset(
+    {"save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir", "resihp_cost_model"}
+)
 """Paths of which only counts whether there is one: all workers save together."""
 
 DATA: frozenset[str] = frozenset(
