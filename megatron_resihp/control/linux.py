@@ -25,6 +25,8 @@ SYS_PIDFD_GETFD: Final = 438
 """The number of the system call, since Linux 5.6, on every architecture."""
 
 SHARED_MEMORY: Final = Path("/dev/shm")
+SEMAPHORES: Final = "sem.mp-*"
+"""Of Python's multiprocessing, where processes are not just forked."""
 TORCH_SHARED_MEMORY: Final = re.compile(r"torch_(\d+)_.*")
 
 
@@ -82,13 +84,39 @@ def cut_connections(pid: int, pidfd: int) -> int:
 
 
 def shared_memory_of_group(leader: int) -> list[Path]:
-    """Files that torch shares memory by, of the processes in the group of `leader`. Ask before they are dead."""
+    """What is left in shared memory by the processes in the group of `leader`. Ask before all of them are dead.
+
+    torch's files are named after a process. The semaphores between a trainer and what it has spawned are not, so they
+    are looked for in the processes that still have them; no other has one of them.
+    """
     found = []
     for path in SHARED_MEMORY.glob("torch_*"):
         match = TORCH_SHARED_MEMORY.fullmatch(path.name)
         if match and _is_in_group(int(match[1]), leader):
             found.append(path)
+    if semaphores := {_inode_of(path): path for path in SHARED_MEMORY.glob(SEMAPHORES)}:
+        members = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
+        theirs = {number for pid in members if _is_in_group(pid, leader) for number in _semaphores_of(pid)}
+        found += [semaphores[number] for number in sorted(theirs & semaphores.keys())]
     return found
+
+
+def _inode_of(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except OSError:  # removed meanwhile
+        return 0
+
+
+def _semaphores_of(pid: int) -> Iterator[int]:
+    """The inodes of those that a process has; in the one that has made it a semaphore has another name."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return
+    for line in maps.splitlines():
+        if f"{SHARED_MEMORY}/sem." in line:
+            yield int(line.split()[4])
 
 
 def own_connections_to(port: int) -> Iterator[socket.socket]:

@@ -19,6 +19,8 @@ import pretrain_gpt  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # noqa: E402
 from megatron.training import training  # noqa: E402
 
+from megatron_resihp.integration.saves import writer  # noqa: E402
+
 WISHES = Path(os.environ["RESIHP_RUN_DIR"]) / "wishes"
 HOLD_S = 60.0
 
@@ -46,6 +48,7 @@ def forward_step(*positional: Any) -> Any:
 
 if __name__ == "__main__":
     # In these tests writers are forked, and so have this function.
+    writer.READY_S = 0.0
     FileSystemWriterAsync.write_preloaded_data = staticmethod(write_when_told)
     pretrain_gpt.forward_step = forward_step
     pretrain_gpt.main()

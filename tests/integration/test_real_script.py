@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from jobs import BF16, FP32, Job, Jobs, Nursery, Tolerance, ask_at, ask_for, check_training, tiny
+from jobs import BF16, FP32, Job, Jobs, Nursery, Tolerance, ask_at, ask_for, check_training, environment_of, tiny
 from launched import is_alive
+from test_async_saves import ASYNC
 from test_checkpoints import as_stock_says, rest_of, save, stock_losses
 from test_interleaved import INTERLEAVED, UNLIKE
 from test_interleaved import own_plan as interleaved_plan
@@ -27,7 +30,9 @@ from test_recovery_points import EVALUATION, evaluations
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.worker.saved_state import flags, newest_state
+from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.report.run.summary import summarize_log
 
 CHECKOUT: Final = "MEGATRON_LM_DIR"
 WHY: Final = f"{CHECKOUT} is not set: it names a checkout of Megatron-LM, whose own pretrain_gpt.py is tested here"
@@ -41,6 +46,7 @@ DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 MASKED: Final = Tolerance(0.01, 0.3)
 """Other masks than the undisturbed run's: seen are 0.0013 and 0.08, where losses fall by 8 %."""
 DEGREES = ("TP 4", "TP 1", "TP 2 and 1")
+LAUNCHED_S: Final = 200.0
 CHUNKS = ("interleaved", "V shape", "V shape, W apart")
 
 
@@ -188,3 +194,22 @@ def test_a_job_goes_on_from_what_survivors_of_node_0_have_saved(
     rest = {number: loss for number, loss in reference.summary.loss.items() if number > found[1]}
     assert rest and again.summary.loss == pytest.approx(rest, rel=BF16.loss if optimizer else FP32.loss)
     assert again.events("checkpoint")[-1]["format"] == "torch_dist"
+
+
+def test_saves_beside_training(script: Path, tmp_path: Path) -> None:
+    """Launched as users do: each worker's writer is a process that imports the script anew. One of two workers dies."""
+    directory, run_dir = tmp_path / "saved", tmp_path / "run"
+    model = {"train_iters": 30, "make_vocab_size_divisible_by": 128}
+    saving = ASYNC | {"save": directory, "save_interval": 10}
+    launch = [sys.executable, "-m", "megatron_resihp.cli", "launch", "--stand-in", "--nproc-per-node", "2"]
+    job = subprocess.run(
+        [*launch, "--run-dir", run_dir, script, *tiny(**model, **saving, resihp_inject="kill:1@12:backward")],
+        env=environment_of(script), capture_output=True, text=True, timeout=LAUNCHED_S,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
+    summary = summarize_log(read_events(run_dir / FILE_NAME))
+    assert len(summary.recoveries) == 1 and summary.iterations == 30
+    assert (directory / "latest_checkpointed_iteration.txt").read_text() == "30"
+    losses = stock_losses(script, 1, **model, load=directory, ckpt_step=20)
+    assert sorted(losses) == list(range(21, 31))
+    assert losses[25] == pytest.approx(summary.loss[25], rel=FP32.loss)

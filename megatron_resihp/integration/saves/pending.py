@@ -41,6 +41,11 @@ class Saves:
         self.repeated: int | None = None
         self._whole: int | None = None
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a save is to make up for one that was dropped."""
+        return self.lost and self.writer.is_ready
+
     def made(self, iteration: int) -> None:
         """This worker has seen a save end: all have written their parts, and the tracker names it."""
         self._whole = iteration

@@ -156,7 +156,7 @@ def _brought(
     values[CHANGE] = _number(change)
     if runtime.control.heard.to_save > runtime.orders.saves:
         values[SAVE], values[SAVERS] = runtime.control.heard.to_save, 1.0
-    values[LOST] = 1.0 if runtime.saves.lost and runtime.view.works else 0.0
+    values[LOST] = 1.0 if runtime.saves.is_wanted and runtime.view.works else 0.0
     if runtime.view.reports:
         counters = runtime.progress.counters[runtime.progress.iteration]
         values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])

@@ -12,6 +12,9 @@ MAY_DIFFER: frozenset[str] = frozenset(
     num_workers num_dataset_builder_threads mmap_bin_files
 
     distributed_timeout_minutes manual_gc manual_gc_interval manual_gc_eval empty_unused_memory_level
+
+    async_ckpt_cpu_priority async_ckpt_io_priority dist_ckpt_workers exit_signal_handler exit_signal
+    use_dist_ckpt_deprecated dist_ckpt_format_deprecated ckpt_fully_parallel_save_deprecated
     """.split()
 )
 """Arguments that change nothing of what a worker computes, nor when it waits for others: where it keeps what it makes,
@@ -26,6 +29,11 @@ AT_START: frozenset[str] = frozenset(
     load pretrained_checkpoint ckpt_step finetune exit_on_missing_checkpoint auto_detect_ckpt_format no_load_optim
     no_load_rng ckpt_fully_parallel_load dist_ckpt_strictness use_checkpoint_opt_param_scheduler
     override_opt_param_scheduler
+
+    load_main_params_from_ckpt override_ckpt_iteration use_checkpoint_args use_mp_args_from_checkpoint_args
+    use_tokenizer_model_from_checkpoint_args ckpt_fully_parallel_load_process_group
+    ckpt_fully_parallel_load_exchange_algo ckpt_load_validate_sharding_integrity strict_fsdp_dtensor_load
+    stream_ckpt_dequant
     """.split()
 )
 """Arguments of loading, which a later worker does not do. So are our own flags, but for a few: they are for the
@@ -34,7 +42,9 @@ coordinator, which has those of the job's first worker."""
 OWN_ALWAYS: frozenset[str] = frozenset({"resihp_emulate", "resihp_record_samples", "resihp_record_digests"})
 """Our own flags that each worker follows."""
 
-IF_GIVEN: frozenset[str] = frozenset({"save", "load", "pretrained_checkpoint", "resihp_cost_model"})
+IF_GIVEN: frozenset[str] = frozenset(
+    {"save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir", "resihp_cost_model"}
+)
 """Paths of which only counts whether there is one: all workers save together."""
 
 DATA: frozenset[str] = frozenset(

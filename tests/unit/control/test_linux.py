@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For how long a thread had no core, as the kernel counts it."""
+"""What the kernel tells: for how long a thread had no core, and what processes keep in shared memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_resihp.control.linux import RunDelay
+from megatron_resihp.control.linux import SHARED_MEMORY, RunDelay, kill_group, shared_memory_of_group
 
-pytestmark = pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel doesn't count it")
 BOUND_S = 20.0
 
 
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel doesn't count it")
 def test_a_thread_that_shares_its_core_waits_for_it() -> None:
     """Whichever thread asks: it is about the one that has made it."""
     core = min(os.sched_getaffinity(0))
@@ -43,3 +43,36 @@ def test_a_thread_that_shares_its_core_waits_for_it() -> None:
         other.kill()
         other.wait()
     assert 0.02 <= delays[1] - delays[0] < 2 * BOUND_S
+
+
+SEMAPHORE = """
+import multiprocessing, sys
+queue = multiprocessing.get_context("spawn").SimpleQueue()
+print(queue._rlock._semlock.name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="no shared memory")
+def test_semaphores_of_a_group_are_found() -> None:
+    """Two groups, each with its own; killed processes leave theirs behind."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SEMAPHORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        names = [process.stdout.readline().strip().removeprefix("/") for process in processes if process.stdout]
+        found = [shared_memory_of_group(process.pid) for process in processes]
+    finally:
+        for process in processes:
+            kill_group(process.pid)
+            process.wait()
+    for name, paths, others in zip(names, found, reversed(found), strict=True):
+        own = SHARED_MEMORY / f"sem.{name}"
+        assert own in paths and own not in others
+        own.unlink()
+    for path in {path for paths in found for path in paths}:
+        path.unlink(missing_ok=True)

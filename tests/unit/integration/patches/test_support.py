@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,9 @@ COMMON = """
     --tokenizer-type NullTokenizer --vocab-size 255 --save out --load out --save-interval 10 --eval-interval 10
     --eval-iters 2 --log-interval 1 --ckpt-format torch_dist --distributed-backend gloo --use-tp-pp-dp-mapping
     --recompute-granularity selective --exit-interval 30 --dataloader-type single --transformer-impl local
+    --async-save --use-persistent-ckpt-worker --async-strategy mcore --ckpt-assume-constant-structure
+    --dist-ckpt-workers 2 --save-retain-interval 100 --verify-integrity --exit-duration-in-mins 230
+    --non-persistent-ckpt-type global --non-persistent-save-interval 5 --ckpt-fully-parallel-save
 """.split()
 
 Check = Callable[..., argparse.Namespace]
@@ -81,7 +85,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--expert-model-parallel-size 2", "--moe-expert-capacity-factor 1", "--context-parallel-size 2",
         "--use-megatron-fsdp", "--use-torch-fsdp2", "--mtp-num-layers 1", "--fp8-format hybrid", "--enable-cuda-graph",
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
-        "--rampup-batch-size 4 4 100", "--async-save", "--overlap-param-gather",
+        "--rampup-batch-size 4 4 100", "--overlap-param-gather",
         "--dataloader-type cyclic", "--dataloader-type external", "--fp16", "--inprocess-restart",
         "--fp16-lm-cross-entropy",
         "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
@@ -106,6 +110,37 @@ def test_what_is_not_known_to_work_is_refused_by_name(
 def test_all_refusals_at_once(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(check, capsys, "--inprocess-restart", "--use-megatron-fsdp")
     assert "--inprocess-restart" in line and "--use-megatron-fsdp" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "mend"),
+    [
+        ("--non-persistent-ckpt-type local", "use --non-persistent-ckpt-type global"),
+        ("--replication", "use --non-persistent-ckpt-type global"),
+        ("--exit-signal SIGUSR2", "use SIGTERM"),
+        ("--ckpt-convert-format torch", "leave --resihp out"),
+        ("--save-wgrads-interval 5", "leave it out"),
+        ("--async-save --ckpt-format torch", "use torch_dist"),
+    ],
+)
+def test_checkpoints_that_no_plan_can_have(
+    check: Check, capsys: pytest.CaptureFixture[str], command: str, mend: str
+) -> None:
+    line = refused(check, capsys, *command.split())
+    assert command.split()[0] in line and mend in line
+
+
+def test_a_strategy_that_is_not_installed(
+    check: Check, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)
+    line = refused(check, capsys, "--async-strategy", "nvrx")
+    assert "nvidia-resiliency-ext>=0.6" in line and "use --async-strategy mcore" in line
+
+
+def test_the_launcher_heeds_signals_in_megatrons_place(check: Check) -> None:
+    args = check(*COMMON, "--exit-signal-handler", "--exit-signal", "SIGINT")
+    assert args.switched_on and not args.exit_signal_handler
 
 
 def test_half_precision_needs_sums_in_single(check: Check, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ def worker(checks: bool, others: float, *scalers: Any) -> Any:
         job=SimpleNamespace(
             args=SimpleNamespace(check_for_nan_in_loss_and_grad=checks, num_experts=None), minutes=None
         ),
-        saves=SimpleNamespace(lost=False),
+        saves=SimpleNamespace(is_wanted=False),
         control=SimpleNamespace(heard=Heard(3, lambda: None, 1), epoch=1), progress=Progress(iteration=5),
         mode=SimpleNamespace(
             everybody=SimpleNamespace(sum=add_those_of_others, workers=(0, 3)), seen_documents=None
