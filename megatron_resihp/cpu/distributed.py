@@ -2,10 +2,11 @@
 """`torch.distributed` over gloo for a program that asks for NCCL. May import torch."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 
@@ -39,6 +40,45 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
     return new_group
 
 
+class _Gathering:
+    """An all-gather of equal parts under way, from which unequal ones are cut."""
+
+    def __init__(self, work: Any, outputs: Sequence[Tensor], padded: Sequence[Tensor]) -> None:
+        self._work = work
+        self._outputs = outputs
+        self._padded = padded
+
+    def wait(self, *arguments: Any) -> bool:
+        done = self._work is None or self._work.wait(*arguments)
+        with torch.no_grad():
+            for output, whole in zip(self._outputs, self._padded, strict=True):
+                output.view(-1).copy_(whole[: output.numel()])
+        return bool(done)
+
+    def is_completed(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+
+def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """NCCL gathers parts of unequal sizes, gloo does not: they are padded to the largest one."""
+
+    @functools.wraps(original)
+    def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        longest = max(each.numel() for each in tensor_list)
+        if all(each.numel() == longest for each in tensor_list):
+            return original(tensor_list, tensor, group, async_op)
+        padded = [tensor.new_zeros(longest) for _ in tensor_list]
+        own = tensor.new_zeros(longest)
+        own[: tensor.numel()] = tensor.detach().reshape(-1)
+        gathering = _Gathering(original(padded, own, group, async_op), tensor_list, padded)
+        if async_op:
+            return gathering
+        gathering.wait()
+        return None
+
+    return all_gather
+
+
 def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     """Drop the device that Megatron passes, because gloo refuses it."""
 
@@ -54,6 +94,7 @@ def install() -> None:
     for name, wrap in (
         ("init_process_group", _init_process_group),
         ("new_group", _new_group),
+        ("all_gather", _all_gather),
         ("barrier", _barrier),
     ):
         replacement = wrap(getattr(distributed_c10d, name))

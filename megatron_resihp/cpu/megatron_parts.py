@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_resihp.cpu.norms import build_norm
@@ -24,6 +25,7 @@ CAUSAL_MASKS = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 def install() -> None:
     install_packed_attention()
+    DotProductAttention.__init__ = _accepting_head_sizes(DotProductAttention.__init__)
     WrappedTorchNorm.__new__ = build_norm
     # Without this, half precision would look for a fused CUDA kernel.
     FusedScaleMaskSoftmax.is_kernel_available = _no_kernel
@@ -35,6 +37,29 @@ def install() -> None:
 def install_packed_attention() -> None:
     """Let Megatron's own attention take packed documents, on any device."""
     DotProductAttention.forward = _accepting_packed_documents(DotProductAttention.forward)
+
+
+def _accepting_head_sizes(original: Callable[..., None]) -> Callable[..., None]:
+    """Latent attention has keys and values of other sizes than the rest of the model, and says so to Transformer
+    Engine's attention only."""
+
+    @functools.wraps(original)
+    def initialize(
+        self: DotProductAttention,
+        config: TransformerConfig,
+        *arguments: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **options: Any,
+    ) -> None:
+        if k_channels is not None and options.get("softmax_scale") is None:
+            options["softmax_scale"] = k_channels**-0.5
+        original(self, config, *arguments, **options)
+        if v_channels is not None:
+            # Read where the heads are put together only.
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return initialize
 
 
 def _no_kernel(self: FusedScaleMaskSoftmax, *_shape: Any) -> bool:

@@ -96,6 +96,13 @@ class use_device:
         pass
 
 
+class _no_ranges(contextlib.nullcontext[None]):
+    """In the place of `torch.autograd.profiler.emit_nvtx`."""
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        super().__init__()
+
+
 def _resident_bytes() -> int:
     with open("/proc/self/statm") as pages:
         return int(pages.read().split()[1]) * resource.getpagesize()
@@ -172,6 +179,12 @@ MEMORY: dict[str, Any] = {
     "mem_get_info": _memory_of_machine,
 }
 
+PROFILER: dict[str, Any] = {
+    "cudart": _always(SimpleNamespace(cudaProfilerStart=_always(0), cudaProfilerStop=_always(0))),
+    "check_error": _always(None),
+}
+"""Of a profiler of GPUs that listens to a program; none does."""
+
 TENSOR_TYPES = (
     "FloatTensor",
     "DoubleTensor",
@@ -187,12 +200,13 @@ TENSOR_TYPES = (
 
 
 def install() -> None:
-    for name, replacement in (DEVICE | STREAMS | MEMORY).items():
+    for name, replacement in (DEVICE | STREAMS | MEMORY | PROFILER).items():
         setattr(torch.cuda, name, replacement)
     for name in TENSOR_TYPES:
         setattr(torch.cuda, name, getattr(torch, name))
     torch.cuda.nvtx.range_push = _always(None)
     torch.cuda.nvtx.range_pop = _always(None)
+    torch.autograd.profiler.emit_nvtx = _no_ranges
     # The CPU is no accelerator: with one, data loaders would pin memory and optimizers look for a graph capture.
     torch.accelerator.is_available = _always(False)
     torch.accelerator.current_accelerator = _always(None)

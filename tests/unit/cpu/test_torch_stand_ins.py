@@ -5,10 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_resihp.cpu.distributed import _all_gather
 from megatron_resihp.cpu.factories import _moving_to_cpu, _naming_cuda, is_cuda, on_cpu
+from megatron_resihp.cpu.megatron_parts import _accepting_head_sizes
 from megatron_resihp.cpu.norms import build_norm
-from megatron_resihp.cpu.torch_cuda import Event, Stream, _memory_stats
+from megatron_resihp.cpu.torch_cuda import PROFILER, Event, Stream, _memory_stats, _no_ranges
 
 
 @pytest.mark.parametrize("device", [0, 3, "cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 2)])
@@ -78,3 +83,64 @@ def test_norms_without_a_counterpart_are_refused():
     config = SimpleNamespace(normalization="L2Norm", sequence_parallel=False, layernorm_zero_centered_gamma=False)
     with pytest.raises(NotImplementedError, match="L2Norm"):
         build_norm(object, config, hidden_size=8)
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_norms_with_gains_around_zero_compute_the_same(normalization):
+    torch.manual_seed(0)
+    inputs = torch.randn(3, 8, dtype=torch.float64)
+    norms = [
+        build_norm(
+            object,
+            SimpleNamespace(
+                normalization=normalization, sequence_parallel=False, layernorm_zero_centered_gamma=centered
+            ),
+            hidden_size=8,
+        ).double()
+        for centered in (False, True)
+    ]
+    torch.testing.assert_close(norms[0](inputs), norms[1](inputs))
+    gains = torch.randn(8, dtype=torch.float64)
+    for norm, offset in zip(norms, (0.0, 1.0), strict=True):
+        with torch.no_grad():
+            norm.weight.copy_(gains - offset)
+    torch.testing.assert_close(norms[0](inputs), norms[1](inputs))
+
+
+def test_gpu_profilers_have_nothing_to_listen_to():
+    assert PROFILER["check_error"](PROFILER["cudart"]().cudaProfilerStart()) is None
+    with _no_ranges(record_shapes=True) as context:
+        assert context is None
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_parts_of_unequal_sizes_are_gathered(async_op):
+    """Of two members whose parts have 3 and 1 numbers; gloo's own gather sees equal ones."""
+    parts = [torch.arange(3.0), torch.tensor([7.0])]
+
+    def gather_equal(outputs, tensor, group, in_background):
+        for output, part in zip(outputs, parts, strict=True):
+            assert output.shape == tensor.shape
+            output[: part.numel()] = part
+        return SimpleNamespace(wait=lambda: True, is_completed=lambda: True) if in_background else None
+
+    outputs = [torch.empty(3), torch.empty(1)]
+    work = _all_gather(gather_equal)(outputs, parts[1], async_op=async_op)
+    assert (work is not None) == async_op and (work is None or work.wait())
+    assert [output.tolist() for output in outputs] == [part.tolist() for part in parts]
+
+
+def test_heads_may_have_keys_and_values_of_other_sizes():
+    """Latent attention: 4 heads of 8 in the model, keys of 24, values of 16, on one of two tensor-parallel ranks."""
+
+    class Attention(DotProductAttention):
+        __init__ = _accepting_head_sizes(DotProductAttention.__init__)
+
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+    ranks = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
+    plain, latent = (
+        Attention(config, 1, AttnMaskType.causal, "self", pg_collection=ranks, **channels)
+        for channels in ({}, {"k_channels": 24, "v_channels": 16})
+    )
+    assert (plain.hidden_size_per_partition, latent.hidden_size_per_partition) == (16, 32)
+    assert (plain.softmax_scale, latent.softmax_scale) == (pytest.approx(8**-0.5), pytest.approx(24**-0.5))
