@@ -27,8 +27,8 @@ MISSING: Final = {
 """Why a recipe is not run: beginnings of flags."""
 
 KERNEL_FLAGS: Final = (
-    "--use-flash-attn", "--moe-permute-fusion", "--moe-router-fusion", "--cross-entropy-loss-fusion",
-    "--cross-entropy-fusion-impl", "--use-transformer-engine-op-fuser", "--te-rng-tracker", "--tp-comm-overlap",
+    "--use-flash-attn", "--moe-permute-fusion", "--moe-router-fusion",
+    "--use-transformer-engine-op-fuser", "--te-rng-tracker", "--tp-comm-overlap",
     "--cuda-graph-", "--moe-grouped-gemm", "--delay-wgrad-compute", "--moe-flex-dispatcher-backend",
     "--export-force-local-attention",
 )  # fmt: skip
@@ -64,12 +64,17 @@ def _replace_kernels(draft: Draft) -> None:
     def use(flag: str, value: str) -> None:
         if draft.has(flag) and draft.text(flag) != value:
             draft.kernels.append(f"{flag} {draft.text(flag)} -> {value}")
-            draft.set(flag, value)
+            draft.set(flag, *value.split())
 
     use("--transformer-impl", "local")
     use("--attention-backend", "unfused")
+    use("--cross-entropy-fusion-impl", "native")
     if draft.text("--moe-token-dispatcher-type") == "flex":
         use("--moe-token-dispatcher-type", "alltoall")
+    modules = draft.text("--recompute-modules").strip("[]").split()
+    if draft.has("--moe-grouped-gemm") and "moe_act" in modules:
+        # Megatron recomputes it for grouped experts only, and wants another module named in its place.
+        use("--recompute-modules", " ".join(name for name in modules if name != "moe_act") or "mlp")
     for flag in draft.beginning(*KERNEL_FLAGS):
         draft.kernels.append(f"{flag} {draft.text(flag)}".rstrip() + " -> Megatron's own")
         draft.drop(flag)

@@ -15,7 +15,7 @@ HALF: Final = ITERATIONS // 2
 DECAY: Final = 2 * ITERATIONS
 """Iterations after which the rate is the least."""
 WARM_UP: Final = 2
-RATE: Final = 5e-3
+RATE: Final = 1e-3
 MICRO_BATCHES: Final = 8
 """Of all replicas together."""
 LARGEST_MICRO_BATCH: Final = 2
