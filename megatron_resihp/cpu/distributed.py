@@ -40,6 +40,26 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
     return new_group
 
 
+def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron has split sizes as arrays, which gloo's binding does not take."""
+
+    def numbers(sizes: Any) -> list[int] | None:
+        return None if sizes is None else [int(size) for size in sizes]
+
+    @functools.wraps(original)
+    def all_to_all_single(
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        return original(output, input, numbers(output_split_sizes), numbers(input_split_sizes), *arguments, **options)
+
+    return all_to_all_single
+
+
 class _Gathering:
     """An all-gather of equal parts under way, from which unequal ones are cut."""
 
@@ -95,6 +115,7 @@ def install() -> None:
         ("init_process_group", _init_process_group),
         ("new_group", _new_group),
         ("all_gather", _all_gather),
+        ("all_to_all_single", _all_to_all_single),
         ("barrier", _barrier),
     ):
         replacement = wrap(getattr(distributed_c10d, name))

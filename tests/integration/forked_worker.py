@@ -9,7 +9,7 @@ import signal
 import stat
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn
 
 from megatron_resihp.control.node import bootstrap
@@ -19,16 +19,34 @@ DEFAULT_AGAIN = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, 
 
 
 def fork_worker(spec: WorkerSpec) -> int:
-    """A copy of this process, which saves it the imports.
+    """A copy of this process in the place of a worker's, which saves it the imports."""
+
+    def work() -> NoReturn:
+        # The file descriptors are opened anew, and these objects must not close them.
+        spec.liveness.detach()
+        spec.records.detach()
+        bootstrap.main(spec.command)
+
+    return fork_process(spec.environment, spec.output, work, (spec.liveness.fileno(), spec.records.fileno()))
+
+
+def fork_process(
+    environment: Mapping[str, str], output: int, main: Callable[[], NoReturn], sockets: Collection[int] = ()
+) -> int:
+    """A copy of this process that runs `main`, as if it had been executed.
 
     Threads are not copied, and what they have locked stays locked in the copy: this process must have started none, or,
     where a worker is started anew, only the agent's own, whose locks no worker touches.
+
+    Args:
+        output: file descriptor for its standard output and error.
+        sockets: that it keeps.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _become_worker(spec)
+        _become(environment, output, main, sockets)
     return pid
 
 
@@ -58,30 +76,29 @@ def fork_python(_path: str, arguments: Sequence[str], kept: Sequence[int]) -> in
     return pid
 
 
-def _become_worker(spec: WorkerSpec) -> NoReturn:
+def _become(
+    environment: Mapping[str, str], output: int, main: Callable[[], NoReturn], sockets: Collection[int]
+) -> NoReturn:
     try:
         os.setsid()
         _reset_signals()
-        _close_sockets_but(spec.liveness.fileno(), spec.records.fileno())
-        os.dup2(spec.output, 1)
-        os.dup2(spec.output, 2)
-        os.close(spec.output)
+        _close_sockets_but(sockets)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
         _reopen_streams()
         os.environ.clear()
-        os.environ.update(spec.environment)
+        os.environ.update(environment)
         # What the forked process has registered to run at its exit is not for us.
         atexit._clear()
-        # The file descriptors are opened anew, and these objects must not close them.
-        spec.liveness.detach()
-        spec.records.detach()
-        bootstrap.main(spec.command)
+        main()
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
 
 
-def _close_sockets_but(*kept: int) -> None:
+def _close_sockets_but(kept: Collection[int]) -> None:
     """As exec would. All others are the agent's, and when a worker's connections are cut, its would be too."""
     for number in map(int, os.listdir("/proc/self/fd")):
         try:

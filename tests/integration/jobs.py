@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real Megatron jobs for the tests: launched for real, but forked from one process that has imported everything once.
 
-The test runner starts that process, the nursery, by executing this file, and asks it for jobs line by line; so the
-runner itself stays free of torch's threads and Megatron's state. Each job is a launcher in a process of its own.
+The test runner starts that process, `nursery.py`, and asks it for jobs line by line; so the runner itself stays free of
+torch's threads and Megatron's state. Each job is a launcher in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, NoReturn
+from typing import IO, Any, Final, NamedTuple
 
-import pytest
 from launched import is_alive
+from nursery import DUMP_SIGNAL
 
 from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import ParallelPlan
@@ -31,14 +31,11 @@ from megatron_resihp.report.run.summary import RunSummary, compare, summarize_lo
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRETRAIN = REPOSITORY / "scripts" / "pretrain_gpt.py"
 WISHING = Path(__file__).with_name("wishing_gpt.py")
+NURSERY = Path(__file__).with_name("nursery.py")
 WARM_UP_S = 120.0
 JOB_S = 90.0
 """Longer than any job of these tests takes on two cores that others use too."""
 DUMP_S = 3.0
-DUMP_SIGNAL = signal.SIGXCPU
-"""That workers write the stacks of their threads at."""
-SUSPECTS = (0, 1)
-"""Workers that a judge which "suspects" cannot tell apart."""
 TAIL_LINES = 40
 
 
@@ -79,7 +76,9 @@ class Job:
             running = [worker for worker, pid in self.worker_pids().items() if is_alive(pid)]
             self._ask_where_they_hang()
             self.kill()
-            pytest.fail(f"the job did not end within {timeout_s:g} s; workers {running} still ran\n{self.tails()}")
+            raise AssertionError(
+                f"the job did not end within {timeout_s:g} s; workers {running} still ran\n{self.tails()}"
+            )
         left = [worker for worker, pid in self.worker_pids().items() if is_alive(pid)]
         assert not left, f"workers {left} outlived the launcher"
         return self
@@ -98,7 +97,7 @@ class Job:
             if self.code is None:
                 self._ask_where_they_hang()
             self.kill()
-            pytest.fail(f"no event {name} {fields}; exit code {self.code}\n{self.tails()}")
+            raise AssertionError(f"no event {name} {fields}; exit code {self.code}\n{self.tails()}")
         return found
 
     def await_exit(self, worker: int, timeout_s: float = 10.0) -> None:
@@ -106,7 +105,7 @@ class Job:
         if not self.nursery.serve_until(lambda: worker in self.exits(), time.monotonic() + timeout_s):
             self._ask_where_they_hang()
             self.kill()
-            pytest.fail(f"worker {worker} did not end within {timeout_s:g} s\n{self.tails()}")
+            raise AssertionError(f"worker {worker} did not end within {timeout_s:g} s\n{self.tails()}")
 
     @property
     def events_path(self) -> Path:
@@ -193,7 +192,7 @@ class Nursery:
     def __init__(self, script: Path = PRETRAIN) -> None:
         self._script = script
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(script)],
+            [sys.executable, str(NURSERY), str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment_of(script),
@@ -209,8 +208,8 @@ class Nursery:
     def start(
         self, run_dir: Path, arguments: Sequence[str], *, workers: int, script: Path | None = None, **options: Any
     ) -> Job:
-        """Launch a job; `options` are those of LaunchOptions, `network`: the namespace that it runs in, and `judge`: it
-        "hangs", "fails" or "suspects"."""
+        """Launch a job; `options` are those of LaunchOptions, `network`: the namespace that it runs in, `judge`: it
+        "hangs", "fails" or "suspects", and `without_plugin`: as torchrun would."""
         job = Job(self, run_dir, workers, time.monotonic())
         self._jobs[str(run_dir)] = job
         command = [str(script or self._script), *arguments]
@@ -252,7 +251,6 @@ class Nursery:
             job.code, job.cpu_s, job.seconds = answer["code"], answer["cpu_s"], time.monotonic() - job.started_at
 
 
-MOCK_DATA_SIZE = 1000
 JOB_ENVIRONMENT = {
     "RESIHP_CPU": "1",
     "OMP_NUM_THREADS": "1",
@@ -414,203 +412,3 @@ def difference_table(summary: RunSummary, expected: RunSummary) -> str:
         values = (summary.loss, expected.loss, summary.grad_norm, expected.grad_norm)
         lines.append(f"{iteration}  " + "  ".join(repr(value.get(iteration)) for value in values))
     return "\n".join(lines)
-
-
-# ---- the nursery
-
-
-def _nursery() -> NoReturn:
-    """Fork a launcher per request line, say how each ended; killed with all of them when the requests end."""
-    import selectors
-
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    _warm_up()
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    selector = selectors.DefaultSelector()
-    selector.register(0, selectors.EVENT_READ, None)
-    running: dict[int, str] = {}
-    unread = b""
-    while True:
-        for key, _ in selector.select():
-            if key.data is not None:
-                _, status, used = os.wait4(key.data, 0)
-                selector.unregister(key.fd)
-                os.close(key.fd)
-                answer = {"run_dir": running.pop(key.data), "pid": key.data, "code": os.waitstatus_to_exitcode(status)}
-                print(json.dumps(answer | {"cpu_s": used.ru_utime + used.ru_stime}), file=answers, flush=True)
-                continue
-            data = os.read(0, 65536)
-            if not data:
-                for pid in running:
-                    os.kill(pid, signal.SIGKILL)
-                os._exit(0)
-            *lines, unread = (unread + data).split(b"\n")
-            for line in lines:
-                request = json.loads(line)
-                pid = os.fork()
-                if pid == 0:
-                    answers.close()
-                    _become_launcher(request)
-                running[pid] = request["run_dir"]
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-                print(json.dumps({"run_dir": request["run_dir"], "pid": pid}), file=answers, flush=True)
-
-
-def _warm_up() -> None:
-    import gc
-    import runpy
-
-    import megatron_resihp
-
-    megatron_resihp.enable()
-    import torch._dynamo  # noqa: F401
-
-    runpy.run_path(sys.argv[1], run_name="warm_up")
-    _import_what_jobs_import_late()
-    _save_megatron_some_work()
-    _keep_spawned_processes_small()
-    # A collection in a worker would write to every object, and so copy all of this process's memory.
-    gc.collect()
-    gc.freeze()
-    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
-
-
-def _import_what_jobs_import_late() -> None:
-    import megatron.core.datasets.helpers
-    import megatron.core.models.mimo
-    import megatron.core.tokenizers.text.libraries  # noqa: F401
-
-    import megatron_resihp.detector.service
-    import megatron_resihp.integration.patches.training
-    import megatron_resihp.report.run.terminal  # noqa: F401
-
-
-def _save_megatron_some_work() -> None:
-    """Two thirds of the time that a worker takes to start: its help texts, which Megatron makes from the sources of
-    its classes twice in each worker, are kept; and mock data has an index of thousands of samples in place of millions.
-    """
-    from argparse import ArgumentParser
-    from functools import cache
-
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-    from megatron.training.argument_utils import ArgumentGroupFactory
-    from megatron.training.arguments import add_megatron_arguments
-
-    read_sources = ArgumentGroupFactory._get_field_docstrings
-    any_factory = object.__new__(ArgumentGroupFactory)
-    remembered = cache(lambda described: read_sources(any_factory, described))
-    ArgumentGroupFactory._get_field_docstrings = lambda _, described: remembered(described)
-    add_megatron_arguments(ArgumentParser())
-    MockGPTLowLevelDataset.size = MOCK_DATA_SIZE
-
-
-def _keep_spawned_processes_small() -> None:
-    """Each worker that saves a checkpoint starts processes, one that keeps a queue, and these would import the training
-    script, and Megatron with it.
-    """
-    from multiprocessing import spawn, util
-
-    from forked_worker import fork_python
-
-    everything = spawn.get_preparation_data
-
-    def needed(name: str) -> dict[str, Any]:
-        return {key: value for key, value in everything(name).items() if not key.startswith("init_main")}
-
-    spawn.get_preparation_data = needed
-    util.spawnv_passfds = fork_python
-
-
-def _become_launcher(request: dict[str, Any]) -> NoReturn:
-    code = 99
-    try:
-        from forked_worker import fork_worker
-
-        from megatron_resihp.cli import RunReport
-        from megatron_resihp.control import linux
-        from megatron_resihp.control.commands import launcher
-        from megatron_resihp.control.commands.launch_options import LaunchOptions
-        from megatron_resihp.control.transport.address import Address
-
-        linux.die_with_parent()
-        os.setsid()
-        run_dir = Path(request.pop("run_dir"))
-        output = os.open(run_dir.with_name(f"{run_dir.name}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
-        # The nursery's requests and its other descriptors are not for the job.
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        _enter_network(request.pop("network", None))
-        _take_notes(run_dir)
-        _spoil_judge(request.pop("judge", None))
-        command = tuple(request.pop("command"))
-        if "coordinator" in request:
-            request["coordinator"] = Address(*request["coordinator"])
-        options = LaunchOptions(command=command, run_dir=run_dir, stand_in=True, **request)
-        code = launcher.launch(options, fork_worker, RunReport)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def _enter_network(name: str | None) -> None:
-    """A namespace of `networks`, whose address is no host name's."""
-    if name is not None:
-        os.setns(os.open(f"/run/netns/{name}", os.O_RDONLY), os.CLONE_NEWNET)
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-
-
-def _take_notes(run_dir: Path) -> None:
-    """Write down each worker's process and exit code, and let workers say where they hang when asked to."""
-    import faulthandler
-
-    from megatron_resihp.control.node import bootstrap
-    from megatron_resihp.control.node.agent import Agent
-
-    def append(name: str, *words: Any) -> None:
-        with open(run_dir / name, "a") as notes:
-            notes.write(" ".join(map(str, words)) + "\n")
-
-    bury, main = Agent._bury, bootstrap.main
-
-    def noted_bury(agent: Agent, worker: Any) -> None:
-        bury(agent, worker)
-        append("exits", worker.number, worker.code)
-
-    def noted_main(command: Sequence[str]) -> NoReturn:
-        faulthandler.register(DUMP_SIGNAL, all_threads=True)
-        append("pids", os.environ["RESIHP_WORKER"], os.getpid())
-        main(command)
-
-    Agent._bury = noted_bury  # type: ignore[method-assign]
-    bootstrap.main = noted_main
-
-
-def _spoil_judge(how: str | None) -> None:
-    import threading
-
-    from megatron_resihp.detector.monitor import Monitor
-    from megatron_resihp.detector.service import DetectionService
-    from megatron_resihp.detector.validation import Suspicion
-
-    def fail(*_: Any) -> NoReturn:
-        raise RuntimeError("the judge fails")
-
-    def hang(*_: Any) -> None:
-        threading.Event().wait()
-
-    if how == "suspects":
-        Monitor.suspicions = lambda self: [Suspicion(SUSPECTS, 0.3, 1, 1)]  # type: ignore[method-assign]
-    elif how is not None:
-        DetectionService.take = {"fails": fail, "hangs": hang}[how]  # type: ignore[assignment]
-
-
-if __name__ == "__main__":
-    _nursery()

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import BF16, EXPERTS, FP32, MOCK_DATA_SIZE, PRETRAIN, Job, Jobs, Tolerance, environment_of, tiny
+from jobs import BF16, EXPERTS, FP32, PRETRAIN, Job, Jobs, Tolerance, environment_of, tiny
+from nursery import MOCK_DATA_SIZE
 from test_plans import FOUR, LLAMA, MODEL, UNIFORM_LAYOUT
 from torch.distributed import checkpoint as checkpoints
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata

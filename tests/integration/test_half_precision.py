@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import BF16, EXPERTS, MOCK_DATA_SIZE, PRETRAIN, Job, Jobs, ask_for, check_training, tiny
+from jobs import BF16, EXPERTS, PRETRAIN, Job, Jobs, ask_for, check_training, tiny
+from nursery import MOCK_DATA_SIZE
 from test_pipeline_order import WITHOUT_PLUGIN
 from test_plans import FOUR, PER_TOKEN, UNIFORM_LAYOUT, migrating, own_plan
 

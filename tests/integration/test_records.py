@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs import SUSPECTS, WISHING, Job, Jobs, check_training, tiny
+from jobs import WISHING, Job, Jobs, check_training, tiny
+from nursery import SUSPECTS
 
 from megatron_resihp.detector.input.observations import Layout
 from megatron_resihp.detector.input.recording import FILE_NAME, Recording

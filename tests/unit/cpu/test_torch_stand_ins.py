@@ -9,7 +9,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_resihp.cpu.distributed import _all_gather
+from megatron_resihp.cpu.distributed import _all_gather, _all_to_all_single
 from megatron_resihp.cpu.factories import _moving_to_cpu, _naming_cuda, is_cuda, on_cpu
 from megatron_resihp.cpu.megatron_parts import _accepting_head_sizes
 from megatron_resihp.cpu.norms import build_norm
@@ -144,3 +144,12 @@ def test_heads_may_have_keys_and_values_of_other_sizes():
     )
     assert (plain.hidden_size_per_partition, latent.hidden_size_per_partition) == (16, 32)
     assert (plain.softmax_scale, latent.softmax_scale) == (pytest.approx(8**-0.5), pytest.approx(24**-0.5))
+
+
+def test_split_sizes_may_be_arrays():
+    seen = []
+    exchange = _all_to_all_single(lambda *arguments, **options: seen.append(arguments[2:]))
+    tensor = torch.zeros(3)
+    exchange(tensor, tensor, torch.tensor([1, 2]).numpy(), torch.tensor([2, 1]), group=None)
+    exchange(tensor, tensor)
+    assert seen == [([1, 2], [2, 1]), (None, None)]

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to a recipe's job: who dies where, and the heterogeneous plan that the survivors change to.
+
+Pure: the same seed gives the same. May import `megatron_resihp.plan` and `megatron_resihp.config`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+from typing import Final
+
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica
+
+POINTS: Final = ("forward", "backward", "grad-sync", "norm", "step", "between")
+PIPELINE_POINTS: Final = ("p2p",)
+FIRST_DEATH, LAST_DEATH = 2, 4
+"""Iterations."""
+CHANGE_AT: Final = 6
+"""When the plan is asked for."""
+HOLD_AT: Final = 10
+"""Where the survivors wait until the dead have returned."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """A SIGKILL to a worker at a point of an iteration."""
+
+    worker: int
+    iteration: int
+    point: str
+
+    def __str__(self) -> str:
+        return f"kill:{self.worker}@{self.iteration}:{self.point}"
+
+
+def draw_death(random: Random, workers: int, pipeline: int) -> Death:
+    """Any worker, at any point that it reaches."""
+    points = POINTS + (PIPELINE_POINTS if pipeline > 1 else ())
+    return Death(random.randrange(workers), random.randint(FIRST_DEATH, LAST_DEATH), random.choice(points))
+
+
+def unlike_replicas(survivors: Sequence[int], tensor: int, layers: int, micro_batches: int) -> ParallelPlan:
+    """Two replicas of unlike stages, degrees and shares; Megatron's own groups can't run them.
+
+    Args:
+        tensor: the recipe's degree of tensor parallelism, which no stage exceeds, but that two are always tried.
+        layers: embedding and head included.
+    """
+    wide = min(max(tensor, 2), len(survivors) // 2 + 1)
+    first, second = _deal(list(survivors), wide)
+    larger = micro_batches * 5 // 8
+    replicas = (
+        Replica(first, tuple(range(larger)), _chunks(len(first), layers)),
+        Replica(second, tuple(range(larger, micro_batches)), _chunks(len(second), layers)),
+    )
+    return ParallelPlan(replicas, {})
+
+
+def _deal(workers: list[int], wide: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """A stage of the widest degree and, where there are enough workers, a narrower one; then the same with less."""
+
+    def take(count: int) -> tuple[int, ...]:
+        taken = tuple(workers[:count])
+        del workers[:count]
+        return taken
+
+    if len(workers) < 4:
+        return (take(wide),), (take(1),)
+    first = (take(wide), take(1))
+    second = (take(1), take(2)) if len(workers) > 2 else (take(1),) * min(len(workers), 1)
+    return first, second
+
+
+def _chunks(stages: int, layers: int) -> tuple[Chunk, ...]:
+    """The later a stage, the more layers it has."""
+    ends = [layers * (stage + 1) * (stage + 2) // (stages * (stages + 1)) for stage in range(stages)]
+    return tuple(Chunk(stage, first, end) for stage, (first, end) in enumerate(pairwise([0, *ends])))

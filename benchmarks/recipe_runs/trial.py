@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One recipe's trial: its runs, and what their comparison says. May import this package."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from recipe_runs.compare import SKIPPED, Difference, Logged, differences
+from recipe_runs.plans import Death
+from recipe_runs.runs import Run, RunFailed, Runner
+from recipe_runs.shrinking.grid import TENSOR
+from recipe_runs.shrinking.shrink import Shrunk
+
+FP32: Final = 1e-5
+"""Relative; runs in 16 bits may differ by as much as two stock runs with other degrees of tensor parallelism do."""
+LOSS: Final = "lm loss"
+CONTROL: Final = 100.0
+"""Times the tolerance by which a run that learns nothing must differ."""
+VISIBLE: Final = 1e-2
+WITHOUT_STEPS: Final = ("--lr", "0", "--min-lr", "0")
+DECOUPLED: Final = ("--decoupled-lr", "--decoupled-min-lr", "--lr-warmup-init", "--muon-lr")
+
+EQUAL, UNEQUAL, FAILED, NO_CONTROL = "equal", "unequal", "failed", "no control"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a recipe.
+
+    Attributes:
+        outcome: equal, unequal, failed (why is in `reason`), or no control: the comparison could not have failed.
+        death: what happened to the job.
+        unequal: the tags that differ by more than they may, with how much they may.
+        loss: the largest relative difference of the loss; `control`: of a run that learns nothing.
+        seconds: of each run.
+    """
+
+    outcome: str
+    reason: str = ""
+    death: str = ""
+    unequal: Sequence[tuple[Difference, float]] = ()
+    loss: float = 0.0
+    control: float = 0.0
+    seconds: Mapping[str, float] | None = None
+
+
+class Trial:
+    """Runs a recipe in every way that its verdict needs."""
+
+    def __init__(self, runner: Runner, shrunk: Shrunk, random: Random) -> None:
+        self._runner = runner
+        self._shrunk = shrunk
+        self._random = random
+        self._seconds: dict[str, float] = {}
+
+    def verdict(self) -> Verdict:
+        try:
+            stock = self._note("stock", self._runner.stock(self._shrunk, "stock"))
+            allowed = self._allowed(stock)
+            still = self._note("without steps", self._runner.stock(self._shrunk, "still", *self._without_steps()))
+            run, death = self._runner.through_death(self._shrunk, self._random)
+        except RunFailed as failure:
+            return Verdict(FAILED, str(failure), seconds=self._seconds)
+        self._note("death", run)
+        return judge(stock, run.logged, still, allowed, death, self._seconds)
+
+    def _note(self, name: str, run: Run) -> Logged:
+        self._seconds[name] = run.seconds
+        return run.logged
+
+    def _allowed(self, stock: Logged) -> Mapping[str, float]:
+        """How much each tag may differ."""
+        if not {"--bf16", "--fp16"} & set(self._shrunk.words):
+            return {}
+        other = self._note("other degree", self._runner.stock(self._shrunk, "other", *self._other_degree()))
+        return {tag: found.relative for tag, found in differences(stock, other).items() if found.relative < math.inf}
+
+    def _other_degree(self) -> list[str]:
+        words = self._shrunk.words
+        degree = int(words[words.index(TENSOR) + 1]) if TENSOR in words else 1
+        if degree > 1:
+            return [TENSOR, "1"]
+        # Mixtures of experts are only cut together with the sequence.
+        return [TENSOR, "2", *(["--sequence-parallel"] if "--num-experts" in words else [])]
+
+    def _without_steps(self) -> list[str]:
+        decoupled = [flag for flag in DECOUPLED if flag in self._shrunk.words]
+        return [*WITHOUT_STEPS, *(word for flag in decoupled for word in (flag, "0"))]
+
+
+def judge(
+    stock: Logged, run: Logged, still: Logged, allowed: Mapping[str, float], death: Death, seconds: Mapping[str, float]
+) -> Verdict:
+    """Pure: the verdict on what the three runs have logged."""
+    found = differences(stock, run)
+    largest = found[LOSS].relative
+    control = differences(stock, still)[LOSS].relative
+    unequal = [
+        (difference, max(allowed.get(tag, 0.0), FP32))
+        for tag, difference in found.items()
+        if not difference.relative <= max(allowed.get(tag, 0.0), FP32)
+    ]
+    outcome, reason = UNEQUAL if unequal else EQUAL, ""
+    least = max(CONTROL * max(allowed.get(LOSS, 0.0), FP32), VISIBLE)
+    skipped = sum(values != {0.0} for (tag, _), values in stock.items() if tag == SKIPPED)
+    if skipped or control < least:
+        outcome = NO_CONTROL
+        reason = f"without steps the loss differs by {control:.2g} of {least:.2g}; steps skipped: {skipped}"
+    return Verdict(outcome, reason, str(death), unequal, largest, control, seconds)

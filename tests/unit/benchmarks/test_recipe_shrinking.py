@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes for GPUs become command lines for a few CPU workers, by the rules of `benchmarks/recipe_runs/shrinking`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipe_runs.shrinking.draft import read_options
+from recipe_runs.shrinking.grid import expand
+from recipe_runs.shrinking.shrink import Shrunk, shrink
+
+NAMES = {"--norm-epsilon": "--layernorm-epsilon"}
+DENSE = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 4096 "
+    "--micro-batch-size 4 --global-batch-size 1536 --train-iters 500000 --lr 6e-5 --min-lr 6e-6 --bf16 --save $DIR "
+    "--load $DIR --save-interval 1000 --norm-epsilon 1e-6 --transformer-impl transformer_engine --split 949,50,1 "
+    "--clip-grad 1.0 --data-path $DATA --vocab-file $VOCAB"
+)
+
+
+def small(text: str, *more: str) -> tuple[Shrunk, dict[str, str]]:
+    words = [*text.split(), *more]
+    known = dict.fromkeys(NAMES.values()) | {word: None for word in words if word.startswith("--")}
+    names = {name: name for name in known if name not in NAMES} | NAMES
+    shrunk = shrink(words, names)
+    return shrunk, {flag: " ".join(values) for flag, values in read_options(shrunk.words, {}).items()}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected", "workers"),
+    [((1, 1, 1), (1, 1, 1), 4), ((8, 1, 1), (4, 1, 1), 8), ((8, 8, 1), (2, 2, 1), 8), ((2, 4, 1), (2, 2, 1), 8),
+     ((1, 2, 1), (1, 2, 1), 4), ((4, 4, 2), (2, 1, 2), 8), ((1, 16, 1), (1, 4, 1), 8)],
+)  # fmt: skip
+def test_at_most_8_workers_of_at_least_2_replicas(
+    degrees: tuple[int, ...], expected: tuple[int, ...], workers: int
+) -> None:
+    flags = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+    asked = [word for flag, degree in zip(flags, degrees, strict=True) for word in (flag, str(degree))]
+    shrunk, options = small(DENSE, *asked)
+    assert tuple(int(options[flag]) for flag in flags) == expected
+    assert shrunk.workers == workers
+
+
+def test_sizes_keep_their_ratios_and_other_flags_stay() -> None:
+    shrunk, options = small(DENSE, "--ffn-hidden-size", "24576", "--group-query-attention", "--num-query-groups", "24")
+    assert (options["--hidden-size"], options["--ffn-hidden-size"]) == ("64", "128")
+    assert (options["--num-attention-heads"], options["--num-query-groups"]) == ("8", "2")
+    assert (options["--seq-length"], options["--max-position-embeddings"]) == ("32", "64")
+    assert (options["--lr"], options["--min-lr"]) == ("0.005", "0.0005")
+    assert options["--layernorm-epsilon"] == "1e-6" and options["--clip-grad"] == "1.0" and "--bf16" in options
+    assert "--group-query-attention" in options
+    assert shrunk.kernels == ("--transformer-impl transformer_engine -> local",)
+    assert shrunk.replaced[:2] == ("data -> --mock-data", "tokenizer -> NullTokenizer")
+    assert "--data-path" not in options and "--vocab-file" not in options
+    assert options["--save"] == options["--load"] == "{run}/checkpoints"
+    assert shrunk.in_directory("/x")[shrunk.words.index("--save") + 1] == "/x/checkpoints"
+
+
+def test_the_schedule_fits_its_iterations() -> None:
+    by_samples = DENSE.replace("--train-iters 500000", "--train-samples 19531250 --lr-warmup-samples 3906252")
+    _, options = small(by_samples, "--lr-decay-samples", "1949218748", "--fp16", "--decoupled-lr", "6e-4")
+    batch = int(options["--global-batch-size"])
+    assert batch == 8 * int(options["--micro-batch-size"]) == 16
+    assert int(options["--train-samples"]) == 12 * batch
+    assert int(options["--lr-warmup-samples"]) == 2 * batch
+    assert int(options["--lr-decay-samples"]) == 24 * batch
+    assert options["--decoupled-lr"] == "0.05" and options["--initial-loss-scale"] == "4096"
+
+
+def test_experts_keep_groups_that_can_be_chosen_from() -> None:
+    experts = "--num-experts 256 --moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk 8".split()
+    _, options = small(DENSE, *experts, "--moe-layer-freq", "([0]*3+[1]*93)", "--expert-model-parallel-size", "16")
+    count, groups = int(options["--num-experts"]), int(options["--moe-router-num-groups"])
+    assert (count, groups, options["--moe-router-group-topk"], options["--moe-router-topk"]) == (16, 4, "2", "2")
+    assert options["--moe-layer-freq"] == "([0]*1+[1]*3)"
+    assert int(options["--expert-model-parallel-size"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers", "expected"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage 1", "24", {"--num-layers-per-virtual-pipeline-stage": "1"}),
+        ("--num-virtual-stages-per-pipeline-rank 4", "32", {"--num-virtual-stages-per-pipeline-rank": "2"}),
+        (
+            "--pipeline-model-parallel-layout Et*2|(tt|)*6tmL",
+            "15",
+            {"--pipeline-model-parallel-layout": "Et|t|t|t|t|t|t|tmL"},
+        ),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "6", {}),
+        ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2", "12", {}),
+    ],
+)
+def test_layers_fit_the_pipeline(flags: str, layers: str, expected: dict[str, str]) -> None:
+    _, options = small(DENSE, "--pipeline-model-parallel-size", "4", *flags.split(), "--num-layers", layers)
+    assert expected.items() <= options.items()
+    stages = int(options["--pipeline-model-parallel-size"])
+    ends = sum(flag in options for flag in flags.split() if flag.startswith("--account"))
+    assert (int(options["--num-layers"]) + ends) % stages == 0
+
+
+def test_layouts_are_read_as_megatron_writes_them() -> None:
+    assert expand("Et*2|(tt|)*2t|mL") == ["Ett", "tt", "tt", "t", "mL"]
+
+
+def test_flags_that_mean_nothing_on_cpus_are_lost_with_a_reason() -> None:
+    shrunk, options = small(DENSE, "--fp8-format", "hybrid", "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor")
+    assert shrunk.lost == ("fp8's numbers: --fp8-format", "the three kinds of FSDP: --use-megatron-fsdp")
+    assert options["--ckpt-format"] == "torch_dist"
+
+
+OFFICIAL = Path(os.environ.get("RESIHP_RECIPES") or "no-such-file")
+
+
+def test_megatron_accepts_what_recipes_shrink_to(repository: Path, tmp_path: Path) -> None:
+    """In a process of its own, as the stand-in for GPUs has to be in place. RESIHP_RECIPES names a file of more."""
+    grids = ["", "--tensor-model-parallel-size 8 --sequence-parallel", "--pipeline-model-parallel-size 16"]
+    recipes = [{"name": grid, "args": f"{DENSE} {grid}".split()} for grid in grids]
+    file = tmp_path / "recipes.json"
+    file.write_text(json.dumps(recipes))
+    for each in filter(Path.exists, (file, OFFICIAL)):
+        command = [sys.executable, repository / "benchmarks" / "recipe_runs" / "validate.py", each]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert finished.returncode == 0, finished.stderr
+        answer = json.loads(finished.stdout.splitlines()[-1])
+        assert answer["refused"] == {} and answer["recipes"] >= len(recipes)

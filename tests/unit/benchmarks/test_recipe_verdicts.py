@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `benchmarks/recipes.py` says of runs: which are equal, which comparisons don't count, and what a file keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "integration"))
+
+from recipe_runs.compare import Logged, differences, read_logged
+from recipe_runs.plans import HOLD_AT, POINTS, Death, draw_death, unlike_replicas
+from recipe_runs.results import Line, Results, lines_of, summary
+from recipe_runs.shrinking.shrink import Shrunk
+from recipe_runs.trial import EQUAL, FAILED, FP32, NO_CONTROL, UNEQUAL, Verdict, judge
+
+DEATH = Death(1, 2, "forward")
+
+
+def logged(loss: float, **others: float) -> Logged:
+    tags = {"lm loss": loss, "skipped": 0.0, **others}
+    return {(tag, step): frozenset([value]) for tag, value in tags.items() for step in (1, 2)}
+
+
+def outcome(stock: Logged, run: Logged, still: Logged, **allowed: float) -> str:
+    return judge(stock, run, still, allowed, DEATH, {}).outcome
+
+
+def test_runs_are_equal_within_the_tolerance_of_each_number() -> None:
+    still = logged(4.0)
+    assert outcome(logged(3.0, norm=1.0), logged(3.0 + 1e-5, norm=1.0), logged(4.0, norm=1.0)) == EQUAL
+    assert outcome(logged(3.0), logged(3.0 + 4e-5), still) == UNEQUAL
+    assert outcome(logged(3.0, norm=1.0), logged(3.0, norm=1.1), still) == UNEQUAL
+    assert outcome(logged(3.0, norm=1.0), logged(3.0, norm=1.1), still, norm=0.2) == EQUAL, "as two stock runs in bf16"
+    assert outcome(logged(3.0, norm=1.0), logged(3.0), still) == UNEQUAL, "a number is missing"
+    assert outcome(logged(3.0), logged(math.nan), still) == UNEQUAL
+
+
+def test_a_comparison_that_could_not_fail_does_not_count() -> None:
+    same = logged(3.0)
+    assert outcome(same, same, logged(3.0 * 1.005)) == NO_CONTROL, "nothing is learnt"
+    assert judge(same, same, logged(4.0), {"lm loss": 0.01}, DEATH, {}).outcome == NO_CONTROL, "too wide a tolerance"
+    assert outcome(logged(3.0, skipped=1.0), logged(3.0, skipped=1.0), logged(4.0)) == NO_CONTROL
+
+
+def test_all_workers_and_attempts_are_compared(tmp_path: Path) -> None:
+    """Several numbers may stand under one name, as a validation's and a test's do; times are no part of it."""
+    lines = [["lm loss", 1, 3.0], ["lm loss", 1, 3.5], ["iteration-time", 1, 0.1], ["mem-allocated-bytes", 1, 7]]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '["lm loss", 2, ')
+    (tmp_path / "2.jsonl").write_text(json.dumps(["lm loss", 1, 3.0]) + "\n")
+    found = read_logged(tmp_path)
+    assert found == {("lm loss", 1): {3.0, 3.5}}
+    assert differences(found, {("lm loss", 1): frozenset([3.5, 3.0])})["lm loss"].relative == 0.0
+    assert differences(found, {("lm loss", 1): frozenset([3.0, 3.5, 3.6])})["lm loss"].relative == pytest.approx(1 / 36)
+
+
+@pytest.mark.parametrize(("workers", "tensor"), [(4, 1), (4, 2), (8, 1), (8, 2), (8, 4)])
+def test_survivors_get_a_plan_that_megatrons_own_groups_cannot_run(workers: int, tensor: int) -> None:
+    for seed in range(20):
+        death = draw_death(Random(seed), workers, 1)
+        assert death.iteration < HOLD_AT and death.point in POINTS
+        survivors = [worker for worker in range(workers) if worker != death.worker]
+        plan = unlike_replicas(survivors, tensor, 6, 8)
+        assert plan.not_uniform is not None
+        assert set(plan.members) <= set(survivors)
+
+
+def test_a_benchmark_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
+    one, other = Shrunk(("--a",), 4, kernels=("--k",)), Shrunk(("--b",), 4)
+    lost = Shrunk(("--c",), 4, lost=("fp8's numbers: --fp8-format",))
+    lines = lines_of([("first", one), ("second", other), ("third", one), ("fourth", lost)])
+    assert [line.names for line in lines] == [("first", "third"), ("second",), ("fourth",)]
+    results = Results(tmp_path, seed=3)
+    assert results.read(lines[0]) is None
+    results.write(lines[0], Verdict(EQUAL, loss=1e-6, control=0.2, seconds={"stock": 4.0}))
+    found = summary(4, 4, lines, Results(tmp_path, seed=3))
+    assert (found["distinct"], found["trained"], found["equal"], found["kernel_replaced"]) == (3, 2, 2, 2)
+    assert found["not_tried"] == 1 and found["not_run_on_cpu"] == {"fp8's numbers: --fp8-format": 1}
+    assert Results(tmp_path, seed=4).read(lines[0]) is None, "other deaths"
+    results.write(lines[1], Verdict(FAILED, "stock: exit code 1", seconds={}))
+    assert summary(4, 4, lines, results)["failed"] == {"second": "stock: exit code 1"}
+
+
+def test_what_differs_is_named_with_its_numbers(tmp_path: Path) -> None:
+    line = Line(Shrunk(("--a",), 4), ("first",))
+    results = Results(tmp_path, seed=0)
+    results.write(line, judge(logged(3.0, norm=1.0), logged(3.0), logged(4.0), {}, DEATH, {}))
+    [said] = summary(1, 1, [line], results)["unequal"]["first"]
+    assert said == f"norm at 1: [1.0] and [], relatively inf (at most {FP32:.2g})"
