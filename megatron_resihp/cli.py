@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_parser() -> argparse.ArgumentParser:
     """The parser of `resihp`; scripts/make_reference.py writes a page from it."""
+    from megatron_resihp.integration.check import command as check_command
     from megatron_resihp.report.detect import command as detect_command
     from megatron_resihp.report.plan import command as plan_command
     from megatron_resihp.report.run import command as report_command
@@ -57,6 +58,7 @@ def command_parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="start a training script on this node and keep the job running")
     launch_options.add_arguments(launch)
     launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
+    _add(commands, "check", check_command, "say whether a job would be let in, and what it would survive")
     _add(commands, "inject", inject, "slow a worker or a link of a running job, or end a slowdown")
     _add(commands, "apply", apply, "ask a running job to change to a given plan")
     _add(commands, "checkpoint", checkpoint, "say how to continue from the state that survivors of a job have saved")

@@ -38,9 +38,10 @@ def check_change(before: ParallelPlan, after: ParallelPlan, model: Model, traini
     peak = peak_of_change(before, after, model, training)
     worst = max(peak, key=lambda worker: (peak[worker], -worker))
     if peak[worst] > capacity:
-        sizes = f"{_gib(peak[worst])} on worker {worst}; {_gib(capacity)} may be used"
+        sizes = f"{gib(peak[worst])} on worker {worst}; {gib(capacity)} may be used"
         raise PlanError(f"while it changes, old and new state together take {sizes}")
 
 
-def _gib(count: int) -> str:
+def gib(count: int) -> str:
+    """Bytes as people say them."""
     return f"{count / 2**30:,.1f} GiB"

@@ -33,7 +33,7 @@ def enable() -> None:
         cpu.install(force=True)
     from megatron_resihp.integration.patches.flags import fail, make_wrap_validate_args, wrap_add_megatron_arguments
 
-    problem = _device_problem() or _version_problem()
+    problem = _device_problem() or version_problem()
     if problem:
         fail(problem)
     arguments = "megatron.training.arguments"
@@ -56,7 +56,8 @@ def _device_problem() -> str | None:
     return "this process sees no CUDA device; mend that, or train on CPUs with `resihp launch --stand-in`"
 
 
-def _version_problem() -> str | None:
+def version_problem() -> str | None:
+    """Why this Megatron can't be patched; None: it can."""
     from megatron.core.package_info import MAJOR, MINOR, __version__
 
     if (MAJOR, MINOR) == SUPPORTED:

@@ -7,11 +7,16 @@ May import: the standard library and this package's modules.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from megatron_resihp.control.commands.torchrun_flags import add_refusals, add_spellings
+from megatron_resihp.control.commands import torchrun_flags
+from megatron_resihp.control.commands.rendezvous import Rendezvous, can_be_bound, rendezvous_of
 from megatron_resihp.control.job_size import JobSize, parse_nodes
 from megatron_resihp.control.node.output import MODES
 from megatron_resihp.control.transport.address import Address, parse_address
@@ -32,10 +37,11 @@ class LaunchOptions:
     """What a job is launched with. Times are in seconds.
 
     Attributes:
-        command: the script and its arguments.
+        command: the script and its arguments, or -m, a module and its arguments.
         nodes, late_nodes, workers_per_node: see `JobSize`.
         node: this one's rank.
         coordinator: where node 0 serves the store; None: on this machine only, at a free port.
+        run_dir: None: a new directory in `runs`.
         logs: one of output.MODES.
         heartbeat_timeout_s: workers and nodes that are silent for longer are given up for dead.
         survivor_timeout_s: survivors that do not report for longer are given up for dead.
@@ -51,6 +57,7 @@ class LaunchOptions:
     node: int = 0
     coordinator: Address | None = None
     run_dir: Path | None = None
+    runs: Path = RUNS
     logs: str = "file"
     heartbeat_timeout_s: float = 30.0
     survivor_timeout_s: float = 60.0
@@ -70,67 +77,113 @@ class LaunchOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp launch`."""
     add = parser.add_argument
-    add("--nproc-per-node", type=_workers, default=1, metavar="N", help="workers on each node (default 1)")
-    add("--nnodes", default="1", metavar="N", help="nodes of the job, or MIN:MAX: it begins with nodes 0 to MIN-1, and "
+    add("--nproc-per-node", metavar="N", help="workers on each node, or gpu: as many as it has GPUs (default 1)")
+    add("--nnodes", metavar="N", help="nodes of the job, or MIN:MAX: it begins with nodes 0 to MIN-1, and "
         "the others up to MAX-1 may be launched at any later time and join it (default 1)")  # fmt: skip
-    add("--node-rank", type=int, default=0, metavar="RANK", help="this node's rank, from 0 (default 0)")
+    add("--node-rank", type=int, metavar="RANK", help="this node's rank, from 0 (default 0)")
     add("--coordinator", metavar="HOST:PORT", help="where node 0 serves the control plane; needed for several nodes")
     add("--run-dir", type=Path, metavar="DIR", help=f"logs and events go here (default {RUNS}/DATE-TIME)")
-    add("--logs", choices=MODES, default="file", help="workers' output: RUN_DIR/logs/worker_N.log, or lines marked "
+    add("--logs", choices=MODES, help="workers' output: RUN_DIR/logs/worker_N.log, or lines marked "
         "[wN] on standard output, or both (default file)")  # fmt: skip
     for name, default_s, meaning in (
-        ("heartbeat", 30.0, "give up workers and nodes that are silent for longer"),
-        ("survivor", 60.0, "give up survivors of a failure that do not report for longer"),
-        ("connect", 300.0, "how long nodes wait for each other at the start"),
+        ("heartbeat", LaunchOptions.heartbeat_timeout_s, "give up workers and nodes that are silent for longer"),
+        ("survivor", LaunchOptions.survivor_timeout_s, "give up survivors of a failure that do not report for longer"),
+        ("connect", LaunchOptions.connect_timeout_s, "how long nodes wait for each other at the start"),
     ):
-        meaning += f" (default {default_s:g})"
-        add(f"--{name}-timeout", type=float, default=default_s, metavar="SECONDS", help=meaning)
-    add("--max-restarts", type=int, default=0, metavar="N", help="start each worker that died anew at most N times; "
+        add(f"--{name}-timeout", type=float, metavar="SECONDS", help=f"{meaning} (default {default_s:g})")
+    add("--max-restarts", type=int, metavar="N", help="start each worker that died anew at most N times; "
         "the others train on meanwhile and then take it in (default 0)")  # fmt: skip
     add("--stand-in", action="store_true", help="train on CPUs, with a stand-in for CUDA")
-    add_spellings(parser, {"nproc_per_node": _workers, "node_rank": int, "max_restarts": int})
-    add_refusals(parser)
+    torchrun_flags.add_flags(parser)
     add("script", metavar="SCRIPT", help="training script; all that follows belongs to it")
     add("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def _workers(text: str) -> int:
-    """A number; torchrun takes words too."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; give how many workers each node is to have") from None
+def options_of(
+    namespace: argparse.Namespace,
+    environment: Mapping[str, str] = os.environ,
+    count_devices: Callable[[str], int] | None = None,
+    is_here: Callable[[str], bool] = can_be_bound,
+) -> LaunchOptions:
+    """What the parsed arguments, torchrun's among them, and its PET_ variables ask for.
 
-
-def options_of(namespace: argparse.Namespace) -> LaunchOptions:
-    """What the parsed arguments ask for.
+    Args:
+        count_devices: how many workers a node has for a word like gpu.
+        is_here: whether a host's name is this machine's.
 
     Raises:
         LaunchError: one of them can't be read.
     """
     try:
-        coordinator = parse_address(namespace.coordinator) if namespace.coordinator else None
-    except ValueError as error:
-        raise LaunchError(f"--coordinator {error}; give node 0's host name or address and a free port") from None
-    try:
-        nodes, late_nodes = parse_nodes(namespace.nnodes)
+        said = torchrun_flags.said(namespace, environment)
+        nodes, late_nodes = parse_nodes(said.get("nnodes", "1"))
+        meeting = rendezvous_of(said, nodes + late_nodes, environment, is_here)
     except ValueError as error:
         raise LaunchError(str(error)) from None
+    seconds = {
+        f"{name}_timeout_s": value
+        for name in ("heartbeat", "survivor", "connect")
+        if (value := getattr(namespace, f"{name}_timeout")) is not None
+    }
+    if meeting.patience_s is not None:
+        seconds.setdefault("connect_timeout_s", meeting.patience_s)
     return LaunchOptions(
-        command=(namespace.script, *namespace.arguments),
-        workers_per_node=namespace.nproc_per_node,
+        command=(*(["-m"] if said.get("module") else []), namespace.script, *namespace.arguments),
+        workers_per_node=_workers(said.get("nproc_per_node", "1"), count_devices or devices),
         nodes=nodes,
         late_nodes=late_nodes,
-        node=namespace.node_rank,
-        coordinator=coordinator,
-        run_dir=namespace.run_dir,
-        logs=namespace.logs,
-        heartbeat_timeout_s=namespace.heartbeat_timeout,
-        survivor_timeout_s=namespace.survivor_timeout,
-        connect_timeout_s=namespace.connect_timeout,
-        max_restarts=namespace.max_restarts,
+        node=meeting.node,
+        coordinator=_coordinator(namespace) or meeting.address,
+        run_dir=namespace.run_dir or _shared_directory(said, nodes + late_nodes, meeting),
+        runs=_runs(said),
+        logs=namespace.logs or ("both" if _asks_for_any(said.get("tee", "0")) else LaunchOptions.logs),
+        max_restarts=said.get("max_restarts", 0),
         stand_in=namespace.stand_in,
+        **seconds,
     )
+
+
+def _coordinator(namespace: argparse.Namespace) -> Address | None:
+    try:
+        return parse_address(namespace.coordinator) if namespace.coordinator else None
+    except ValueError as error:
+        raise LaunchError(f"--coordinator {error}; give node 0's host name or address and a free port") from None
+
+
+def _workers(text: str, count: Callable[[str], int]) -> int:
+    """How many workers a node has: a number, or one of torchrun's words."""
+    if text not in ("gpu", "cpu", "auto"):
+        try:
+            return int(text)
+        except ValueError:
+            raise LaunchError(f"--nproc-per-node {text} is no number; give one, or gpu, cpu or auto") from None
+    found = count(text)
+    if found < 1:
+        raise LaunchError(f"--nproc-per-node {text}: this machine shows no GPU; give how many workers each node has")
+    return found
+
+
+def devices(kind: str) -> int:
+    """How many workers torchrun would start here for gpu, cpu or auto."""
+    import torch
+
+    gpus = torch.cuda.device_count() if kind != "cpu" else 0
+    return gpus if gpus or kind == "gpu" else len(os.sched_getaffinity(0))
+
+
+def _runs(said: Mapping[str, Any]) -> Path:
+    """Where new run directories go; torchrun, too, makes one for each job in --log-dir."""
+    return Path(said.get("log_dir", RUNS))
+
+
+def _shared_directory(said: Mapping[str, Any], nodes: int, meeting: Rendezvous) -> Path | None:
+    """The directory that nodes which were launched with torchrun's flags find without being told."""
+    return _runs(said) / meeting.name if nodes > 1 and meeting.address is not None and meeting.name else None
+
+
+def _asks_for_any(streams: str) -> bool:
+    """torchrun's --tee and --redirects: 0 to 3 for all workers, or RANK:0 to 3 with commas between them."""
+    return any(part.rpartition(":")[2].strip() != "0" for part in streams.split(","))
 
 
 def check(options: LaunchOptions) -> None:
@@ -151,6 +204,15 @@ def check(options: LaunchOptions) -> None:
             raise LaunchError(f"--{name}-timeout {seconds:g} can't be; {mend}")
     if most_nodes > 1 and options.run_dir is None:
         raise LaunchError("several nodes need one run directory; give all of them the same --run-dir")
+    if options.command[0] == "-m":
+        _check_module(options.command[1])
+        return
     script = Path(options.command[0])
     if not script.is_file():
         raise LaunchError(f"{script} {'is no file' if script.exists() else 'does not exist'}; give a Python script")
+
+
+def _check_module(name: str) -> None:
+    package = name.partition(".")[0]
+    if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+        raise LaunchError(f"there is no module {package} for -m {name}; give one that Python finds from here")

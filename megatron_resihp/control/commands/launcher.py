@@ -23,7 +23,7 @@ from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands import open_files
 from megatron_resihp.control.commands.claim import ClaimedError, living_owner, touched
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact
-from megatron_resihp.control.commands.launch_options import RUNS, LaunchError, LaunchOptions, check, options_of
+from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, check, options_of
 from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head import returning
@@ -215,12 +215,12 @@ def _give_back(options: LaunchOptions, seat: _Seat) -> None:
 def _make_run_dir(options: LaunchOptions) -> Path:
     run_dir = options.run_dir
     try:
-        run_dir = run_dir or _unused(RUNS / time.strftime("%Y%m%d-%H%M%S"))
+        run_dir = run_dir or _unused(options.runs / time.strftime("%Y%m%d-%H%M%S"))
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=run_dir / "logs"):
             return run_dir
     except OSError as error:
-        raise _unwritable(run_dir or RUNS, error) from error
+        raise _unwritable(run_dir or options.runs, error) from error
 
 
 def _unused(path: Path) -> Path:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first code of every worker: ties its life to the agent's, enables the plugin, runs the script, says how it ended.
 
-`python -m megatron_resihp.control.node.bootstrap SCRIPT ARGS...`, started by the agent. May import: the standard
-library and this package's modules; torch only where something is told to the coordinator.
+`python -m megatron_resihp.control.node.bootstrap SCRIPT ARGS...`, or `-m MODULE ARGS...`, started by the agent. May
+import: the standard library and this package's modules; torch only where something is told to the coordinator.
 """
 
 from __future__ import annotations
@@ -115,13 +115,17 @@ def _pass_on_to_forks() -> None:
 
 
 def _run(command: Sequence[str]) -> None:
-    script = command[0]
-    sys.argv = list(command)
-    sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    is_module = command[0] == "-m"
+    script, *arguments = command[is_module:]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.realpath(script)))
     import megatron_resihp
 
     megatron_resihp.enable()
-    runpy.run_path(script, run_name="__main__")
+    if is_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
 
 
 def _read_exit(problem: SystemExit) -> _End:

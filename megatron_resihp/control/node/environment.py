@@ -51,18 +51,47 @@ NCCL: Final[Mapping[str, str]] = {
 """What recovery needs of torch's NCCL, whatever the user's environment says."""
 USERS_NCCL: Final = "RESIHP_USERS_NCCL"
 """What it says, as JSON, for a job without --resihp."""
-HARMFUL: Final[Mapping[str, tuple[str, str]]] = {
-    "NCCL_CUMEM_ENABLE": ("0", "survivors may fault on the memory of a dead peer, and die with it"),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "torch may end survivors when a peer dies"),
-    "TORCH_NCCL_DESYNC_DEBUG": ("1", "torch may end survivors when a peer dies"),
+OLDER_NAMES: Final[Mapping[str, str]] = {
+    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
+    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
 }
-"""Settings that harm recovery, and how. Users change them: each may have a reason on its cluster."""
+"""torch still reads these, where the newer name is not set."""
+_DIE: Final = "survivors may fault on the memory of a dead peer, and die with it"
+_ENDED: Final = "torch may end survivors when a peer dies"
+_ONE_BY_ONE: Final = "the host waits for the device, so nothing overlaps"
+HARMFUL: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
+    ("NCCL_CUMEM_ENABLE", "0"): (_DIE, "unset it"),
+    ("NCCL_NVLS_ENABLE", "1"): (_DIE, "set it to 0"),
+    ("NCCL_COMM_BLOCKING", "0"): ("an abort waits for a communicator that is being made", "unset it"),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): (_ENDED, "unset it"),
+    ("TORCH_NCCL_DESYNC_DEBUG", "1"): (_ENDED, "unset it"),
+    ("TORCH_NCCL_BLOCKING_WAIT", "1"): (_ONE_BY_ONE, "unset it"),
+    ("CUDA_LAUNCH_BLOCKING", "1"): (_ONE_BY_ONE, "unset it"),
+}
+"""Settings that harm recovery or training, how, and what to do. Users change them: each may have a reason on its
+cluster."""
 
 
 def warnings_of(inherited: Mapping[str, str] = os.environ) -> list[str]:
-    """One line for each setting that harms recovery."""
-    found = [(name, value, harm) for name, (value, harm) in HARMFUL.items() if inherited.get(name) == value]
-    return [f"{name}={value}: {harm}; unset it" for name, value, harm in found]
+    """One line for each setting that does harm."""
+    lines = []
+    for (name, value), (harm, mend) in HARMFUL.items():
+        spellings = [name, *(old for old, new in OLDER_NAMES.items() if new == name)]
+        said = next((spelling for spelling in spellings if spelling in inherited), None)
+        if said is not None and inherited[said] == value:
+            lines.append(f"{said}={value}: {harm}; {mend}")
+    return lines
+
+
+def overruled(inherited: Mapping[str, str] = os.environ) -> list[str]:
+    """One line for each setting that workers of a job with --resihp don't get."""
+    older = {old: NCCL[new] for old, new in OLDER_NAMES.items() if new in NCCL and new not in inherited}
+    return [
+        f"{name}={inherited[name]} becomes {value}: recovery needs it; unset it"
+        for name, value in {**NCCL, **older}.items()
+        if inherited.get(name, value) != value
+    ]
 
 
 def give_back_nccl(environment: MutableMapping[str, str] = os.environ) -> None:

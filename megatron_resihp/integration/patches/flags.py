@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,38 +74,89 @@ def make_wrap_validate_args(switch_on: SwitchOn) -> Callable[[Any], Any]:
             if not args.resihp:
                 give_back_nccl()
                 return original(args, defaults)
-            config = _checked(args)
             derived = DerivedArguments(original, args, defaults)
             given = {**vars(args), **{name: value for name, value in defaults.items() if vars(args).get(name) is None}}
-            result = _megatron_validates(original, args, defaults)
+            examined = examine(original, args, defaults)
+            if lines := [*examined.refusals, *data_problems(args)]:
+                fail(*lines)
             # The launcher heeds signals, for all workers after one iteration.
             args.exit_signal_handler = False
-            _check_saves(args)
-            _check_batches(args)
-            _check_evaluation(args)
-            _check_data(args)
-            switch_on(config, derived, functools.partial(identity_of, given, _known_parser()._actions))
-            return result
+            switch_on(examined.config, derived, functools.partial(identity_of, given, known_parser()._actions))
+            return examined.validated
 
         return validate_args
 
     return wrap_validate_args
 
 
+@dataclass(frozen=True)
+class Examined:
+    """A command line with --resihp.
+
+    Attributes:
+        config: our flags.
+        refusals: a line for each thing that keeps the job out, "cause; mend".
+        validated: Megatron's arguments as its own validation has completed them; None: it was not done.
+    """
+
+    config: ResihpConfig
+    refusals: tuple[str, ...]
+    validated: Any
+
+
+def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Examined:
+    """Look for everything that keeps a job out, but for its data.
+
+    Args:
+        validate: Megatron's own validation, which completes `args`.
+        args: as parsed.
+        defaults: of the script, as validate_args takes them.
+    """
+    config = ResihpConfig.from_namespace(args)
+    lines = [
+        *_raised(lambda: _check_own_flags(config, args.world_size)),
+        *_unsupported(args),
+        *_raised(lambda: _check_evaluation(args)),
+    ]
+    # What Megatron itself asserts first, in other words.
+    misfits = _raised(lambda: _check_sizes(args))
+    lines += misfits
+    validated = None
+    if not misfits:
+        try:
+            validated = _megatron_validates(validate, args, defaults)
+            lines += _raised(lambda: _check_saves(validated))
+            lines += _raised(lambda: _check_batches(validated))
+        except ConfigError as error:
+            lines.append(str(error))
+        except Exception:
+            # What we refuse may be why.
+            if not lines:
+                raise
+    return Examined(config, tuple(lines), validated)
+
+
+def _raised(check: Callable[[], None]) -> list[str]:
+    try:
+        check()
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 def _megatron_validates(original: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> Any:
     """Megatron's own validation, what it asserts said in one line instead of a traceback."""
     try:
         return original(args, defaults)
-    except AssertionError as error:
+    except (AssertionError, ValueError) as error:
         rule = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        fail(f"Megatron refuses these flags: {rule}; change what it names")
+        raise ConfigError(f"Megatron refuses these flags: {rule}; change what it names") from error
 
 
-def _checked(args: argparse.Namespace) -> ResihpConfig:
-    config = ResihpConfig.from_namespace(args)
+def _check_own_flags(config: ResihpConfig, world_size: int) -> None:
     try:
         config.check()
-        _check_injections(config, args.world_size)
+        _check_injections(config, world_size)
         for scheduled in config.plans():
             plan_of(read_plan(scheduled.path))
         if config.resihp_emulate is not None:
@@ -112,22 +164,20 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
         if config.resihp_cost_model is not None:
             _check_cost_model(Path(config.resihp_cost_model))
     except (PlanError, ChangeRefused) as error:
-        fail(f"--resihp-plan: {error}")
+        raise ConfigError(f"--resihp-plan: {error}") from error
     except ProfileError as error:
-        fail(f"--resihp-emulate: {error}; docs/usage.md says what is in a profile")
-    except ConfigError as error:
-        fail(str(error))
-    parser = _known_parser()
+        raise ConfigError(f"--resihp-emulate: {error}; docs/usage.md says what is in a profile") from error
+
+
+def _unsupported(args: argparse.Namespace) -> list[str]:
+    parser = known_parser()
     defaults = vars(parser.parse_args([]))
     flags = {action.dest: action.option_strings[0] for action in parser._actions}
-    lines = refusals(vars(args), defaults, flags)
-    if lines:
-        fail("; ".join(lines))
-    _check_sizes(args)
-    return config
+    return refusals(vars(args), defaults, flags)
 
 
-def _known_parser() -> argparse.ArgumentParser:
+def known_parser() -> argparse.ArgumentParser:
+    """Megatron's own flags, without ours and the script's."""
     assert _parser is not None, "Megatron has parsed its arguments"
     return _parser
 
@@ -168,38 +218,41 @@ def _check_saves(args: argparse.Namespace) -> None:
     if not args.async_save:
         return
     if args.ckpt_format == "torch":
-        fail("--async-save does not know --ckpt-format torch; use torch_dist")
+        raise ConfigError("--async-save does not know --ckpt-format torch; use torch_dist")
     try:
         get_async_strategy(args.async_strategy)
     except ModuleNotFoundError:
         mend = "install it or use --async-strategy mcore"
-        fail(f"--async-save needs a package that is not installed, nvidia-resiliency-ext>={NVRX_MIN_VERSION}; {mend}")
+        needed = f"nvidia-resiliency-ext>={NVRX_MIN_VERSION}"
+        raise ConfigError(f"--async-save needs a package that is not installed, {needed}; {mend}") from None
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
     """Sizes that no plan fits, said before Megatron's own assertion says it on every worker."""
     size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if args.world_size % size:
-        fail(
+        raise ConfigError(
             f"{args.world_size} workers are not a multiple of TP x PP = {size}, so no plan exists; "
             f"start {max(args.world_size // size, 1) * size} or change the parallel sizes"
         )
     per_step = args.micro_batch_size * (args.world_size // size) if args.micro_batch_size else None
     uneven = per_step and args.global_batch_size and args.global_batch_size % per_step
     if uneven and args.global_batch_size > per_step:
-        fail(
+        raise ConfigError(
             f"--global-batch-size {args.global_batch_size} is not a multiple of micro-batch size x replicas = "
             f"{per_step}, so no plan exists at the start; change one of them"
         )
 
 
-def _check_data(args: argparse.Namespace) -> None:
-    """Data sets that are not there; a data path may hold weights between the prefixes."""
+def data_problems(args: argparse.Namespace) -> list[str]:
+    """A line for each data set that is not there; a data path may hold weights between the prefixes."""
+    lines = []
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         for prefix in getattr(args, name) or ():
             if not _is_number(prefix) and "://" not in prefix and not Path(f"{prefix}.idx").is_file():
-                flag = "--" + name.replace("_", "-")
-                fail(f"{flag} {prefix}: {prefix}.idx does not exist; make the data set with scripts/make_dataset.py")
+                made = "make the data set with scripts/make_dataset.py"
+                lines.append(f"--{name.replace('_', '-')} {prefix}: {prefix}.idx does not exist; {made}")
+    return lines
 
 
 def _is_number(text: str) -> bool:
@@ -213,7 +266,7 @@ def _is_number(text: str) -> bool:
 def _check_evaluation(args: argparse.Namespace) -> None:
     """Megatron counts evaluations before it looks whether there are any."""
     if args.eval_interval is None and not args.skip_train and not args.full_validation:
-        fail("--eval-interval is missing; give it, with --eval-iters 0 for no evaluation")
+        raise ConfigError("--eval-interval is missing; give it, with --eval-iters 0 for no evaluation")
 
 
 def _check_batches(args: argparse.Namespace) -> None:
@@ -222,7 +275,7 @@ def _check_batches(args: argparse.Namespace) -> None:
         size = getattr(args, name)
         if size // args.micro_batch_size < replicas:
             flag = f"--{name.replace('_', '-')} {size}"
-            fail(f"{flag} gives {replicas} replicas less than one micro-batch each; raise it")
+            raise ConfigError(f"{flag} gives {replicas} replicas less than one micro-batch each; raise it")
     if args.virtual_pipeline_model_parallel_size is not None:
         _check_interleaving(args, replicas)
 
@@ -238,16 +291,18 @@ def _check_interleaving(args: argparse.Namespace, replicas: int) -> None:
     for flag, micro_batches in shares.items():
         share = micro_batches // replicas
         if not can_be_grouped(stages, share, wanted):
-            fail(
+            raise ConfigError(
                 f"{flag} gives each replica {share} micro-batches, and an interleaved pipeline of {stages} stages "
                 f"can't run these in groups of {wanted}; give a multiple of {wanted} for each replica"
             )
     empty = next((number for number, chunk in enumerate(own_chunks(args)) if chunk.end == chunk.first), None)
     if empty is not None:
-        fail(f"chunk {empty} of the interleaved pipeline has no layers, which is not supported; give it some")
+        raise ConfigError(f"chunk {empty} of the interleaved pipeline has no layers, which is not supported; give it some")
 
 
-def fail(text: str) -> NoReturn:
-    """End with one line on stderr and argparse's exit code."""
-    print(f"resihp: {text}", file=sys.stderr, flush=True)
-    raise SystemExit(exit_codes.REFUSED) from ConfigError(text)
+def fail(*texts: str) -> NoReturn:
+    """End with these lines on stderr and argparse's exit code; the job's end gives the first as its reason."""
+    for text in texts:
+        print(f"resihp: {text}", file=sys.stderr, flush=True)
+    more = f" (and {len(texts) - 1} more, see its log)" if len(texts) > 1 else ""
+    raise SystemExit(exit_codes.REFUSED) from ConfigError(texts[0] + more)

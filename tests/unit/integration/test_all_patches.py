@@ -43,12 +43,12 @@ def test_injections_hook_in_only_where_they_wait() -> None:
 
 
 def test_the_installed_release_is_supported() -> None:
-    assert enable._version_problem() is None
+    assert enable.version_problem() is None
 
 
 def test_another_release_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enable, "SUPPORTED", (0, 12))
-    problem = enable._version_problem()
+    problem = enable.version_problem()
     assert problem is not None and "install megatron-core>=0.12,<0.13" in problem and "is not supported" in problem
 
 

@@ -47,6 +47,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--survivor-timeout", "nan"], "--survivor-timeout nan"),
         (["--connect-timeout", "inf"], "--connect-timeout inf can't be; give more than 0 and at most 604800 seconds"),
         (["--coordinator", "no host:29500"], "the host 'no host' is unknown"),
+        (["-m"], "there is no module"),
     ],
 )
 def test_bad_options(capsys: pytest.CaptureFixture[str], script: str, arguments: list[str], said: str) -> None:
@@ -90,35 +91,6 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_report_is_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "is no directory" in capsys.readouterr().err
-
-
-def argparse_refuses(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["launch", *arguments])
-    assert ended.value.code == 2
-    return capsys.readouterr().err.splitlines()[-1]
-
-
-def test_torchruns_spellings_are_taken(capsys: pytest.CaptureFixture[str], script: str) -> None:
-    assert "--nproc-per-node 0 starts no worker" in refused(capsys, "--nproc_per_node", "0", script)
-    assert "--node-rank 7 is out of range" in refused(capsys, "--node_rank=7", "--max_restarts", "1", script)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--rdzv_endpoint=node0:29500"], "--rdzv_endpoint is torchrun's: give --coordinator HOST:PORT"),
-        (["--rdzv-backend", "c10d"], "--rdzv-backend is torchrun's: give --coordinator HOST:PORT"),
-        (["--master_addr", "node0"], "--master_addr is torchrun's: give --coordinator HOST:PORT"),
-        (["--standalone"], "--standalone is torchrun's: one node is the default; leave it out"),
-        (["--tee", "3"], "--tee is torchrun's: give --logs both"),
-        (["--nproc-per-node", "gpu"], "'gpu' is no number; give how many workers each node is to have"),
-    ],
-)
-def test_what_else_torchrun_has_is_refused_with_what_to_give(
-    capsys: pytest.CaptureFixture[str], script: str, arguments: list[str], said: str
-) -> None:
-    assert said in argparse_refuses(capsys, *arguments, script)
 
 
 def test_flags_of_the_script_are_its_own(capsys: pytest.CaptureFixture[str], script: str) -> None:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,3 +77,17 @@ def test_who_dies_and_who_fails(monkeypatch: pytest.MonkeyPatch, error: Exceptio
     with pytest.raises(Ended):
         bootstrap.main(["script.py"])
     assert seen == end
+
+
+def test_a_module_runs_as_python_would_run_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trainer_of_a_test").mkdir()
+    (tmp_path / "trainer_of_a_test" / "main.py").write_text("import sys; print(__name__, __package__, sys.argv)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr("megatron_resihp.enable", lambda: None)
+    bootstrap._run(["-m", "trainer_of_a_test.main", "--lr", "1"])
+    path = tmp_path / "trainer_of_a_test" / "main.py"
+    assert capsys.readouterr().out == f"__main__ trainer_of_a_test ['{path}', '--lr', '1']\n"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.node.environment import JobEnvironment, warnings_of
+from megatron_resihp.control.node.environment import JobEnvironment, overruled, warnings_of
 from megatron_resihp.control.transport.address import Address
 
 STORE = Address("localhost", 1)
@@ -38,3 +38,18 @@ def test_settings_that_recovery_suffers_from() -> None:
     assert warnings_of({"NCCL_CUMEM_ENABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "INFO"}) == []
     (warning,) = warnings_of({"NCCL_CUMEM_ENABLE": "0"})
     assert warning == "NCCL_CUMEM_ENABLE=0: survivors may fault on the memory of a dead peer, and die with it; unset it"
+
+
+def test_older_names_count_where_the_newer_is_not_set() -> None:
+    """As torch reads them."""
+    assert warnings_of({"NCCL_DESYNC_DEBUG": "1"}) == [
+        "NCCL_DESYNC_DEBUG=1: torch may end survivors when a peer dies; unset it"
+    ]
+    assert warnings_of({"NCCL_DESYNC_DEBUG": "1", "TORCH_NCCL_DESYNC_DEBUG": "0"}) == []
+
+
+def test_what_is_overruled_is_said() -> None:
+    assert overruled({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_DEBUG": "INFO"}) == []
+    assert overruled({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_ASYNC_ERROR_HANDLING": "3"}) == [
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING=1 becomes 0: recovery needs it; unset it"
+    ]

@@ -108,8 +108,13 @@ def test_what_is_not_known_to_work_is_refused_by_name(
 
 
 def test_all_refusals_at_once(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(check, capsys, "--inprocess-restart", "--use-megatron-fsdp")
-    assert "--inprocess-restart" in line and "--use-megatron-fsdp" in line
+    """A line for each; the job's end names the first, and how many there are."""
+    with pytest.raises(SystemExit) as caught:
+        check(*COMMON, "--inprocess-restart", "--resihp-strategy", "best", "--global-batch-size", "2")
+    lines = capsys.readouterr().err.splitlines()
+    flags = ["--resihp-strategy", "--inprocess-restart", "--global-batch-size"]
+    assert [line.split()[:2] for line in lines] == [["resihp:", flag] for flag in flags]
+    assert str(caught.value.__cause__) == f"{lines[0].removeprefix('resihp: ')} (and 2 more, see its log)"
 
 
 @pytest.mark.parametrize(

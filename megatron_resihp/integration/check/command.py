@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`resihp check`: asks what `resihp launch` would say of a job, without GPUs, data or the script itself.
+
+May import: the standard library, `control.commands` and this package's modules. What needs torch or megatron is
+imported only in `run`, so that the `resihp` command starts quickly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from megatron_resihp.config import suggestion
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.commands import launch_options
+from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
+from megatron_resihp.control.node.environment import overruled, warnings_of
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.extras import missing
+
+if TYPE_CHECKING:
+    from megatron_resihp.integration.check.command_line import CommandLine
+    from megatron_resihp.integration.check.findings import Findings
+    from megatron_resihp.integration.check.losses import Outlook
+    from megatron_resihp.integration.check.script import ScriptFlags
+
+EPILOG: Final = """\
+Give what you would give to `resihp launch`. The exit code is 0 if the job would be let in, and 2 if it would be
+refused.
+
+  resihp check --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... --resihp
+"""
+WITHOUT_OVERLAP: Final[Mapping[str, str]] = {
+    "overlap_grad_reduce": "while replicas differ, gradients are summed after the backward pass",
+}
+"""For arguments of Megatron that ask for an overlap: when a job does not have it."""
+TYPING_ERROR: Final = 0.85
+"""How like a known flag an unknown one is that may have been meant."""
+VOCABULARY: Final = 131_072
+"""Rows that are counted where only the tokenizer knows how many there are."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `resihp check`: those of `resihp launch`, and a few of its own."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.add_argument(
+        "--memory-gib", type=float, metavar="GIB", help="of each GPU, to say whether plans fit (default: not said)"
+    )
+    launch_options.add_arguments(parser)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Say what is found; the exit code is 0 if the job would be let in, and otherwise 2."""
+    try:
+        options = _asked(namespace)
+        script = _script(options)
+    except LaunchError as error:
+        print(f"resihp: {error}", file=sys.stderr)
+        return exit_codes.REFUSED
+    sys.path.insert(0, str(script.resolve().parent) if options.command[0] != "-m" else os.getcwd())
+    # The script may bring its own Megatron.
+    if problem := missing(["torch", "megatron.core"]):
+        print(f"resihp: {problem}", file=sys.stderr)
+        return exit_codes.REFUSED
+    with warnings.catch_warnings():
+        # Megatron names each library that is not installed here.
+        warnings.simplefilter("ignore")
+        from megatron_resihp import cpu
+
+        cpu.install(force=True)
+        found = look(options, script, namespace.memory_gib)
+    print(json.dumps(found.as_json(), indent=2) if namespace.json else "\n".join(found.lines()))
+    return exit_codes.FINISHED if found.let_in else exit_codes.REFUSED
+
+
+def _asked(namespace: argparse.Namespace) -> LaunchOptions:
+    """What is asked about; where nodes meet is of no matter yet."""
+    options = launch_options.options_of(namespace, is_here=lambda host: True)
+    coordinator, run_dir = options.coordinator or Address("node0", 1), options.run_dir or options.runs
+    launch_options.check(replace(options, coordinator=coordinator, run_dir=run_dir))
+    return options
+
+
+def _script(options: LaunchOptions) -> Path:
+    if options.command[0] != "-m":
+        return Path(options.command[0])
+    *packages, name = options.command[1].split(".")
+    found = PathFinder.find_spec(packages[0] if packages else name, [os.getcwd(), *sys.path])
+    origin = Path(found.origin) if found is not None and found.origin else Path(name)
+    return origin.parent.joinpath(*packages[1:], f"{name}.py") if packages else origin
+
+
+def look(
+    options: LaunchOptions, script: Path, memory_gib: float | None, environment: Mapping[str, str] = os.environ
+) -> Findings:
+    """Everything that there is to say of a job. The stand-in is in place.
+
+    Args:
+        options: as for a launch.
+        script: its text.
+        memory_gib: of each device; None: unknown.
+        environment: of the launcher.
+    """
+    from megatron_resihp.integration.check.command_line import read_command_line
+    from megatron_resihp.integration.check.findings import Findings
+    from megatron_resihp.integration.check.script import read_script
+    from megatron_resihp.integration.enable import version_problem
+
+    size = options.size
+    words = options.command[2 if options.command[0] == "-m" else 1 :]
+    job = f"{options.command[-len(words) - 1]}, {size.workers} workers ({size})"
+    if problem := version_problem():
+        return Findings(job, refusals=(problem,))
+    text = read_script(script)
+    line = read_command_line(words, size.workers, text.defaults)
+    outlook, assumed = _outlook(line, options, memory_gib)
+    return Findings(
+        job=job,
+        refusals=(*line.refusals, *(line.examined.refusals if line.examined is not None else ())),
+        environment=(*overruled(environment), *warnings_of(environment)),
+        without_overlap=tuple(_without_overlap(line)),
+        unknown=tuple(_unknown(line, text)),
+        notes=(*_notes(line, options), *assumed),
+        outlook=outlook,
+    )
+
+
+def _outlook(
+    line: CommandLine, options: LaunchOptions, memory_gib: float | None
+) -> tuple[Outlook | None, tuple[str, ...]]:
+    """What losses would do; and what was assumed for that, or why it can't be told."""
+    if line.examined is None or line.examined.validated is None:
+        return None, ()
+    from megatron_resihp.integration.check.losses import outlook
+    from megatron_resihp.integration.job import job_of
+    from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+    from megatron_resihp.integration.patches.startup import describe_job, model_fields
+    from megatron_resihp.plan import PlanError
+    from megatron_resihp.planner import NoPlanError
+
+    args: Any = line.examined.validated
+    if args.expert_model_parallel_size > 1 or args.context_parallel_size > 1:
+        return None, ("what losses would do is not known with expert or context parallelism",)
+    memory = None if memory_gib is None else int(memory_gib * 2**30)
+    fields, assumed = model_fields(args), tuple[str, ...]()
+    if not (fields["vocab_size"] or fields["padded_vocab_size"]):
+        fields["vocab_size"] = VOCABULARY
+        assumed = (f"the vocabulary is counted as {VOCABULARY:,} rows; only the tokenizer knows how many there are",)
+    try:
+        job = describe_job(job_of(line.examined.config, args, DerivedArguments(lambda *_: None, args, {}), run=""))
+        return outlook(replace(job, device_memory=memory), options.size, fields), assumed
+    except (NoPlanError, PlanError) as error:
+        return None, (f"what losses would do can't be told: {error}",)
+
+
+def _without_overlap(line: CommandLine) -> list[str]:
+    parsed = vars(line.given) if line.given is not None else {}
+    return [f"--{name.replace('_', '-')}: {when}" for name, when in WITHOUT_OVERLAP.items() if parsed.get(name)]
+
+
+def _unknown(line: CommandLine, text: ScriptFlags) -> list[str]:
+    from megatron_resihp.integration.patches.flags import known_parser
+
+    known = list(known_parser()._option_string_actions)
+    flags = dict.fromkeys(word.partition("=")[0] for word in line.unknown if word.startswith("--"))
+    found = []
+    for flag in flags.keys() - text.added:
+        near = suggestion(flag, known, TYPING_ERROR).strip()
+        found.append(f"{flag} ({near})" if near else flag)
+    return sorted(found)
+
+
+def _notes(line: CommandLine, options: LaunchOptions) -> list[str]:
+    from megatron_resihp.integration.patches.flags import data_problems
+
+    notes = []
+    if line.unfinished is not None:
+        notes.append(f"Megatron's own validation can't be done here: {line.unfinished}")
+    if line.given is not None:
+        notes += [f"not seen from here: {problem}" for problem in data_problems(line.given)]
+        if not line.given.resihp:
+            notes.append("--resihp is not among the flags: without it nothing is recovered; add it")
+        notes += _of_connections(line.given)
+    if options.size.most_nodes > 1 and (options.coordinator is None or options.run_dir is None):
+        notes.append("`resihp launch` needs --coordinator HOST:PORT and --run-dir DIR for several nodes")
+    return notes
+
+
+def _of_connections(given: argparse.Namespace) -> list[str]:
+    """What Megatron asserts only where it sees a GPU of an older generation."""
+    cut = max(given.tensor_model_parallel_size, given.context_parallel_size) > 1
+    if not cut or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        return []
+    return ["Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with TP or CP on GPUs before Blackwell; set it there"]

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command line as a worker would read it: parsed and validated by Megatron itself, in this process.
+
+The stand-in is in place before, so that no GPU is needed. May import megatron and this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.training import arguments
+
+from megatron_resihp.integration.patch import Patch, apply_all, undo_all
+from megatron_resihp.integration.patches.flags import Examined, examine, wrap_add_megatron_arguments
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Attributes:
+    examined: by the checks that each worker makes; None: Megatron's parser can't read it, or its validation fails.
+    given: Megatron's arguments as parsed, before others were derived from them.
+    unknown: words that Megatron's parser does not know.
+    refusals: of Megatron's parser.
+    unfinished: why Megatron's own validation could not be done here.
+    """
+
+    examined: Examined | None
+    given: argparse.Namespace | None
+    unknown: tuple[str, ...]
+    refusals: tuple[str, ...]
+    unfinished: str | None = None
+
+
+def read_command_line(words: Sequence[str], workers: int, defaults: Mapping[str, Any]) -> CommandLine:
+    """Parse and validate a script's arguments.
+
+    Args:
+        words: what follows the script.
+        workers: of the job.
+        defaults: the script's own, see `script`.
+    """
+    ours = Patch(
+        "megatron.training.arguments:add_megatron_arguments", wrap_add_megatron_arguments, ("parser",), "adds --resihp*"
+    )
+    apply_all([ours])
+    try:
+        with _silence():
+            readable, unknown, refusals = _readable(words)
+            if readable is None:
+                return CommandLine(None, None, (), tuple(refusals))
+            with _as_worker_0(readable, workers):
+                args = arguments.parse_args(ignore_unknown_args=True)
+                given = argparse.Namespace(**vars(args))
+                examined, unfinished = _examined(args, dict(defaults))
+    finally:
+        undo_all([ours])
+    return CommandLine(examined, given, tuple(unknown), tuple(refusals), unfinished)
+
+
+def _examined(args: argparse.Namespace, defaults: dict[str, Any]) -> tuple[Examined | None, str | None]:
+    try:
+        return examine(arguments.validate_args, args, defaults), None
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _readable(words: Sequence[str]) -> tuple[list[str] | None, list[str], list[str]]:
+    """The words without those that Megatron's parser can't read, or None where that doesn't help; the unknown ones;
+    and what is wrong with the rest."""
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False))
+    left, refusals = list(words), list[str]()
+    while True:
+        try:
+            _, unknown = parser.parse_known_args(left)
+            return left, unknown, refusals
+        except argparse.ArgumentError as error:
+            flags = (error.argument_name or "").split("/")
+            wrong = f"{error.argument_name}: {error.message}"
+        except (KeyError, ValueError) as error:
+            # Some of Megatron's flags look their values up in enumerations.
+            value = error.args[0] if error.args else None
+            flags = [flag for flag, _, given in _pairs(left) if given == value][:1]
+            wrong = f"{' '.join(flags)} {value}: no such value".lstrip()
+        refusals.append(f"{wrong}; see Megatron's --help")
+        fewer = _without(left, flags)
+        if len(fewer) == len(left):
+            return None, [], refusals
+        left = fewer
+
+
+def _pairs(words: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Flags with the value that follows each, or is part of the same word."""
+    following = [*words[1:], ""]
+    return [
+        word.partition("=") if "=" in word else (word, "", after) for word, after in zip(words, following, strict=True)
+    ]
+
+
+def _without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The words without these flags and what belongs to them."""
+    left: list[str] = []
+    dropping = False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] in flags
+        if not dropping:
+            left.append(word)
+    return left
+
+
+@contextlib.contextmanager
+def _as_worker_0(words: Sequence[str], workers: int) -> Iterator[None]:
+    """Let Megatron find what it looks for in the process of a job's first worker."""
+    argv, environment = sys.argv, dict(os.environ)
+    sys.argv = ["resihp check", *words]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(workers))
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Megatron says much while it validates."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield

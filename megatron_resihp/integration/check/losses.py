@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job's single losses would do to it: whether the others have a plan, and whether that fits into memory.
+
+Pure. May import `control`'s planning, `cost`, `plan` and `planner`; not megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_resihp.control.coordination.exposure import exposure, in_words
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.replanning.inventory import Survivors, require_all_parts
+from megatron_resihp.control.replanning.next_plan import uniform_or_less
+from megatron_resihp.cost.layers import Model
+from megatron_resihp.cost.memory import memory_of
+from megatron_resihp.cost.room import gib, peak_of_change, usable
+from megatron_resihp.cost.running import UnknownCost, cost_of_job
+from megatron_resihp.cost.training import Training
+from megatron_resihp.plan import ParallelPlan, PlanError, spelled_out
+from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
+from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.planning import KnownJob
+
+
+@dataclass(frozen=True)
+class Use:
+    """The most memory that something takes on a worker.
+
+    Attributes:
+        worker: that one.
+        bytes: there.
+    """
+
+    worker: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{gib(self.bytes)} on worker {self.worker}"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What becomes of a job that loses a worker or a node.
+
+    Attributes:
+        losses: which ones end it and what helps, as the job says at its start.
+        without_plan: single losses after which there is no plan, and why; node 0, which ends any job, is left out.
+        first: memory under the first plan; None: it is not known.
+        after: the same under the plan after the worst single loss, and that loss.
+        changing: the same while old and new state are together, at most.
+        usable: bytes of each device; None: it is not known.
+        unknown: why memory is not known.
+    """
+
+    losses: str
+    without_plan: Mapping[str, str]
+    first: Use | None = None
+    after: tuple[str, Use] | None = None
+    changing: tuple[str, Use] | None = None
+    usable: int | None = None
+    unknown: str | None = None
+
+
+def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any]) -> Outlook:
+    """What becomes of a job, as the uniform planner plans.
+
+    Args:
+        job: as workers would tell of it.
+        size: of the job.
+        arguments: Megatron's, of which the model is made.
+
+    Raises:
+        NoPlanError: the sizes do not fit together.
+        PlanError: so do the layers.
+    """
+    shape = JobShape(job.tensor_parallel, job.pipeline_parallel, job.micro_batches, size.workers_per_node)
+    plan = initial_plan(shape, size.workers, job.pipeline_last)
+    said = in_words(size.nodes, exposure(shape, size.workers, job.pipeline_last, job.distributed_optimizer))
+    full = spelled_out(plan, job.chunks)
+    following, without = dict[str, ParallelPlan](), dict[str, str]()
+    for name, lost in _single_losses(plan, size):
+        held = {worker: full.shards_of(worker) for worker in full.members if worker not in lost}
+        try:
+            if job.distributed_optimizer:
+                require_all_parts(plan, held)
+            survivors = Survivors(shape, job.chunks, held, plan, plan, job, dict(arguments), size.slots)
+            following[name] = spelled_out(uniform_or_less(survivors)[0], job.chunks)
+        except NoPlanError as error:
+            without[name] = str(error)
+    try:
+        known = KnownJob.of(job, dict(arguments))
+        cost = cost_of_job(known, size.slots, size.workers_per_node, job.chunks, None)
+        first, after, changing = _memory(full, following, cost.model, cost.training)
+    except (UnknownCost, PlanError) as error:
+        return Outlook(said, without, unknown=str(error))
+    capacity = None if job.device_memory is None else usable(job.device_memory, job.memory_reserve)
+    return Outlook(said, without, first, after, changing, capacity)
+
+
+def _single_losses(plan: ParallelPlan, size: JobSize) -> Iterator[tuple[str, frozenset[int]]]:
+    """Workers and nodes other than node 0, one of those that are alike: whose workers hold the same."""
+    workers = [(f"worker {worker}", frozenset([worker])) for worker in plan.members]
+    nodes = [(f"node {node}", frozenset(size.slots_on(node))) for node in range(1, size.nodes)]
+    seen: set[tuple[Any, ...]] = set()
+    for name, lost in [*workers, *nodes]:
+        kind = tuple(sorted(coordinate for worker in lost if (coordinate := plan.coordinate_of(worker)) is not None))
+        if kind not in seen:
+            seen.add(kind)
+            yield name, lost
+
+
+def _memory(
+    first: ParallelPlan, following: Mapping[str, ParallelPlan], model: Model, training: Training
+) -> tuple[Use, tuple[str, Use] | None, tuple[str, Use] | None]:
+    def most(used: Mapping[int, int]) -> Use:
+        worker = max(used, key=lambda worker: (used[worker], -worker))
+        return Use(worker, used[worker])
+
+    def under(plan: ParallelPlan) -> Use:
+        return most({worker: use.total for worker, use in memory_of(plan, model, training).items()})
+
+    after = [(name, under(plan)) for name, plan in following.items()]
+    changing = [(name, most(peak_of_change(first, plan, model, training))) for name, plan in following.items()]
+    worst = [max(each, key=lambda pair: pair[1].bytes, default=None) for each in (after, changing)]
+    return under(first), worst[0], worst[1]

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `resihp check` says of command lines, held against Megatron's own parser and validation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_resihp.integration.check import command
+from megatron_resihp.integration.check.findings import Findings
+
+LLAMA = """
+    --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --swiglu
+    --position-embedding-type rope --normalization RMSNorm --untie-embeddings-and-output-weights
+    --disable-bias-linear --attention-dropout 0.0 --hidden-dropout 0.0 --micro-batch-size 1 --global-batch-size 128
+    --train-iters 1000 --lr 1e-4 --bf16 --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer
+    --overlap-grad-reduce --split 99,1,0 --log-interval 1 --eval-iters 32 --eval-interval 100
+    --save-interval 1000 --save out --load out
+"""
+MOCK_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 128256"
+TORCHRUN = "--nproc_per_node 8 --nnodes 2 --node_rank 0 --master_addr head --master_port 29500"
+
+Look = Callable[..., Findings]
+
+
+@pytest.fixture
+def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: None) -> Look:
+    """Checks `TORCHRUN train.py LLAMA WORDS --resihp`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    Path("train.py").write_text("parser.add_argument('--of-the-script', type=int)\nraise SystemExit('not to be run')\n")
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+
+    def look(
+        words: str = "", launch: str = TORCHRUN, environment: Mapping[str, str] = {}, data: str = MOCK_DATA
+    ) -> Findings:
+        asked = parser.parse_args([*launch.split(), "train.py", *f"{LLAMA} {data} {words} --resihp".split()])
+        return command.look(command._asked(asked), Path("train.py"), asked.memory_gib, environment)
+
+    return look
+
+
+def test_a_job_that_would_be_let_in(look: Look) -> None:
+    found = look(launch=f"{TORCHRUN} --memory-gib 80")
+    assert found.let_in and found.refusals == () == found.unknown
+    lines = list(found.lines())
+    assert lines[0] == "train.py, 16 workers (--nnodes 2 --nproc-per-node 8)"
+    assert lines[-1] == "resihp: the job would be let in; no flag is changed"
+    assert any(
+        "losing node 0 (the coordinator's) or node 1 ends the job" in line and "--use-distributed-optimizer" in line
+        for line in lines
+    ), "as the job itself says at its start"
+    assert sum("fits: 73.6 GiB may be used" in line for line in lines) == 3
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in note for note in found.notes)
+
+
+def test_every_refusal_at_once(look: Look) -> None:
+    words = "--inprocess-restart --optimizer sgd --global-batch-size 127 --no-such-flag 3 --of-the-script 4 --lr much"
+    found = look(f"{words} --resihp-strategy best --load-balance nothing --seqlength 3")
+    flags = [refusal["flag"] for refusal in found.as_json()["refusals"]]
+    assert {"--lr", "--resihp-strategy", "--inprocess-restart", "--optimizer", "--global-batch-size"} <= set(flags)
+    assert all(refusal["reason"] and refusal["fix"] for refusal in found.as_json()["refusals"])
+    assert found.unknown == ("--load-balance", "--no-such-flag", "--seqlength (do you mean --seq-length?)")
+    assert list(found.lines())[-1].startswith("resihp: the job would be refused: 5 things keep it out")
+
+
+@pytest.mark.parametrize("words", ["--attention-backend quick", "--attention-backend=quick"])
+def test_a_value_that_megatron_looks_up(look: Look, words: str) -> None:
+    assert look(words).refusals == ("--attention-backend quick: no such value; see Megatron's --help",)
+
+
+def test_what_megatron_itself_refuses(look: Look) -> None:
+    (refusal,) = look("--max-position-embeddings 64").refusals
+    assert refusal.startswith("Megatron refuses these flags: ") and "max_position_embeddings" in refusal
+
+
+def test_sizes_that_do_not_fit(look: Look) -> None:
+    (refusal,) = look("--pipeline-model-parallel-size 16").refusals
+    assert refusal.startswith("16 workers are not a multiple of TP x PP = 32, so no plan exists; start 32")
+
+
+def test_the_environment_of_a_launch_script(look: Look) -> None:
+    found = look(environment={"NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_CUMEM_ENABLE": "0", "CUDA_LAUNCH_BLOCKING": "1"})
+    overruled, *harmful = found.environment
+    assert overruled == "NCCL_ASYNC_ERROR_HANDLING=1 becomes 0: recovery needs it; unset it"
+    assert [line.partition("=")[0] for line in harmful] == ["NCCL_CUMEM_ENABLE", "CUDA_LAUNCH_BLOCKING"]
+    assert found.let_in
+
+
+def test_an_overlap_that_is_not_always_there(look: Look) -> None:
+    (line,) = look().without_overlap
+    assert line.startswith("--overlap-grad-reduce: while replicas differ")
+
+
+def test_data_may_be_elsewhere_and_a_tokenizer_is_not_opened(look: Look) -> None:
+    found = look(data="--data-path /far/away_document --tokenizer-type GPT2BPETokenizer --vocab-file /far/vocab")
+    assert found.let_in, found.refusals
+    assert any(note.startswith("not seen from here: --data-path /far") for note in found.notes)
+    assert "the vocabulary is counted as 131,072 rows; only the tokenizer knows how many there are" in found.notes
+
+
+def test_memory_that_does_not_suffice_keeps_no_job_out(look: Look) -> None:
+    found = look(launch="--nproc-per-node 8 --memory-gib 24")
+    assert found.let_in and any("DOES NOT FIT" in line for line in found.lines())
+
+
+def run(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    """The whole command; its exit code and what it said."""
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setattr(command, "missing", lambda modules: None)
+    monkeypatch.setattr("megatron_resihp.cpu.install", lambda force: True)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    code = command.run(parser.parse_args(words.split()))
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_exit_codes_and_json(look: Look, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = f"--json {TORCHRUN} train.py {LLAMA} {MOCK_DATA} --resihp"
+    code, out, _ = run(asked, capsys, monkeypatch)
+    found: dict[str, Any] = json.loads(out)
+    assert (code, found["let_in"], found["refusals"]) == (0, True, [])
+    assert found["outlook"]["first"]["bytes"] > 2**30
+    code, out, _ = run(f"{asked} --inprocess-restart", capsys, monkeypatch)
+    assert code == 2 and [each["flag"] for each in json.loads(out)["refusals"]] == ["--inprocess-restart"]
+
+
+def test_what_launch_would_refuse(
+    look: Look, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words, said in (
+        ("--nproc-per-node 0 train.py", "--nproc-per-node 0 starts no worker; give 1 or more"),
+        ("no.py", "no.py does not exist; give a Python script"),
+    ):
+        assert run(words, capsys, monkeypatch) == (2, "", f"resihp: {said}\n")
+
+
+def test_without_the_extra(look: Look, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setattr(command, "missing", lambda modules: f"{' and '.join(modules)} are not installed")
+    assert command.run(parser.parse_args(["train.py"])) == 2
+    assert capsys.readouterr().err == "resihp: torch and megatron.core are not installed\n"

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script's text tells of its flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_resihp.integration.check.script import read_script
+
+
+def test_flags_and_defaults_of_a_script_and_of_what_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import json, builders\n"
+        "raise SystemExit('this must not be run')\n"
+        "pretrain(args_defaults={'tokenizer_type': 'GPT2BPETokenizer'})\n"
+        "def more(parser): parser.add_argument('--own-flag', '--own', type=int)\n"
+    )
+    (tmp_path / "builders.py").write_text("import train\ngroup.add_argument('--depth')\nf(args_defaults={'lr': 1})\n")
+    (tmp_path / "other.py").write_text("parser.add_argument('--of-another-script')\n")
+    found = read_script(tmp_path / "train.py")
+    assert found.added == {"--own-flag", "--own", "--depth"}
+    assert found.defaults == {"tokenizer_type": "GPT2BPETokenizer"}
+
+
+def test_a_script_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("this is no Python")
+    assert read_script(tmp_path / "train.py").added == read_script(tmp_path / "no.py").added == frozenset()

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `resihp check` says of single losses and of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.cost.layers import model_from_arguments
+from megatron_resihp.cost.memory import memory_of
+from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.training import training_from_arguments
+from megatron_resihp.integration.check.findings import told_of_losses, told_of_memory
+from megatron_resihp.integration.check.losses import Outlook, outlook
+from megatron_resihp.plan import even_chunks, spelled_out
+from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
+from megatron_resihp.protocol.job import JobDescription
+
+NODE = 8
+ARGUMENTS: dict[str, Any] = {**PRESETS["llama2-7b"], "seq_length": 4096, "recompute_granularity": "selective"}
+JOB = JobDescription(2, 4, 32, even_chunks(32, 4), 4096, True, pipeline_last=False, device_memory=80 << 30)
+
+
+def of(workers: int, per_node: int = NODE, job: JobDescription = JOB, **more: Any) -> Outlook:
+    return outlook(job, JobSize(workers // per_node, per_node), ARGUMENTS | more)
+
+
+def test_every_node_is_a_replica() -> None:
+    found = of(16)
+    assert found.losses == "losing node 0 (the coordinator's) ends the job; any other one may be lost"
+    assert found.without_plan == {}
+    assert found.first is not None and found.after is not None and found.changing is not None
+    assert found.first.bytes <= found.after[1].bytes < found.changing[1].bytes
+
+
+def test_figures_are_the_cost_models() -> None:
+    plan = spelled_out(initial_plan(JobShape(2, 4, 32, NODE), 16, pipeline_last=False), JOB.chunks)
+    used = memory_of(plan, model_from_arguments(ARGUMENTS), training_from_arguments(ARGUMENTS))
+    found = of(16)
+    assert found.first is not None
+    assert found.first.bytes == max(use.total for use in used.values()) == used[found.first.worker].total
+
+
+def test_state_that_is_on_one_node_only() -> None:
+    """Megatron's default order of ranks: with four nodes each stage is on one of them."""
+    found = of(32, job=replace(JOB, pipeline_last=True))
+    assert "losing node 0 (the coordinator's), node 1, node 2 or node 3 ends the job" in found.losses
+    assert "start it with --use-tp-pp-dp-mapping" in found.losses
+    assert found.without_plan.keys() == {"node 1", "node 2", "node 3"}
+    assert list(told_of_losses(found))[1].startswith("no plan after the loss of node 1: the state of stage 1 TP rank 0")
+
+
+def test_one_replica_survives_no_loss() -> None:
+    found = of(8)
+    assert "losing any worker ends the job" in found.losses
+    assert len(found.without_plan) == 8
+    assert list(told_of_losses(found))[-1] == "nor after 5 other kinds of losses"
+
+
+def test_what_does_not_fit_is_said() -> None:
+    large, small = of(16), of(16, job=replace(JOB, device_memory=24 << 30))
+    assert [line.count("fits") for line in told_of_memory(large)] == [1, 1, 1]
+    assert any("loss of worker" in line and "DOES NOT FIT" in line for line in told_of_memory(small))
+
+
+def test_without_the_devices_memory_only_needs_are_said() -> None:
+    lines = list(told_of_memory(of(16, job=replace(JOB, device_memory=None))))
+    assert lines[-1] == "give --memory-gib GIB, of each GPU, to compare" and "FIT" not in "".join(lines)
+
+
+def test_a_model_that_is_not_modelled() -> None:
+    (line,) = told_of_memory(of(16, moe_latent_size=4))
+    assert line == "not known: moe_latent_size is not modelled"
+
+
+def test_sizes_that_do_not_fit() -> None:
+    with pytest.raises(NoPlanError, match="not a multiple of TP x PP"):
+        of(12, per_node=4)
