@@ -297,7 +297,9 @@ def _check_interleaving(args: argparse.Namespace, replicas: int) -> None:
             )
     empty = next((number for number, chunk in enumerate(own_chunks(args)) if chunk.end == chunk.first), None)
     if empty is not None:
-        raise ConfigError(f"chunk {empty} of the interleaved pipeline has no layers, which is not supported; give it some")
+        raise ConfigError(
+            f"chunk {empty} of the interleaved pipeline has no layers, which is not supported; give it some"
+        )
 
 
 def fail(*texts: str) -> NoReturn:
