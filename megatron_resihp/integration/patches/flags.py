@@ -278,6 +278,11 @@ def _check_batches(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} gives {replicas} replicas less than one micro-batch each; raise it")
     if args.virtual_pipeline_model_parallel_size is not None:
         _check_interleaving(args, replicas)
+    if args.overlap_p2p_comm_warmup_flush and not args.overlap_p2p_comm:
+        fail(
+            "--overlap-p2p-communication-warmup-flush needs an interleaved pipeline whose communication overlaps; "
+            "leave it out"
+        )
 
 
 def _check_interleaving(args: argparse.Namespace, replicas: int) -> None:

@@ -73,7 +73,7 @@ class OwnLayout:
     def coordinates_in(self, shards: Collection[Shard]) -> tuple[Coordinate, ...]:
         """The coordinates all of whose shards are among these."""
         everything = (Coordinate(*place) for place in product(range(self.stages), range(self.tensor_parallel)))
-        return tuple(each for each in everything if set(self.shards_of(each)) <= set(shards))
+        return tuple(each for each in everything if {*self.shards_of(each)} <= {*shards} and self.shards_of(each))
 
     def coordinate_of(self, shards: tuple[Shard, ...]) -> Coordinate | None:
         """The coordinate whose holder holds just these shards; None: there is no such."""

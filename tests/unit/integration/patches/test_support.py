@@ -214,6 +214,18 @@ def test_interleaving_that_can_not_be(
     assert all(word in line for word in words), line
 
 
+def test_overlap_that_megatron_switches_off(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own configuration of the model would raise an error on every worker."""
+
+    def derive(args: argparse.Namespace, defaults: Any) -> argparse.Namespace:
+        args.overlap_p2p_comm = False
+        return args
+
+    with pytest.raises(SystemExit):
+        check(*COMMON, "--overlap-p2p-communication-warmup-flush", megatron=derive)
+    assert "--overlap-p2p-communication-warmup-flush needs an interleaved pipeline" in capsys.readouterr().err
+
+
 def test_refusals_speak_of_what_was_given() -> None:
     values = SimpleNamespace(use_torch_fsdp2=True, seed=3, optimizer="sgd", new_in_megatron=0)
     lines = refusals(
