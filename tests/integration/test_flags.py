@@ -47,10 +47,12 @@ LATENT: dict[str, Any] = {
 ROTARY_LATENT: dict[str, Any] = LATENT | {"rope_type": "rope", "q_lora_rank": None, "sequence_parallel": None}
 GROUPED: dict[str, Any] = EXPERTS | {
     "moe_grouped_gemm": True, "swiglu": True, "sequence_parallel": True, "moe_shared_expert_intermediate_size": 32,
-    "moe_shared_expert_gate": True,
+    "moe_shared_expert_gate": True, "recompute_granularity": "selective",
+    "recompute_modules": ["moe", "shared_experts"],
 }  # fmt: skip
 HALF: dict[str, Any] = {
     "bf16": True, "fp32_residual_connection": True, "grad_reduce_in_bf16": True, "no_position_embedding": True,
+    "timing_log_level": 2,
 }  # fmt: skip
 
 

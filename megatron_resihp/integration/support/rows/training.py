@@ -51,7 +51,7 @@ _BATCHES: Rows = joined(
         "full_validation multiple_validation_sets validation_set_names",
         "how long an evaluation lasts follows from the data then, and survivors meet again by its length",
     ),
-    refused("test_mode", "it checks tensors that the stand-in doesn't make"),
+    refused("test_mode", "it compares parameters in groups that unlike replicas don't have"),
 )
 
 _LOOP: Rows = joined(

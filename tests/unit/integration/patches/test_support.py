@@ -83,7 +83,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
         "--rampup-batch-size 4 4 100", "--async-save", "--overlap-param-gather",
         "--dataloader-type cyclic", "--dataloader-type external", "--fp16", "--inprocess-restart",
-        "--fp16-lm-cross-entropy",
+        "--qk-clip",
         "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--num-layers-per-virtual-pipeline-stage 1", "--mla-down-proj-fusion",
         "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
