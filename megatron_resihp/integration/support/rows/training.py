@@ -72,7 +72,7 @@ _LOOP: Rows = joined(
         "iterations that its file names are skipped, which the record of iterations doesn't know",
     ),
     tested(
-        "integration/test_ends.py::test_a_flag_that_is_refused",
+        "integration/test_flags.py::test_a_death_and_other_degrees",
         "rerun_mode",
         condition=one_of("disabled", "validate_results", mend="use disabled or validate_results"),
     ),

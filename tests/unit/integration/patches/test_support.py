@@ -163,7 +163,7 @@ def test_refusals_speak_of_what_was_given() -> None:
     )
     assert lines == [
         "--async-save is not supported with --resihp: a save that is under way when an epoch breaks would be left half "
-        "done; leave one of the two out",
-        "--new-in-megatron is not supported with --resihp: nobody has yet read what it does; leave one of the two out",
+        "done; leave it or --resihp out",
+        "--new-in-megatron is not supported with --resihp: nobody has yet read what it does; leave it or --resihp out",
         "--optimizer sgd is not supported with --resihp: only adam's state is known to move",
     ]
