@@ -61,10 +61,10 @@ def test_a_copy_becomes_the_last_replica(jobs: Jobs) -> None:
         pytest.param(TENSOR | {"bf16": True}, BF16, marks=NIGHTLY),
         pytest.param(PIPELINE | {"bf16": True}, BF16, marks=NIGHTLY),
         pytest.param(PIPELINE | {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}, FP32, marks=NIGHTLY),
-        pytest.param(TENSOR | {"ddp_num_buckets": 3}, FP32, marks=NIGHTLY),
+        pytest.param(TENSOR | {"ddp_num_buckets": 3, "ddp_pad_buckets_for_high_nccl_busbw": True}, FP32, marks=NIGHTLY),
         pytest.param(TENSOR | EXPERTS | {"sequence_parallel": True}, FP32, marks=NIGHTLY),
     ],
-    ids=["tensor, bf16", "pipeline, bf16", "pipeline, small buckets, overlap", "three buckets", "experts"],
+    ids=["tensor, bf16", "pipeline, bf16", "pipeline, small buckets, overlap", "three padded buckets", "experts"],
 )
 def test_deaths_in_other_layouts(jobs: Jobs, layout: dict[str, Any], tolerance: Tolerance) -> None:
     survive(jobs, "kill:1@2:step", "kill:2@4:backward", layout=layout, tolerance=tolerance)

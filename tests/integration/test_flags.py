@@ -38,7 +38,7 @@ TRANSFER: dict[str, Any] = {
     "mup_base_head_dim": 4, "mup_attn_scale_power": 0.9, "no_weight_decay_cond_type": "apply_wd_to_qk_layernorm",
     "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
-YARN: dict[str, Any] = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0}
+YARN: dict[str, Any] = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "rerun_mode": "disabled"}
 LATENT: dict[str, Any] = {
     "multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
     "v_head_dim": 4, "qk_layernorm": True, "rotary_scaling_factor": 4.0, "normalization": "RMSNorm",
@@ -47,10 +47,12 @@ LATENT: dict[str, Any] = {
 ROTARY_LATENT: dict[str, Any] = LATENT | {"rope_type": "rope", "q_lora_rank": None, "sequence_parallel": None}
 GROUPED: dict[str, Any] = EXPERTS | {
     "moe_grouped_gemm": True, "swiglu": True, "sequence_parallel": True, "moe_shared_expert_intermediate_size": 32,
-    "moe_shared_expert_gate": True,
+    "moe_shared_expert_gate": True, "recompute_granularity": "selective",
+    "recompute_modules": ["moe", "shared_experts"],
 }  # fmt: skip
 HALF: dict[str, Any] = {
     "bf16": True, "fp32_residual_connection": True, "grad_reduce_in_bf16": True, "no_position_embedding": True,
+    "timing_log_level": 2,
 }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def unread(place: str, names: str) -> Rows:
     return _rows(names, evidence=Evidence.INERT, shown=f"megatron.{place}", unread=True)
 
 
-def refused(names: str, why: str, instead: str = "leave one of the two out") -> Rows:
+def refused(names: str, why: str, instead: str = "leave it or --resihp out") -> Rows:
     """These are refused: why, and what to do instead."""
     return _rows(names, why=why, instead=instead)
 

@@ -61,5 +61,5 @@ def refusals(values: Mapping[str, Any], defaults: Mapping[str, Any], flags: Mapp
         flags: how each argument is spelled on the command line.
     """
     complete = {**defaults, **values}
-    rows = (TABLE.get(name) or Row(name, why=UNKNOWN, instead="leave one of the two out") for name in sorted(defaults))
+    rows = (TABLE.get(name) or Row(name, why=UNKNOWN, instead="leave it or --resihp out") for name in sorted(defaults))
     return [line for row in rows if (line := row.refusal(complete, defaults, flags))]

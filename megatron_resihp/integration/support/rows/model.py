@@ -114,7 +114,13 @@ _RECOMPUTED: Rows = joined(
     tested(
         "integration/test_flags.py::test_a_death_and_other_degrees",
         "recompute_modules",
-        condition=all_of("core_attn", "mlp", mend="recompute core_attn or mlp, whose outputs stay in memory"),
+        condition=all_of(
+            "core_attn",
+            "mlp",
+            "moe",
+            "shared_experts",
+            mend="recompute core_attn, mlp, moe or shared_experts, whose outputs stay in memory",
+        ),
     ),
     refused(
         "distribute_saved_activations",

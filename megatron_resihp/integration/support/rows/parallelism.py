@@ -121,7 +121,8 @@ _EXPERT_OVERLAP: Rows = joined(
 _REPLICAS: Rows = joined(
     tested("integration/test_plans.py::test_orders_of_ops", "overlap_grad_reduce"),
     tested(
-        "integration/test_distributed_optimizer.py::test_deaths_in_other_layouts", "ddp_bucket_size ddp_num_buckets"
+        "integration/test_distributed_optimizer.py::test_deaths_in_other_layouts",
+        "ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw",
     ),
     tested(
         "integration/test_distributed_optimizer.py::test_a_copy_becomes_the_last_replica",
@@ -135,10 +136,6 @@ _REPLICAS: Rows = joined(
     refused(
         "num_distributed_optimizer_instances",
         "parts of the optimizer's state exist once for each instance, which copies don't follow",
-    ),
-    refused(
-        "ddp_pad_buckets_for_high_nccl_busbw",
-        "no test holds that parts of a distributed optimizer move between buckets so padded",
     ),
     refused(
         "ddp_reduce_scatter_with_fp32_accumulation ddp_param_name_patterns_for_fp32_local_accumulation",

@@ -51,7 +51,7 @@ _BATCHES: Rows = joined(
         "full_validation multiple_validation_sets validation_set_names",
         "how long an evaluation lasts follows from the data then, and survivors meet again by its length",
     ),
-    refused("test_mode", "it checks tensors that the stand-in doesn't make"),
+    refused("test_mode", "it compares parameters in groups that unlike replicas don't have"),
 )
 
 _LOOP: Rows = joined(
@@ -72,7 +72,7 @@ _LOOP: Rows = joined(
         "iterations that its file names are skipped, which the record of iterations doesn't know",
     ),
     tested(
-        "integration/test_ends.py::test_a_flag_that_is_refused",
+        "integration/test_flags.py::test_a_death_and_other_degrees",
         "rerun_mode",
         condition=one_of("disabled", "validate_results", mend="use disabled or validate_results"),
     ),
