@@ -11,8 +11,9 @@ data and tokenizers are replaced; `--dry-run` names each replacement. Recipes th
 once. Each then runs on CPUs, with workers that are forked from one warm process:
 
 - stock Megatron without the plugin;
-- the same with `--lr 0`, the negative control: its loss must differ by 100 times the tolerance, and by 1 %;
-- in 16 bits: stock Megatron with another degree of tensor parallelism, whose differences are the tolerance;
+- the same with `--lr 0`, the negative control: its loss must differ by 1 %, and by 100 times what is tolerated;
+- in 16 bits: stock Megatron with another degree of tensor parallelism, whose differences are tolerated, the loss's up
+  to the control's hundredth;
 - with `--resihp`: a worker gets a SIGKILL at a random point, the survivors change to two replicas that differ in
   stages, degrees and shares, and then the dead worker returns.
 

@@ -99,6 +99,7 @@ def summary(recipes: int, accepted: int, lines: Sequence[Line], results: Results
         "failed": {name: verdict["reason"] for line, verdict in those(FAILED) for name in line.names},
         "unequal": {name: _said(verdict) for line, verdict in those(UNEQUAL) for name in line.names},
         "largest_loss_difference": max((verdict["loss"] for _, verdict in those(EQUAL)), default=None),
+        "widest_tolerance": max((verdict["tolerance"] for _, verdict in those(EQUAL)), default=None),
         "smallest_control": min((verdict["control"] for _, verdict in those(EQUAL)), default=None),
         "seconds": round(sum(sum(verdict["seconds"].values()) for _, verdict in tried), 1),
     }

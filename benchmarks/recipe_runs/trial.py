@@ -19,7 +19,9 @@ LOSS: Final = "lm loss"
 CONTROL: Final = 100.0
 """Times the tolerance by which a run that learns nothing must differ."""
 VISIBLE: Final = 1e-2
-WITHOUT_STEPS: Final = ("--lr", "0", "--min-lr", "0")
+"""By how much it must differ at least."""
+WITHOUT_STEPS: Final = ("--lr", "0", "--min-lr", "0", "--exit-interval", "5")
+"""So few iterations are enough to differ."""
 DECOUPLED: Final = ("--decoupled-lr", "--decoupled-min-lr", "--lr-warmup-init", "--muon-lr")
 
 EQUAL, UNEQUAL, FAILED, NO_CONTROL = "equal", "unequal", "failed", "no control"
@@ -33,7 +35,8 @@ class Verdict:
         outcome: equal, unequal, failed (why is in `reason`), or no control: the comparison could not have failed.
         death: what happened to the job.
         unequal: the tags that differ by more than they may, with how much they may.
-        loss: the largest relative difference of the loss; `control`: of a run that learns nothing.
+        loss: the largest relative difference of the loss, `tolerance`: what it may be, `control`: that of a run that
+            learns nothing.
         seconds: of each run.
     """
 
@@ -42,6 +45,7 @@ class Verdict:
     death: str = ""
     unequal: Sequence[tuple[Difference, float]] = ()
     loss: float = 0.0
+    tolerance: float = FP32
     control: float = 0.0
     seconds: Mapping[str, float] | None = None
 
@@ -93,19 +97,22 @@ class Trial:
 def judge(
     stock: Logged, run: Logged, still: Logged, allowed: Mapping[str, float], death: Death, seconds: Mapping[str, float]
 ) -> Verdict:
-    """Pure: the verdict on what the three runs have logged."""
+    """Pure: the verdict on what the three runs have logged.
+
+    Two degrees of tensor parallelism may differ by so much in 16 bits that no control would tell it from learning
+    nothing. So the loss may differ by the control's hundredth at most, too.
+    """
     found = differences(stock, run)
-    largest = found[LOSS].relative
-    control = differences(stock, still)[LOSS].relative
+    both = stock.keys() & still.keys()
+    control = differences({key: stock[key] for key in both}, still)[LOSS].relative
+    tolerances = {tag: max(allowed.get(tag, 0.0), FP32) for tag in found}
+    tolerances[LOSS] = max(min(tolerances[LOSS], control / CONTROL), FP32)
     unequal = [
-        (difference, max(allowed.get(tag, 0.0), FP32))
-        for tag, difference in found.items()
-        if not difference.relative <= max(allowed.get(tag, 0.0), FP32)
+        (difference, tolerances[tag]) for tag, difference in found.items() if not difference.relative <= tolerances[tag]
     ]
     outcome, reason = UNEQUAL if unequal else EQUAL, ""
-    least = max(CONTROL * max(allowed.get(LOSS, 0.0), FP32), VISIBLE)
     skipped = sum(values != {0.0} for (tag, _), values in stock.items() if tag == SKIPPED)
-    if skipped or control < least:
+    if skipped or control < VISIBLE:
         outcome = NO_CONTROL
-        reason = f"without steps the loss differs by {control:.2g} of {least:.2g}; steps skipped: {skipped}"
-    return Verdict(outcome, reason, str(death), unequal, largest, control, seconds)
+        reason = f"without steps the loss differs by {control:.2g}, less than {VISIBLE:g}; steps skipped: {skipped}"
+    return Verdict(outcome, reason, str(death), unequal, found[LOSS].relative, tolerances[LOSS], control, seconds)
