@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -92,12 +91,13 @@ def _asked(namespace: argparse.Namespace) -> LaunchOptions:
 
 
 def _script(options: LaunchOptions) -> Path:
+    """The file that would be run."""
     if options.command[0] != "-m":
         return Path(options.command[0])
-    *packages, name = options.command[1].split(".")
-    found = PathFinder.find_spec(packages[0] if packages else name, [os.getcwd(), *sys.path])
-    origin = Path(found.origin) if found is not None and found.origin else Path(name)
-    return origin.parent.joinpath(*packages[1:], f"{name}.py") if packages else origin
+    module = Path(*options.command[1].split("."))
+    files = (module.with_suffix(".py"), module / "__main__.py")
+    found = (Path(folder) / file for folder in (os.getcwd(), *sys.path) for file in files)
+    return next((path for path in found if path.is_file()), files[0])
 
 
 def look(

@@ -133,6 +133,15 @@ def test_exit_codes_and_json(look: Look, capsys: pytest.CaptureFixture[str], mon
     assert code == 2 and [each["flag"] for each in json.loads(out)["refusals"]] == ["--inprocess-restart"]
 
 
+def test_the_file_of_a_module(look: Look) -> None:
+    Path("trainer").mkdir()
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    for name, file in (("trainer.main", "trainer/main.py"), ("trainer", "trainer/__main__.py")):
+        Path(file).touch()
+        assert command._script(command._asked(parser.parse_args(["-m", name]))) == Path(file).resolve()
+
+
 def test_what_launch_would_refuse(
     look: Look, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
