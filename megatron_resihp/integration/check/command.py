@@ -68,7 +68,7 @@ def run(namespace: argparse.Namespace) -> int:
         return exit_codes.REFUSED
     sys.path.insert(0, str(script.resolve().parent) if options.command[0] != "-m" else os.getcwd())
     # The script may bring its own Megatron.
-    if problem := missing(["torch", "megatron.core"]):
+    if problem := missing(["megatron.core"]):
         print(f"resihp: {problem}", file=sys.stderr)
         return exit_codes.REFUSED
     with warnings.catch_warnings():
