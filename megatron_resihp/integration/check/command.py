@@ -66,7 +66,7 @@ def run(namespace: argparse.Namespace) -> int:
     except LaunchError as error:
         print(f"resihp: {error}", file=sys.stderr)
         return exit_codes.REFUSED
-    sys.path.insert(0, str(script.resolve().parent) if options.command[0] != "-m" else os.getcwd())
+    sys.path.insert(0, str(script.resolve().parent) if options.module is None else os.getcwd())
     # The script may bring its own Megatron.
     if problem := missing(["megatron.core"]):
         print(f"resihp: {problem}", file=sys.stderr)
@@ -92,9 +92,9 @@ def _asked(namespace: argparse.Namespace) -> LaunchOptions:
 
 def _script(options: LaunchOptions) -> Path:
     """The file that would be run."""
-    if options.command[0] != "-m":
+    if options.module is None:
         return Path(options.command[0])
-    module = Path(*options.command[1].split("."))
+    module = Path(*options.module.split("."))
     files = (module.with_suffix(".py"), module / "__main__.py")
     found = (Path(folder) / file for folder in (os.getcwd(), *sys.path) for file in files)
     return next((path for path in found if path.is_file()), files[0])
@@ -117,12 +117,11 @@ def look(
     from megatron_resihp.integration.enable import version_problem
 
     size = options.size
-    words = options.command[2 if options.command[0] == "-m" else 1 :]
-    job = f"{options.command[-len(words) - 1]}, {size.workers} workers ({size})"
+    job = f"{options.module or options.command[0]}, {size.workers} workers ({size})"
     if problem := version_problem():
         return Findings(job, refusals=(problem,))
     text = read_script(script)
-    line = read_command_line(words, size.workers, text.defaults)
+    line = read_command_line(options.arguments, size.workers, text.defaults)
     outlook, assumed = _outlook(line, options, memory_gib)
     return Findings(
         job=job,
