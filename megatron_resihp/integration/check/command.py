@@ -129,7 +129,7 @@ def look(
         environment=(*overruled(environment), *warnings_of(environment)),
         without_overlap=tuple(_without_overlap(line)),
         unknown=tuple(_unknown(line, text)),
-        notes=(*_notes(line, options), *assumed),
+        notes=(*_notes(line, options, environment), *assumed),
         outlook=outlook,
     )
 
@@ -179,7 +179,7 @@ def _unknown(line: CommandLine, text: ScriptFlags) -> list[str]:
     return sorted(found)
 
 
-def _notes(line: CommandLine, options: LaunchOptions) -> list[str]:
+def _notes(line: CommandLine, options: LaunchOptions, environment: Mapping[str, str]) -> list[str]:
     from megatron_resihp.integration.patches.flags import data_problems
 
     notes = []
@@ -189,15 +189,15 @@ def _notes(line: CommandLine, options: LaunchOptions) -> list[str]:
         notes += [f"not seen from here: {problem}" for problem in data_problems(line.given)]
         if not line.given.resihp:
             notes.append("--resihp is not among the flags: without it nothing is recovered; add it")
-        notes += _of_connections(line.given)
+        notes += _of_connections(line.given, environment)
     if options.size.most_nodes > 1 and (options.coordinator is None or options.run_dir is None):
         notes.append("`resihp launch` needs --coordinator HOST:PORT and --run-dir DIR for several nodes")
     return notes
 
 
-def _of_connections(given: argparse.Namespace) -> list[str]:
+def _of_connections(given: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
     """What Megatron asserts only where it sees a GPU of an older generation."""
     cut = max(given.tensor_model_parallel_size, given.context_parallel_size) > 1
-    if not cut or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if not cut or environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         return []
     return ["Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with TP or CP on GPUs before Blackwell; set it there"]
