@@ -19,7 +19,7 @@ from megatron_resihp.control.commands import apply, checkpoint, inject, launch_o
 from megatron_resihp.extras import missing
 from megatron_resihp.report.live.run_report import RunReport
 
-NEED_TORCH: Final = frozenset({"launch", "inject", "apply"})
+NEED_TORCH: Final = frozenset({"launch", "check", "inject", "apply"})
 """Commands that need the extra `train`. Scripts may bring their own Megatron."""
 SCRIPTS: Final = ("pretrain_gpt.py", "make_dataset.py")
 """Scripts that come with the package."""

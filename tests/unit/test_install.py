@@ -76,7 +76,9 @@ def test_simulate_names_its_experiments(main: Main, capsys: pytest.CaptureFixtur
     assert "fail-stop/llama2-13b/1h" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["launch", "train.py"], ["inject", "clear"], ["apply", "run", "plan.json"]])
+@pytest.mark.parametrize(
+    "command", [["launch", "train.py"], ["check", "train.py"], ["inject", "clear"], ["apply", "run", "plan.json"]]
+)
 def test_others_name_the_extra_that_is_missing(
     main: Main, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:

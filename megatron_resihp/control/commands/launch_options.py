@@ -70,6 +70,16 @@ class LaunchOptions:
         return JobSize(self.nodes, self.workers_per_node, self.late_nodes)
 
     @property
+    def module(self) -> str | None:
+        """What is run in place of a script."""
+        return self.command[1] if self.command[0] == "-m" else None
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of the script or module."""
+        return self.command[1 if self.module is None else 2 :]
+
+    @property
     def heartbeat_s(self) -> float:
         return min(LONGEST_PERIOD_S, self.heartbeat_timeout_s / 5)
 
@@ -204,8 +214,8 @@ def check(options: LaunchOptions) -> None:
             raise LaunchError(f"--{name}-timeout {seconds:g} can't be; {mend}")
     if most_nodes > 1 and options.run_dir is None:
         raise LaunchError("several nodes need one run directory; give all of them the same --run-dir")
-    if options.command[0] == "-m":
-        _check_module(options.command[1])
+    if options.module is not None:
+        _check_module(options.module)
         return
     script = Path(options.command[0])
     if not script.is_file():

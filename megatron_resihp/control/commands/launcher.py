@@ -146,7 +146,8 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         ending, failures = _serve(options, seat, starter, workers, watcher, mailbox, relay, reaper)
         outputs.close(CLOSING_S)
         if ending.code:
-            for worker in failures:
+            # Workers that refuse the job's flags all say the same.
+            for worker in failures[:1] if ending.code == exit_codes.REFUSED else failures:
                 _show_failure(worker, outputs.last_lines(worker.number))
         _finish(seat, ending)
         if ending.code == exit_codes.RETRY and options.node > 0:

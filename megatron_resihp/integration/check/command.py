@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,9 +66,9 @@ def run(namespace: argparse.Namespace) -> int:
     except LaunchError as error:
         print(f"resihp: {error}", file=sys.stderr)
         return exit_codes.REFUSED
-    sys.path.insert(0, str(script.resolve().parent) if options.command[0] != "-m" else os.getcwd())
+    sys.path.insert(0, str(script.resolve().parent) if options.module is None else os.getcwd())
     # The script may bring its own Megatron.
-    if problem := missing(["torch", "megatron.core"]):
+    if problem := missing(["megatron.core"]):
         print(f"resihp: {problem}", file=sys.stderr)
         return exit_codes.REFUSED
     with warnings.catch_warnings():
@@ -92,12 +91,13 @@ def _asked(namespace: argparse.Namespace) -> LaunchOptions:
 
 
 def _script(options: LaunchOptions) -> Path:
-    if options.command[0] != "-m":
+    """The file that would be run."""
+    if options.module is None:
         return Path(options.command[0])
-    *packages, name = options.command[1].split(".")
-    found = PathFinder.find_spec(packages[0] if packages else name, [os.getcwd(), *sys.path])
-    origin = Path(found.origin) if found is not None and found.origin else Path(name)
-    return origin.parent.joinpath(*packages[1:], f"{name}.py") if packages else origin
+    module = Path(*options.module.split("."))
+    files = (module.with_suffix(".py"), module / "__main__.py")
+    found = (Path(folder) / file for folder in (os.getcwd(), *sys.path) for file in files)
+    return next((path for path in found if path.is_file()), files[0])
 
 
 def look(
@@ -117,12 +117,11 @@ def look(
     from megatron_resihp.integration.enable import version_problem
 
     size = options.size
-    words = options.command[2 if options.command[0] == "-m" else 1 :]
-    job = f"{options.command[-len(words) - 1]}, {size.workers} workers ({size})"
+    job = f"{options.module or options.command[0]}, {size.workers} workers ({size})"
     if problem := version_problem():
         return Findings(job, refusals=(problem,))
     text = read_script(script)
-    line = read_command_line(words, size.workers, text.defaults)
+    line = read_command_line(options.arguments, size.workers, text.defaults)
     outlook, assumed = _outlook(line, options, memory_gib)
     return Findings(
         job=job,
@@ -130,7 +129,7 @@ def look(
         environment=(*overruled(environment), *warnings_of(environment)),
         without_overlap=tuple(_without_overlap(line)),
         unknown=tuple(_unknown(line, text)),
-        notes=(*_notes(line, options), *assumed),
+        notes=(*_notes(line, options, environment), *assumed),
         outlook=outlook,
     )
 
@@ -180,7 +179,7 @@ def _unknown(line: CommandLine, text: ScriptFlags) -> list[str]:
     return sorted(found)
 
 
-def _notes(line: CommandLine, options: LaunchOptions) -> list[str]:
+def _notes(line: CommandLine, options: LaunchOptions, environment: Mapping[str, str]) -> list[str]:
     from megatron_resihp.integration.patches.flags import data_problems
 
     notes = []
@@ -190,15 +189,15 @@ def _notes(line: CommandLine, options: LaunchOptions) -> list[str]:
         notes += [f"not seen from here: {problem}" for problem in data_problems(line.given)]
         if not line.given.resihp:
             notes.append("--resihp is not among the flags: without it nothing is recovered; add it")
-        notes += _of_connections(line.given)
+        notes += _of_connections(line.given, environment)
     if options.size.most_nodes > 1 and (options.coordinator is None or options.run_dir is None):
         notes.append("`resihp launch` needs --coordinator HOST:PORT and --run-dir DIR for several nodes")
     return notes
 
 
-def _of_connections(given: argparse.Namespace) -> list[str]:
+def _of_connections(given: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
     """What Megatron asserts only where it sees a GPU of an older generation."""
     cut = max(given.tensor_model_parallel_size, given.context_parallel_size) > 1
-    if not cut or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if not cut or environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         return []
     return ["Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with TP or CP on GPUs before Blackwell; set it there"]

@@ -50,8 +50,9 @@ def read_command_line(words: Sequence[str], workers: int, defaults: Mapping[str,
         "megatron.training.arguments:add_megatron_arguments", wrap_add_megatron_arguments, ("parser",), "adds --resihp*"
     )
     apply_all([ours])
+    said = io.StringIO()
     try:
-        with _silence():
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
             readable, unknown, refusals = _readable(words)
             if readable is None:
                 return CommandLine(None, None, (), tuple(refusals))
@@ -59,6 +60,9 @@ def read_command_line(words: Sequence[str], workers: int, defaults: Mapping[str,
                 args = arguments.parse_args(ignore_unknown_args=True)
                 given = argparse.Namespace(**vars(args))
                 examined, unfinished = _examined(args, dict(defaults))
+    except SystemExit:
+        last = (said.getvalue().splitlines() or ["--help is among the flags"])[-1]
+        return CommandLine(None, None, (), (f"Megatron's parser ends the script: {last}; mend that",))
     finally:
         undo_all([ours])
     return CommandLine(examined, given, tuple(unknown), tuple(refusals), unfinished)
@@ -127,10 +131,3 @@ def _as_worker_0(words: Sequence[str], workers: int) -> Iterator[None]:
         sys.argv = argv
         os.environ.clear()
         os.environ.update(environment)
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Megatron says much while it validates."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield

@@ -33,7 +33,6 @@ Look = Callable[..., Findings]
 def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: None) -> Look:
     """Checks `TORCHRUN train.py LLAMA WORDS --resihp`."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     Path("train.py").write_text("parser.add_argument('--of-the-script', type=int)\nraise SystemExit('not to be run')\n")
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
@@ -58,7 +57,8 @@ def test_a_job_that_would_be_let_in(look: Look) -> None:
         for line in lines
     ), "as the job itself says at its start"
     assert sum("fits: 73.6 GiB may be used" in line for line in lines) == 3
-    assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in note for note in found.notes)
+    assert [note.partition(" with ")[0] for note in found.notes] == ["Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1"]
+    assert not look(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).notes
 
 
 def test_every_refusal_at_once(look: Look) -> None:
@@ -74,6 +74,11 @@ def test_every_refusal_at_once(look: Look) -> None:
 @pytest.mark.parametrize("words", ["--attention-backend quick", "--attention-backend=quick"])
 def test_a_value_that_megatron_looks_up(look: Look, words: str) -> None:
     assert look(words).refusals == ("--attention-backend quick: no such value; see Megatron's --help",)
+
+
+def test_a_request_for_help(look: Look) -> None:
+    (refusal,) = look("--help").refusals
+    assert refusal == "Megatron's parser ends the script: --help is among the flags; mend that"
 
 
 def test_what_megatron_itself_refuses(look: Look) -> None:
@@ -133,6 +138,15 @@ def test_exit_codes_and_json(look: Look, capsys: pytest.CaptureFixture[str], mon
     assert code == 2 and [each["flag"] for each in json.loads(out)["refusals"]] == ["--inprocess-restart"]
 
 
+def test_the_file_of_a_module(look: Look) -> None:
+    Path("trainer").mkdir()
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    for name, file in (("trainer.main", "trainer/main.py"), ("trainer", "trainer/__main__.py")):
+        Path(file).touch()
+        assert command._script(command._asked(parser.parse_args(["-m", name]))) == Path(file).resolve()
+
+
 def test_what_launch_would_refuse(
     look: Look, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,10 +157,10 @@ def test_what_launch_would_refuse(
         assert run(words, capsys, monkeypatch) == (2, "", f"resihp: {said}\n")
 
 
-def test_without_the_extra(look: Look, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_megatron(look: Look, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     monkeypatch.setattr("sys.path", [])
-    monkeypatch.setattr(command, "missing", lambda modules: f"{' and '.join(modules)} are not installed")
+    monkeypatch.setattr(command, "missing", lambda modules: f"{' and '.join(modules)} is not installed")
     assert command.run(parser.parse_args(["train.py"])) == 2
-    assert capsys.readouterr().err == "resihp: torch and megatron.core are not installed\n"
+    assert capsys.readouterr().err == "resihp: megatron.core is not installed\n"

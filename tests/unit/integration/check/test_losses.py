@@ -53,6 +53,13 @@ def test_state_that_is_on_one_node_only() -> None:
     assert list(told_of_losses(found))[1].startswith("no plan after the loss of node 1: the state of stage 1 TP rank 0")
 
 
+def test_a_part_of_the_optimizer_and_its_copy_on_one_node() -> None:
+    job = replace(JOB, pipeline_parallel=1, chunks=even_chunks(32, 1), distributed_optimizer=True)
+    found = of(16, job=job)
+    assert found.without_plan.keys() == {"node 1"} and "died with its copy" in found.without_plan["node 1"]
+    assert of(16, job=replace(job, distributed_optimizer=False)).without_plan == {}
+
+
 def test_one_replica_survives_no_loss() -> None:
     found = of(8)
     assert "losing any worker ends the job" in found.losses
