@@ -234,13 +234,7 @@ def test_refusals_speak_of_what_was_given() -> None:
         {name: f"--{name.replace('_', '-')}" for name in (*vars(values), "lr")},
     )
     assert lines == [
-<<<<<<< HEAD
-        "--new-in-megatron is not supported with --resihp: nobody has yet read what it does; leave one of the two out",
-=======
-        "--async-save is not supported with --resihp: a save that is under way when an epoch breaks would be left half "
-        "done; leave it or --resihp out",
         "--new-in-megatron is not supported with --resihp: nobody has yet read what it does; leave it or --resihp out",
->>>>>>> table
         "--optimizer sgd is not supported with --resihp: only adam's state is known to move",
         "--use-torch-fsdp2 is not supported with --resihp: shards of parameters that exist once are lost with their "
         "worker: there are no copies of them; use --use-distributed-optimizer",
