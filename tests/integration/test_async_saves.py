@@ -20,6 +20,12 @@ from megatron_resihp.plan import ParallelPlan
 
 SCRIPT = Path(__file__).with_name("slow_saves_gpt.py")
 ASYNC: dict[str, Any] = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
+SAVING = ASYNC | {"ckpt_assume_constant_structure": True, "verify_integrity": True, "dist_ckpt_workers": 2}
+LOADING: dict[str, Any] = {
+    "use_checkpoint_args": True, "verify_integrity": True, "auto_detect_ckpt_format": True,
+    "ckpt_fully_parallel_load": True, "ckpt_fully_parallel_load_process_group": "ep_dp",
+    "no_ckpt_load_validate_sharding_integrity": True, "no_stream_ckpt_dequant": True, "dist_ckpt_strictness": "log_all",
+}  # fmt: skip
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 
 
@@ -60,7 +66,7 @@ def left_behind(job: Job) -> list[str]:
 def test_a_save_under_way_when_a_worker_dies_is_dropped_whole_and_made_up_for(jobs: Jobs, tmp_path: Path) -> None:
     """Its files are half written, by the dead worker's writer too."""
     directory = tmp_path / "saved"
-    saving = ASYNC | {"save": directory, "save_interval": 2}
+    saving = SAVING | {"save": directory, "save_interval": 2}
     job = jobs.run(
         tiny(**PIPELINE, **saving, resihp_inject="kill:1@4:backward"), workers=4, script=SCRIPT, wishes=["hold-2"]
     )
@@ -68,7 +74,7 @@ def test_a_save_under_way_when_a_worker_dies_is_dropped_whole_and_made_up_for(jo
     assert told(job) == kept(directory) == [4, 6] and tracker(directory) == 6
     assert dropped(job) == [2]
     assert not left_behind(job)
-    loaded = jobs.run(tiny(**PIPELINE, load=directory, ckpt_step=4), workers=2)
+    loaded = jobs.run(tiny(**PIPELINE, **LOADING, load=directory, ckpt_step=4), workers=2)
     assert loaded.code == 0, loaded.tails()
     reference = jobs.reference(tiny(**PIPELINE), workers=4).summary.loss
     assert loaded.summary.loss == pytest.approx({n: reference[n] for n in (5, 6)}, rel=1e-5)
@@ -91,10 +97,7 @@ def test_a_job_whose_time_is_up_ends_after_the_same_step_on_all_workers(jobs: Jo
 
 NIGHTLY = pytest.mark.nightly
 LAYOUT: dict[str, Any] = MODEL | UNIFORM_LAYOUT
-EVERYTHING: dict[str, Any] = ASYNC | {
-    "ckpt_assume_constant_structure": True, "verify_integrity": True, "save_retain_interval": 6,
-    "dist_ckpt_workers": 2, "save_interval": 3,
-}  # fmt: skip
+EVERYTHING = SAVING | {"save_retain_interval": 6, "save_interval": 3}
 
 
 @NIGHTLY
@@ -139,6 +142,38 @@ def test_a_save_under_way_is_finished_before_a_change_by_choice(jobs: Jobs, tmp_
     check_training(job.wait(), jobs.reference(tiny(**LAYOUT), workers=4))
     assert len(job.events("reconfiguration")) == 1 and not job.events("recovery")
     assert told(job) == kept(directory) == [6, 12, 18] and tracker(directory) == 18
+
+
+@NIGHTLY
+def test_non_persistent_saves_are_dropped_and_kept_like_others(jobs: Jobs, tmp_path: Path) -> None:
+    directory = tmp_path / "saved"
+    model = PIPELINE | {"train_iters": 9, "non_persistent_ckpt_type": "global"}
+    saving = ASYNC | {"save": directory, "save_interval": 6, "non_persistent_save_interval": 2}
+    job = jobs.run(
+        tiny(**model, **saving, resihp_inject="kill:1@5:backward"), workers=4, script=SCRIPT, wishes=["hold-4"]
+    )
+    reference = jobs.reference(tiny(**PIPELINE | {"train_iters": 9}), workers=4)
+    check_training(job, reference)
+    assert dropped(job) == [4] and told(job) == [2, 5, 6, 8, 9]
+    assert kept(directory) == [5, 6, 9] and kept(directory / "non_persistent") == [2, 8]
+    (directory / "latest_checkpointed_iteration.txt").write_text("6")
+    loaded = jobs.run(tiny(**model, load=directory), workers=2)
+    assert loaded.summary.loss == pytest.approx({9: reference.summary.loss[9]}, rel=1e-5), loaded.tails()
+
+
+@NIGHTLY
+def test_an_iteration_that_is_given_in_the_checkpoint_s_place(jobs: Jobs, tmp_path: Path) -> None:
+    directory = tmp_path / "saved"
+    jobs.run(tiny(**PIPELINE, save=directory, save_interval=4, exit_interval=4), workers=2)
+    job = jobs.run(tiny(**PIPELINE, load=directory, override_ckpt_iteration=2), workers=2)
+    assert job.code == 0 and sorted(job.summary.loss) == [3, 4, 5, 6], job.tails()
+
+
+@NIGHTLY
+def test_a_job_that_is_to_end_without_a_checkpoint_does(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.run(tiny(**PIPELINE, load=tmp_path / "none", exit_on_missing_checkpoint=True), workers=2)
+    assert job.code != 0 and not job.events("iteration")
+    assert "exit-on-missing-checkpoint" in job.log(0)
 
 
 @NIGHTLY

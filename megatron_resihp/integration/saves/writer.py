@@ -64,7 +64,9 @@ class Writer:
             if child not in before and not isinstance(child, ForkProcess)
         ]  # fmt: skip
         self._started_at = time.monotonic()
-        threading.Thread(target=self._watch, args=(self._processes,), name="resihp-writer-watch", daemon=True).start()
+        if self._processes:
+            watch = threading.Thread(target=self._watch, args=(self._processes,), name="resihp-writer", daemon=True)
+            watch.start()
 
     def forget_calls(self) -> None:
         """Begin a new epoch: end a writer that has saves of an older one, and count saves from 0 as all workers do."""

@@ -27,10 +27,10 @@ COMMON = """
     --overlap-grad-reduce --calculate-per-token-loss --data-path data/code --split 90,10,0 --num-workers 2
     --tokenizer-type NullTokenizer --vocab-size 255 --save out --load out --save-interval 10 --eval-interval 10
     --eval-iters 2 --log-interval 1 --ckpt-format torch_dist --distributed-backend gloo --use-tp-pp-dp-mapping
-    --recompute-granularity selective --exit-interval 30 --dataloader-type single --transformer-impl local
     --async-save --use-persistent-ckpt-worker --async-strategy mcore --ckpt-assume-constant-structure
     --dist-ckpt-workers 2 --save-retain-interval 100 --verify-integrity --exit-duration-in-mins 230
     --non-persistent-ckpt-type global --non-persistent-save-interval 5 --ckpt-fully-parallel-save
+    --recompute-granularity selective --exit-interval 30 --dataloader-type single --transformer-impl local
 """.split()
 
 Check = Callable[..., argparse.Namespace]

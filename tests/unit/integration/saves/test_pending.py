@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_resihp.events.training import Checkpoint
 from megatron_resihp.integration.saves.pending import Saves, directory_of_saves
@@ -88,3 +89,27 @@ def test_where_non_persistent_saves_are(given: str | None, expected: str) -> Non
     args = SimpleNamespace(save="out", non_persistent_global_ckpt_dir=given)
     assert directory_of_saves(args, non_persistent=True) == expected
     assert directory_of_saves(args, non_persistent=False) == "out"
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "expected"), [(4, False, True), (2, True, True), (2, False, False), (None, False, False)]
+)
+def test_a_save_that_some_worker_has_seen_end_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: int | None, others: bool, expected: bool
+) -> None:
+    """All ask in the iteration that they repeat, and in no other: asking is a collective."""
+    plain, asked = torch.tensor, []
+
+    def all_reduce(seen: torch.Tensor, op: Any) -> None:
+        asked.append(op)
+        seen |= others
+
+    monkeypatch.setattr(torch, "tensor", lambda values, dtype, device: plain(values, dtype=dtype))
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    saves = saves_of(tmp_path)
+    if own is not None:
+        saves.made(own)
+    assert not saves.is_there(4) and not asked
+    saves.repeated = 4
+    assert not saves.is_there(5) and not asked
+    assert saves.is_there(4) is expected and len(asked) == 1
