@@ -19,6 +19,7 @@ class Job:
         derived: what Megatron derives from them for other tensor-parallel degrees.
         own: the layout that they gave the job.
         shares_optimizer: whether the job uses the distributed optimizer where it can.
+        optimizer_instances: in how many parts its replicas are divided, each of which has all of the optimizer's state.
         run: what tells this run from others in the same run directory.
     """
 
@@ -27,9 +28,13 @@ class Job:
     derived: DerivedArguments
     own: OwnLayout
     shares_optimizer: bool
+    optimizer_instances: int
     run: str
 
 
 def job_of(config: ResihpConfig, args: Any, derived: DerivedArguments, run: str) -> Job:
     """Taken down before any plan changes what the validated arguments say."""
-    return Job(config, args, derived, own_layout(args), bool(args.use_distributed_optimizer), run)
+    return Job(
+        config, args, derived, own_layout(args), bool(args.use_distributed_optimizer),
+        args.num_distributed_optimizer_instances, run,
+    )  # fmt: skip

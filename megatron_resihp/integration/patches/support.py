@@ -72,11 +72,18 @@ ALLOWED: frozenset[str] = frozenset(
     rerun_mode check_for_spiky_loss
 
     deprecated_use_mcore_models
+
+    overlap_param_gather decoupled_lr decoupled_min_lr check_weight_hash_across_dp_replicas_interval
+    ddp_average_in_collective num_distributed_optimizer_instances defer_embedding_wgrad_compute wgrad_deferral_limit
+    test_mode rampup_batch_size
     """.split()
 )
 
 CONSTRAINTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "dataloader_type": (lambda value: value in (None, "single"), "only 'single' keeps its samples through a change"),
+    "dataloader_type": (
+        lambda value: value in (None, "single"),
+        "use single; cyclic's order depends on the number of replicas, and nothing can rewind an external loader",
+    ),
     "moe_router_load_balancing_type": (
         lambda value: set([value] if isinstance(value, str) else value) <= {"aux_loss", "seq_aux_loss", "none"},
         "use aux_loss, seq_aux_loss or none, which look at one micro-batch at a time",
@@ -99,6 +106,25 @@ NEEDS: Mapping[str, tuple[str, str]] = {
     ),
 }
 """Allowed only together with another flag: which, and why."""
+
+REASONS: Mapping[str, str] = {
+    "tp_comm_overlap": (
+        "Transformer Engine ties its buffers to the tensor-parallel groups of the start, whose members may die; "
+        "leave it out, and tensor-parallel communication is not overlapped"
+    ),
+    "tp_comm_overlap_cfg": "it belongs to --tp-comm-overlap; leave both out",
+    "delay_wgrad_compute": (
+        "it belongs to --overlap-moe-expert-parallel-comm, and expert parallelism is not supported; leave it out"
+    ),
+    "overlap_param_gather_with_optimizer_step": (
+        "it needs interleaved pipelines; use --overlap-param-gather alone, which gathers in the next forward pass"
+    ),
+    "step_batch_size_schedule": (
+        "plans say which micro-batches of a global batch each replica runs, and its size would change; use a job for "
+        "each size, with --global-batch-size and --exit-interval"
+    ),
+}
+"""Of arguments that are refused for a reason that is known: why, and what to do instead."""
 
 # ---- what has to be the same on all workers of a job: whatever is not named here
 
@@ -163,7 +189,9 @@ def refusals(values: Mapping[str, Any], defaults: Mapping[str, Any], flags: Mapp
             if not accepts(value):
                 lines.append(f"{flags[name]} {value} is not supported with --resihp: {mend}")
         if value != default and name not in ALLOWED:
-            lines.append(f"{flags[name]} is not known to work with --resihp; leave one of the two out")
+            why = REASONS.get(name)
+            said = f"supported with --resihp: {why}" if why else "known to work with --resihp; leave one of the two out"
+            lines.append(f"{flags[name]} is not {said}")
         if value != default and name in NEEDS:
             needed, why = NEEDS[name]
             if not values[needed]:

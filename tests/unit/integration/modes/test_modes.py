@@ -43,8 +43,9 @@ class Group:
 def job(worker: int, *, distributed_optimizer: bool = False, per_token: bool = False) -> Any:
     """What modes ask of a worker's job of six layers and three micro-batches."""
     args = SimpleNamespace(
-        use_tp_pp_dp_mapping=False, calculate_per_token_loss=per_token, global_batch_size=3, micro_batch_size=1
-    )
+        use_tp_pp_dp_mapping=False, calculate_per_token_loss=per_token, global_batch_size=3, micro_batch_size=1,
+        fp16=False, accumulate_allreduce_grads_in_fp32=False,
+    )  # fmt: skip
     own = OwnLayout(LAYERS, 1, 3, False, None)
     return SimpleNamespace(
         worker=worker, reach=lambda point: None, progress=Progress(),

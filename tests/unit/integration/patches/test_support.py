@@ -26,6 +26,9 @@ COMMON = """
     --overlap-grad-reduce --calculate-per-token-loss --data-path data/code --split 90,10,0 --num-workers 2
     --tokenizer-type NullTokenizer --vocab-size 255 --save out --load out --save-interval 10 --eval-interval 10
     --eval-iters 2 --log-interval 1 --ckpt-format torch_dist --distributed-backend gloo --use-tp-pp-dp-mapping
+    --use-distributed-optimizer --overlap-param-gather --num-distributed-optimizer-instances 2 --decoupled-lr 1e-3
+    --decoupled-min-lr 1e-5 --check-weight-hash-across-dp-replicas-interval 10 --test-mode
+    --defer-embedding-wgrad-compute --wgrad-deferral-limit 2 --rampup-batch-size 4 4 100
     --recompute-granularity selective --exit-interval 30 --dataloader-type single --transformer-impl local
 """.split()
 
@@ -91,8 +94,9 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
     [
         "--expert-model-parallel-size 2", "--moe-grouped-gemm", "--context-parallel-size 2", "--use-megatron-fsdp",
         "--use-torch-fsdp2", "--mtp-num-layers 1", "--fp8-format hybrid", "--enable-cuda-graph",
-        "--cuda-graph-impl local", "--rampup-batch-size 4 4 100", "--async-save", "--overlap-param-gather",
-        "--dataloader-type cyclic", "--dataloader-type external", "--fp16", "--inprocess-restart",
+        "--cuda-graph-impl local", "--step-batch-size-schedule 0:8", "--async-save", "--tp-comm-overlap",
+        "--overlap-param-gather-with-optimizer-step", "--delay-wgrad-compute",
+        "--dataloader-type cyclic", "--dataloader-type external", "--inprocess-restart",
         "--fp16-lm-cross-entropy",
         "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--num-layers-per-virtual-pipeline-stage 1", "--multi-latent-attention",
