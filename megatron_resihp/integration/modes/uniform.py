@@ -147,4 +147,7 @@ def averaging_of(runtime: Runtime, replicas: int) -> Averaging:
     """`replicas`: by which Megatron divides sums of gradients."""
     args = runtime.job.args
     whole = args.global_batch_size // args.micro_batch_size
-    return Averaging(args.calculate_per_token_loss, whole, runtime.job.own.data_parallel, replicas)
+    # Sums that are 16 bits wide must not grow with the micro-batches that a replica gets in a dead one's place.
+    half_sums = args.fp16 and not args.accumulate_allreduce_grads_in_fp32
+    first = replicas if half_sums else runtime.job.own.data_parallel
+    return Averaging(args.calculate_per_token_loss, whole, first, replicas)

@@ -99,14 +99,6 @@ CONSTRAINTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Allowed only with some values: a test, and what to do instead."""
 
-NEEDS: Mapping[str, tuple[str, str]] = {
-    "fp16": (
-        "accumulate_allreduce_grads_in_fp32",
-        "sums in half precision overflow in other iterations when another plan makes other sums",
-    ),
-}
-"""Allowed only together with another flag: which, and why."""
-
 REASONS: Mapping[str, str] = {
     "tp_comm_overlap": (
         "Transformer Engine ties its buffers to the tensor-parallel groups of the start, whose members may die; "
@@ -192,8 +184,4 @@ def refusals(values: Mapping[str, Any], defaults: Mapping[str, Any], flags: Mapp
             why = REASONS.get(name)
             said = f"supported with --resihp: {why}" if why else "known to work with --resihp; leave one of the two out"
             lines.append(f"{flags[name]} is not {said}")
-        if value != default and name in NEEDS:
-            needed, why = NEEDS[name]
-            if not values[needed]:
-                lines.append(f"{flags[name]} is only supported with {flags[needed]} with --resihp: {why}")
     return lines

@@ -81,6 +81,19 @@ def test_megatron_divides_its_own_sums_of_gradients_by_the_replicas_and_no_other
     assert averages == [Averaging(False, 3, 3, 3), Averaging(False, 3, 3, 1)]
 
 
+def test_losses_are_multiplied_as_in_the_first_plan_unless_sums_overflow_too() -> None:
+    two_replicas = ParallelPlan((Replica(((0,),), (0, 1)), Replica(((1,),), (2,))), {2: None})
+    averages = []
+    for wide in (True, False):
+        runtime = job(0)
+        runtime.job.args.fp16, runtime.job.args.accumulate_allreduce_grads_in_fp32 = True, wide
+        averages.append([mode(plan, runtime).averaging for plan in (two_replicas, HETEROGENEOUS)])
+    assert averages == [
+        [Averaging(False, 3, 3, 2), Averaging(False, 3, 3, 1)],
+        [Averaging(False, 3, 2, 2), Averaging(False, 3, 1, 1)],
+    ]
+
+
 def test_a_mode_that_was_closed_has_no_groups_and_still_says_what_the_worker_was() -> None:
     for plan in (THREE_REPLICAS, HETEROGENEOUS):
         closed = mode(plan, job(0))

@@ -122,11 +122,6 @@ def test_all_refusals_at_once(check: Check, capsys: pytest.CaptureFixture[str]) 
     assert "--inprocess-restart" in line and "--async-save" in line
 
 
-def test_half_precision_needs_sums_in_single(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--fp16 is only supported with --accumulate-allreduce-grads-in-fp32" in refused(check, capsys, "--fp16")
-    assert check(*COMMON, "--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale", "65536").switched_on
-
-
 def test_without_the_plugin_everything_is_megatrons_business(check: Check) -> None:
     args = check("--fp16", "--num-experts", "4", "--resihp-inject", "nonsense")
     assert args.switched_on == []
