@@ -252,7 +252,8 @@ class _Accountant:
                 continue
             parameters, sharers = self._parameters(part, degree, rank, copies)
             held += parameters
-            optimizer += parameters / sharers if self._training.distributed_optimizer else parameters
+            instances = 1 if copies % self._training.optimizer_instances else self._training.optimizer_instances
+            optimizer += parameters * instances / sharers if self._training.distributed_optimizer else parameters
         return held, optimizer
 
     def _parameters(self, part: Part, degree: int, rank: int, copies: int) -> tuple[Fraction, Fraction]:

@@ -33,6 +33,7 @@ class Training:
         recompute: which activations are computed again.
         sequence_parallel: whether activations that all tensor-parallel members would hold are cut along the sequence.
         distributed_optimizer: whether the holders of a shard share its optimizer state.
+        optimizer_instances: among how many groups of holders it is shared each time, if that many can be equally large.
         weight_bytes, gradient_bytes, optimizer_bytes: per parameter.
         expert_parallel: number of workers that share routed experts.
         expert_tensor_parallel: number of workers that share each expert; None means as many as share the other layers.
@@ -45,6 +46,7 @@ class Training:
     recompute: Recompute = Recompute.NONE
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+    optimizer_instances: int = 1
     weight_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: int = MASTER_AND_MOMENTS
@@ -83,6 +85,7 @@ def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
         recompute=_recompute(arguments),
         sequence_parallel=bool(arguments.get("sequence_parallel")),
         distributed_optimizer=bool(arguments.get("use_distributed_optimizer")),
+        optimizer_instances=arguments.get("num_distributed_optimizer_instances") or 1,
         weight_bytes=2 if half else 4,
         gradient_bytes=2 if half_gradients and not arguments.get("accumulate_allreduce_grads_in_fp32") else 4,
         optimizer_bytes=MASTER_AND_MOMENTS if half else MOMENTS,

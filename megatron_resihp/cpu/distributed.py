@@ -109,6 +109,23 @@ def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     return barrier
 
 
+def _averaging(input_at: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Divide what goes into a mean and sum that, as NCCL does: gloo has no means.
+
+    Args:
+        input_at: the place of the tensor that goes in; it is divided in place.
+    """
+
+    @functools.wraps(original)
+    def reduction(*positional: Any, **options: Any) -> Any:
+        if options.get("op") == torch.distributed.ReduceOp.AVG:
+            positional[input_at].div_(torch.distributed.get_world_size(options.get("group")))
+            options["op"] = torch.distributed.ReduceOp.SUM
+        return original(*positional, **options)
+
+    return reduction
+
+
 def install() -> None:
     # torch's own helpers call these through the inner module, users through the outer one.
     for name, wrap in (
@@ -117,6 +134,8 @@ def install() -> None:
         ("all_gather", _all_gather),
         ("all_to_all_single", _all_to_all_single),
         ("barrier", _barrier),
+        ("all_reduce", functools.partial(_averaging, 0)),
+        ("reduce_scatter_tensor", functools.partial(_averaging, 1)),
     ):
         replacement = wrap(getattr(distributed_c10d, name))
         setattr(distributed_c10d, name, replacement)

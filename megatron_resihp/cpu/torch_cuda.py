@@ -6,7 +6,7 @@ import os
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,13 +78,8 @@ class Stream:
 _the_stream = Stream()
 
 
-@contextlib.contextmanager
-def use_stream(stream: Stream | None) -> Iterator[None]:
-    yield
-
-
 class use_device:
-    """`with torch.cuda.device(...)`: there is only one."""
+    """`with torch.cuda.device(...)`: there is only one. Like `torch.cuda.stream(...)` it may be entered again."""
 
     def __init__(self, device: Any) -> None:
         pass
@@ -160,7 +155,7 @@ DEVICE: dict[str, Any] = {
 STREAMS: dict[str, Any] = {
     "Event": Event,
     "Stream": Stream,
-    "stream": use_stream,
+    "stream": use_device,
     "current_stream": _always(_the_stream),
     "default_stream": _always(_the_stream),
     "set_stream": _always(None),

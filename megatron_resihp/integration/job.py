@@ -19,6 +19,7 @@ class Job:
         derived: what Megatron derives from them for other tensor-parallel degrees.
         own: the layout that they gave the job.
         shares_optimizer: whether the job uses the distributed optimizer where it can.
+        optimizer_instances: in how many parts its replicas are divided, each of which has all of the optimizer's state.
         run: what tells this run from others in the same run directory.
         minutes: after which the job ends in order; None: it may take as long as it takes.
     """
@@ -28,6 +29,7 @@ class Job:
     derived: DerivedArguments
     own: OwnLayout
     shares_optimizer: bool
+    optimizer_instances: int
     run: str
     minutes: float | None
 
@@ -37,4 +39,7 @@ def job_of(config: ResihpConfig, args: Any, derived: DerivedArguments, run: str)
     minutes = args.exit_duration_in_mins or None
     # Megatron would ask all workers in each iteration; here the step's agreement carries the answer.
     args.exit_duration_in_mins = None
-    return Job(config, args, derived, own_layout(args), bool(args.use_distributed_optimizer), run, minutes)
+    return Job(
+        config, args, derived, own_layout(args), bool(args.use_distributed_optimizer),
+        args.num_distributed_optimizer_instances, run, minutes,
+    )  # fmt: skip

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import BF16, EXPERTS, PRETRAIN, Job, Jobs, ask_for, check_training, tiny
+from jobs import BF16, EXPERTS, PRETRAIN, Job, Jobs, Tolerance, ask_for, check_training, tiny
 from nursery import MOCK_DATA_SIZE
 from test_pipeline_order import WITHOUT_PLUGIN
 from test_plans import FOUR, PER_TOKEN, UNIFORM_LAYOUT, migrating, own_plan
 
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.report.run.summary import compare
 
 NIGHTLY = pytest.mark.nightly
 HALF: dict[str, Any] = {
@@ -31,6 +32,12 @@ SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
 SUMMED: dict[str, Any] = PER_TOKEN | {"initial_loss_scale": 2**14}
 """Losses are sums over the 32 tokens of a sample, and scaled so."""
 BALANCED: dict[str, Any] = EXPERTS | {"sequence_parallel": True}
+NARROW: dict[str, Any] = HALF | {"accumulate_allreduce_grads_in_fp32": None}
+"""Gradients are summed in half precision, too, and what overflows is a sum."""
+UNSCALED: dict[str, Any] = {"initial_loss_scale": 2**10, "loss_scale_window": 1000}
+"""Nothing overflows."""
+NARROW_SUMS = Tolerance(2e-5, 1e-2)
+"""Seen are 3e-6 and 8e-4; two undisturbed jobs of four and two replicas differ by 1.3e-6."""
 
 
 def survive(jobs: Jobs, *injections: str, layout: dict[str, Any], plans: Sequence[str] = (), workers: int = 4) -> Job:
@@ -96,6 +103,43 @@ def test_replicas_that_share_work_skip_the_same_steps(jobs: Jobs, tmp_path: Path
 def test_a_death_beside_a_step_that_is_skipped(jobs: Jobs, injections: list[str], layout: dict[str, Any]) -> None:
     """It is skipped once by all, standbys too, and those who are fewer afterwards skip no others."""
     survive(jobs, *injections, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "injections", "names"),
+    [
+        (TENSOR, ["kill:3@2:step", "kill:0@6:norm"], []),
+        pytest.param(UNIFORM_LAYOUT, [], ["unlike replicas", "TP 2 and 1"], marks=NIGHTLY),
+        pytest.param(SHARED, ["kill:1@3:gather"], [], marks=NIGHTLY),
+        pytest.param(PIPELINE | SUMMED | {"initial_loss_scale": 2**4}, ["kill:1@4:backward"], [], marks=NIGHTLY),
+    ],
+    ids=["tensor", "unlike replicas", "distributed optimizer", "per token"],
+)
+def test_sums_in_half_precision(
+    jobs: Jobs, tmp_path: Path, layout: dict[str, Any], injections: list[str], names: list[str]
+) -> None:
+    model, plans = NARROW | UNSCALED | layout, [FOUR[name] for name in names]
+    reference = jobs.reference(tiny(**model), workers=4)
+    arguments = tiny(**model, resihp_inject=injections or None, resihp_plan=ask_for(tmp_path, *plans) or None)
+    job = jobs.run(arguments, workers=4)
+    check_training(job, reference, NARROW_SUMS)
+    assert len(job.summary.deaths) == len(injections) and len(job.events("reconfiguration")) == len(plans)
+    assert not job.summary.skipped_iterations and not reference.summary.skipped_iterations
+
+
+@NIGHTLY
+def test_near_the_edge_sums_overflow_as_with_another_number_of_replicas(jobs: Jobs) -> None:
+    """Undisturbed jobs of four and two replicas don't skip quite the same steps; one that loses a replica skips others
+    only where they differ."""
+    four, two = (jobs.reference(tiny(**NARROW), workers=workers).summary for workers in (4, 2))
+    job = jobs.run(tiny(**NARROW, resihp_inject=["kill:1@3:step"]), workers=4)
+    assert job.code == 0, job.tails()
+    open_to_both = set(four.skipped_iterations) ^ set(two.skipped_iterations)
+    assert set(job.summary.skipped_iterations) ^ set(four.skipped_iterations) <= open_to_both
+    first = min(open_to_both, default=NARROW["train_iters"])
+    assert first > 4 and {1, 2, 3} <= set(job.summary.skipped_iterations)
+    difference = compare({n: loss for n, loss in job.summary.loss.items() if n <= first}, four.loss)
+    assert difference is not None and difference <= NARROW_SUMS.loss
 
 
 @NIGHTLY

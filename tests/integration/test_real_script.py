@@ -24,6 +24,7 @@ from test_checkpoints import as_stock_says, rest_of, save, stock_losses
 from test_interleaved import INTERLEAVED, UNLIKE
 from test_interleaved import own_plan as interleaved_plan
 from test_nodes import TWO_NODES, free_port, late_node
+from test_overlap import GATHERED
 from test_plans import FOUR, GROUPED, LLAMA, MODEL, PER_TOKEN, UNIFORM_LAYOUT, own_plan, survive
 from test_recovery_points import EVALUATION, evaluations
 
@@ -139,6 +140,15 @@ def test_uniform_plans_after_a_death_in_a_job_that_counts_tokens(jobs: Jobs) -> 
     model = MODEL | UNIFORM_LAYOUT | PER_TOKEN | {"train_iters": 9}
     job = jobs.run(tiny(**model, resihp_inject="kill:6@4:grad-sync"), workers=8)
     check_training(job, jobs.reference(tiny(**model), workers=8))
+
+
+@pytest.mark.parametrize("model", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_a_death_among_gathered_and_stale_parameters(jobs: Jobs, model: dict[str, Any]) -> None:
+    model = MODEL | UNIFORM_LAYOUT | GATHERED | EVALUATION | model
+    reference = jobs.reference(tiny(**model), workers=8)
+    job = jobs.run(tiny(**model, resihp_inject="kill:6@4:gather"), workers=8)
+    check_training(job, reference, BF16 if "bf16" in model else FP32)
+    assert evaluations(job) == evaluations(reference) and evaluations(job)
 
 
 @pytest.fixture(scope="module")

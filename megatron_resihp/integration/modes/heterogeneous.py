@@ -88,6 +88,8 @@ class HeterogeneousMode(Mode):
     def build_groups(self) -> None:
         runtime, view = self._runtime, self.view
         runtime.setup.sizes.replace(view)
+        if view.reports:
+            _tell_of_lost_overlap(runtime.setup.sizes.own(runtime.job.args))
         runtime.setup.groups.replace(view)
         rows, _ = boundary_of(runtime.job.args, runtime.job.args.micro_batch_size)
         self._routes = training_routes(view, runtime.job.own.sequence_parallel, rows)
@@ -137,6 +139,14 @@ class HeterogeneousMode(Mode):
     def norm_squared(self) -> float:
         return counted_norm_squared(self._runtime.held.live.model, self.view.shares)
 
+    def replicas_agree(self, megatrons: Callable[[], bool]) -> bool:
+        told: list[Any] = [None] * len(self.view.rank_order)
+        dist.all_gather_object(told, self.state.digests(self._runtime.held.live))
+        found: dict[str, set[str]] = {}
+        for key, digest in (pair for digests in told for pair in digests.items()):
+            found.setdefault(key, set()).add(digest)
+        return all(len(digests) == 1 for digests in found.values())
+
     def losses(self, found: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
         """What was agreed on: Megatron has averaged over one replica only."""
         return agreed_losses(self.view, outcome)
@@ -146,6 +156,15 @@ class HeterogeneousMode(Mode):
         documents.forget()
         found, self._runtime.progress.documents = self._runtime.progress.documents, NO_DOCUMENTS
         return (None, None) if found == NO_DOCUMENTS else found
+
+
+def _tell_of_lost_overlap(own: dict[str, Any]) -> None:
+    """`own`: what the arguments say in the job's own layout."""
+    lost = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if own[name]]
+    if lost:
+        named = " and ".join(f"--{name.replace('_', '-')}" for name in lost)
+        what = "gradients are summed after the backward pass, and no parameters are gathered"
+        print(f"resihp: under this plan's unlike replicas {named} can't be followed: {what}", flush=True)
 
 
 def _schedule_call(call: dict[str, Any]) -> ScheduleCall:

@@ -113,6 +113,10 @@ class Mode(ABC):
     def after_step(self) -> None:  # noqa: B027 (most modes have nothing to do)
         """What all working workers do together once they have taken a step."""
 
+    def replicas_agree(self, megatrons: Callable[[], bool]) -> bool:
+        """Whether replicas have the same parameters; all working workers ask. `megatrons`: its own check of that."""
+        return megatrons()
+
     @abstractmethod
     def losses(self, found: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
         """The mean losses of an iteration. `found`: Megatron's."""

@@ -40,16 +40,25 @@ class SharedOutMode(UniformMode):
             share_part_gradients(self._runtime.held.live, kept, self._ring, self.view.worker)
 
     @property
+    def instances(self) -> int:
+        """One where the job's own number doesn't divide the replicas of this plan."""
+        own = self._runtime.job.optimizer_instances
+        return 1 if len(self.view.plan.replicas) % own else own
+
+    @property
     def counts_norm(self) -> bool:
-        """Each replica counts its part."""
-        return self.view.works
+        """Each replica counts its part; parts that others have too are counted by the first that do."""
+        return self.view.works and self.view.replica * self.instances < len(self.view.plan.replicas)
 
     def step(self, optimizer: object) -> None:
         for part in parts_of(optimizer):
             step_part(part)
 
     def after_step(self) -> None:
-        # The step is taken: a failure in here leads to the next epoch, where parameters are gathered anew.
+        # The step is taken: a failure in here leads to the next epoch, where parameters are gathered anew. So does one
+        # in the next forward pass, if they are gathered there.
+        if self._runtime.job.args.overlap_param_gather:
+            return
         self._runtime.reach("gather")
         gather_parameters(self._runtime.held.live)
 

@@ -30,6 +30,8 @@ from megatron_resihp.pipeline.orders import group_for
 from megatron_resihp.protocol.published import EpochPlan
 from megatron_resihp.protocol.records import Outcome
 
+INSTANCES = "num_distributed_optimizer_instances"
+
 
 class UniformMode(Mode):
     """A plan that Megatron's own groups can run."""
@@ -43,6 +45,11 @@ class UniformMode(Mode):
         self.averaging = averaging_of(runtime, len(view.plan.replicas))
         self._runtime = runtime
         self._join(make_group)
+
+    @property
+    def instances(self) -> int:
+        """In how many parts the replicas are divided, each of which has all of a distributed optimizer's state."""
+        return 1
 
     def _make_state(self, runtime: Runtime) -> "UniformState":
         return UniformState(runtime, self.view)
@@ -60,12 +67,12 @@ class UniformMode(Mode):
     def wanted_groups(self) -> list[WorldGroup]:
         order, args = self.view.rank_order, self._runtime.job.args
         rank, build = order.index(self.view.worker), self._runtime.setup.build_groups
-        wanted = groups_wanted(rank, len(order), build.args, build.keywords)
+        wanted = groups_wanted(rank, len(order), build.args, build.keywords | {INSTANCES: self.instances})
         return of_gloo([(world_group(args, len(order)), None), *wanted], args.distributed_backend)
 
     def build_groups(self) -> None:
-        self._runtime.setup.sizes.restore()
-        self._runtime.setup.build_groups()
+        self._runtime.setup.sizes.restore({INSTANCES: self.instances})
+        self._runtime.setup.build_groups(**{INSTANCES: self.instances})
         start_streams(self._runtime.job.args, self._runtime.epoch)
 
     @property
@@ -151,4 +158,7 @@ def averaging_of(runtime: Runtime, replicas: int) -> Averaging:
     """`replicas`: by which Megatron divides sums of gradients."""
     args = runtime.job.args
     whole = args.global_batch_size // args.micro_batch_size
-    return Averaging(args.calculate_per_token_loss, whole, runtime.job.own.data_parallel, replicas)
+    # Sums that are 16 bits wide must not grow with the micro-batches that a replica gets in a dead one's place.
+    half_sums = args.fp16 and not args.accumulate_allreduce_grads_in_fp32
+    first = replicas if half_sums else runtime.job.own.data_parallel
+    return Averaging(args.calculate_per_token_loss, whole, first, replicas)

@@ -14,7 +14,9 @@ from megatron_resihp.integration.patches import (
     data,
     documents,
     expert_metrics,
+    parameter_gather,
     parameter_kinds,
+    replica_checks,
     schedule,
     startup,
 )
@@ -23,6 +25,8 @@ from megatron_resihp.integration.saves import finishing, handing_over
 from megatron_resihp.integration.state import reshardable
 
 TRAINING = "megatron.training.training"
+BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
+DDP = "megatron.core.distributed.distributed_data_parallel"
 MODEL_BUILDERS = (
     (f"{TRAINING}:get_model", ("model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection")),
     ("megatron.training.models.gpt:GPTModelBuilder.build_distributed_models", ("self", "pg_collection")),
@@ -189,5 +193,35 @@ def training_patches(runtime: Runtime) -> list[Patch]:
             partial(documents.wrap_consume, runtime),
             (),
             "leaves the count of documents to the step's agreement",
+        ),
+        Patch(
+            f"{BUCKETS}:_ParamAndGradBucketGroup.finish_param_sync",
+            partial(parameter_gather.wrap_finish_param_sync, runtime),
+            ("self", "skip_next_bucket_dispatch"),
+            "times the wait for parameters",
+        ),
+        Patch(
+            f"{DDP}:DistributedDataParallel.enable_forward_pre_hook",
+            parameter_gather.wrap_enable_forward_pre_hook,
+            ("self",),
+            "may be called again",
+        ),
+        Patch(
+            f"{DDP}:DistributedDataParallel.disable_forward_pre_hook",
+            parameter_gather.wrap_disable_forward_pre_hook,
+            ("self", "param_sync"),
+            "may be called again",
+        ),
+        Patch(
+            f"{TRAINING}:check_param_hashes_across_dp_replicas",
+            partial(replica_checks.wrap_check_param_hashes, runtime),
+            ("model", "cross_check"),
+            "compares the replicas of any plan",
+        ),
+        Patch(
+            "megatron.core.transformer.attention:SelfAttention.run_realtime_tests",
+            partial(replica_checks.wrap_run_realtime_tests, runtime),
+            ("self",),
+            "asks only replicas that ask as often",
         ),
     ]

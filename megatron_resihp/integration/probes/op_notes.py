@@ -153,6 +153,16 @@ class OpNotes:
         for tensor in tensors:
             self._transit.of_tensor[id(tensor)] = (chunk, micro_batch)
 
+    def note_parameters(self, since: float) -> None:
+        """What the op under way needs of its parameters has come from other replicas: waiting, as for its group."""
+        now = self._page.clock.mark()
+        if self._page.clock.immediate:
+            self._waited += now - since
+            return
+        # Where not all waits of an op are timed, none can be told apart from its work.
+        self.timed_group = self.tp_group
+        self._page.sheet.waits.append((len(self._page.sheet.ops), since, now))
+
     def note_wait(self, since: float) -> None:
         """A collective of `timed_group` is over."""
         now = self._page.clock.mark()

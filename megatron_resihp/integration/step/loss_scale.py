@@ -7,7 +7,9 @@ steps divides once, after it; one that doesn't step moves the scale too, so that
 
 A micro-batch's loss is multiplied by what Megatron multiplies it by under the job's own layout, whatever the plan: or
 other iterations would overflow after a change of plan than without it. What a plan's sums then lack is made up for in
-the division. May import megatron and this package.
+the division. Where sums are 16 bits wide, too, it is they that overflow first, so a replica's sum of losses stays their
+mean: a loss is multiplied by what Megatron would multiply it by with as many replicas as the plan has. May import
+megatron and this package.
 """
 
 from collections.abc import Iterator
@@ -28,7 +30,7 @@ class Averaging:
     Attributes:
         per_token: whether the job averages over tokens, not over micro-batches.
         micro_batches: of the global batch.
-        first_replicas: replicas of the job's own layout.
+        first_replicas: by whose number a scaled loss is multiplied: those of the job's own layout, or the plan's.
         replicas: by which Megatron divides sums of gradients; 1 where it doesn't.
     """
 

@@ -118,7 +118,7 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
     validation, change = runtime.control.heard.validation.of_epoch(runtime.control.epoch), runtime.change
     values = _brought(runtime, norm_squared, validation, change)
     runtime.mode.everybody.sum(values)
-    # Sums are 32 bits wide, and what is summed has 16: only what has overflowed before makes them not finite.
+    # What has overflowed, before or in the sums, makes them not finite.
     skipped = scales_losses(runtime.held.live.optimizer) and not math.isfinite(values[0])
     if not skipped:
         _check_norm(runtime, float(values[0]))

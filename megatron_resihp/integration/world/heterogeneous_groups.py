@@ -7,8 +7,9 @@ tensor-parallel group, in which each model chunk is built and run as if it were 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -103,7 +104,8 @@ class Sizes:
              "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
              "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
              "should_pad_vocab", "vocab_size", "deallocate_pipeline_outputs", "use_distributed_optimizer",
-             "overlap_grad_reduce", "bucket_size")  # fmt: skip
+             "overlap_grad_reduce", "overlap_param_gather", "bucket_size", "num_distributed_optimizer_instances",
+             "defer_embedding_wgrad_compute")  # fmt: skip
 
     def __init__(self, padded_vocabulary: int, derived: DerivedArguments, *holders: Any) -> None:
         """`holders`: arguments and configuration objects; what they say now is the job's own."""
@@ -118,11 +120,11 @@ class Sizes:
         """What a holder says in the job's own layout."""
         return next(values for each, values in self._own if each is holder)
 
-    def restore(self) -> None:
-        """Restore the job's own sizes."""
+    def restore(self, changed: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Restore the job's own sizes, but for some that a uniform plan has changed."""
         for holder, values in self._own:
             for name, value in values.items():
-                setattr(holder, name, value)
+                setattr(holder, name, changed.get(name, value))
 
     def replace(self, view: HeterogeneousView) -> None:
         """Replace the job's own sizes by those of a worker's place in a plan.
@@ -156,6 +158,10 @@ class Sizes:
                 "use_distributed_optimizer": False,
                 # Gradients are summed when all are there; DDP would insist on each as soon as B is done, not W.
                 "overlap_grad_reduce": False,
+                "overlap_param_gather": False,
+                "num_distributed_optimizer_instances": 1,
+                # Megatron's own schedule makes up for it at its end.
+                "defer_embedding_wgrad_compute": False,
             }
             if "should_pad_vocab" in values:
                 new |= {"should_pad_vocab": False, "vocab_size": self._padded_vocabulary}

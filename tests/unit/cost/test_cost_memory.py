@@ -87,6 +87,12 @@ class TestState:
         use = memory_of(uniform(1, 1, 1, 1), MODEL, training)[0]
         assert use.weights == use.gradients == use.optimizer // 2 == 4 * MODEL.parameters
 
+    @pytest.mark.parametrize(("replicas", "sharers"), [(4, 2), (2, 1), (3, 3), (1, 1)])
+    def test_of_a_distributed_optimizer_in_two_instances(self, replicas: int, sharers: int) -> None:
+        shared = {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
+        use = memory_of(uniform(1, 1, replicas, replicas), MODEL, training_from_arguments({**GPT, **shared}))[0]
+        assert use.optimizer == -(-12 * MODEL.parameters // sharers)
+
     def test_of_experts_that_workers_share_out(self) -> None:
         model, name = preset("deepseek-v2-lite"), "deepseek-v2-lite"
         experts = 26 * 64 * 3 * 2048 * 1408

@@ -17,6 +17,7 @@ from megatron_resihp.integration.support.row import Only
 _LAYOUT = "integration/test_checkpoints.py::test_a_job_goes_on_in_its_own_layout"
 _LOAD = "training.checkpointing:load_checkpoint"
 _SAVE = "training.checkpointing:save_checkpoint"
+_GLOBAL = "use --non-persistent-ckpt-type global"
 _DUMPED = "each rank of Megatron's first layout writes a file, and ranks change with the epoch"
 
 _SAVED: Rows = joined(
@@ -60,41 +61,55 @@ _ASYNCHRONOUS: Rows = joined(
         "integration/test_async_saves.py::test_stock_megatron_goes_on_from_the_save_that_follows",
         "ckpt_assume_constant_structure save_retain_interval verify_integrity dist_ckpt_workers",
     ),
-    refused("ckpt_fully_parallel_load_exchange_algo", "no test holds that other plans' shards are exchanged so"),
-    refused("ckpt_fully_parallel_save_process_group", "shards are shared out among all workers of a plan"),
-    refused("ckpt_fully_parallel_load_process_group", "shards are shared out among all workers of a plan"),
-    refused("ckpt_load_validate_sharding_integrity", "shards that overlap or lack would be loaded unnoticed"),
+    tested(
+        "integration/test_async_saves.py::test_a_save_under_way_when_a_worker_dies_is_dropped_whole_and_made_up_for",
+        "ckpt_fully_parallel_load_process_group ckpt_load_validate_sharding_integrity",
+    ),
+    kernel(
+        "training.checkpointing:_load_global_dist_base_checkpoint",
+        "ckpt_fully_parallel_load_exchange_algo",
+    ),
+    kernel(_SAVE, "ckpt_fully_parallel_save_process_group"),
     refused("distrib_optim_fully_reshardable_mem_efficient", "it gathers over groups that unlike replicas don't have"),
 )
 
 _TEMPORARY: Rows = joined(
-    refused("non_persistent_save_interval", "no test holds that survivors of a lost worker find such a checkpoint"),
-    refused("non_persistent_ckpt_type", "no test holds that survivors of a lost worker find such a checkpoint"),
-    refused("non_persistent_global_ckpt_dir", "no test holds that survivors of a lost worker find such a checkpoint"),
-    refused("non_persistent_local_ckpt_dir", "a local checkpoint is lost with the node whose loss it is for"),
-    refused("non_persistent_local_ckpt_algo", "a local checkpoint is lost with the node whose loss it is for"),
-    refused("replication", "copies of local checkpoints follow the ranks of the first layout"),
-    refused("replication_jump", "copies of local checkpoints follow the ranks of the first layout"),
-    refused("replication_factor", "copies of local checkpoints follow the ranks of the first layout"),
+    tested(
+        "integration/test_async_saves.py::test_non_persistent_saves_are_dropped_and_kept_like_others",
+        "non_persistent_ckpt_type",
+        condition=one_of(None, "global", mend="a worker's disk holds its part under one plan; " + _GLOBAL),
+    ),
+    tested(
+        "integration/test_async_saves.py::test_non_persistent_saves_are_dropped_and_kept_like_others",
+        "non_persistent_save_interval",
+    ),
+    kernel("training.checkpointing:save_checkpoint", "non_persistent_global_ckpt_dir"),
+    refused(
+        """non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo replication replication_jump
+        replication_factor""",
+        "a worker's disk holds its part under one plan",
+        _GLOBAL,
+    ),
 )
 
 _OTHERS: Rows = joined(
-    refused(
+    tested(
+        "integration/test_async_saves.py::test_a_save_under_way_when_a_worker_dies_is_dropped_whole_and_made_up_for",
         "use_checkpoint_args",
-        "arguments that a checkpoint brings are read after they could be checked",
-        "give them on the command line",
     ),
-    without(
-        "use_checkpoint_args",
+    kernel(
         "training.checkpointing:load_args_from_checkpoint",
         "use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args",
     ),
-    refused("load_main_params_from_ckpt", "masters would be loaded without the rest of the optimizer's state"),
-    refused("override_ckpt_iteration", "iterations would not be those that the checkpoint's samples belong to"),
+    kernel(_LOAD, "load_main_params_from_ckpt"),
+    tested(
+        "integration/test_async_saves.py::test_an_iteration_that_is_given_in_the_checkpoint_s_place",
+        "override_ckpt_iteration",
+    ),
     refused(
         "ckpt_convert_format ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format",
         "a conversion trains nothing",
-        "convert without --resihp",
+        "leave --resihp out",
     ),
     without(
         "ckpt_format=fsdp_dtensor",
@@ -102,11 +117,11 @@ _OTHERS: Rows = joined(
         "strict_fsdp_dtensor_load",
     ),
     without("fp8", "core.dist_checkpointing.strategies.torch:MCoreLoadPlanner", "stream_ckpt_dequant"),
-    refused("save_params_interval", _DUMPED),
-    refused("save_activations_interval", _DUMPED),
-    refused("save_tokens_per_expert_interval", _DUMPED),
-    refused("save_wgrads_interval", _DUMPED),
-    refused("save_dgrads_interval", _DUMPED),
+    refused("save_params_interval", _DUMPED, "leave it out"),
+    refused("save_activations_interval", _DUMPED, "leave it out"),
+    refused("save_tokens_per_expert_interval", _DUMPED, "leave it out"),
+    refused("save_wgrads_interval", _DUMPED, "leave it out"),
+    refused("save_dgrads_interval", _DUMPED, "leave it out"),
     refused(
         "enable_msc",
         "no test holds that checkpoints and data on object storage outlive a broken epoch",

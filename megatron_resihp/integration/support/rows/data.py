@@ -64,7 +64,11 @@ _LOADERS: Rows = joined(
     kernel(
         "training.datasets.data_samplers:build_pretraining_data_loader",
         "dataloader_type",
-        condition=one_of(None, "single", mend="only 'single' keeps its samples through a change"),
+        condition=one_of(
+            None,
+            "single",
+            mend="use single: cyclic's order follows the number of replicas, and an external loader can't be rewound",
+        ),
     ),
     without(
         "dataloader_type=cyclic",

@@ -17,7 +17,6 @@ _CONTEXT = "a plan doesn't say yet which workers share a sequence"
 _EXPERTS = "a plan doesn't say yet which workers share the experts"
 _FSDP = "shards of parameters that exist once are lost with their worker: there are no copies of them"
 _USER_BUFFERS = "Transformer Engine keeps communicators and buffers of its own, which no recovery makes anew"
-_OVERLAPPED = "a gathering of parameters may be under way when an epoch breaks"
 
 _DEGREES: Rows = joined(
     tested(
@@ -65,11 +64,10 @@ _PIPELINE: Rows = joined(
         "leave it out for NCCL",
     ),
     refused("use_ring_exchange_p2p", "it needs a torch that nobody publishes, and its waits have no bound"),
-    refused(
-        "defer_embedding_wgrad_compute",
-        "the head's weight gradient is left for the end of Megatron's own schedule, which other plans don't run",
+    tested(
+        "integration/test_overlap.py::test_weight_gradients_of_the_head_that_are_computed_later",
+        "defer_embedding_wgrad_compute wgrad_deferral_limit",
     ),
-    refused("wgrad_deferral_limit", "it belongs to --defer-embedding-wgrad-compute, which is refused", "leave it out"),
     refused(
         "delay_wgrad_compute",
         "it belongs to --overlap-moe-expert-parallel-comm, which is refused",
@@ -79,7 +77,11 @@ _PIPELINE: Rows = joined(
 )
 
 _TENSOR: Rows = joined(
-    refused("tp_comm_overlap", _USER_BUFFERS),
+    refused(
+        "tp_comm_overlap",
+        _USER_BUFFERS,
+        "leave it out, and tensor-parallel communication is not overlapped",
+    ),
     without(
         "tp_comm_overlap",
         "core.extensions.transformer_engine:TELayerNormColumnParallelLinear",
@@ -129,13 +131,19 @@ _REPLICAS: Rows = joined(
         "use_distributed_optimizer",
     ),
     kernel("training.training:train", "align_grad_reduce"),
-    refused("overlap_param_gather", _OVERLAPPED),
-    refused("overlap_param_gather_with_optimizer_step", _OVERLAPPED),
-    refused("align_param_gather", _OVERLAPPED),
-    refused("ddp_average_in_collective", "the plugin weighs gradients by each replica's share before they are summed"),
+    tested(
+        "integration/test_overlap.py::test_a_death_among_gathered_and_stale_parameters",
+        "overlap_param_gather ddp_average_in_collective",
+    ),
     refused(
+        "overlap_param_gather_with_optimizer_step",
+        "steps of single chunks would be taken before all workers have agreed on the step",
+        "use --overlap-param-gather alone, which gathers in the next forward pass",
+    ),
+    refused("align_param_gather", "no test holds that chunks which gather together survive a broken epoch"),
+    tested(
+        "integration/test_overlap.py::test_several_instances_of_the_optimizer",
         "num_distributed_optimizer_instances",
-        "parts of the optimizer's state exist once for each instance, which copies don't follow",
     ),
     refused(
         "ddp_reduce_scatter_with_fp32_accumulation ddp_param_name_patterns_for_fp32_local_accumulation",

@@ -2,21 +2,13 @@
 """Rows: what numbers are made of. Imports `notation`."""
 
 from megatron_resihp.integration.support.notation import Rows, inert, joined, kernel, refused, tested, without
-from megatron_resihp.integration.support.row import Needs
 
 _HALF = "integration/test_half_precision.py::test_a_death_beside_a_step_that_is_skipped"
 _SCALES = "scales and histories of maxima live in Transformer Engine's layers on GPUs, and no recovery moves them"
 
 ROWS: Rows = joined(
     tested("integration/test_plans.py::test_sixteen_bits", "bf16"),
-    tested(
-        _HALF,
-        "fp16",
-        condition=Needs(
-            "accumulate_allreduce_grads_in_fp32",
-            "sums in half precision overflow in other iterations when another plan makes other sums",
-        ),
-    ),
+    tested("integration/test_half_precision.py::test_sums_in_half_precision", "fp16"),
     tested(_HALF, "initial_loss_scale loss_scale_window hysteresis accumulate_allreduce_grads_in_fp32"),
     tested("integration/test_half_precision.py::test_a_scale_that_never_moves", "loss_scale"),
     kernel("core.optimizer:_get_megatron_optimizer_based_on_param_groups", "min_loss_scale"),

@@ -9,6 +9,7 @@ from megatron_resihp.integration.support.notation import (
     one_of,
     refused,
     tested,
+    unread,
     without,
 )
 
@@ -22,10 +23,11 @@ _BATCHES: Rows = joined(
         "micro_batch_size global_batch_size train_iters",
     ),
     kernel("training.training:update_train_iters", "train_samples"),
+    unread("training.config.training_config:TrainingConfig", "rampup_batch_size"),
     refused(
-        "rampup_batch_size step_batch_size_schedule",
+        "step_batch_size_schedule",
         "the plugin shares out the same number of micro-batches in every iteration",
-        "leave it out, or change --global-batch-size between two jobs",
+        "use a job for each size, with --global-batch-size and --exit-interval",
     ),
     refused("batch_size", _GONE, "use --micro-batch-size"),
     refused(
@@ -51,7 +53,7 @@ _BATCHES: Rows = joined(
         "full_validation multiple_validation_sets validation_set_names",
         "how long an evaluation lasts follows from the data then, and survivors meet again by its length",
     ),
-    refused("test_mode", "it compares parameters in groups that unlike replicas don't have"),
+    tested("integration/test_overlap.py::test_a_death_among_gathered_and_stale_parameters", "test_mode"),
 )
 
 _LOOP: Rows = joined(
@@ -82,10 +84,9 @@ _LOOP: Rows = joined(
         "use --resihp-inject",
     ),
     without("error_injection_rate", "core.rerun_state_machine:RerunErrorInjector", "error_injection_type"),
-    refused(
+    tested(
+        "integration/test_overlap.py::test_a_death_among_gathered_and_stale_parameters",
         "check_weight_hash_across_dp_replicas_interval",
-        "it compares replicas in Megatron's own groups, which unlike replicas don't have",
-        "leave it out: each recovery compares digests of all copies",
     ),
     refused(
         "gpu_sniff_test_interval",
@@ -145,8 +146,10 @@ _RATE: Rows = joined(
         "integration/test_rejoin.py::test_in_a_resumed_job_it_needs_no_checkpoint",
         "use_checkpoint_opt_param_scheduler",
     ),
-    refused("decoupled_lr", "no test holds that embeddings keep a learning rate of their own in every plan"),
-    refused("decoupled_min_lr", "no test holds that embeddings keep a learning rate of their own in every plan"),
+    tested(
+        "integration/test_overlap.py::test_a_death_among_gathered_and_stale_parameters",
+        "decoupled_lr decoupled_min_lr",
+    ),
     refused("warmup", _GONE, "use --lr-warmup-fraction"),
     refused("freeze_all_layers", "without gradients there is no step to agree on"),
 )

@@ -43,8 +43,9 @@ class Group:
 def job(worker: int, *, distributed_optimizer: bool = False, per_token: bool = False) -> Any:
     """What modes ask of a worker's job of six layers and three micro-batches."""
     args = SimpleNamespace(
-        use_tp_pp_dp_mapping=False, calculate_per_token_loss=per_token, global_batch_size=3, micro_batch_size=1
-    )
+        use_tp_pp_dp_mapping=False, calculate_per_token_loss=per_token, global_batch_size=3, micro_batch_size=1,
+        fp16=False, accumulate_allreduce_grads_in_fp32=False,
+    )  # fmt: skip
     own = OwnLayout(LAYERS, 1, 3, False, None)
     return SimpleNamespace(
         worker=worker, reach=lambda point: None, progress=Progress(),
@@ -78,6 +79,19 @@ def test_a_plan_has_one_mode(plan: ParallelPlan, distributed_optimizer: bool, ex
 def test_megatron_divides_its_own_sums_of_gradients_by_the_replicas_and_no_others() -> None:
     averages = [mode(plan, job(0)).averaging for plan in (THREE_REPLICAS, HETEROGENEOUS)]
     assert averages == [Averaging(False, 3, 3, 3), Averaging(False, 3, 3, 1)]
+
+
+def test_losses_are_multiplied_as_in_the_first_plan_unless_sums_overflow_too() -> None:
+    two_replicas = ParallelPlan((Replica(((0,),), (0, 1)), Replica(((1,),), (2,))), {2: None})
+    averages = []
+    for wide in (True, False):
+        runtime = job(0)
+        runtime.job.args.fp16, runtime.job.args.accumulate_allreduce_grads_in_fp32 = True, wide
+        averages.append([mode(plan, runtime).averaging for plan in (two_replicas, HETEROGENEOUS)])
+    assert averages == [
+        [Averaging(False, 3, 3, 2), Averaging(False, 3, 3, 1)],
+        [Averaging(False, 3, 2, 2), Averaging(False, 3, 1, 1)],
+    ]
 
 
 def test_a_mode_that_was_closed_has_no_groups_and_still_says_what_the_worker_was() -> None:

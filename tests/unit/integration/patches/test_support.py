@@ -30,6 +30,9 @@ COMMON = """
     --async-save --use-persistent-ckpt-worker --async-strategy mcore --ckpt-assume-constant-structure
     --dist-ckpt-workers 2 --save-retain-interval 100 --verify-integrity --exit-duration-in-mins 230
     --non-persistent-ckpt-type global --non-persistent-save-interval 5 --ckpt-fully-parallel-save
+    --use-distributed-optimizer --overlap-param-gather --num-distributed-optimizer-instances 2 --decoupled-lr 1e-3
+    --decoupled-min-lr 1e-5 --check-weight-hash-across-dp-replicas-interval 10 --test-mode
+    --defer-embedding-wgrad-compute --wgrad-deferral-limit 2 --rampup-batch-size 4 4 100
     --recompute-granularity selective --exit-interval 30 --dataloader-type single --transformer-impl local
 """.split()
 
@@ -85,8 +88,9 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--expert-model-parallel-size 2", "--moe-expert-capacity-factor 1", "--context-parallel-size 2",
         "--use-megatron-fsdp", "--use-torch-fsdp2", "--mtp-num-layers 1", "--fp8-format hybrid", "--enable-cuda-graph",
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
-        "--rampup-batch-size 4 4 100", "--overlap-param-gather",
-        "--dataloader-type cyclic", "--dataloader-type external", "--fp16", "--inprocess-restart",
+        "--step-batch-size-schedule 0:8", "--tp-comm-overlap",
+        "--overlap-param-gather-with-optimizer-step", "--delay-wgrad-compute",
+        "--dataloader-type cyclic", "--dataloader-type external", "--inprocess-restart",
         "--qk-clip",
         "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--mla-down-proj-fusion",
@@ -146,11 +150,6 @@ def test_a_strategy_that_is_not_installed(
 def test_the_launcher_heeds_signals_in_megatrons_place(check: Check) -> None:
     args = check(*COMMON, "--exit-signal-handler", "--exit-signal", "SIGINT")
     assert args.switched_on and not args.exit_signal_handler
-
-
-def test_half_precision_needs_sums_in_single(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--fp16 is only supported with --accumulate-allreduce-grads-in-fp32" in refused(check, capsys, "--fp16")
-    assert check(*COMMON, "--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale", "65536").switched_on
 
 
 def test_without_the_plugin_everything_is_megatrons_business(check: Check) -> None:

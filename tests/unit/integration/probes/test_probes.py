@@ -115,6 +115,25 @@ def test_waiting_is_told_apart() -> None:
     assert sent[0].ops["waited"][0] == pytest.approx(0.75, abs=0.05)
 
 
+@pytest.mark.parametrize("iteration", range(1, 1 + SAMPLE))
+def test_what_parameters_are_waited_for_is_no_work(iteration: int) -> None:
+    """On a device, where not all ops are timed, this one is."""
+    clock = FakeClock()
+    probes, sent = make(lambda: clock)
+    probes.begin(0, iteration, (0,), WORKERS)
+    probes.ops.open_forward(0, 0, [])
+    since = probes.mark()
+    clock.now += 40.0
+    probes.ops.note_parameters(since)
+    probes.ops.close_forward(object(), [], (32.0, 1024.0), None)
+    probes.synchronized()
+    probes.finish()
+    probes.synchronized()
+    probes.flush()
+    [op] = sent[0].ops
+    assert op["waited"] == 41.0 and op["end"] - op["start"] == 43.0
+
+
 def test_on_the_emulated_clock_only_members_who_begin_late_are_waited_for() -> None:
     probes, sent = make()
     probes.ops.emulated = True
