@@ -89,9 +89,21 @@ def _switch_on(config: ResihpConfig, derived: DerivedArguments, identify: Callab
         "joins the world through the control plane's store",
     )
     try:
-        apply_all([patch])
+        apply_all([patch, *writer_patches()])
     except PatchError as error:
         fail(_mismatch(error))
+
+
+def writer_patches() -> list[Patch]:
+    """Megatron opens its log's writers once, on the rank that is the last one then; node 0 writes for all epochs."""
+    return [
+        Patch(f"megatron.training.global_vars:{name}", _open_none, ("args",), "node 0 writes the log")
+        for name in ("_set_tensorboard_writer", "_set_wandb_writer", "_set_one_logger")
+    ]
+
+
+def _open_none(original: Callable[..., None]) -> Callable[..., None]:
+    return lambda args: None
 
 
 def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify: Callable[[], Identity], original):  # type: ignore[no-untyped-def]

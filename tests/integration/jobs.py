@@ -258,6 +258,9 @@ JOB_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "WANDB_ERROR_REPORTING": "false",
     "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(":"),
 }
 
@@ -477,9 +480,7 @@ def _warm_up() -> None:
 
 
 def _import_what_jobs_import_late() -> None:
-    import megatron.core.datasets.helpers
-    import megatron.core.models.mimo
-    import megatron.core.tokenizers.text.libraries  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
 
     import megatron_resihp.detector.service
     import megatron_resihp.integration.patches.training

@@ -116,6 +116,7 @@ def _checked(args: argparse.Namespace) -> ResihpConfig:
     if lines:
         fail("; ".join(lines))
     _check_sizes(args)
+    _check_logs(args)
     return config
 
 
@@ -205,6 +206,16 @@ def _check_batches(args: argparse.Namespace) -> None:
         if size // args.micro_batch_size < replicas:
             flag = f"--{name.replace('_', '-')} {size}"
             fail(f"{flag} gives {replicas} replicas less than one micro-batch each; raise it")
+
+
+def _check_logs(args: argparse.Namespace) -> None:
+    """What stock Megatron finds on its last rank only."""
+    if args.wandb_project and not (args.wandb_save_dir or args.save):
+        fail("--wandb-project needs --wandb-save-dir or --save, to say where W&B keeps its files")
+    if args.wandb_project and args.wandb_exp_name == "":
+        fail("--wandb-exp-name is empty; name the run, or leave it out")
+    if args.use_pytorch_profiler and args.profile and not args.tensorboard_dir:
+        fail("--use-pytorch-profiler needs --tensorboard-dir: Megatron writes the profile beside that directory")
 
 
 def fail(text: str) -> NoReturn:

@@ -72,6 +72,15 @@ ALLOWED: frozenset[str] = frozenset(
     rerun_mode check_for_spiky_loss
 
     deprecated_use_mcore_models
+
+    tensorboard_dir tensorboard_log_interval tensorboard_queue_size log_params_norm log_num_zeros_in_grad
+    log_memory_interval log_device_memory_used log_energy
+    wandb_project wandb_exp_name wandb_entity wandb_save_dir
+    enable_one_logger one_logger_project one_logger_run_name one_logger_async
+    profile use_pytorch_profiler pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack
+    pytorch_profiler_collect_chakra profile_ranks profile_step_start profile_step_end nvtx_ranges record_shapes
+    record_memory_history memory_snapshot_path
+    log_straggler straggler_ctrlr_port straggler_minmax_count disable_straggler_on_startup
     """.split()
 )
 
@@ -87,6 +96,10 @@ CONSTRAINTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "rerun_mode": (
         lambda value: value in ("disabled", "validate_results"),
         "use disabled or validate_results",
+    ),
+    "log_straggler": (
+        lambda value: not value,
+        "leave it out: the plugin itself looks for slow workers, and this one keeps to the ranks of the start",
     ),
     "distributed_backend": (lambda value: value in ("nccl", "gloo"), "use nccl or gloo"),
 }
@@ -104,11 +117,10 @@ NEEDS: Mapping[str, tuple[str, str]] = {
 
 MAY_DIFFER: frozenset[str] = frozenset(
     """
-    data_cache_path nccl_communicator_config_path tensorboard_dir wandb_save_dir
+    data_cache_path nccl_communicator_config_path wandb_save_dir
 
     log_throughput logging_level timing_log_option log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard
-    log_memory_to_tensorboard log_world_size_to_tensorboard tensorboard_log_interval tensorboard_queue_size
-    wandb_project wandb_entity wandb_exp_name
+    log_memory_to_tensorboard log_world_size_to_tensorboard tensorboard_queue_size wandb_entity wandb_exp_name
 
     num_workers num_dataset_builder_threads mmap_bin_files
 
@@ -118,9 +130,13 @@ MAY_DIFFER: frozenset[str] = frozenset(
 """Arguments that change nothing of what a worker computes, nor when it waits for others: where it keeps what it makes,
 what it tells, which process reads its data, how long it waits, when it cleans up."""
 
-IN_STEP: frozenset[str] = frozenset({"log_interval", "log_progress", "log_timers_to_tensorboard"})
-"""Arguments that change nothing but in which iterations all workers meet to log, which they look up each time: a worker
-that was started with others takes the job's."""
+IN_STEP: frozenset[str] = frozenset(
+    """
+    log_interval log_progress log_timers_to_tensorboard tensorboard_dir tensorboard_log_interval wandb_project
+    """.split()
+)
+"""Arguments that change nothing but in which iterations all workers meet to log, which they look up each time, and what
+is logged by whoever logs: a worker that was started with others takes the job's."""
 
 AT_START: frozenset[str] = frozenset(
     """

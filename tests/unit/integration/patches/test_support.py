@@ -27,6 +27,11 @@ COMMON = """
     --tokenizer-type NullTokenizer --vocab-size 255 --save out --load out --save-interval 10 --eval-interval 10
     --eval-iters 2 --log-interval 1 --ckpt-format torch_dist --distributed-backend gloo --use-tp-pp-dp-mapping
     --recompute-granularity selective --exit-interval 30 --dataloader-type single --transformer-impl local
+    --tensorboard-dir logs --tensorboard-log-interval 2 --tensorboard-queue-size 100 --log-params-norm
+    --log-num-zeros-in-grad --log-timers-to-tensorboard --timing-log-level 2 --log-memory-to-tensorboard
+    --log-validation-ppl-to-tensorboard --log-throughput --log-memory-interval 10 --log-device-memory-used
+    --log-energy --wandb-project project --wandb-exp-name name --wandb-entity team --wandb-save-dir wandb
+    --no-one-logger --profile --use-pytorch-profiler --profile-ranks 0 1 --profile-step-start 3 --profile-step-end 5
 """.split()
 
 Check = Callable[..., argparse.Namespace]
@@ -98,7 +103,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--num-layers-per-virtual-pipeline-stage 1", "--multi-latent-attention",
         "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
         "--moe-router-enable-expert-bias", "--expert-tensor-parallel-size 1",
-        "--hierarchical-context-parallel-sizes 2 2",
+        "--hierarchical-context-parallel-sizes 2 2", "--log-straggler", "--log-max-attention-logit",
     ],
 )  # fmt: skip
 def test_what_is_not_known_to_work_is_refused_by_name(
@@ -143,6 +148,8 @@ def test_arguments_are_checked_before_megatron_derives_others(check: Check) -> N
         (["--resihp-inject", "kill:3"], ["'kill:3' is not ACTION:WORKER@ITERATION"]),
         (["--global-batch-size", "2"], ["--global-batch-size 2 gives 2 replicas less than one micro-batch", "raise"]),
         (["--eval-global-batch-size", "2"], ["--eval-global-batch-size 2 gives 2 replicas"]),
+        (["--wandb-exp-name", ""], ["--wandb-exp-name is empty", "name the run"]),
+        (["--tensorboard-dir", ""], ["--use-pytorch-profiler needs --tensorboard-dir"]),
     ],
 )
 def test_values_that_cannot_be(
