@@ -214,3 +214,17 @@ def test_a_job_whose_logs_can_t_be_written_trains(jobs: Jobs, tmp_path: Path) ->
     [failed] = job.events("log_failed")
     assert failed["part"] == "TensorBoard"
     assert [line for line in job.output().splitlines() if "TensorBoard can't be written" in line]
+
+
+@NIGHTLY
+def test_a_profile_is_of_the_first_epoch(jobs: Jobs, tmp_path: Path) -> None:
+    """A recovery in the middle of it drops it, and the job goes on."""
+    profiled = {"profile": True, "use_pytorch_profiler": True, "profile_ranks": 0, "profile_step_start": 2,
+                "profile_step_end": 5, **PIPELINE}  # fmt: skip
+    whole = jobs.run(tiny(**profiled, tensorboard_dir=tmp_path / "whole" / "logs"), workers=4)
+    assert whole.code == 0, whole.tails()
+    assert (tmp_path / "whole" / "torch_profile" / "rank-0.json.gz").exists()
+    mended = tmp_path / "mended" / "logs"
+    job = jobs.run(tiny(**profiled, tensorboard_dir=mended, resihp_inject="kill:3@4:backward"), workers=4)
+    check_training(job, whole)
+    assert "--profile is over" in "".join(map(job.log, range(4)))

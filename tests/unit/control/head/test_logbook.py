@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from megatron_resihp.control.head.logs import logbook as module
 from megatron_resihp.control.head.logs.logbook import Logbook
 from megatron_resihp.control.head.logs.own_curves import OwnCurves
+from megatron_resihp.control.head.logs.tensorboard_files import TensorBoardFiles
+from megatron_resihp.control.head.logs.wandb_run import WandbRun
 from megatron_resihp.control.head.logs.writer import AGAIN_S, CarefulWriter, MissingPackageError, Writer
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Verdict
@@ -20,7 +23,7 @@ from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import LogFailed
 from megatron_resihp.events.training import Iteration
 from megatron_resihp.events.workers import WorkerDead
-from megatron_resihp.protocol.logs import LogPage, LogsWanted, Scalar, TensorBoardWish
+from megatron_resihp.protocol.logs import LogPage, LogsWanted, Scalar, TensorBoardWish, WandbWish
 
 WANTED = LogsWanted(0, TensorBoardWish("/logs", 1000), None)
 PLAN: dict[str, Any] = {
@@ -108,6 +111,21 @@ def test_a_missing_package_is_one_line() -> None:
         it.now += AGAIN_S
     it.writer.close()
     assert [each.error for each in it.told] == ["tensorboard is not there"]
+
+
+@pytest.mark.parametrize(
+    ("module", "open_writer", "flag"),
+    [
+        ("torch.utils.tensorboard", lambda: TensorBoardFiles(TensorBoardWish("/logs", 10)), "--tensorboard-dir"),
+        ("wandb", lambda: WandbRun(WandbWish("project", "name", None, "/logs", {}, "1234abcd")), "--wandb-project"),
+    ],
+)
+def test_the_line_names_the_flag_and_the_package(
+    monkeypatch: pytest.MonkeyPatch, module: str, open_writer: Callable[[], Writer], flag: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingPackageError, match=f"{flag} needs the package .* on node 0"):
+        open_writer()
 
 
 # ---- the thread
