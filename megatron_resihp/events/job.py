@@ -109,7 +109,7 @@ class LogFailed(Event):
     """TensorBoard files or W&B could not be written; training goes on. It is told again only if it
     has worked in between."""
 
-    part: Annotated[str, "TensorBoard, W&B, or log: the thread that writes both"]
+    part: Annotated[str, "TensorBoard or W&B"]
     error: Annotated[str, "why"]
 
 

@@ -38,7 +38,7 @@ class CarefulWriter:
     """A writer that may fail, on a full disk perhaps: told once, and tried again later with what has come since.
 
     Args:
-        part: its name, for the log.
+        part: its name, for people.
         open_writer: opens it; called again after a failure.
         tell: takes events.
         clock: monotonic seconds.
@@ -51,7 +51,7 @@ class CarefulWriter:
         tell: Callable[[LogFailed], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._part = part
+        self.part = part
         self._open_writer = open_writer
         self._tell = tell
         self._clock = clock
@@ -85,12 +85,12 @@ class CarefulWriter:
             self._failing = False
         except MissingPackageError as error:
             self._missing = True
-            self._tell(LogFailed(part=self._part, error=str(error)))
+            self._tell(LogFailed(part=self.part, error=str(error)))
         except Exception as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         if not self._failing:
-            self._tell(LogFailed(part=self._part, error=f"{type(error).__name__}: {error}"))
+            self._tell(LogFailed(part=self.part, error=f"{type(error).__name__}: {error}"))
         self._failing, self._writer = True, None
         self._not_before = self._clock() + AGAIN_S

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.head.logs import logbook as module
+from megatron_resihp.control.head.logs import lane
 from megatron_resihp.control.head.logs.logbook import Logbook
 from megatron_resihp.control.head.logs.own_curves import OwnCurves
 from megatron_resihp.control.head.logs.tensorboard_files import TensorBoardFiles
@@ -157,14 +157,14 @@ def test_all_that_has_come_is_written_before_the_job_ends(bus: EventBus) -> None
 
 
 def test_the_coordinator_does_not_wait_for_a_slow_disk(bus: EventBus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WAITING", 3)
+    monkeypatch.setattr(lane, "WAITING", 3)
     told, fake, go_on = told_on(bus), Fake(), threading.Event()
     fake.write = lambda page: (go_on.wait(60), fake.written.append(page.iteration))  # type: ignore[assignment]
     book = Logbook(bus, made_of(fake))
     book.take(WANTED)
     for iteration in range(10):
         book.take(page(iteration))
-    assert [each.part for each in told] == ["log"] and "wait already" in told[0].error
+    assert [each.part for each in told] == ["TensorBoard"] and "wait already" in told[0].error
     book.close(timeout_s=0.01)
     assert "not written" in told[-1].error
     go_on.set()
@@ -172,11 +172,28 @@ def test_the_coordinator_does_not_wait_for_a_slow_disk(bus: EventBus, monkeypatc
     assert fake.written == sorted(fake.written) and fake.written[0] == 0
 
 
+def test_a_log_that_hangs_holds_up_no_other(bus: EventBus) -> None:
+    """As W&B does while its server can't be reached."""
+    hanging, fake, go_on = Fake(), Fake(), threading.Event()
+    hanging.write = lambda page: go_on.wait(60)  # type: ignore[assignment, return-value]
+    book = Logbook(
+        bus,
+        lambda wanted, tell: [CarefulWriter("W&B", hanging.open, tell), CarefulWriter("TensorBoard", fake.open, tell)],
+    )
+    book.take(WANTED)
+    for iteration in range(10):
+        book.take(page(iteration))
+    book.close(timeout_s=0.5)
+    assert fake.written == list(range(10)) and fake.closed == 1
+    go_on.set()
+    book.close()
+
+
 def test_a_job_without_logs_has_no_thread(bus: EventBus) -> None:
-    book = Logbook(bus, made_of(Fake()))
+    book, before = Logbook(bus), threading.active_count()
     book.take(LogsWanted(0, None, None))
+    assert threading.active_count() == before
     book.close(timeout_s=0.0)
-    assert not told_on(bus)
 
 
 def test_the_plugin_s_own_curves_are_written_beside(bus: EventBus) -> None:
