@@ -96,9 +96,11 @@ def _switch_on(config: ResihpConfig, derived: DerivedArguments, identify: Callab
 
 def writer_patches() -> list[Patch]:
     """Megatron opens its log's writers once, on the rank that is the last one then; node 0 writes for all epochs."""
+    module = "megatron.training.global_vars"
     return [
-        Patch(f"megatron.training.global_vars:{name}", _open_none, ("args",), "node 0 writes the log")
-        for name in ("_set_tensorboard_writer", "_set_wandb_writer", "_set_one_logger")
+        Patch(f"{module}:_set_tensorboard_writer", _open_none, ("args",), "node 0 writes the log"),
+        Patch(f"{module}:_set_wandb_writer", _open_none, ("args",), "node 0 writes the log"),
+        Patch(f"{module}:_set_one_logger", _open_none, ("args",), "is for one rank of a whole job"),
     ]
 
 
