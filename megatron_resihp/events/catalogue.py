@@ -61,6 +61,7 @@ _ALL: Final[tuple[type[Event], ...]] = (
     workers.LinkFailed,
     job.MessageDropped,
     job.LogGap,
+    job.LogFailed,
     job.RunFinished,
 )
 EVENTS: Final[Mapping[str, type[Event]]] = {each.name: each for each in _ALL}

@@ -107,6 +107,15 @@ class LogGap(Event):
     since: Annotated[float, "when the first of them could not be written, in Unix seconds"]
 
 
+@event("log_failed", written_by="the launcher on node 0")
+class LogFailed(Event):
+    """TensorBoard files or W&B could not be written; training goes on. It is told again only if it
+    has worked in between."""
+
+    part: Annotated[str, "TensorBoard or W&B"]
+    error: Annotated[str, "why"]
+
+
 @event("run_finished", written_by="coordinator")
 class RunFinished(Event):
     """The run is over."""

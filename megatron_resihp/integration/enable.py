@@ -90,9 +90,23 @@ def _switch_on(config: ResihpConfig, derived: DerivedArguments, identify: Callab
         "joins the world through the control plane's store",
     )
     try:
-        apply_all([patch])
+        apply_all([patch, *writer_patches()])
     except PatchError as error:
         fail(_mismatch(error))
+
+
+def writer_patches() -> list[Patch]:
+    """Megatron opens its log's writers once, on the rank that is the last one then; node 0 writes for all epochs."""
+    module = "megatron.training.global_vars"
+    return [
+        Patch(f"{module}:_set_tensorboard_writer", _open_none, ("args",), "node 0 writes the log"),
+        Patch(f"{module}:_set_wandb_writer", _open_none, ("args",), "node 0 writes the log"),
+        Patch(f"{module}:_set_one_logger", _open_none, ("args",), "is for one rank of a whole job"),
+    ]
+
+
+def _open_none(original: Callable[..., None]) -> Callable[..., None]:
+    return lambda args: None
 
 
 def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify: Callable[[], Identity], original):  # type: ignore[no-untyped-def]

@@ -12,6 +12,7 @@ from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.integration.held import Held
 from megatron_resihp.integration.job import Job
+from megatron_resihp.integration.logs.log import MegatronLog, logs_wanted
 from megatron_resihp.integration.loop.notes import RecoveryNotes
 from megatron_resihp.integration.loop.preparing import Preparation
 from megatron_resihp.integration.modes.mode import Mode
@@ -36,6 +37,7 @@ class Runtime:
         preparation: what makes groups for the next plan while this one is run; missing until the patches are made.
         setup: how Megatron was set up.
         held: what it holds.
+        log: what Megatron logs, if this worker is the one that does.
         mode: how the plan in force is run; after an epoch's end how it was run, without groups. Missing until the
             first world is built.
         feeds: its data loaders.
@@ -60,6 +62,7 @@ class Runtime:
         self.communicators = communicators
         self.setup = MegatronSetup()
         self.held = Held(job.own)
+        self.log = MegatronLog(control, logs_wanted(control.worker, job.args))
         self.feeds: list[Any] = []
         self.progress = Progress()
         self.tally = Tally()

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args
 
 from megatron_resihp.coding import Between
 from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.logs import LogPage, LogsWanted
 from megatron_resihp.protocol.records import Record
 from megatron_resihp.protocol.values import (
     DigestKey,
@@ -277,7 +278,7 @@ class SaveRequest:
 
 WordOfWorker = (
     JobStarted | JoinRequest | ModelBuilt | Ready | CommunicationFailed | FirstStepFailed | SurvivorReport
-    | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed
+    | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed | LogsWanted | LogPage
 )  # fmt: skip
 WordOfAgent = (
     ProcessExited | HeartbeatsMissing | ConnectionLost | WorkerRestarted | NodeLost | StopRequest | LeaveRequest

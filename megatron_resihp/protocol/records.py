@@ -48,6 +48,7 @@ class Outcome:
         loss_names: their names; empty on a worker that computes no losses, which agrees on their numbers only.
         stop: some worker was asked for an orderly end after this iteration.
         save: some worker was asked for a checkpoint after this iteration.
+        zeros: how many elements of the gradient are zero; None where that is not counted.
         skipped: a gradient has overflowed; the step only moves the loss scale.
         experts: what mixtures of experts reported of their balance, summed over all workers; empty if there are none.
     """
@@ -60,6 +61,7 @@ class Outcome:
     skipped: bool = False
     experts: tuple[float, ...] = ()
     save: bool = False
+    zeros: int | None = None
 
     @property
     def means(self) -> dict[str, float]:

@@ -256,6 +256,9 @@ JOB_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "WANDB_ERROR_REPORTING": "false",
     "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(":"),
 }
 

@@ -83,6 +83,7 @@ def _import_what_jobs_import_late() -> None:
     import megatron.core.datasets.helpers
     import megatron.core.models.mimo
     import megatron.core.tokenizers.text.libraries  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
 
     import megatron_resihp.detector.service
     import megatron_resihp.integration.patches.training

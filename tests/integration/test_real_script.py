@@ -23,6 +23,7 @@ from test_async_saves import ASYNC
 from test_checkpoints import as_stock_says, rest_of, save, stock_losses
 from test_interleaved import INTERLEAVED, UNLIKE
 from test_interleaved import own_plan as interleaved_plan
+from test_logs import PIPELINE, check_files, logged
 from test_nodes import TWO_NODES, free_port, late_node
 from test_overlap import GATHERED
 from test_plans import FOUR, GROUPED, LLAMA, MODEL, PER_TOKEN, UNIFORM_LAYOUT, own_plan, survive
@@ -121,6 +122,18 @@ def test_evaluation(jobs: Jobs, tmp_path: Path) -> None:
     check_training(job, reference)
     assert len(job.events("epoch_started")) == 4
     assert evaluations(job) == evaluations(reference) and evaluations(job)
+
+
+def test_logs_through_a_kill(jobs: Jobs, tmp_path: Path) -> None:
+    """Of the worker that logs, at any moment of an iteration."""
+    whole, mended = tmp_path / "whole", tmp_path / "mended"
+    reference = jobs.run(tiny(**logged(whole, **PIPELINE)), workers=4)
+    job = jobs.start(tiny(**logged(mended, **PIPELINE)), workers=4)
+    job.await_event("iteration", iteration=2)
+    os.kill(job.worker_pids()[3], signal.SIGKILL)
+    check_training(job.wait(), reference)
+    assert len(job.summary.deaths) == 1
+    check_files(mended, whole, 6)
 
 
 @pytest.mark.usefixtures("compiled_planner")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the coordinator decides: the actions that `membership` returns and `coordinator` carries out, as plain values.
 
-What is published for all (`protocol.published`) is an action as it is. May import `plan`, `protocol` and
+What is published for all (`protocol.published`), and what of Megatron's log is to be written (`protocol.logs`), is an
+action as it is. May import `plan`, `protocol` and
 `events`.
 """
 
@@ -10,6 +11,7 @@ from enum import Enum
 
 from megatron_resihp.events.event import Event
 from megatron_resihp.protocol.answers import Answer
+from megatron_resihp.protocol.logs import LogPage, LogsWanted
 from megatron_resihp.protocol.notices import Notice
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
 
@@ -64,7 +66,7 @@ class End:
     at_once: bool = False
 
 
-Action = EpochPlan | EmergencyCheckpointOrder | Go | Notify | Reply | Reopen | Log | End
+Action = EpochPlan | EmergencyCheckpointOrder | Go | Notify | Reply | Reopen | Log | LogsWanted | LogPage | End
 
 
 @dataclass(frozen=True)

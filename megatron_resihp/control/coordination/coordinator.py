@@ -39,6 +39,7 @@ from megatron_resihp.events.job import RunStarted
 from megatron_resihp.events.training import Iteration
 from megatron_resihp.events.workers import WorkerDead
 from megatron_resihp.protocol import answers
+from megatron_resihp.protocol.logs import LogPage, LogsWanted
 from megatron_resihp.protocol.messages import JobStarted, PlanRequest, SlowdownRequest
 from megatron_resihp.protocol.notices import NOTICES
 from megatron_resihp.protocol.published import DECISIONS, END, GO, EmergencyCheckpointOrder, EpochPlan, Go, JobEnd
@@ -78,6 +79,7 @@ class Coordinator:
         reopen: lets a node that was lost, or was never there, come with workers of these ids.
         clock: seconds that bounded waits count; not to be set while the job runs.
         on_heard: called again and again, whenever all that has been said is heard.
+        write_log: takes what of Megatron's log is to be written; must not block.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Coordinator:
         reopen: Callable[[int, Sequence[int]], None] = lambda node, workers: None,
         clock: Callable[[], float] = time.monotonic,
         on_heard: Callable[[], None] = lambda: None,
+        write_log: Callable[[LogsWanted | LogPage], None] = lambda part: None,
     ) -> None:
         self._store = store
         self._write_event = write_event
@@ -106,6 +109,7 @@ class Coordinator:
         self._doing: Action | None = None
         self._clock = clock
         self._on_heard = on_heard
+        self._write_log = write_log
         self._ticked_at = clock()
         self._absence = Absence(AWAY_S)
         self._slowness = SlownessDesk(size.workers)
@@ -213,6 +217,8 @@ class Coordinator:
                 self._publish(keys.plan_key(epoch), DECISIONS.write(action, COORDINATOR))
             case Reopen(node, workers):
                 self._reopen(node, workers)
+            case LogsWanted() | LogPage():
+                self._write_log(action)
             case Go(epoch):
                 self._publish(keys.go_key(epoch), GO.write(action, COORDINATOR))
             case End(code, reason, at_once):
@@ -245,6 +251,8 @@ class Coordinator:
             for message in taken:
                 if isinstance(message, Reported):
                     self._write_events(message)
+                elif isinstance(message, LogPage) and self._membership.state.pages.enter(message):
+                    self._write_log(message)
 
     def _write_events(self, message: Reported) -> None:
         for event in message.events:

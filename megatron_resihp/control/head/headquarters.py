@@ -22,6 +22,7 @@ from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head import returning
 from megatron_resihp.control.head.detection import Detection
+from megatron_resihp.control.head.logs.logbook import Logbook
 from megatron_resihp.control.head.stalls import FOLLOWED, StallWatch
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.mailbox import Ending
@@ -94,6 +95,7 @@ class Headquarters:
         self._meeting = meeting
         self.detection = detection
         self._replanner = replanner
+        self._logbook = Logbook(bus)
         self._on_end = on_end
         self._served: TcpStore | None = None
         self._connection: TcpStore | None = None
@@ -113,6 +115,7 @@ class Headquarters:
         self._replanner.close(timeout_s)
         self._thread.join(timeout_s)
         self.detection.close(timeout_s)
+        self._logbook.close()
         self._bus.close()
         if self._served is not None:
             self._served.close()
@@ -147,6 +150,7 @@ class Headquarters:
             store, self._bus.publish, job.size, job.command, job.limits,
             requests=self._requests, next_plan=self._replanner.next_plan,
             reopen=partial(returning.offer, job.run_dir), on_heard=self._look_for_stalls,
+            write_log=self._logbook.take,
         )  # fmt: skip
 
     def _open(self) -> TcpStore:

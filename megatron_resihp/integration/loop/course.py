@@ -19,6 +19,7 @@ from megatron_resihp.integration.loop.recovery import recover
 from megatron_resihp.integration.loop.standby import keep_current
 from megatron_resihp.integration.loop.telemetry import report_recovered
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.protocol.logs import Place
 
 
 def follow(runtime: Runtime) -> Any:
@@ -55,6 +56,7 @@ def _make_calls(runtime: Runtime, first: int) -> Any:
         runtime.calls.position = number
         returned = runtime.calls.made[number]()
         if number > 0:
+            runtime.log.send_page(Place(number, runtime.progress.iteration))
             report_recovered(runtime)
     runtime.calls.position = max(runtime.calls.position, len(runtime.calls.made))
     return returned

@@ -30,10 +30,11 @@ from megatron_resihp.integration.saves.pending import directory_of_saves
 from megatron_resihp.integration.state.digests import record_digests
 from megatron_resihp.integration.step.optimizer_buddies import tell_cost
 from megatron_resihp.integration.step.step import agreed_losses, tell_of_experts
+from megatron_resihp.protocol.logs import Place
 from megatron_resihp.protocol.messages import TrainingFinished
 from megatron_resihp.protocol.records import IterationPhase, Outcome
 
-StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, int | None, Any]
+StepReturn = tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, float | None, Any]
 
 
 def wrap_train(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +87,9 @@ def _finish(runtime: Runtime) -> None:
     tell_cost(runtime)
     record_digests(runtime)
     progress = runtime.progress
-    if progress.stage is IterationPhase.STEPPED:
+    stepped = progress.stage is IterationPhase.STEPPED
+    runtime.log.send_page(Place(0, progress.iteration if stepped else progress.iteration - 1))
+    if stepped:
         # From here on, a worker that recovers finds the counters as they are after the last step.
         runtime.job.args.curr_iteration = progress.iteration
         progress.begin(progress.iteration + 1, snapshot_counters(runtime))
@@ -144,6 +147,7 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
     @functools.wraps(original)
     def train_step(*positional: Any, iteration: int, **options: Any) -> StepReturn:
         runtime.control.heard.check()
+        runtime.log.send_page(Place(0, iteration))
         runtime.progress.begin(iteration + 1, snapshot_counters(runtime))
         # Only now: what Megatron does after the step before, such as saving, is over and not to be repeated.
         if runtime.orders.change:
@@ -176,7 +180,9 @@ def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
     runtime.progress.stage = IterationPhase.STEPPED
     count_again(runtime, outcome)
     tell_of_experts(runtime, outcome)
-    return agreed_losses(runtime.view, outcome), int(outcome.skipped), False, False, 0, outcome.grad_norm, None, 0
+    # Megatron hands the count from worker to worker in 32 bits.
+    zeros = None if outcome.zeros is None else torch.tensor(outcome.zeros, dtype=torch.float32).item()
+    return agreed_losses(runtime.view, outcome), int(outcome.skipped), False, False, 0, outcome.grad_norm, zeros, 0
 
 
 def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:

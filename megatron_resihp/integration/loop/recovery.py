@@ -17,6 +17,7 @@ from megatron.core.rerun_state_machine import RerunMode
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.worker.errors import EpochBroken, JobEnded
 from megatron_resihp.executor.groups.errors import is_communicator_error, is_out_of_memory
+from megatron_resihp.integration.logs.profiling import end_profiling
 from megatron_resihp.integration.loop.device_loss import abort_or_die, die_of_fault
 from megatron_resihp.integration.loop.emergency_checkpoint import write_emergency_checkpoint
 from megatron_resihp.integration.loop.joining import stand_at
@@ -280,6 +281,8 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
     runtime.calls.in_loop, runtime.joining = runtime.view.works, False
     runtime.calls.position = commit.position
     runtime.orders.change, runtime.orders.validation = False, None
+    runtime.log.begin_epoch(runtime.view)
+    end_profiling(runtime.job.args, tells=runtime.view.reports)
     restore_counters(runtime, commit.counters)
     runtime.progress.replay = commit.outcome if commit.replay and runtime.view.works else None
     runtime.saves.repeated = commit.iteration if commit.replay or commit.position else None

@@ -5,11 +5,13 @@ May import megatron, `executor` and this package.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
@@ -39,10 +41,13 @@ from megatron_resihp.integration.progress import NO_DOCUMENTS
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.reshardable import RESHARDABLE, TYPE
 from megatron_resihp.integration.state.slice_state import (
+    counted_gradients,
     counted_norm_squared,
+    counted_parameters_squared,
     divide_by_tokens,
     slice_digests,
     sum_slice_gradients,
+    zeros_in,
 )
 from megatron_resihp.integration.step.loss_scale import scaled_losses
 from megatron_resihp.integration.step.optimizer_whole import are_there_parts, put_together
@@ -146,6 +151,16 @@ class HeterogeneousMode(Mode):
         for key, digest in (pair for digests in told for pair in digests.items()):
             found.setdefault(key, set()).add(digest)
         return all(len(digests) == 1 for digests in found.values())
+
+    def zeros(self) -> int:
+        return zeros_in(counted_gradients(self._runtime.held.live.model, self.view.shares))
+
+    def parameters_norm(self, original: Callable[[], float]) -> float:
+        """Megatron's groups are of one stage each."""
+        own = counted_parameters_squared(self._runtime.held.live.model, self.view.shares)
+        total = torch.tensor([own], dtype=torch.float64, device="cuda")
+        dist.all_reduce(total)
+        return math.sqrt(float(total))
 
     def losses(self, found: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
         """What was agreed on: Megatron has averaged over one replica only."""

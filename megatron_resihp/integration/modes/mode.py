@@ -106,6 +106,10 @@ class Mode(ABC):
     def norm_squared(self) -> float:
         """Sum of squares of the gradients that this worker counts; each gradient is counted by one worker."""
 
+    @abstractmethod
+    def zeros(self) -> int:
+        """How many elements of the gradients that this worker counts are zero; each gradient as in the norm."""
+
     def step(self, optimizer: Any) -> None:
         """Take the optimizer's step with clipped gradients; communicates nothing."""
         optimizer.step_with_ready_grads()
@@ -116,6 +120,10 @@ class Mode(ABC):
     def replicas_agree(self, megatrons: Callable[[], bool]) -> bool:
         """Whether replicas have the same parameters; all working workers ask. `megatrons`: its own check of that."""
         return megatrons()
+
+    @abstractmethod
+    def parameters_norm(self, original: Callable[[], float]) -> float:
+        """The norm of all parameters; all working workers call it together. `original`: Megatron's."""
 
     @abstractmethod
     def losses(self, found: dict[str, Any], outcome: Outcome) -> dict[str, Any]:

@@ -4,6 +4,8 @@
 A copy of each part is kept by another holder of the shard (`plan.copies`). May import megatron and this package.
 """
 
+from megatron.training import get_timers
+
 from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.integration.modes.migration import migrate_slices
 from megatron_resihp.integration.modes.mode import Migrated
@@ -60,7 +62,10 @@ class SharedOutMode(UniformMode):
         if self._runtime.job.args.overlap_param_gather:
             return
         self._runtime.reach("gather")
+        timer = get_timers()("params-all-gather", log_level=1)
+        timer.start()
         gather_parameters(self._runtime.held.live)
+        timer.stop()
 
 
 class SharedOutState(UniformState):

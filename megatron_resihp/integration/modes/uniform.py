@@ -20,6 +20,7 @@ from megatron_resihp.integration.modes.migration import migrate_shards, migrate_
 from megatron_resihp.integration.modes.mode import DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import shard_digest
+from megatron_resihp.integration.state.slice_state import zeros_in
 from megatron_resihp.integration.step.buddies import broadcast_gradients, join_buddies
 from megatron_resihp.integration.step.loss_scale import Averaging, scaled_losses
 from megatron_resihp.integration.trained import Trained, parts_of
@@ -109,16 +110,26 @@ class UniformMode(Mode):
         """Whether this worker's gradients enter the norm: exactly one holder of each shard's do."""
         return self.view.works and self.view.replica == 0
 
-    def norm_squared(self) -> float:
+    def _counted_gradients(self) -> Iterator[list[torch.Tensor]]:
         if not self.counts_norm:
-            return 0.0
-        total = 0.0
+            return
         for part in parts_of(self._runtime.held.live.optimizer):
-            grads = part.get_grads_for_grad_norm() if part.get_parameters() else []
-            if grads:
-                norms = torch.stack(torch._foreach_norm([grad.float() for grad in grads])).double()
-                total += float((norms * norms).sum())
+            gradients = part.get_grads_for_grad_norm() if part.get_parameters() else []
+            if gradients:
+                yield gradients
+
+    def norm_squared(self) -> float:
+        total = 0.0
+        for gradients in self._counted_gradients():
+            norms = torch.stack(torch._foreach_norm([gradient.float() for gradient in gradients])).double()
+            total += float((norms * norms).sum())
         return total
+
+    def zeros(self) -> int:
+        return zeros_in(gradient for gradients in self._counted_gradients() for gradient in gradients)
+
+    def parameters_norm(self, original: Callable[[], float]) -> float:
+        return original()
 
     def losses(self, found: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
         return found

@@ -168,6 +168,15 @@ def wrap_training_log(runtime: Runtime, original: Callable[..., Any]) -> Callabl
     return training_log
 
 
+def wrap_params_norm(runtime: Runtime, original: Callable[..., float]) -> Callable[..., float]:
+    """The norm of all parameters, after the step."""
+
+    def calc_params_l2_norm(*args: Any, **kwargs: Any) -> float:
+        return runtime.mode.parameters_norm(lambda: original(*args, **kwargs))
+
+    return calc_params_l2_norm
+
+
 def wrap_flops(runtime: Runtime, original: Callable[..., float]) -> Callable[..., float]:
     """Follow the sum of floating-point operations, which is a local variable of train()."""
 

@@ -117,6 +117,7 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
         *_raised(lambda: _check_own_flags(config, args.world_size)),
         *_unsupported(args),
         *_raised(lambda: _check_evaluation(args)),
+        *_raised(lambda: _check_logs(args)),
     ]
     # What Megatron itself asserts first, in other words.
     misfits = _raised(lambda: _check_sizes(args))
@@ -279,9 +280,21 @@ def _check_batches(args: argparse.Namespace) -> None:
     if args.virtual_pipeline_model_parallel_size is not None:
         _check_interleaving(args, replicas)
     if args.overlap_p2p_comm_warmup_flush and not args.overlap_p2p_comm:
-        fail(
+        raise ConfigError(
             "--overlap-p2p-communication-warmup-flush needs an interleaved pipeline whose communication overlaps; "
             "leave it out"
+        )
+
+
+def _check_logs(args: argparse.Namespace) -> None:
+    """What stock Megatron finds on its last rank only."""
+    if args.wandb_project and not (args.wandb_save_dir or args.save):
+        raise ConfigError("--wandb-project needs --wandb-save-dir or --save, to say where W&B keeps its files")
+    if args.wandb_project and args.wandb_exp_name == "":
+        raise ConfigError("--wandb-exp-name is empty; name the run, or leave it out")
+    if args.use_pytorch_profiler and args.profile and not args.tensorboard_dir:
+        raise ConfigError(
+            "--use-pytorch-profiler needs --tensorboard-dir: Megatron writes the profile beside that directory"
         )
 
 

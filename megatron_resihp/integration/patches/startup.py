@@ -143,6 +143,8 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
             torch.cuda.set_device(args.local_rank)
             build_lonely_world(runtime)
             return original(*positional, **options)
+        if runtime.worker == 0 and runtime.log.is_wanted:
+            runtime.control.tell(runtime.log.wanted)
         runtime.control.tell(JobStarted(runtime.worker, describe_job(runtime.job)))
         plan = runtime.control.first_plan()
         coordinate = plan.coordinate_of(runtime.worker)
@@ -150,6 +152,7 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
         runtime.held.shards = runtime.job.own.shards_of(coordinate)
         torch.cuda.set_device(args.local_rank)
         build_world(runtime, plan)
+        runtime.log.begin_epoch(runtime.view)
         return original(*positional, **options)
 
     return initialize_megatron

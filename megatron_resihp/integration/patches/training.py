@@ -177,6 +177,24 @@ def training_patches(runtime: Runtime) -> list[Patch]:
             "carries loss totals over a recovery",
         ),
         Patch(
+            "megatron.training.wandb_utils:on_save_checkpoint_success",
+            lambda original: runtime.log.note_saved,
+            ("checkpoint_path", "tracker_filename", "save_dir", "iteration"),
+            "node 0 tells W&B",
+        ),
+        Patch(
+            "megatron.training.wandb_utils:on_load_checkpoint_success",
+            lambda original: runtime.log.note_loaded,
+            ("checkpoint_path", "load_dir"),
+            "node 0 tells W&B",
+        ),
+        Patch(
+            f"{TRAINING}:calc_params_l2_norm",
+            partial(counting.wrap_params_norm, runtime),
+            ("model",),
+            "counts each parameter once, under any plan",
+        ),
+        Patch(
             "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
             expert_metrics.do_not_reduce,
             ("self", "metric_names", "pg_collection"),

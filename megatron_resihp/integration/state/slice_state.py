@@ -65,15 +65,39 @@ def divide_by_tokens(model: Iterable[Any], everybody: SideGroup, own_tokens: flo
         chunk.scale_gradients(1.0 / max(float(tokens), 1.0))
 
 
-def counted_norm_squared(model: Sequence[Any], shares: SliceShares) -> float:
-    """Sum of squares of the gradients of the slices that this worker counts."""
+def counted_gradients(model: Sequence[Any], shares: SliceShares) -> list[torch.Tensor]:
+    """The gradients of the slices that this worker counts."""
     views = gradient_views(model, shares)
     # A slice may be here twice, as word embeddings and as head: its copies are equal by now.
-    counted = [view for piece in sorted(shares.counted) for view in dict(views[piece]).values()]
-    if not counted:
+    return [view for piece in sorted(shares.counted) for view in dict(views[piece]).values()]
+
+
+def counted_norm_squared(model: Sequence[Any], shares: SliceShares) -> float:
+    """Sum of squares of the gradients of the slices that this worker counts."""
+    return _squares_of(counted_gradients(model, shares))
+
+
+def counted_parameters_squared(model: Sequence[Any], shares: SliceShares) -> float:
+    """Sum of squares of the parameters of the slices that this worker counts, of masters where there are any."""
+    counted: dict[tuple[Slice, str], torch.Tensor] = {}
+    for piece in pieces_of(model, shares.own, shares.cuts, shares.tied_head) if shares.own else ():
+        if piece.slice in shares.counted:
+            master = getattr(piece.parameter, "main_param", None)
+            counted[piece.slice, piece.name] = piece.of(piece.parameter.data if master is None else master.data)
+    return _squares_of(list(counted.values()))
+
+
+def _squares_of(tensors: Sequence[torch.Tensor]) -> float:
+    if not tensors:
         return 0.0
-    norms = torch.stack([torch.linalg.vector_norm(view.float()) for view in counted]).double()
+    norms = torch.stack([torch.linalg.vector_norm(tensor.float()) for tensor in tensors]).double()
     return float((norms * norms).sum())
+
+
+def zeros_in(tensors: Iterable[torch.Tensor]) -> int:
+    """How many elements are zero."""
+    counts = [tensor.numel() - torch.count_nonzero(tensor) for tensor in tensors]
+    return int(torch.stack(counts).sum()) if counts else 0
 
 
 # ---- state

@@ -36,7 +36,8 @@ SHARED_COUNTERS = (
 )  # fmt: skip
 VALIDATION, CHANGE = 2, 3
 SAVE, SAVERS, LOST = 4, 5, 6
-COUNTERS_FROM = 7
+ZEROS = 7
+COUNTERS_FROM = 8
 LOSSES_FROM = COUNTERS_FROM + len(SHARED_COUNTERS)
 EXPERTS_FROM = LOSSES_FROM + 2 * LOSS_SLOTS
 DOCUMENTS_FROM = EXPERTS_FROM + len(expert_metrics.NAMES)
@@ -46,8 +47,10 @@ StepResult = tuple[bool, float | None, int | None]
 
 
 def install_step(runtime: Runtime) -> None:
-    """Make the optimizer's step the agreed one."""
+    """Make the optimizer's step the agreed one, in which no timer waits for others: a step that was begun is taken."""
     runtime.held.live.optimizer.step = lambda: agreed_step(runtime)
+    for part in parts_of(runtime.held.live.optimizer):
+        part.config.barrier_with_L1_time = False
 
 
 def agreed_step(runtime: Runtime) -> StepResult:
@@ -62,8 +65,9 @@ def agreed_step(runtime: Runtime) -> StepResult:
     _record_samples(runtime)
     runtime.reach("norm")
     norm_squared = local_norm_squared(runtime)
+    zeros = runtime.mode.zeros() if runtime.job.args.log_num_zeros_in_grad else 0
     with runtime.probes.span(SpanKind.AGREEMENT):
-        outcome = agree(runtime, norm_squared)
+        outcome = agree(runtime, norm_squared, zeros)
     runtime.progress.agreed(outcome)
     runtime.on_trial = False
     tell_of_experts(runtime, outcome)
@@ -74,7 +78,7 @@ def agreed_step(runtime: Runtime) -> StepResult:
             runtime.mode.after_step()
     # The device has work now, and no other worker waits for this one.
     runtime.probes.flush()
-    return not outcome.skipped, outcome.grad_norm, None
+    return not outcome.skipped, outcome.grad_norm, outcome.zeros
 
 
 def _record_samples(runtime: Runtime) -> None:
@@ -108,7 +112,7 @@ def local_norm_squared(runtime: Runtime) -> float:
     return runtime.mode.norm_squared() * share * share
 
 
-def agree(runtime: Runtime, norm_squared: float) -> Outcome:
+def agree(runtime: Runtime, norm_squared: float, zeros: int = 0) -> Outcome:
     """The one reduction over all workers, state-holding standbys included.
 
     Raises:
@@ -117,6 +121,7 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
     """
     validation, change = runtime.control.heard.validation.of_epoch(runtime.control.epoch), runtime.change
     values = _brought(runtime, norm_squared, validation, change)
+    values[ZEROS] = zeros
     runtime.mode.everybody.sum(values)
     # What has overflowed, before or in the sums, makes them not finite.
     skipped = scales_losses(runtime.held.live.optimizer) and not math.isfinite(values[0])
@@ -135,7 +140,11 @@ def agree(runtime: Runtime, norm_squared: float) -> Outcome:
     norm, stop = None if skipped else math.sqrt(float(values[0])), bool(values[1] > 0)
     save = _to_save(runtime, values)
     experts = tuple(values[EXPERTS_FROM:DOCUMENTS_FROM].tolist()) if runtime.job.args.num_experts else ()
-    return Outcome(runtime.epoch, norm, losses, runtime.progress.loss_names, stop, skipped, experts, save)
+    counted = runtime.job.args.log_num_zeros_in_grad and not skipped
+    counted_zeros = round(float(values[ZEROS])) if counted else None
+    return Outcome(
+        runtime.epoch, norm, losses, runtime.progress.loss_names, stop, skipped, experts, save, counted_zeros
+    )  # fmt: skip
 
 
 def tell_of_experts(runtime: Runtime, outcome: Outcome) -> None:

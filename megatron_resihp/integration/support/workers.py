@@ -3,11 +3,10 @@
 
 MAY_DIFFER: frozenset[str] = frozenset(
     """
-    data_cache_path nccl_communicator_config_path tensorboard_dir wandb_save_dir
+    data_cache_path nccl_communicator_config_path wandb_save_dir
 
     log_throughput logging_level timing_log_option log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard
-    log_memory_to_tensorboard log_world_size_to_tensorboard tensorboard_log_interval tensorboard_queue_size
-    wandb_project wandb_entity wandb_exp_name
+    log_memory_to_tensorboard log_world_size_to_tensorboard tensorboard_queue_size wandb_entity wandb_exp_name
 
     num_workers num_dataset_builder_threads mmap_bin_files
 
@@ -20,9 +19,13 @@ MAY_DIFFER: frozenset[str] = frozenset(
 """Arguments that change nothing of what a worker computes, nor when it waits for others: where it keeps what it makes,
 what it tells, which process reads its data, how long it waits, when it cleans up."""
 
-IN_STEP: frozenset[str] = frozenset({"log_interval", "log_progress", "log_timers_to_tensorboard"})
-"""Arguments that change nothing but in which iterations all workers meet to log, which they look up each time: a worker
-that was started with others takes the job's."""
+IN_STEP: frozenset[str] = frozenset(
+    """
+    log_interval log_progress log_timers_to_tensorboard tensorboard_dir tensorboard_log_interval wandb_project
+    """.split()
+)
+"""Arguments that change nothing but in which iterations all workers meet to log, which they look up each time, and what
+is logged by whoever logs: a worker that was started with others takes the job's."""
 
 AT_START: frozenset[str] = frozenset(
     """

@@ -20,7 +20,7 @@ from megatron_resihp.events.detection import (
 from megatron_resihp.events.epochs import Reconfiguration
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.injections import Drill, DrillRefused, DrillSet
-from megatron_resihp.events.job import Exposed, RunFinished, Stall
+from megatron_resihp.events.job import Exposed, LogFailed, RunFinished, Stall
 from megatron_resihp.events.replanning import (
     ChangeMeasured,
     ChangeRefused,
@@ -235,3 +235,8 @@ def _detection_resumed(event: DetectionResumed, places: Places) -> list[str]:
 @lines_of.register
 def _detection_failed(event: DetectionFailed, places: Places) -> list[str]:
     return [f"the detector's {event.part} gave up, training goes on: {event.error}"]
+
+
+@lines_of.register
+def _log_failed(event: LogFailed, places: Places) -> list[str]:
+    return [f"{event.part} can't be written, training goes on: {event.error}"]

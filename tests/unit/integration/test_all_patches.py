@@ -23,7 +23,7 @@ def worker(points: set[str]) -> Any:
 RUNTIME = worker(set(INJECTION_POINTS))
 
 
-PATCHES = training_patches(RUNTIME) + probe_patches(RUNTIME) + injection_patches(RUNTIME)
+PATCHES = enable.writer_patches() + training_patches(RUNTIME) + probe_patches(RUNTIME) + injection_patches(RUNTIME)
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)

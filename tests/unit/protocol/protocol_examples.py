@@ -5,6 +5,15 @@ from __future__ import annotations
 
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard
 from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.logs import (
+    LogPage,
+    LogsWanted,
+    Scalar,
+    TensorBoardWish,
+    Text,
+    WandbRow,
+    WandbWish,
+)
 from megatron_resihp.protocol.messages import (
     CommunicationFailed,
     ConnectionLost,
@@ -59,6 +68,7 @@ PLAN = {
 }  # fmt: skip
 EVENT = {"event": "iteration", "time": 9.0, "epoch": 0, "worker": 3, "iteration": 4, "duration_s": 0.5}
 JOB = JobDescription(1, 2, 4, (Chunk(0, 0, 3), Chunk(1, 3, 6)), 8, False, True, train_iters=20)
+LOGS = (TensorBoardWish("/logs", 1000), WandbWish("project", "name", None, "/wandb", {"seq_length": 32}, "1234abcd"))
 TOLD: tuple[Message, ...] = (
     JobStarted(0, JOB),
     JoinRequest(5, JOB),
@@ -68,6 +78,8 @@ TOLD: tuple[Message, ...] = (
     *(SurvivorReport(worker, 0, RECORD, (Shard(3 * (worker // 2), 3 * (worker // 2) + 3, 0, 1),))
       for worker in range(4)),
     FirstStepFailed(1, 0, "ValueError: shards (2) must be >= 4"),
+    LogsWanted(0, *LOGS),
+    LogPage(3, 0, 4, 9.0, (Scalar("lm loss", 2.5, 4),), (Text("seed", "1", 0),), (WandbRow({"lm loss": 2.5}, 4),)),
     GroupsPrepared(1, 1),
     TrainingFinished(1, 3),
     EmergencyCheckpointWritten(1),

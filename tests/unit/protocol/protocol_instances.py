@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
@@ -17,6 +18,7 @@ from megatron_resihp.coding import Between, Matches
 from megatron_resihp.coding.decoding import MOST_CHARACTERS
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard
 from megatron_resihp.protocol.answers import ANSWERS
+from megatron_resihp.protocol.logs import CheckpointNote, Scalar, Text, WandbRow
 from megatron_resihp.protocol.messages import MESSAGES
 from megatron_resihp.protocol.notices import NOTICES
 from megatron_resihp.protocol.planning import PLANNER_ANSWERS, PLANNER_REQUESTS
@@ -32,6 +34,10 @@ OF_RULES: Mapping[Any, st.SearchStrategy[Any]] = {
     Shard: st.sampled_from([Shard(0, 3, 4160, 4161), Shard(2, 5, 1, 2)]),
     HeldShard: st.sampled_from([Shard(0, 3, 0, 1), Shard(2, 5, 1, 2)]),
     LayerChunk: st.sampled_from([Chunk(0, 0, 3), Chunk(1, 3, 6)]),
+    Scalar: st.sampled_from([Scalar("lm loss", 2.5, 4), Scalar("grad-norm", math.inf, 4)]),
+    Text: st.sampled_from([Text("seq_length", "32", 0), Text("seed", "1", None)]),
+    WandbRow: st.sampled_from([WandbRow({"lm loss": 2.5}, 4), WandbRow({}, None)]),
+    CheckpointNote: st.just(CheckpointNote(True, "/saved/iter_0000004", "/saved", None, 4)),
     DigestKey: st.sampled_from(["0/0", "-1/-1/4", "1/0/1/2"]),
     Counters: st.dictionaries(st.text(max_size=3).filter("totals".__ne__), JSON, max_size=2),
 }

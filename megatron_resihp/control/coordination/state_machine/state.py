@@ -14,6 +14,7 @@ from megatron_resihp.control.coordination.state_machine.departures import Depart
 from megatron_resihp.control.coordination.state_machine.first_step import FirstSteps
 from megatron_resihp.control.coordination.state_machine.joining import JoiningWorkers
 from megatron_resihp.control.coordination.state_machine.links import FailedLinks
+from megatron_resihp.control.coordination.state_machine.log_pages import LogPages
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.change import Change
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard
@@ -152,6 +153,7 @@ class State:
         joining: workers that were not there at the start.
         departures: nodes that were told to leave.
         first_steps: plans that no step has been taken under yet.
+        pages: of Megatron's log.
     """
 
     job: Job
@@ -171,6 +173,7 @@ class State:
     changes: Changes = field(default_factory=Changes)
     ending: Ending = field(default_factory=Ending)
     first_steps: FirstSteps = field(default_factory=FirstSteps)
+    pages: LogPages = field(default_factory=LogPages)
     joining: JoiningWorkers = field(init=False)
     departures: Departures = field(init=False)
     reports: Reports = field(init=False)

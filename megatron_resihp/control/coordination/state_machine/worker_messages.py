@@ -21,6 +21,7 @@ from megatron_resihp.events.workers import WorkerFailed, WorkerWaiting
 from megatron_resihp.plan import Chunk
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.logs import LogPage, LogsWanted
 from megatron_resihp.protocol.messages import (
     CommunicationFailed,
     EmergencyCheckpointWritten,
@@ -71,6 +72,10 @@ class WorkerMessages:
                 return self._on_prepared(message)
             case TrainingFinished():
                 return self._on_trained(message)
+            case LogsWanted():
+                return [message] if self._state.pages.open(message) else []
+            case LogPage():
+                return [message] if self._may_log(message.worker) and self._state.pages.enter(message) else []
             case EmergencyCheckpointWritten(worker):
                 return self._ends.saved_by([worker])
             case ScriptEnded(worker):
@@ -190,6 +195,10 @@ class WorkerMessages:
         job.progressed(message.iteration)
         job.trained = job.trained or message.worker in self._state.living
         return []
+
+    def _may_log(self, worker: int) -> bool:
+        """What a worker that was given up has logged is logged again by another."""
+        return worker not in self._state.dead
 
     # ---- the end of a worker's script
 

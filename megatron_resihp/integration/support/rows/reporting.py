@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows: what a job tells, to whom, and profiling. Imports `notation`."""
 
-from megatron_resihp.integration.support.notation import Rows, inert, joined, refused, tested
+from megatron_resihp.integration.support.notation import Rows, inert, joined, refused, tested, without
 
-_WRITER = "Megatron opens it once, on its last rank, which may die and changes with the epoch"
-_SUMMED = "it is summed in groups that unlike replicas don't have"
-_PROFILER = "a profile is of one rank, and ranks change with the epoch"
-_SWITCHED = "it starts a server or a measurement once, for ranks that change with the epoch"
 _LOG = "training.training:training_log"
+_LOGS = "integration/test_logs.py::test_logs_of_a_job_with_two_deaths"
+_PROFILE = "integration/test_logs.py::test_a_profile_is_of_the_first_epoch"
+_SUMMED = "it is summed in groups that unlike replicas don't have"
+_SWITCHED = "it starts a server or a measurement once, for ranks that change with the epoch"
+_OWN = "leave it out: the plugin itself looks for slow workers"
 
 _LOGGED: Rows = joined(
     tested("integration/test_log_lines.py::test_losses_of_an_interval", "log_interval"),
@@ -19,49 +20,41 @@ _LOGGED: Rows = joined(
     inert("training.global_vars:_set_timers", "timing_log_option"),
     inert("training.training:train_step", "barrier_with_L1_time"),
     inert("training.initialize:setup_logging", "logging_level"),
-    refused("log_params_norm", _SUMMED),
-    refused("log_num_zeros_in_grad", _SUMMED),
-    refused("log_memory_interval", _SUMMED),
-    refused("log_device_memory_used", "it belongs to --log-memory-interval, which is refused", "leave it out"),
-    refused("log_max_attention_logit", _SUMMED),
-    refused("log_energy", _SUMMED),
+    tested(_LOGS, "log_params_norm log_num_zeros_in_grad log_energy"),
+    inert(_LOG, "log_memory_interval"),
+    inert("training.utils.common_utils:report_memory", "log_device_memory_used"),
+    refused("log_max_attention_logit", "an iteration that is logged again would lack it"),
     refused("moe_per_layer_logging", "a layer's balance is summed in groups that unlike replicas don't have"),
 )
 
 _WRITERS: Rows = joined(
-    refused("tensorboard_dir", _WRITER),
-    refused("tensorboard_log_interval", _WRITER),
-    refused("tensorboard_queue_size", _WRITER),
-    refused("wandb_project", _WRITER),
-    refused("wandb_exp_name", _WRITER),
-    refused("wandb_save_dir", _WRITER),
-    refused("wandb_entity", _WRITER),
-    refused("enable_one_logger", _WRITER),
-    refused("one_logger_project", _WRITER),
-    refused("one_logger_run_name", _WRITER),
-    refused("one_logger_async", _WRITER),
-    refused("app_tag_run_name", _WRITER),
-    refused("app_tag_run_version", _WRITER),
+    tested(_LOGS, "tensorboard_dir wandb_project wandb_exp_name wandb_save_dir"),
+    inert("training.training:training_log", "tensorboard_log_interval"),
+    inert("training.global_vars:_set_tensorboard_writer", "tensorboard_queue_size"),
+    inert("training.global_vars:_set_wandb_writer", "wandb_entity"),
+    inert(
+        "training.global_vars:_set_one_logger",
+        "enable_one_logger one_logger_project one_logger_run_name one_logger_async",
+    ),
+    inert("training.one_logger_utils:get_timestamp_in_ms", "app_tag_run_name app_tag_run_version"),
     refused("config_logger_dir", "each epoch makes the objects anew, and would write a file for each again"),
 )
 
 _PROFILES: Rows = joined(
-    refused("profile", _PROFILER),
-    refused("profile_step_start", _PROFILER),
-    refused("profile_step_end", _PROFILER),
-    refused("profile_ranks", _PROFILER),
-    refused("use_pytorch_profiler", _PROFILER),
-    refused("pytorch_profiler_collect_shapes", _PROFILER),
-    refused("pytorch_profiler_collect_callstack", _PROFILER),
-    refused("pytorch_profiler_collect_chakra", _PROFILER),
-    refused("record_memory_history", _PROFILER),
-    refused("memory_snapshot_path", _PROFILER),
-    refused("record_shapes", _PROFILER),
-    refused("nvtx_ranges", _PROFILER),
-    refused("log_straggler", _SWITCHED, "leave it out: slow workers are found without it"),
-    refused("straggler_ctrlr_port", _SWITCHED, "leave it out: slow workers are found without it"),
-    refused("straggler_minmax_count", _SWITCHED, "leave it out: slow workers are found without it"),
-    refused("disable_straggler_on_startup", _SWITCHED, "leave it out: slow workers are found without it"),
+    tested(_PROFILE, "profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
+    inert(
+        "training.training:train",
+        """pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra
+        record_shapes nvtx_ranges""",
+    ),
+    inert(_LOG, "record_memory_history memory_snapshot_path"),
+    refused("log_straggler", "it keeps to the ranks of the start", _OWN),
+    without(
+        "log_straggler",
+        "training.training:train",
+        "straggler_ctrlr_port disable_straggler_on_startup",
+    ),
+    without("log_straggler", "training.training:training_log", "straggler_minmax_count"),
     refused("run_workload_inspector_server", _SWITCHED, "leave it out: `resihp report` tells what workers do"),
 )
 

@@ -34,6 +34,11 @@ COMMON = """
     --decoupled-min-lr 1e-5 --check-weight-hash-across-dp-replicas-interval 10 --test-mode
     --defer-embedding-wgrad-compute --wgrad-deferral-limit 2 --rampup-batch-size 4 4 100
     --recompute-granularity selective --exit-interval 30 --dataloader-type single --transformer-impl local
+    --tensorboard-dir logs --tensorboard-log-interval 2 --tensorboard-queue-size 100 --log-params-norm
+    --log-num-zeros-in-grad --log-timers-to-tensorboard --timing-log-level 2 --log-memory-to-tensorboard
+    --log-validation-ppl-to-tensorboard --log-throughput --log-memory-interval 10 --log-device-memory-used
+    --log-energy --wandb-project project --wandb-exp-name name --wandb-entity team --wandb-save-dir wandb
+    --no-one-logger --profile --use-pytorch-profiler --profile-ranks 0 1 --profile-step-start 3 --profile-step-end 5
 """.split()
 
 Check = Callable[..., argparse.Namespace]
@@ -96,7 +101,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--mla-down-proj-fusion",
         "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
         "--moe-router-enable-expert-bias", "--expert-tensor-parallel-size 1",
-        "--hierarchical-context-parallel-sizes 2 2",
+        "--hierarchical-context-parallel-sizes 2 2", "--log-straggler", "--log-max-attention-logit",
     ],
 )  # fmt: skip
 def test_what_is_not_known_to_work_is_refused_by_name(
@@ -172,6 +177,8 @@ def test_arguments_are_checked_before_megatron_derives_others(check: Check) -> N
         (["--resihp-inject", "kill:3"], ["'kill:3' is not ACTION:WORKER@ITERATION"]),
         (["--global-batch-size", "2"], ["--global-batch-size 2 gives 2 replicas less than one micro-batch", "raise"]),
         (["--eval-global-batch-size", "2"], ["--eval-global-batch-size 2 gives 2 replicas"]),
+        (["--wandb-exp-name", ""], ["--wandb-exp-name is empty", "name the run"]),
+        (["--tensorboard-dir", ""], ["--use-pytorch-profiler needs --tensorboard-dir"]),
     ],
 )
 def test_values_that_cannot_be(

@@ -16,20 +16,24 @@ from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 from megatron_resihp.control.worker.heard import Heard
 from megatron_resihp.integration.ops.program_schedule import check_gradients
 from megatron_resihp.integration.progress import Orders, Progress
-from megatron_resihp.integration.step.step import agree
+from megatron_resihp.integration.step.step import ZEROS, agree, install_step
 
 
-def worker(checks: bool, others: float, *scalers: Any) -> Any:
-    """A standby, and what the others bring of the squared norm."""
+def worker(checks: bool, others: float, *scalers: Any, counts_zeros: bool = False) -> Any:
+    """A standby, and what the others bring of the squared norm; they count 40 zeros."""
     parts = [SimpleNamespace(grad_scaler=scaler) for scaler in scalers or (None,)]
 
     def add_those_of_others(values: torch.Tensor) -> None:
         values[0] += others
+        values[ZEROS] += 40
 
     return SimpleNamespace(
         worker=3, epoch=1, view=SimpleNamespace(works=False, reports=False), orders=Orders(), change=None,
         job=SimpleNamespace(
-            args=SimpleNamespace(check_for_nan_in_loss_and_grad=checks, num_experts=None), minutes=None
+            args=SimpleNamespace(
+                check_for_nan_in_loss_and_grad=checks, num_experts=None, log_num_zeros_in_grad=counts_zeros
+            ),
+            minutes=None,
         ),
         saves=SimpleNamespace(is_wanted=False),
         control=SimpleNamespace(heard=Heard(3, lambda: None, 1), epoch=1), progress=Progress(iteration=5),
@@ -63,6 +67,22 @@ def test_with_a_loss_scale_such_a_step_is_skipped(others: float) -> None:
     assert outcome.skipped and outcome.grad_norm is None
     taken = agree(worker(True, 9.0, object()), 16.0)
     assert not taken.skipped and taken.grad_norm == 5.0
+
+
+def test_zeros_are_counted_where_megatron_would() -> None:
+    assert agree(worker(True, 9.0, counts_zeros=True), 16.0, zeros=2).zeros == 42
+    assert agree(worker(True, 9.0), 16.0).zeros is None
+    skipped = agree(worker(True, math.inf, object(), counts_zeros=True), 0.0, zeros=2)
+    assert skipped.zeros is None, "Megatron counts none of a step that it skips"
+
+
+def test_no_timer_of_the_step_waits_for_others() -> None:
+    """Once a step is agreed on, it is taken, whoever dies; and standbys, which take it too, are in no world."""
+    runtime = worker(True, 0.0, None, None)
+    for part in runtime.held.live.optimizer.chained_optimizers:
+        part.config = SimpleNamespace(barrier_with_L1_time=True)
+    install_step(runtime)
+    assert [part.config.barrier_with_L1_time for part in runtime.held.live.optimizer.chained_optimizers] == [False] * 2
 
 
 def chunk(*norms: float, checks: bool = True) -> Any:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's log on node 0, and the plugin's own curves beside it.
+
+The coordinator hands it pages in order, each once, and never waits for it. May import `protocol`, `events` and this
+package's other modules.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from megatron_resihp.control.head.logs.lane import Lane
+from megatron_resihp.control.head.logs.own_curves import FOLLOWED, OwnCurves
+from megatron_resihp.control.head.logs.tensorboard_files import TensorBoardFiles
+from megatron_resihp.control.head.logs.wandb_run import WandbRun
+from megatron_resihp.control.head.logs.writer import CarefulWriter
+from megatron_resihp.events.bus import EventBus
+from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.job import LogFailed
+from megatron_resihp.protocol.logs import LogPage, LogsWanted
+
+FINISH_S: Final = 60.0
+"""How long the end of the job waits for the last pages."""
+
+Tell = Callable[[LogFailed], None]
+MakeWriters = Callable[[LogsWanted, Tell], Sequence[CarefulWriter]]
+
+
+def make_writers(wanted: LogsWanted, tell: Tell) -> list[CarefulWriter]:
+    """What writes the logs that are wanted."""
+    writers = []
+    if (tensorboard := wanted.tensorboard) is not None:
+        writers.append(CarefulWriter("TensorBoard", lambda: TensorBoardFiles(tensorboard), tell))
+    if (wandb := wanted.wandb) is not None:
+        writers.append(CarefulWriter("W&B", lambda: WandbRun(wandb), tell))
+    return writers
+
+
+class Logbook:
+    """Writes what it is given in each of the logs that are wanted.
+
+    Args:
+        bus: tells what the plugin's own curves show, and takes what is to be said.
+        make: makes what writes.
+    """
+
+    def __init__(self, bus: EventBus, make: MakeWriters = make_writers) -> None:
+        self._bus = bus
+        self._make = make
+        self._lanes: tuple[Lane, ...] = ()
+        self._curves = OwnCurves()
+        self._curves_lock = threading.Lock()
+
+    def take(self, part: LogsWanted | LogPage) -> None:
+        """A part of Megatron's log, which is to be written."""
+        if isinstance(part, LogPage):
+            self._put(part)
+        elif not self._lanes:
+            self._lanes = tuple(Lane(writer, self._tell) for writer in self._make(part, self._tell))
+            if self._lanes:
+                self._bus.subscribe(self._note, *FOLLOWED)
+
+    def close(self, timeout_s: float = FINISH_S) -> None:
+        """Write all that has come, and end."""
+        until = time.monotonic() + timeout_s
+        for lane in self._lanes:
+            lane.begin_to_close()
+        for lane in self._lanes:
+            lane.close(until)
+
+    def _note(self, event: Event) -> None:
+        # Several threads publish events, and curves are put in the order in which they are drawn.
+        with self._curves_lock:
+            page = self._curves.note(event)
+            if page is not None:
+                self._put(page)
+
+    def _put(self, page: LogPage) -> None:
+        for lane in self._lanes:
+            lane.put(page)
+
+    def _tell(self, failed: LogFailed) -> None:
+        self._bus.publish(stamped(failed, time.time()))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's own curves beside Megatron's: how many workers are left, how fast they are, what recoveries took. Pure.
+
+May import `protocol` and `events`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import singledispatchmethod
+from statistics import median
+from typing import Final
+
+from megatron_resihp.events.detection import Verdict
+from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.training import Iteration
+from megatron_resihp.events.workers import WorkerDead
+from megatron_resihp.protocol.logs import LogPage, Scalar, WandbRow
+
+FOLLOWED: Final = (EpochStarted, WorkerDead, Iteration, Recovery, Reconfiguration, Verdict)
+HEALTHY: Final = 100
+"""The healthy speed is the median of so many iterations, the last ones of the first epoch."""
+
+
+class OwnCurves:
+    """Follows a run's events; each iteration gives one point of each curve that is known."""
+
+    def __init__(self) -> None:
+        self._members: frozenset[int] = frozenset()
+        self._first_epoch = True
+        self._iteration = 0
+        self._healthy: deque[float] = deque(maxlen=HEALTHY)
+        self._slow: set[int] = set()
+        self._paused_s = 0.0
+
+    @singledispatchmethod
+    def note(self, event: Event) -> LogPage | None:
+        """What an event adds to the curves."""
+        return None
+
+    @note.register
+    def _epoch_started(self, event: EpochStarted) -> None:
+        working = {worker for replica in event.plan["replicas"] for stage in replica["stages"] for worker in stage}
+        standbys = {int(worker) for worker in event.plan.get("standbys", {})}
+        self._members = frozenset(working | standbys)
+        self._first_epoch = not event.epoch
+
+    @note.register
+    def _dead(self, event: WorkerDead) -> None:
+        self._members -= {event.dead}
+        self._slow.discard(event.dead)
+
+    @note.register
+    def _recovery(self, event: Recovery) -> None:
+        if event.broken_at is not None:
+            self._paused_s += (event.resumed_at or event.time) - event.broken_at
+
+    @note.register
+    def _reconfiguration(self, event: Reconfiguration) -> None:
+        self._paused_s += event.stood_still_s
+
+    @note.register
+    def _verdict(self, event: Verdict) -> None:
+        if event.kind == "compute":
+            change = self._slow.difference_update if event.change == "recovery" else self._slow.update
+            change(event.workers)
+
+    @note.register
+    def _iteration_done(self, event: Iteration) -> LogPage | None:
+        if event.iteration <= self._iteration:
+            return None
+        self._iteration = event.iteration
+        values = {"workers_alive": float(len(self._members)), "slow_workers": float(len(self._slow))}
+        if event.samples and event.duration_s:
+            rate = values["samples_per_s"] = event.samples / event.duration_s
+            if self._first_epoch:
+                self._healthy.append(rate)
+            if self._healthy:
+                values["share_of_healthy_speed"] = rate / median(self._healthy)
+        if self._paused_s:
+            values["pause_s"], self._paused_s = self._paused_s, 0.0
+        named = {f"resihp/{name}": value for name, value in values.items()}
+        scalars = tuple(Scalar(name, value, event.iteration) for name, value in named.items())
+        rows = (WandbRow(named, event.iteration),)
+        return LogPage(event.worker or 0, 0, event.iteration, event.time, scalars, rows=rows)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A W&B run, by its own library, as Megatron would have it. May import `protocol` and this package."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_resihp.control.head.logs.writer import MissingPackageError
+from megatron_resihp.protocol.logs import CheckpointNote, LogPage, WandbWish
+
+LOGIN_S: Final = 30
+"""How long W&B may ask on a terminal for who it is for."""
+TRACKER: Final = "latest_wandb_artifact_path.txt"
+"""Where Megatron keeps, beside checkpoints, which project has them as artifacts."""
+
+
+class WandbRun:
+    """One run. Opened again with the same id, W&B goes on with it."""
+
+    def __init__(self, wish: WandbWish) -> None:
+        try:
+            # An optional package: only where logs are wanted.
+            import wandb
+        except ModuleNotFoundError as error:
+            raise MissingPackageError(
+                f"--wandb-project needs the package wandb on node 0 ({error}); nothing is logged to W&B"
+            ) from None
+        os.makedirs(wish.directory, exist_ok=True)
+        self._wandb: Any = wandb
+        # What workers print is in their own logs.
+        settings = wandb.Settings(console="off", login_timeout=LOGIN_S)
+        self._run: Any = wandb.init(
+            project=wish.project, name=wish.name, entity=wish.entity, dir=wish.directory, config=wish.config,
+            id=wish.run, resume="allow", settings=settings,
+        )  # fmt: skip
+
+    def write(self, page: LogPage) -> None:
+        if page.config:
+            self._run.config.update(page.config, allow_val_change=True)
+        for note in page.checkpoints:
+            (self._save if note.saved else self._use)(note)
+        for values, step in page.rows:
+            self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _save(self, note: CheckpointNote) -> None:
+        """Log a checkpoint as an artifact, by reference."""
+        directory, checkpoint = Path(note.directory), Path(note.path).resolve()
+        artifact = self._wandb.Artifact(directory.stem, type="model", metadata={"iteration": note.iteration})
+        artifact.add_reference(checkpoint.as_uri(), checksum=False)
+        if note.tracker is not None:
+            artifact.add_file(note.tracker)
+        self._run.log_artifact(artifact, aliases=[checkpoint.stem])
+        (directory / TRACKER).write_text(f"{self._run.entity}/{self._run.project}")
+
+    def _use(self, note: CheckpointNote) -> None:
+        """Say that the job goes on from a checkpoint, which W&B may not know."""
+        directory = Path(note.directory)
+        tracker = directory / TRACKER
+        project = f"{tracker.read_text().strip()}/" if tracker.is_file() else ""
+        try:
+            self._run.use_artifact(f"{project}{directory.stem}:{Path(note.path).stem}")
+        except Exception as error:
+            print(f"resihp: W&B does not know {note.path}: {error}", file=sys.stderr, flush=True)

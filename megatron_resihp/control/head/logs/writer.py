@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What writes pages somewhere, and what keeps its failures from everything else.
+
+May import `protocol` and `events`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from megatron_resihp.events.job import LogFailed
+from megatron_resihp.protocol.logs import LogPage
+
+AGAIN_S: Final = 30.0
+"""How long after a failure it is tried again."""
+MOST_KEPT: Final = 1000
+"""Pages that wait for that; of more, the oldest are dropped."""
+
+
+class MissingPackageError(Exception):
+    """What writes is not installed."""
+
+
+class Writer(Protocol):
+    """Writes pages. Any method may raise, and may take long."""
+
+    def write(self, page: LogPage) -> None: ...
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        ...
+
+
+class CarefulWriter:
+    """A writer that may fail, on a full disk perhaps: told once, and tried again later with what has come since.
+
+    Args:
+        part: its name, for people.
+        open_writer: opens it; called again after a failure.
+        tell: takes events.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        part: str,
+        open_writer: Callable[[], Writer],
+        tell: Callable[[LogFailed], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.part = part
+        self._open_writer = open_writer
+        self._tell = tell
+        self._clock = clock
+        self._writer: Writer | None = None
+        self._kept: deque[LogPage] = deque(maxlen=MOST_KEPT)
+        self._not_before = -float("inf")
+        self._missing = False
+        self._failing = False
+
+    def write(self, page: LogPage) -> None:
+        self._kept.append(page)
+        if not self._missing and self._clock() >= self._not_before:
+            self._try()
+
+    def close(self) -> None:
+        if self._kept and not self._missing:
+            self._try()
+        if self._writer is not None:
+            try:
+                self._writer.close()
+            except Exception as error:
+                self._fail(error)
+
+    def _try(self) -> None:
+        try:
+            if self._writer is None:
+                self._writer = self._open_writer()
+            while self._kept:
+                self._writer.write(self._kept[0])
+                self._kept.popleft()
+            self._failing = False
+        except MissingPackageError as error:
+            self._missing = True
+            self._tell(LogFailed(part=self.part, error=str(error)))
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failing:
+            self._tell(LogFailed(part=self.part, error=f"{type(error).__name__}: {error}"))
+        self._failing, self._writer = True, None
+        self._not_before = self._clock() + AGAIN_S
