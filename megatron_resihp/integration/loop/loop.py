@@ -29,7 +29,7 @@ from megatron_resihp.integration.saves.finishing import finish_saves
 from megatron_resihp.integration.saves.pending import directory_of_saves
 from megatron_resihp.integration.state.digests import record_digests
 from megatron_resihp.integration.step.optimizer_buddies import tell_cost
-from megatron_resihp.integration.step.step import agreed_losses, tell_of_experts
+from megatron_resihp.integration.step.step import agreed_losses, is_time_up, tell_of_experts
 from megatron_resihp.protocol.logs import Place
 from megatron_resihp.protocol.messages import TrainingFinished
 from megatron_resihp.protocol.records import IterationPhase, Outcome
@@ -199,6 +199,10 @@ def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bo
         if outcome is None or not (outcome.stop or outcome.save):
             return False
         args = runtime.job.args
+        if outcome.stop and runtime.view.reports and is_time_up(runtime):
+            print(
+                f"resihp: ends after iteration {iteration}: --exit-duration-in-mins {runtime.job.minutes}", flush=True
+            )
         if args.save and not (args.save_interval and iteration % args.save_interval == 0):
             training.save_checkpoint_and_time(
                 iteration, model, optimizer, scheduler, flops, context, train_data_iterator=iterator
