@@ -15,7 +15,8 @@ from test_checkpoints import as_stock_says, stock_losses
 from test_detection import TIME_SCALE, WARM_UP
 from test_distributed_optimizer import SHARED
 from test_plan_failures import are_heterogeneous
-from test_plans import PER_TOKEN, UNTIED, chunks, stages
+from test_plans import FOUR, PER_TOKEN, UNIFORM_LAYOUT, UNTIED, chunks, stages, survive
+from test_plans import own_plan as tensor_parallel_plan
 from test_recovery_points import EVALUATION, evaluations
 
 from megatron_resihp.control import exit_codes
@@ -144,6 +145,15 @@ def test_a_death_then_other_plans(jobs: Jobs, tmp_path: Path, model: dict[str, A
     job = jobs.run(tiny(**model, resihp_inject="kill:2@3:step", resihp_plan=words), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4), tolerance)
     assert are_heterogeneous(job) == [False, False, True, False]
+
+
+@NIGHTLY
+@pytest.mark.parametrize("model", [{}, SHARED | {"sequence_parallel": True}], ids=["whole", "shared"])
+def test_stages_of_other_degrees(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
+    """Megatron derives what it needs for a degree from the job's own flags, those of its chunks among them."""
+    plans = [*(FOUR[name] for name in ("TP 4", "V shape", "TP 2 and 1")), tensor_parallel_plan(4)]
+    own = INTERLEAVED | UNIFORM_LAYOUT | {"train_iters": 15}
+    survive(jobs, tmp_path, plans, workers=4, **own | model)
 
 
 @NIGHTLY
