@@ -42,6 +42,11 @@ ENDS: dict[str, Any] = {
     "num_layers": 6, "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": 2,
     "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
 }  # fmt: skip
+FIRST: dict[str, Any] = {
+    "num_layers": 6, "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": 2,
+    "decoder_first_pipeline_num_layers": 2,
+}  # fmt: skip
+"""The first stage has two decoder layers, the last one four."""
 GROUPS: dict[str, Any] = {
     "microbatch_group_size_per_virtual_pipeline_stage": 3, "overlap_p2p_communication_warmup_flush": True,
     "global_batch_size": 10,
@@ -118,12 +123,13 @@ def test_the_comparison_with_stock_megatron_can_fail(jobs: Jobs, tmp_path: Path)
     [
         (LAYOUT | UNTIED, 4),
         (ENDS | PER_TOKEN, 4),
+        (FIRST, 4),
         (GROUPS, 4),
         ({"overlap_grad_reduce": True, "ddp_bucket_size": 3000}, 4),
         ({"pipeline_model_parallel_size": 3, "num_layers": 6, "no_overlap_p2p_communication": True}, 6),
         (EXPERTS | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 8),
     ],
-    ids=["layout", "ends", "groups", "overlap", "three stages", "experts"],
+    ids=["layout", "ends", "unlike stages", "groups", "overlap", "three stages", "experts"],
 )
 def test_a_death_in_other_layouts(jobs: Jobs, model: dict[str, Any], workers: int) -> None:
     model = INTERLEAVED | model | ({"global_batch_size": 12} if workers == 6 else {})
