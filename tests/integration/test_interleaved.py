@@ -15,7 +15,8 @@ from test_checkpoints import as_stock_says, stock_losses
 from test_detection import TIME_SCALE, WARM_UP
 from test_distributed_optimizer import SHARED
 from test_plan_failures import are_heterogeneous
-from test_plans import PER_TOKEN, UNTIED, chunks, stages
+from test_plans import FOUR, PER_TOKEN, UNIFORM_LAYOUT, UNTIED, chunks, stages, survive
+from test_plans import own_plan as tensor_parallel_plan
 from test_recovery_points import EVALUATION, evaluations
 
 from megatron_resihp.control import exit_codes
@@ -41,6 +42,11 @@ ENDS: dict[str, Any] = {
     "num_layers": 6, "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": 2,
     "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
 }  # fmt: skip
+FIRST: dict[str, Any] = {
+    "num_layers": 6, "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": 2,
+    "decoder_first_pipeline_num_layers": 2,
+}  # fmt: skip
+"""The first stage has two decoder layers, the last one four."""
 GROUPS: dict[str, Any] = {
     "microbatch_group_size_per_virtual_pipeline_stage": 3, "overlap_p2p_communication_warmup_flush": True,
     "global_batch_size": 10,
@@ -117,12 +123,13 @@ def test_the_comparison_with_stock_megatron_can_fail(jobs: Jobs, tmp_path: Path)
     [
         (LAYOUT | UNTIED, 4),
         (ENDS | PER_TOKEN, 4),
+        (FIRST, 4),
         (GROUPS, 4),
         ({"overlap_grad_reduce": True, "ddp_bucket_size": 3000}, 4),
         ({"pipeline_model_parallel_size": 3, "num_layers": 6, "no_overlap_p2p_communication": True}, 6),
         (EXPERTS | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 8),
     ],
-    ids=["layout", "ends", "groups", "overlap", "three stages", "experts"],
+    ids=["layout", "ends", "unlike stages", "groups", "overlap", "three stages", "experts"],
 )
 def test_a_death_in_other_layouts(jobs: Jobs, model: dict[str, Any], workers: int) -> None:
     model = INTERLEAVED | model | ({"global_batch_size": 12} if workers == 6 else {})
@@ -144,6 +151,15 @@ def test_a_death_then_other_plans(jobs: Jobs, tmp_path: Path, model: dict[str, A
     job = jobs.run(tiny(**model, resihp_inject="kill:2@3:step", resihp_plan=words), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4), tolerance)
     assert are_heterogeneous(job) == [False, False, True, False]
+
+
+@NIGHTLY
+@pytest.mark.parametrize("model", [{}, SHARED | {"sequence_parallel": True}], ids=["whole", "shared"])
+def test_stages_of_other_degrees(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
+    """Megatron derives what it needs for a degree from the job's own flags, those of its chunks among them."""
+    plans = [*(FOUR[name] for name in ("TP 4", "V shape", "TP 2 and 1")), tensor_parallel_plan(4)]
+    own = INTERLEAVED | UNIFORM_LAYOUT | {"train_iters": 15}
+    survive(jobs, tmp_path, plans, workers=4, **own | model)
 
 
 @NIGHTLY
