@@ -38,8 +38,10 @@ BOTH: Final = "Cannot specify both --step-batch-size-schedule and --global-batch
 """With this, Megatron 0.19 itself ends the example."""
 
 
-def run_script(script: str, directory: Path, command: str, arguments: Sequence[str], **edits: str) -> Any:
-    """Run a script with another command in torchrun's place.
+def run_script(
+    script: str, directory: Path, command: str, arguments: Sequence[str], **edits: str
+) -> tuple[int, str, str]:
+    """Run a script with another command in torchrun's place; that one's exit code, and what they say.
 
     Args:
         command: what stands there, after `resihp`.
@@ -58,19 +60,22 @@ def run_script(script: str, directory: Path, command: str, arguments: Sequence[s
         )
     (directory / "train.sh").write_text(text)
     shim = directory / "torchrun"
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m megatron_resihp.cli {command} "$@" --resihp\n')
+    # Not every script ends with the code of what it runs.
+    run = f'{sys.executable} -m megatron_resihp.cli {command} "$@" --resihp'
+    shim.write_text(f"#!/bin/sh\n{run}\necho $? > {directory}/code\n")
     shim.chmod(0o755)
     environment = {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}"}
-    return subprocess.run(
+    done = subprocess.run(
         ["bash", "train.sh", *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=120
     )
+    return int((directory / "code").read_text()), done.stdout, done.stderr
 
 
 def check(script: str, directory: Path, arguments: Sequence[str] = (), **edits: str) -> dict[str, Any]:
     """What `resihp check` says of a script."""
-    done = run_script(script, directory, "check --json", arguments, **edits)
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert done.returncode == (0 if found["let_in"] else 2), done.stderr
+    code, out, errors = run_script(script, directory, "check --json", arguments, **edits)
+    found: dict[str, Any] = json.loads(out)
+    assert code == (0 if found["let_in"] else 2), errors
     return found
 
 
@@ -106,7 +111,7 @@ def test_launch_says_what_check_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Its worker has the same arguments, and one line for each reason."""
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     lines = [f"{each['reason']}; {each['fix']}" for each in check(LLAMA, tmp_path, GPUS_PER_NODE="1")["refusals"]]
-    done = run_script(LLAMA, tmp_path, "launch --stand-in", [], GPUS_PER_NODE="1")
-    assert done.returncode == 2, done.stderr
-    said = [line.strip() for line in done.stderr.splitlines()]
+    code, _, errors = run_script(LLAMA, tmp_path, "launch --stand-in", [], GPUS_PER_NODE="1")
+    assert code == 2, errors
+    said = [line.strip() for line in errors.splitlines()]
     assert lines and [line for line in lines if f"resihp: {line}" not in said] == []
