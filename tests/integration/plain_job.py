@@ -18,6 +18,8 @@ from typing import NoReturn
 
 from forked_worker import fork_process
 
+from megatron_resihp.control import linux
+
 HOST = "127.0.0.1"
 
 
@@ -75,8 +77,9 @@ def _wait(running: dict[int, int], run_dir: Path) -> int:
 
 
 def _run_script(command: Sequence[str]) -> NoReturn:
-    """Run the script as Python would, and end the process."""
+    """Run the script as Python would, and end the process, at the latest with the launcher."""
     code: object = 0
+    linux.die_with_parent()
     try:
         sys.argv = list(command)
         sys.path.insert(0, str(Path(command[0]).resolve().parent))
