@@ -20,8 +20,8 @@ import aborts
 import detecting
 import device
 import engine_jobs
+import faulty_jobs
 import groups
-import jobs
 import packing
 import paths
 import probes
@@ -55,8 +55,14 @@ PARTS: Final = (
     Part("packing", 1, packing.run, packing.CASES, "how fast gradients of slices are packed, against a copy"),
     Part("groups", 1, groups.run, groups.CASES, "seconds to make the communicators of an epoch, and how many"),
     Part("probes", 1, probes.run, probes.CASES, "what probes cost an iteration"),
-    Part("kills", 2, jobs.run_kills, jobs.KILLS, "jobs with a fault at each kind of point, against undisturbed ones"),
-    Part("plans", 3, jobs.run_plans, jobs.PLANS, "real jobs under heterogeneous plans, there and back"),
+    Part(
+        "kills",
+        2,
+        faulty_jobs.run_kills,
+        faulty_jobs.KILLS,
+        "jobs with a fault at each kind of point, against undisturbed ones",
+    ),
+    Part("plans", 3, faulty_jobs.run_plans, faulty_jobs.PLANS, "real jobs under heterogeneous plans, there and back"),
     Part("rebuild", 3, rebuild.run, rebuild.CASES, "a recovery of a job that fills 55 and 85 % of the device's memory"),
     Part("detecting", 3, detecting.run, detecting.CASES, "errors of predictions; a slowed device is named"),
     Part("engine", 3, engine_jobs.run, engine_jobs.CASES, "a death in a job with Transformer Engine, if it is there"),

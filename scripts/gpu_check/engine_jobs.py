@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from jobs import BF16, Case, run_cases
+from faulty_jobs import BF16, Case, run_cases
 from setting import Row, Setting
 
 ENGINE: Final = ("--transformer-impl", "transformer_engine")

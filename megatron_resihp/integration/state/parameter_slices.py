@@ -78,7 +78,7 @@ def pieces_of(model: Sequence[Any], shards: Sequence[Shard], cuts: int, tied_hea
                 continue
             numbers = cuts_of_shard(shard, cuts)
             dim, stride = parameter.partition_dim, parameter.partition_stride
-            if module.config.gated_linear_unit and GROUPED_EXPERTS.search(name):
+            if GROUPED_EXPERTS.search(name) and module.config.gated_linear_unit:
                 stride = 2
             if parameter.shape[dim] % (stride * len(numbers)):
                 raise ValueError(f"{name}, {parameter.shape[dim]} along {dim}, can't be cut in {len(numbers)} parts")

@@ -100,7 +100,8 @@ def publish_parameters(trained: Trained) -> None:
     for part in parts_of(trained.optimizer):
         part._copy_main_params_to_model_params()
     for chunk in trained.model:
-        chunk.start_param_sync(force_sync=True)  # also where Megatron would leave it to the next forward pass
+        # Also where Megatron would leave it to the next forward pass.
+        chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 
 @torch.no_grad()

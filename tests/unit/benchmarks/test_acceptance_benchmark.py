@@ -29,7 +29,7 @@ def test_configurations_are_accepted_or_the_flags_that_keep_them_out_are_named(a
     recipes = [
         {"name": "plain", "group": "official_tests", "args": [*PLAIN, "selective"]},
         {"name": "one", "group": "others", "args": [*PLAIN, "full", "--context-parallel-size", "2"]},
-        {"name": "two", "group": "others", "args": ["--async-save", "--context-parallel-size", "2", "--made-up"]},
+        {"name": "two", "group": "others", "args": ["--use-nccl-ub", "--context-parallel-size", "2", "--made-up"]},
         {"name": "none", "group": "others", "args": ["--num-layers"]},
         {"name": "hybrid", "group": "official_hybrid", "args": []},
     ]
@@ -41,7 +41,7 @@ def test_configurations_are_accepted_or_the_flags_that_keep_them_out_are_named(a
     assert "expected one argument" in answers[3].unparsable
     assert acceptance.summary(answers) == {
         "recipes": 4, "accepted": 1, "share": 0.25, "unparsable": 1,
-        "refused_by": {"--context-parallel-size": 2, "--made-up": 1, "--async-save": 1},
+        "refused_by": {"--context-parallel-size": 2, "--made-up": 1, "--use-nccl-ub": 1},
         "refused_by_alone": {"--context-parallel-size": 1},
     }  # fmt: skip
 
