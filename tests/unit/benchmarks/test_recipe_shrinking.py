@@ -51,7 +51,7 @@ def test_sizes_keep_their_ratios_and_other_flags_stay() -> None:
     assert (options["--hidden-size"], options["--ffn-hidden-size"]) == ("64", "128")
     assert (options["--num-attention-heads"], options["--num-query-groups"]) == ("8", "2")
     assert (options["--seq-length"], options["--max-position-embeddings"]) == ("32", "64")
-    assert (options["--lr"], options["--min-lr"]) == ("0.005", "0.0005")
+    assert (options["--lr"], options["--min-lr"]) == ("0.001", "0.0001")
     assert options["--layernorm-epsilon"] == "1e-6" and options["--clip-grad"] == "1.0" and "--bf16" in options
     assert "--group-query-attention" in options
     assert shrunk.kernels == ("--transformer-impl transformer_engine -> local",)
@@ -69,7 +69,7 @@ def test_the_schedule_fits_its_iterations() -> None:
     assert int(options["--train-samples"]) == 12 * batch
     assert int(options["--lr-warmup-samples"]) == 2 * batch
     assert int(options["--lr-decay-samples"]) == 24 * batch
-    assert options["--decoupled-lr"] == "0.05" and options["--initial-loss-scale"] == "4096"
+    assert options["--decoupled-lr"] == "0.01" and options["--initial-loss-scale"] == "4096"
 
 
 def test_experts_keep_groups_that_can_be_chosen_from() -> None:
