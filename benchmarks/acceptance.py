@@ -57,6 +57,13 @@ def as_words(args: Iterable[str]) -> list[str]:
     return [word for each in args for word in (each[1:-1].split() if each[:1] + each[-1:] == "[]" else [each])]
 
 
+def filled_in(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The same, with a number in the place of each shell variable that stands for one."""
+    numbers = {flag for action in parser._actions if action.type in (int, float) for flag in action.option_strings}
+    flags = ["", *words[:-1]]
+    return ["1" if flag in numbers and "$" in word else word for flag, word in zip(flags, words, strict=True)]
+
+
 def checker() -> Callable[[str, Sequence[str]], Answer]:
     """Checks the arguments of a configuration against Megatron's parser and what --resihp supports."""
     from megatron.training import arguments
@@ -73,7 +80,7 @@ def checker() -> Callable[[str, Sequence[str]], Answer]:
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
-                values, unknown = parser.parse_known_args(as_words(args))
+                values, unknown = parser.parse_known_args(filled_in(as_words(args), parser))
         except (SystemExit, KeyError, ValueError) as error:
             return Answer(name, unparsable=(said.getvalue().splitlines() or [str(error)])[-1])
         refused = {line.split()[0] for line in refusals(vars(values), defaults, spelled)}

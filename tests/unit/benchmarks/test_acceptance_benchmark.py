@@ -49,3 +49,9 @@ def test_configurations_are_accepted_or_the_flags_that_keep_them_out_are_named(a
 def test_lists_of_megatrons_test_harness_are_several_words(acceptance: ModuleType) -> None:
     words = acceptance.as_words(["--modules", "[attn mlp]", "--split", "9,1"])
     assert words == ["--modules", "attn", "mlp", "--split", "9,1"]
+
+
+def test_shell_variables_may_stand_for_numbers(acceptance: ModuleType) -> None:
+    words = ["--seed", "${REPEAT}", "--save", "$OUTPUT"]
+    assert acceptance.checker()("variables", words).accepted
+    assert not acceptance.checker()("words", ["--seed", "REPEAT"]).accepted
