@@ -206,7 +206,7 @@ def install() -> None:
         setattr(torch.cuda, name, getattr(torch, name))
     torch.cuda.nvtx.range_push = _always(None)
     torch.cuda.nvtx.range_pop = _always(None)
-    torch.autograd.profiler.emit_nvtx = _no_ranges
+    setattr(torch.autograd.profiler, "emit_nvtx", _no_ranges)  # noqa: B010  # mypy lets no class be assigned
     # The CPU is no accelerator: with one, data loaders would pin memory and optimizers look for a graph capture.
     torch.accelerator.is_available = _always(False)
     torch.accelerator.current_accelerator = _always(None)
