@@ -252,7 +252,7 @@ class _Accountant:
                 continue
             parameters, sharers = self._parameters(part, degree, rank, copies)
             held += parameters
-            instances = 1 if copies % self._training.optimizer_instances else self._training.optimizer_instances
+            instances = self._training.instances_of(copies)
             optimizer += parameters * instances / sharers if self._training.distributed_optimizer else parameters
         return held, optimizer
 

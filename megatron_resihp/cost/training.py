@@ -33,7 +33,7 @@ class Training:
         recompute: which activations are computed again.
         sequence_parallel: whether activations that all tensor-parallel members would hold are cut along the sequence.
         distributed_optimizer: whether the holders of a shard share its optimizer state.
-        optimizer_instances: among how many groups of holders it is shared each time, if that many can be equally large.
+        optimizer_instances: how many groups of holders have all of it, where that leaves equal groups of two or more.
         weight_bytes, gradient_bytes, optimizer_bytes: per parameter.
         expert_parallel: number of workers that share routed experts.
         expert_tensor_parallel: number of workers that share each expert; None means as many as share the other layers.
@@ -58,6 +58,11 @@ class Training:
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.micro_batch_size * self.sequence_length
+
+    def instances_of(self, holders: int) -> int:
+        """How many groups of a shard's holders have all of its optimizer state."""
+        own = self.optimizer_instances
+        return own if holders > own and holders % own == 0 else 1
 
     def can_share(self, degree: int) -> bool:
         """Whether tensor-parallel members get equal parts of a shared sequence, as Megatron requires."""

@@ -66,6 +66,7 @@ KILLS: Final[Mapping[str, Case]] = {
     "grad-sync": Case(2, FP32, ("kill:1@5:grad-sync",)),
     "forward": Case(2, BF16, ("kill:1@5:forward",)),
     "gather": Case(2, BF16, ("kill:1@5:gather",)),
+    "gather-in-forward": Case(2, (*BF16, "--overlap-param-gather"), ("kill:1@5:gather",)),
     "stopped": Case(2, FP32, ("stop:1@5:grad-sync",)),
     "backward": Case(4, FP32 + TP2 + SEQUENCE, ("kill:3@5:backward",)),
     "p2p": Case(4, FP32 + PP2, ("kill:2@5:p2p",)),

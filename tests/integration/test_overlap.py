@@ -26,10 +26,9 @@ from jobs import (
     environment_of,
     tiny,
 )
-from test_distributed_optimizer import FEWER, FOUR, UNLIKE, UNLIKE_DEGREES
+from test_distributed_optimizer import CROSSED, FEWER, FOUR, UNLIKE, UNLIKE_DEGREES
 from test_recovery_points import evaluations
 
-from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.report.run.summary import compare
 
 NIGHTLY = pytest.mark.nightly
@@ -50,18 +49,8 @@ OTHERS: dict[str, Any] = {"decoupled_lr": "3e-3", "decoupled_min_lr": "3e-4", "d
 """What changes how gradients are averaged, and what embeddings learn."""
 INSTANCES: dict[str, Any] = {"num_distributed_optimizer_instances": 2}
 """Two replicas have all of the optimizer's state, and the other two as well."""
-DEFERRED: dict[str, Any] = {
-    "pipeline_model_parallel_size": 2, "defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2,
-    "no_gradient_accumulation_fusion": None, "global_batch_size": 8, "train_iters": 13,
-}  # fmt: skip
-STAGES = ParallelPlan((Replica(((0,), (2,)), (0, 2, 4, 6)), Replica(((1,), (3,)), (1, 3, 5, 7))), {})
-UNLIKE_STAGES = ParallelPlan((
-    Replica(((0,), (2,)), tuple(range(5)), (Chunk(0, 0, 1), Chunk(1, 1, 4))),
-    Replica(((1,),), (5, 6, 7), (Chunk(0, 0, 4),)),
-), {3: None})  # fmt: skip
 AS_PRINTED = Tolerance(1e-6, 1e-6)
 """Of 32 bits, as Megatron sums losses; seen are 6e-8."""
-ACCUMULATING = Path(__file__).with_name("accumulating_gpt.py")
 LOSSES = """
 import json, megatron_resihp, runpy
 megatron_resihp.enable()
@@ -120,7 +109,7 @@ def survive(
     check_training(job, reference, tolerance)
     assert len(job.summary.deaths) == len(injections) and len(job.events("reconfiguration")) == len(plans)
     if "eval_interval" in layout:
-        assert evaluations(job) == evaluations(reference) and evaluations(job)
+        assert evaluations(job) == pytest.approx(evaluations(reference), rel=tolerance.loss) and evaluations(job)
     return job
 
 
@@ -171,7 +160,7 @@ def test_a_death_while_all_parameters_are_wanted(jobs: Jobs, tmp_path: Path, poi
 @NIGHTLY
 @pytest.mark.parametrize("overlap", [True, False])
 def test_several_instances_of_the_optimizer(jobs: Jobs, tmp_path: Path, overlap: bool) -> None:
-    """Three replicas are one instance; the two that are kept by choice are two."""
+    """Three replicas are one instance, and so are the two that are kept by choice."""
     pytest.importorskip("einops", reason="einops is not installed: Megatron makes the groups of instances with it")
     layout = INSTANCES | {"train_iters": 16, "overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
     survive(jobs, "kill:1@3:gather", layout=layout)
@@ -179,28 +168,13 @@ def test_several_instances_of_the_optimizer(jobs: Jobs, tmp_path: Path, overlap:
 
 
 @NIGHTLY
-def test_weight_gradients_of_the_head_that_are_computed_later(jobs: Jobs, tmp_path: Path) -> None:
-    """Megatron's own schedule does that; under another plan they are computed at once."""
-    model = GATHERED | DEFERRED
-    usual = {"defer_embedding_wgrad_compute": None, "wgrad_deferral_limit": None,
-             "no_gradient_accumulation_fusion": True}  # fmt: skip
-    reference = jobs.reference(tiny(**model | usual), workers=4)
-    plans = ask_at(tmp_path, (UNLIKE_STAGES, 2), (STAGES, 6))
-    job = jobs.start(
-        tiny(**model, resihp_plan=plans, resihp_inject="kill:3@11:backward"), workers=4, script=ACCUMULATING
-    ).wait()
-    check_training(job, reference)
-    assert len(job.events("reconfiguration")) == 2 and len(job.summary.deaths) == 1
-
-
-@NIGHTLY
 def test_megatron_itself_trains_the_same(jobs: Jobs, tmp_path: Path) -> None:
-    plans = ask_at(tmp_path, (UNLIKE_DEGREES, 2))
-    layout = GATHERED | TENSOR | {"train_iters": 12}
+    plans = ask_at(tmp_path, (UNLIKE_DEGREES, 2), (CROSSED, 6))
+    layout = GATHERED | TENSOR | {"train_iters": 14}
     stock, other = Stock(PRETRAIN, 4, **layout), Stock(PRETRAIN, 4, **layout | {"lr": 1e-9, "min_lr": 0})
     check_against_stock(jobs.run(tiny(**layout), workers=4), stock, AS_PRINTED)
-    job = jobs.run(tiny(**layout, resihp_plan=plans, resihp_inject="kill:3@9:backward"), workers=4)
+    job = jobs.run(tiny(**layout, resihp_plan=plans, resihp_inject="kill:3@11:gather"), workers=4)
     check_against_stock(job, stock, FP32)
-    assert len(job.events("reconfiguration")) == 1 and len(job.summary.deaths) == 1
+    assert len(job.events("reconfiguration")) == 2 and len(job.summary.deaths) == 1
     difference = compare(stock.loss, other.loss)
     assert difference is not None and difference > 100 * FP32.loss, "training shows in these losses"

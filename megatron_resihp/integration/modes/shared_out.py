@@ -43,9 +43,10 @@ class SharedOutMode(UniformMode):
 
     @property
     def instances(self) -> int:
-        """One where the job's own number doesn't divide the replicas of this plan."""
-        own = self._runtime.job.optimizer_instances
-        return 1 if len(self.view.plan.replicas) % own else own
+        """One where the job's own number doesn't divide the replicas of this plan, or leaves each on its own: it would
+        keep a copy of what it has."""
+        own, replicas = self._runtime.job.optimizer_instances, len(self.view.plan.replicas)
+        return own if replicas > own and replicas % own == 0 else 1
 
     @property
     def counts_norm(self) -> bool:

@@ -128,6 +128,7 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
             validated = _megatron_validates(validate, args, defaults)
             lines += _raised(lambda: _check_saves(validated))
             lines += _raised(lambda: _check_batches(validated))
+            lines += _raised(lambda: _check_instances(validated))
         except ConfigError as error:
             lines.append(str(error))
         except Exception:
@@ -254,6 +255,17 @@ def data_problems(args: argparse.Namespace) -> list[str]:
                 made = "make the data set with scripts/make_dataset.py"
                 lines.append(f"--{name.replace('_', '-')} {prefix}: {prefix}.idx does not exist; {made}")
     return lines
+
+
+def _check_instances(args: argparse.Namespace) -> None:
+    """Parts of a distributed optimizer have copies in other replicas of their instance."""
+    replicas = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    instances = args.num_distributed_optimizer_instances
+    if 1 < replicas <= instances:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {instances} leaves each of {replicas} replicas all of the "
+            "optimizer's state; leave it and --use-distributed-optimizer out"
+        )
 
 
 def _is_number(text: str) -> bool:

@@ -99,9 +99,9 @@ def publish_parameters(trained: Trained) -> None:
     """Round the masters into the parameters and gather those of all replicas; all working holders call it."""
     for part in parts_of(trained.optimizer):
         part._copy_main_params_to_model_params()
-    for chunk in trained.model:
-        # Also where Megatron would leave it to the next forward pass.
-        chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+    chunks: list[Any] = list(trained.model)
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)  # also where Megatron would leave it to the next forward pass
 
 
 @torch.no_grad()

@@ -104,8 +104,8 @@ class Sizes:
              "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
              "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
              "should_pad_vocab", "vocab_size", "deallocate_pipeline_outputs", "use_distributed_optimizer",
-             "overlap_grad_reduce", "overlap_param_gather", "bucket_size", "num_distributed_optimizer_instances",
-             "defer_embedding_wgrad_compute")  # fmt: skip
+             "overlap_grad_reduce", "overlap_param_gather", "bucket_size",
+             "num_distributed_optimizer_instances")  # fmt: skip
 
     def __init__(self, padded_vocabulary: int, derived: DerivedArguments, *holders: Any) -> None:
         """`holders`: arguments and configuration objects; what they say now is the job's own."""
@@ -160,8 +160,6 @@ class Sizes:
                 "overlap_grad_reduce": False,
                 "overlap_param_gather": False,
                 "num_distributed_optimizer_instances": 1,
-                # Megatron's own schedule makes up for it at its end.
-                "defer_embedding_wgrad_compute": False,
             }
             if "should_pad_vocab" in values:
                 new |= {"should_pad_vocab": False, "vocab_size": self._padded_vocabulary}

@@ -87,7 +87,7 @@ class TestState:
         use = memory_of(uniform(1, 1, 1, 1), MODEL, training)[0]
         assert use.weights == use.gradients == use.optimizer // 2 == 4 * MODEL.parameters
 
-    @pytest.mark.parametrize(("replicas", "sharers"), [(4, 2), (2, 1), (3, 3), (1, 1)])
+    @pytest.mark.parametrize(("replicas", "sharers"), [(4, 2), (2, 2), (3, 3), (1, 1)])
     def test_of_a_distributed_optimizer_in_two_instances(self, replicas: int, sharers: int) -> None:
         shared = {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
         use = memory_of(uniform(1, 1, replicas, replicas), MODEL, training_from_arguments({**GPT, **shared}))[0]

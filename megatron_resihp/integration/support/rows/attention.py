@@ -79,8 +79,7 @@ _POSITIONS: Rows = joined(
             mend="use rope, yarn, learned_absolute or none",
         ),
     ),
-    tested(_FLAGS, "add_position_embedding"),
-    kernel("training.arguments:validate_args", "use_rotary_position_embeddings"),
+    kernel("training.arguments:validate_args", "add_position_embedding use_rotary_position_embeddings"),
     kernel(_ROTARY, "rotary_base rotary_percent rotary_interleaved"),
     kernel("training.argument_utils:gpt_config_from_args", "rotary_seq_len_interpolation_factor"),
     tested(_FLAGS, "use_rope_scaling rope_scaling_factor no_rope_freq"),
@@ -103,8 +102,9 @@ _POSITIONS: Rows = joined(
 _COMPRESSED: Rows = joined(
     tested(
         _FLAGS,
-        "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type",
+        "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
     ),
+    kernel("core.transformer.multi_latent_attention:MultiLatentAttention", "rope_type"),
     refused("cache_mla_latents", "Megatron has it for inference only", "leave it out"),
     refused("mla_down_proj_fusion", "it joins projections to one that no test on CPUs can have"),
 )

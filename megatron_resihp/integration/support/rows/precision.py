@@ -12,7 +12,11 @@ ROWS: Rows = joined(
     tested(_HALF, "initial_loss_scale loss_scale_window hysteresis accumulate_allreduce_grads_in_fp32"),
     tested("integration/test_half_precision.py::test_a_scale_that_never_moves", "loss_scale"),
     kernel("core.optimizer:_get_megatron_optimizer_based_on_param_groups", "min_loss_scale"),
-    tested("integration/test_flags.py::test_a_death_and_other_degrees", "fp32_residual_connection grad_reduce_in_bf16"),
+    kernel("training.arguments:validate_args", "grad_reduce_in_bf16"),
+    refused(
+        "fp32_residual_connection",
+        "unlike replicas take what crosses between stages for numbers of the parameters' type",
+    ),
     kernel(
         "core.transformer.transformer_config:TransformerConfig.__post_init__",
         "disable_bf16_reduced_precision_matmul",

@@ -30,9 +30,9 @@ COMMON = """
     --async-save --use-persistent-ckpt-worker --async-strategy mcore --ckpt-assume-constant-structure
     --dist-ckpt-workers 2 --save-retain-interval 100 --verify-integrity --exit-duration-in-mins 230
     --non-persistent-ckpt-type global --non-persistent-save-interval 5 --ckpt-fully-parallel-save
-    --use-distributed-optimizer --overlap-param-gather --num-distributed-optimizer-instances 2 --decoupled-lr 1e-3
+    --use-distributed-optimizer --overlap-param-gather --decoupled-lr 1e-3
     --decoupled-min-lr 1e-5 --check-weight-hash-across-dp-replicas-interval 10 --test-mode
-    --defer-embedding-wgrad-compute --wgrad-deferral-limit 2 --rampup-batch-size 4 4 100
+    --rampup-batch-size 4 4 100
     --recompute-granularity selective --exit-interval 30 --dataloader-type single --transformer-impl local
     --tensorboard-dir logs --tensorboard-log-interval 2 --tensorboard-queue-size 100 --log-params-norm
     --log-num-zeros-in-grad --log-timers-to-tensorboard --timing-log-level 2 --log-memory-to-tensorboard
@@ -95,6 +95,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
         "--step-batch-size-schedule 0:8", "--tp-comm-overlap",
         "--overlap-param-gather-with-optimizer-step", "--delay-wgrad-compute",
+        "--defer-embedding-wgrad-compute", "--wgrad-deferral-limit 2",
         "--dataloader-type cyclic", "--dataloader-type external", "--inprocess-restart",
         "--qk-clip",
         "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
@@ -179,6 +180,7 @@ def test_arguments_are_checked_before_megatron_derives_others(check: Check) -> N
         (["--eval-global-batch-size", "2"], ["--eval-global-batch-size 2 gives 2 replicas"]),
         (["--wandb-exp-name", ""], ["--wandb-exp-name is empty", "name the run"]),
         (["--tensorboard-dir", ""], ["--use-pytorch-profiler needs --tensorboard-dir"]),
+        (["--num-distributed-optimizer-instances", "2"], ["leaves each of 2 replicas", "leave it"]),
     ],
 )
 def test_values_that_cannot_be(
