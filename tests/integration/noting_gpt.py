@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jobs import MOCK_DATA_SIZE, PRETRAIN
+from jobs import PRETRAIN
+from nursery import MOCK_DATA_SIZE
 
 
 def note_steps(original: Callable[..., Any]) -> Callable[..., Any]:

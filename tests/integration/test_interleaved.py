@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import BF16, EXPERTS, FP32, PRETRAIN, WISHING, Job, Jobs, ask_at, check_training, environment_of, tiny
+from jobs import BF16, EXPERTS, FP32, PRETRAIN, WISHING, Job, Jobs, ask_at, check_training, tiny
+from stock_runs import check_like_stock, stock_steps
 from test_checkpoints import as_stock_says, stock_losses
 from test_detection import TIME_SCALE, WARM_UP
 from test_distributed_optimizer import SHARED
@@ -24,11 +23,8 @@ from megatron_resihp.cost.profile import BUILT_IN
 from megatron_resihp.detector.judging.learned import load as learned
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.plan.slots import renamed
-from megatron_resihp.report.run.summary import compare
 
 NIGHTLY = pytest.mark.nightly
-NOTING = Path(__file__).with_name("noting_gpt.py")
-STOCK_S = 240
 INTERLEAVED: dict[str, Any] = {
     "num_layers": 4, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1,
     "global_batch_size": 8, "train_iters": 12,
@@ -57,27 +53,6 @@ UNLIKE = ParallelPlan((
     Replica(stages([3], [0]), (0, 2, 4, 6), chunks(2, 6)), Replica(stages([1]), (1, 3, 5, 7), chunks(6)),
 ))  # fmt: skip
 """Worker 3, of the last stage, has the embedding, and worker 1 has everything."""
-
-
-def stock_steps(directory: Path, workers: int, **flags: Any) -> dict[int, tuple[float, float]]:
-    """Losses and norms of stock Megatron under torchrun, unrounded."""
-    ours = {"resihp": False, "resihp_record_samples": False, "resihp_record_digests": False}
-    notes = directory / "notes"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    finished = subprocess.run(
-        [*launcher, str(NOTING), *tiny(**flags | ours)], env=environment_of(NOTING) | {"NOTES": str(notes)},
-        capture_output=True, text=True, timeout=STOCK_S,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
-    return {int(number): (loss, norm) for number, (loss, norm) in json.loads(notes.read_text()).items()}
-
-
-def check_like_stock(job: Job, expected: dict[int, tuple[float, float]]) -> None:
-    difference = compare(job.summary.loss, {number: loss for number, (loss, _) in expected.items()})
-    norms = compare(job.summary.grad_norm, {number: norm for number, (_, norm) in expected.items()})
-    assert job.code == 0 and len(expected) == len(job.summary.loss)
-    assert difference is not None and difference <= FP32.loss
-    assert norms is not None and norms <= FP32.norm
 
 
 def own_plan(*replicas: tuple[int, int]) -> ParallelPlan:

@@ -4,10 +4,6 @@ trains what Megatron itself trains."""
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,23 +12,20 @@ import pytest
 from jobs import (
     BF16,
     FP32,
-    MOCK_DATA_SIZE,
-    PRETRAIN,
     Job,
     Jobs,
     Tolerance,
     ask_at,
     check_training,
-    environment_of,
     tiny,
 )
+from stock_runs import check_like_stock, losses_of, stock_steps
 from test_distributed_optimizer import CROSSED, FEWER, FOUR, UNLIKE, UNLIKE_DEGREES
 from test_recovery_points import evaluations
 
 from megatron_resihp.report.run.summary import compare
 
 NIGHTLY = pytest.mark.nightly
-STOCK_S = 120.0
 GATHERED: dict[str, Any] = {
     "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True,
     "ddp_bucket_size": 3000, "train_iters": 9,
@@ -51,50 +44,6 @@ INSTANCES: dict[str, Any] = {"num_distributed_optimizer_instances": 2}
 """Two replicas have all of the optimizer's state, and the other two as well."""
 AS_PRINTED = Tolerance(1e-6, 1e-6)
 """Of 32 bits, as Megatron sums losses; seen are 6e-8."""
-LOSSES = """
-import json, megatron_resihp, runpy
-megatron_resihp.enable()
-from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-from megatron.training import training
-MockGPTLowLevelDataset.size = {size}
-plain = training.training_log
-
-def training_log(losses, totals, rate, iteration, scale, memory, skipped, norm, *rest, **options):
-    if losses:
-        print("exactly", json.dumps([iteration, float(losses["lm loss"]), norm and float(norm)]), flush=True)
-    return plain(losses, totals, rate, iteration, scale, memory, skipped, norm, *rest, **options)
-
-training.training_log = training_log
-runpy.run_path({script!r}, run_name="__main__")
-"""
-
-
-class Stock:
-    """Megatron itself, under torchrun, without this package's flags, on the data of the other jobs.
-
-    Attributes:
-        loss, norm: of each iteration, with all their digits.
-    """
-
-    def __init__(self, script: Path, workers: int, **flags: Any) -> None:
-        ours = {"resihp": False, "resihp_record_samples": False, "resihp_record_digests": False}
-        code = LOSSES.format(size=MOCK_DATA_SIZE, script=str(script))
-        run = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers),
-             "--no-python", sys.executable, "-c", code, *tiny(**flags | ours)],
-            env=environment_of(script), capture_output=True, text=True, timeout=STOCK_S,
-        )  # fmt: skip
-        assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-        rows = [json.loads(row) for row in re.findall(r"exactly (\[.*?\])", run.stdout)]
-        self.loss = {iteration: loss for iteration, loss, _ in rows}
-        self.norm = {iteration: norm for iteration, _, norm in rows if norm}
-
-
-def check_against_stock(job: Job, stock: Stock, tolerance: Tolerance) -> None:
-    assert stock.loss.keys() == job.summary.loss.keys() and len(stock.loss) == job.summary.job.train_iters
-    losses, norms = compare(job.summary.loss, stock.loss), compare(job.summary.grad_norm, stock.norm)
-    assert losses is not None and losses <= tolerance.loss, f"{losses} {job.summary.loss} {stock.loss}"
-    assert norms is not None and norms <= tolerance.norm, f"{norms} {job.summary.grad_norm} {stock.norm}"
 
 
 def survive(
@@ -171,10 +120,10 @@ def test_several_instances_of_the_optimizer(jobs: Jobs, tmp_path: Path, overlap:
 def test_megatron_itself_trains_the_same(jobs: Jobs, tmp_path: Path) -> None:
     plans = ask_at(tmp_path, (UNLIKE_DEGREES, 2), (CROSSED, 6))
     layout = GATHERED | TENSOR | {"train_iters": 14}
-    stock, other = Stock(PRETRAIN, 4, **layout), Stock(PRETRAIN, 4, **layout | {"lr": 1e-9, "min_lr": 0})
-    check_against_stock(jobs.run(tiny(**layout), workers=4), stock, AS_PRINTED)
+    stock, other = (stock_steps(tmp_path, 4, **layout | rate) for rate in ({}, {"lr": 1e-9, "min_lr": 0}))
+    check_like_stock(jobs.run(tiny(**layout), workers=4), stock, AS_PRINTED)
     job = jobs.run(tiny(**layout, resihp_plan=plans, resihp_inject="kill:3@11:gather"), workers=4)
-    check_against_stock(job, stock, FP32)
+    check_like_stock(job, stock)
     assert len(job.events("reconfiguration")) == 2 and len(job.summary.deaths) == 1
-    difference = compare(stock.loss, other.loss)
+    difference = compare(losses_of(stock), losses_of(other))
     assert difference is not None and difference > 100 * FP32.loss, "training shows in these losses"

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of stock Megatron under torchrun, with all digits of what they log, to compare jobs with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from jobs import FP32, Job, Tolerance, environment_of, tiny
+
+from megatron_resihp.report.run.summary import compare
+
+Steps = dict[int, tuple[float, float]]
+"""Loss and gradient norm of each iteration."""
+
+NOTING = Path(__file__).with_name("noting_gpt.py")
+STOCK_S = 240
+
+
+def stock_steps(directory: Path, workers: int, **flags: Any) -> Steps:
+    """What stock Megatron trains, without this package's flags, on the data of the other jobs."""
+    ours = {"resihp": False, "resihp_record_samples": False, "resihp_record_digests": False}
+    notes = directory / "notes"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    finished = subprocess.run(
+        [*launcher, str(NOTING), *tiny(**flags | ours)], env=environment_of(NOTING) | {"NOTES": str(notes)},
+        capture_output=True, text=True, timeout=STOCK_S,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    return {int(number): (loss, norm) for number, (loss, norm) in json.loads(notes.read_text()).items()}
+
+
+def losses_of(steps: Steps) -> dict[int, float]:
+    return {number: loss for number, (loss, _) in steps.items()}
+
+
+def check_like_stock(job: Job, expected: Steps, tolerance: Tolerance = FP32) -> None:
+    difference = compare(job.summary.loss, losses_of(expected))
+    norms = compare(job.summary.grad_norm, {number: norm for number, (_, norm) in expected.items()})
+    assert job.code == 0 and len(expected) == len(job.summary.loss)
+    assert difference is not None and difference <= tolerance.loss
+    assert norms is not None and norms <= tolerance.norm
