@@ -251,7 +251,7 @@ class Coordinator:
             for message in taken:
                 if isinstance(message, Reported):
                     self._write_events(message)
-                elif isinstance(message, LogPage) and self._membership.state.pages.enter(message):
+                elif isinstance(message, LogPage) and self._membership.state.job.pages.enter(message):
                     self._write_log(message)
 
     def _write_events(self, message: Reported) -> None:

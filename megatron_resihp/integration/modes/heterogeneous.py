@@ -22,7 +22,7 @@ from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.executor.routes import Step
 from megatron_resihp.executor.slice_sums import make_buckets
 from megatron_resihp.integration.modes.migration import migrate_slices
-from megatron_resihp.integration.modes.mode import DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
+from megatron_resihp.integration.modes.mode import Counts, DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
 from megatron_resihp.integration.modes.uniform import averaging_of
 from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange
 from megatron_resihp.integration.ops.program_schedule import (
@@ -71,6 +71,7 @@ class HeterogeneousMode(Mode):
     def __init__(self, runtime: Runtime, view: HeterogeneousView, make_group: MakeSideGroup) -> None:
         self.view = view
         self.state = HeterogeneousState(runtime, view)
+        self.counts = HeterogeneousCounts(runtime, view)
         self.everybody = make_group("everybody", view.plan.members)
         self.averaging = averaging_of(runtime, 1)  # sums by slices are not divided
         self._buckets = make_buckets(view.shares.holders, view.worker, make_group)
@@ -141,9 +142,6 @@ class HeterogeneousMode(Mode):
         if self.averaging.per_token:
             divide_by_tokens(model, self.everybody, float(self._tokens))
 
-    def norm_squared(self) -> float:
-        return counted_norm_squared(self._runtime.held.live.model, self.view.shares)
-
     def replicas_agree(self, megatrons: Callable[[], bool]) -> bool:
         told: list[Any] = [None] * len(self.view.rank_order)
         dist.all_gather_object(told, self.state.digests(self._runtime.held.live))
@@ -151,16 +149,6 @@ class HeterogeneousMode(Mode):
         for key, digest in (pair for digests in told for pair in digests.items()):
             found.setdefault(key, set()).add(digest)
         return all(len(digests) == 1 for digests in found.values())
-
-    def zeros(self) -> int:
-        return zeros_in(counted_gradients(self._runtime.held.live.model, self.view.shares))
-
-    def parameters_norm(self, original: Callable[[], float]) -> float:
-        """Megatron's groups are of one stage each."""
-        own = counted_parameters_squared(self._runtime.held.live.model, self.view.shares)
-        total = torch.tensor([own], dtype=torch.float64, device="cuda")
-        dist.all_reduce(total)
-        return math.sqrt(float(total))
 
     def losses(self, found: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
         """What was agreed on: Megatron has averaged over one replica only."""
@@ -187,6 +175,26 @@ def _schedule_call(call: dict[str, Any]) -> ScheduleCall:
     feeds = call["data_iterator"]
     feed = feeds[0] if isinstance(feeds, list) else feeds
     return ScheduleCall(call["forward_step_func"], feed, call["model"], call["num_microbatches"])
+
+
+class HeterogeneousCounts(Counts):
+    """Counts by slices, each of which one holder counts."""
+
+    def __init__(self, runtime: Runtime, view: HeterogeneousView) -> None:
+        self._runtime, self._shares = runtime, view.shares
+
+    def norm_squared(self) -> float:
+        return counted_norm_squared(self._runtime.held.live.model, self._shares)
+
+    def zeros(self) -> int:
+        return zeros_in(counted_gradients(self._runtime.held.live.model, self._shares))
+
+    def parameters_norm(self, original: Callable[[], float]) -> float:
+        """Megatron's groups are of one stage each."""
+        own = counted_parameters_squared(self._runtime.held.live.model, self._shares)
+        total = torch.tensor([own], dtype=torch.float64, device="cuda")
+        dist.all_reduce(total)
+        return math.sqrt(float(total))
 
 
 class HeterogeneousState(ModeState):

@@ -41,6 +41,22 @@ class Migrated(NamedTuple):
     kept: Kept | None = None
 
 
+class Counts(ABC):
+    """What one worker counts of gradients and parameters; all workers together count each slice once."""
+
+    @abstractmethod
+    def norm_squared(self) -> float:
+        """Sum of squares of the gradients that this worker counts."""
+
+    @abstractmethod
+    def zeros(self) -> int:
+        """How many elements of these gradients are zero."""
+
+    @abstractmethod
+    def parameters_norm(self, original: Callable[[], float]) -> float:
+        """The norm of all parameters; all working workers call it together. `original`: Megatron's."""
+
+
 class Mode(ABC):
     """How one worker runs a plan: groups, micro-batches, gradients and the step.
 
@@ -49,6 +65,7 @@ class Mode(ABC):
         everybody: the group of all members, standbys included.
         averaging: by what losses and sums of gradients are divided.
         state: how its state is built, moved and saved.
+        counts: what it counts of gradients and parameters, so that all workers together count each once.
         seen_documents: Σ l and Σ l² of the documents that this worker counts for all in this iteration; None where
             Megatron counts them.
         splits_backward: whether backward passes are run in two halves, B and W.
@@ -58,6 +75,7 @@ class Mode(ABC):
     everybody: SideGroup
     averaging: Averaging
     state: "ModeState"
+    counts: Counts
     seen_documents: torch.Tensor | None = None
     splits_backward: bool = False
 
@@ -102,14 +120,6 @@ class Mode(ABC):
     def share_gradients(self) -> None:
         """Sum gradients, or give them to the workers that keep them current; all members call it once per step."""
 
-    @abstractmethod
-    def norm_squared(self) -> float:
-        """Sum of squares of the gradients that this worker counts; each gradient is counted by one worker."""
-
-    @abstractmethod
-    def zeros(self) -> int:
-        """How many elements of the gradients that this worker counts are zero; each gradient as in the norm."""
-
     def step(self, optimizer: Any) -> None:
         """Take the optimizer's step with clipped gradients; communicates nothing."""
         optimizer.step_with_ready_grads()
@@ -120,10 +130,6 @@ class Mode(ABC):
     def replicas_agree(self, megatrons: Callable[[], bool]) -> bool:
         """Whether replicas have the same parameters; all working workers ask. `megatrons`: its own check of that."""
         return megatrons()
-
-    @abstractmethod
-    def parameters_norm(self, original: Callable[[], float]) -> float:
-        """The norm of all parameters; all working workers call it together. `original`: Megatron's."""
 
     @abstractmethod
     def losses(self, found: dict[str, Any], outcome: Outcome) -> dict[str, Any]:

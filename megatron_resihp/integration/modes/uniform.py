@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config
 from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
 from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.integration.modes.migration import migrate_shards, migrate_slices, own_shards
-from megatron_resihp.integration.modes.mode import DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
+from megatron_resihp.integration.modes.mode import Counts, DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import shard_digest
 from megatron_resihp.integration.state.slice_state import zeros_in
@@ -45,6 +45,7 @@ class UniformMode(Mode):
         self.everybody = make_group("everybody", view.plan.members)
         self.averaging = averaging_of(runtime, len(view.plan.replicas))
         self._runtime = runtime
+        self.counts = UniformCounts(runtime, self.counts_norm)
         self._join(make_group)
 
     @property
@@ -110,32 +111,39 @@ class UniformMode(Mode):
         """Whether this worker's gradients enter the norm: exactly one holder of each shard's do."""
         return self.view.works and self.view.replica == 0
 
-    def _counted_gradients(self) -> Iterator[list[torch.Tensor]]:
-        if not self.counts_norm:
-            return
-        for part in parts_of(self._runtime.held.live.optimizer):
-            gradients = part.get_grads_for_grad_norm() if part.get_parameters() else []
-            if gradients:
-                yield gradients
-
-    def norm_squared(self) -> float:
-        total = 0.0
-        for gradients in self._counted_gradients():
-            norms = torch.stack(torch._foreach_norm([gradient.float() for gradient in gradients])).double()
-            total += float((norms * norms).sum())
-        return total
-
-    def zeros(self) -> int:
-        return zeros_in(gradient for gradients in self._counted_gradients() for gradient in gradients)
-
-    def parameters_norm(self, original: Callable[[], float]) -> float:
-        return original()
-
     def losses(self, found: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
         return found
 
     def consume_documents(self, original: Callable[[], DocumentCounts]) -> DocumentCounts:
         return original()
+
+
+class UniformCounts(Counts):
+    """Counts by whole shards. `counting`: whether this worker's gradients are counted."""
+
+    def __init__(self, runtime: Runtime, counting: bool) -> None:
+        self._runtime, self._counting = runtime, counting
+
+    def norm_squared(self) -> float:
+        total = 0.0
+        for gradients in self._counted():
+            norms = torch.stack(torch._foreach_norm([gradient.float() for gradient in gradients])).double()
+            total += float((norms * norms).sum())
+        return total
+
+    def zeros(self) -> int:
+        return zeros_in(gradient for gradients in self._counted() for gradient in gradients)
+
+    def parameters_norm(self, original: Callable[[], float]) -> float:
+        return original()
+
+    def _counted(self) -> Iterator[list[torch.Tensor]]:
+        if not self._counting:
+            return
+        for part in parts_of(self._runtime.held.live.optimizer):
+            gradients = part.get_grads_for_grad_norm() if part.get_parameters() else []
+            if gradients:
+                yield gradients
 
 
 class UniformState(ModeState):

@@ -172,7 +172,7 @@ def wrap_params_norm(runtime: Runtime, original: Callable[..., float]) -> Callab
     """The norm of all parameters, after the step."""
 
     def calc_params_l2_norm(*args: Any, **kwargs: Any) -> float:
-        return runtime.mode.parameters_norm(lambda: original(*args, **kwargs))
+        return runtime.mode.counts.parameters_norm(lambda: original(*args, **kwargs))
 
     return calc_params_l2_norm
 

@@ -65,7 +65,7 @@ def agreed_step(runtime: Runtime) -> StepResult:
     _record_samples(runtime)
     runtime.reach("norm")
     norm_squared = local_norm_squared(runtime)
-    zeros = runtime.mode.zeros() if runtime.job.args.log_num_zeros_in_grad else 0
+    zeros = runtime.mode.counts.zeros() if runtime.job.args.log_num_zeros_in_grad else 0
     with runtime.probes.span(SpanKind.AGREEMENT):
         outcome = agree(runtime, norm_squared, zeros)
     runtime.progress.agreed(outcome)
@@ -109,7 +109,7 @@ def local_norm_squared(runtime: Runtime) -> float:
     ready_gradients(optimizer)
     inverse = inverse_scale(runtime.mode.averaging, optimizer)
     share = 1.0 if inverse is None else float(inverse)
-    return runtime.mode.norm_squared() * share * share
+    return runtime.mode.counts.norm_squared() * share * share
 
 
 def agree(runtime: Runtime, norm_squared: float, zeros: int = 0) -> Outcome:

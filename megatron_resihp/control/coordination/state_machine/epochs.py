@@ -138,7 +138,7 @@ class Epochs:
         if separated is not None and separated.without:
             return self._leave_out(separated, now)
         try:
-            commit = resolve(reports.records.values(), state.commit, state.pages.reached)
+            commit = resolve(reports.records.values(), state.commit, state.job.pages.reached)
         except NoCommitError as error:
             return self._ends.end(exit_codes.RETRY, str(error))
         step = self._commit(commit)

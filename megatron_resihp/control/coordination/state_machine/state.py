@@ -40,6 +40,7 @@ class Job:
         arguments: Megatron's, of which the model is made; None until a worker has told them.
         trained: a worker has finished training.
         reached: the last iteration that a worker has finished.
+        pages: of Megatron's log.
     """
 
     size: JobSize
@@ -49,6 +50,7 @@ class Job:
     arguments: dict[str, Any] | None = None
     trained: bool = False
     reached: int = 0
+    pages: LogPages = field(default_factory=LogPages)
 
     def progressed(self, iteration: int) -> None:
         """A worker has told that this iteration is done."""
@@ -153,7 +155,6 @@ class State:
         joining: workers that were not there at the start.
         departures: nodes that were told to leave.
         first_steps: plans that no step has been taken under yet.
-        pages: of Megatron's log.
     """
 
     job: Job
@@ -173,7 +174,6 @@ class State:
     changes: Changes = field(default_factory=Changes)
     ending: Ending = field(default_factory=Ending)
     first_steps: FirstSteps = field(default_factory=FirstSteps)
-    pages: LogPages = field(default_factory=LogPages)
     joining: JoiningWorkers = field(init=False)
     departures: Departures = field(init=False)
     reports: Reports = field(init=False)

@@ -73,9 +73,9 @@ class WorkerMessages:
             case TrainingFinished():
                 return self._on_trained(message)
             case LogsWanted():
-                return [message] if self._state.pages.open(message) else []
+                return [message] if self._state.job.pages.open(message) else []
             case LogPage():
-                return [message] if self._may_log(message.worker) and self._state.pages.enter(message) else []
+                return [message] if self._may_log(message.worker) and self._state.job.pages.enter(message) else []
             case EmergencyCheckpointWritten(worker):
                 return self._ends.saved_by([worker])
             case ScriptEnded(worker):

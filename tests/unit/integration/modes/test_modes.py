@@ -49,7 +49,7 @@ def job(worker: int, *, distributed_optimizer: bool = False, per_token: bool = F
     own = OwnLayout(LAYERS, 1, 3, False, None)
     return SimpleNamespace(
         worker=worker, reach=lambda point: None, progress=Progress(),
-        job=SimpleNamespace(args=args, own=own, shares_optimizer=distributed_optimizer),
+        job=SimpleNamespace(args=args, own=own, shares_optimizer=distributed_optimizer, optimizer_instances=1),
     )  # fmt: skip
 
 
