@@ -28,11 +28,7 @@ GPT, LLAMA, MIXTRAL = (
 )  # fmt: skip
 FP8: Final = {"--fp8-format", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather"}
 """What needs GPUs."""
-NOT_YET: Final = {
-    "--decoupled-lr", "--decoupled-min-lr", "--exit-duration-in-mins", "--overlap-param-gather", "--profile",
-    "--profile-step-start", "--profile-step-end", "--tensorboard-dir", "--moe-grouped-gemm", "--fp16",
-    "--step-batch-size-schedule",
-}  # fmt: skip
+NOT_YET: Final = {"--step-batch-size-schedule"}
 """What is still to be let in."""
 BOTH: Final = "Cannot specify both --step-batch-size-schedule and --global-batch-size"
 """With this, Megatron 0.19 itself ends the example."""
@@ -86,14 +82,14 @@ def refused(found: dict[str, Any]) -> set[str]:
 
 def test_llama(tmp_path: Path) -> None:
     found = check(LLAMA, tmp_path)
-    assert refused(found) <= FP8 | NOT_YET
+    assert refused(found) <= FP8
     assert found["unknown"] == []
 
 
 def test_mixtral(tmp_path: Path) -> None:
     found = check(MIXTRAL, tmp_path, ["checkpoints", "tokenizer.model", "data"])
     assert found["job"].startswith("pretrain_gpt.py, 8 workers")
-    assert refused(found) <= {"--expert-model-parallel-size"} | NOT_YET
+    assert refused(found) == {"--expert-model-parallel-size"}
 
 
 def test_gpt_on_the_nodes_that_its_degrees_need(tmp_path: Path) -> None:

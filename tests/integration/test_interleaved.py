@@ -103,8 +103,9 @@ def test_the_comparison_with_stock_megatron_can_fail(jobs: Jobs, tmp_path: Path)
         ({"overlap_grad_reduce": True, "ddp_bucket_size": 3000}, 4),
         ({"pipeline_model_parallel_size": 3, "num_layers": 6, "no_overlap_p2p_communication": True}, 6),
         (EXPERTS | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 8),
+        (SHARED | {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000}, 4),
     ],
-    ids=["layout", "ends", "unlike stages", "groups", "overlap", "three stages", "experts"],
+    ids=["layout", "ends", "unlike stages", "groups", "overlap", "three stages", "experts", "overlap, shared"],
 )
 def test_a_death_in_other_layouts(jobs: Jobs, model: dict[str, Any], workers: int) -> None:
     model = INTERLEAVED | model | ({"global_batch_size": 12} if workers == 6 else {})
