@@ -75,8 +75,8 @@ def forward_step(*positional: Any) -> Any:
     return plain_forward_step(*positional)
 
 
-def agree(runtime: Any, norm_squared: float) -> Outcome:
-    outcome = plain_agree(runtime, norm_squared)
+def agree(runtime: Any, *counted: Any) -> Outcome:
+    outcome = plain_agree(runtime, *counted)
     if (WISHES / "skip").exists() and isinstance(runtime.mode, HeterogeneousMode):
         outcome = replace(outcome, grad_norm=None, skipped=True)
     return outcome
