@@ -105,13 +105,14 @@ def test_a_death_beside_a_step_that_is_skipped(jobs: Jobs, injections: list[str]
     survive(jobs, *injections, layout=layout)
 
 
+@NIGHTLY
 @pytest.mark.parametrize(
     ("layout", "injections", "names"),
     [
         (TENSOR, ["kill:3@2:step", "kill:0@6:norm"], []),
-        pytest.param(UNIFORM_LAYOUT, [], ["unlike replicas", "TP 2 and 1"], marks=NIGHTLY),
-        pytest.param(SHARED, ["kill:1@3:gather"], [], marks=NIGHTLY),
-        pytest.param(PIPELINE | SUMMED | {"initial_loss_scale": 2**4}, ["kill:1@4:backward"], [], marks=NIGHTLY),
+        (UNIFORM_LAYOUT, [], ["unlike replicas", "TP 2 and 1"]),
+        (SHARED, ["kill:1@3:gather"], []),
+        (PIPELINE | SUMMED | {"initial_loss_scale": 2**4}, ["kill:1@4:backward"], []),
     ],
     ids=["tensor", "unlike replicas", "distributed optimizer", "per token"],
 )
