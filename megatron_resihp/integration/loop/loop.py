@@ -14,6 +14,7 @@ import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
 from megatron.training import training
+from megatron.training.checkpointing import get_checkpoint_name, get_checkpoint_tracker_filename
 
 from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.events.training import Checkpoint, Emulation
@@ -222,7 +223,7 @@ def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]
         iteration: int, *positional: Any, non_persistent_ckpt: bool = False, **options: Any
     ) -> None:
         runtime.reach("save")
-        if runtime.saves.is_there(iteration):
+        if _is_there(runtime, directory_of_saves(runtime.job.args, non_persistent_ckpt), iteration):
             return
         if non_persistent_ckpt:
             # Megatron is about to remove older ones, and the newest of them may be under way.
@@ -236,12 +237,22 @@ def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]
     return save_checkpoint_and_time
 
 
+def _is_there(runtime: Runtime, path: str, iteration: int) -> bool:
+    """Whether this checkpoint is whole already. After a recovery whoever logs then may have to tell W&B of it."""
+    there = runtime.saves.is_there(path, iteration)
+    if there and iteration == runtime.saves.repeated:
+        name = get_checkpoint_name(path, iteration, return_base_dir=True)
+        runtime.log.note_saved(name, get_checkpoint_tracker_filename(path), path, iteration)
+    return there
+
+
 @contextmanager
 def _saving(runtime: Runtime, iteration: int, non_persistent: bool) -> Iterator[None]:
     """Let Megatron save under the plan in force, and say where, once the checkpoint is whole."""
     args, saves, start, calls = runtime.job.args, runtime.saves, time.time(), runtime.saves.writer.calls
     path = directory_of_saves(args, non_persistent)
-    saves.lost = False
+    if not non_persistent:
+        saves.lost = False
     args.data_parallel_size = len(runtime.view.plan.replicas)
     try:
         with runtime.mode.state.saving() as used:
@@ -252,6 +263,6 @@ def _saving(runtime: Runtime, iteration: int, non_persistent: bool) -> Iterator[
         if saves.writer.calls > calls:
             saves.under_way.append(save)
     if not args.async_save:
-        saves.made(iteration)
+        saves.made(path, iteration)
         if runtime.view.reports:
             runtime.control.event(save)

@@ -8,6 +8,7 @@ this package's `writer`.
 
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.training.checkpointing import (
     _NON_PERSISTENT_CKPT_SUBDIR,
     finalize_deletion_processes,
     get_checkpoint_name,
+    get_checkpoint_tracker_filename,
 )
 
 from megatron_resihp.events.training import Checkpoint
@@ -39,25 +41,27 @@ class Saves:
         self.lost = False
         self.incomplete: list[Checkpoint] = []
         self.repeated: int | None = None
-        self._whole: int | None = None
+        self._whole: dict[str, int] = {}
 
     @property
     def is_wanted(self) -> bool:
         """Whether a save is to make up for one that was dropped."""
         return self.lost and self.writer.is_ready
 
-    def made(self, iteration: int) -> None:
-        """This worker has seen a save end: all have written their parts, and the tracker names it."""
-        self._whole = iteration
+    def made(self, path: str, iteration: int) -> None:
+        """This worker has seen a save end: all have written their parts, and the tracker in `path` names it."""
+        self._whole[path] = iteration
 
-    def is_there(self, iteration: int) -> bool:
-        """Whether some worker has seen this save end, in an epoch that broke then; all working workers ask together.
+    def is_there(self, path: str, iteration: int) -> bool:
+        """Whether this checkpoint is whole already; all working workers ask together.
 
-        It would be overwritten, and be incomplete meanwhile though it is the one that a later job loads.
+        It would be overwritten, and be incomplete meanwhile though it is the one that a later job loads. In the epoch
+        of the save all have seen it end, or none has. After a recovery some may have.
         """
+        own = self._whole.get(path) == iteration
         if iteration != self.repeated:
-            return False
-        seen = torch.tensor([self._whole == iteration], dtype=torch.int, device="cuda")
+            return own
+        seen = torch.tensor([own], dtype=torch.int, device="cuda")
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         return bool(seen.item())
 
@@ -66,13 +70,17 @@ class Saves:
         count = len(self.under_way) - self.writer.calls
         whole, self.under_way = self.under_way[:count], self.under_way[count:]
         for save in whole:
-            self.made(save.iteration)
+            self.made(save.path, save.iteration)
         return whole
 
     def drop(self) -> None:
         """Give up what is under way: its epoch has ended."""
         # What has left the writer's queue was written by all, and some may have seen it end.
-        self.incomplete += self.under_way[len(self.under_way) - self.writer.calls :]
+        popped = len(self.under_way) - self.writer.calls
+        for save in self.under_way[:popped]:
+            if _is_named(save):
+                self.made(save.path, save.iteration)
+        self.incomplete += self.under_way[popped:]
         self.lost = self.lost or bool(self.under_way)
         self.under_way = []
         self.writer.forget_calls()
@@ -84,6 +92,14 @@ class Saves:
             print(f"resihp: drops the save of iteration {save.iteration}, which was under way", flush=True)
             shutil.rmtree(get_checkpoint_name(save.path, save.iteration, return_base_dir=True), ignore_errors=True)
         self.incomplete = []
+
+
+def _is_named(save: Checkpoint) -> bool:
+    """Whether the tracker names it, which Megatron writes after all else."""
+    try:
+        return Path(get_checkpoint_tracker_filename(save.path)).read_text().strip() == str(save.iteration)
+    except OSError:
+        return False
 
 
 def directory_of_saves(args: Any, non_persistent: bool) -> str:

@@ -108,8 +108,22 @@ def test_a_save_that_some_worker_has_seen_end_is_not_made_again(
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     saves = saves_of(tmp_path)
     if own is not None:
-        saves.made(own)
-    assert not saves.is_there(4) and not asked
+        saves.made("out", own)
+    assert saves.is_there("out", 4) is (own == 4), "nobody has died since, and all know the same"
     saves.repeated = 4
-    assert not saves.is_there(5) and not asked
-    assert saves.is_there(4) is expected and len(asked) == 1
+    assert not saves.is_there("out", 5) and not asked
+    assert saves.is_there("out", 4) is expected and len(asked) == 1
+
+
+def test_a_non_persistent_save_is_no_other_one(tmp_path: Path) -> None:
+    saves = saves_of(tmp_path)
+    saves.made("out/non_persistent", 4)
+    assert not saves.is_there("out", 4)
+
+
+def test_a_save_that_the_tracker_names_is_whole_though_its_epoch_broke_then(tmp_path: Path) -> None:
+    saves = saves_of(tmp_path, 2, 4)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    saves.writer.calls = 1
+    saves.drop()
+    assert saves.is_there(str(tmp_path), 2) and not saves.is_there(str(tmp_path), 4)
