@@ -7,6 +7,7 @@ May import: every package; the packages of a sub-command only when it runs.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -36,10 +37,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"resihp: {problem}", file=sys.stderr)
         return 2
     try:
-        return int(namespace.run(namespace))
+        return _left(int(namespace.run(namespace)))
     except KeyboardInterrupt:
         print("resihp: interrupted", file=sys.stderr)
         return 130
+
+
+def _left(code: int) -> int:
+    """The exit code; the process ends here if a log's writer still waits: W&B's exit hook has no bound."""
+    if "megatron_resihp.control.head.logs.lane" in sys.modules:
+        from megatron_resihp.control.head.logs.lane import any_left
+
+        if any_left():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return code
 
 
 def command_parser() -> argparse.ArgumentParser:

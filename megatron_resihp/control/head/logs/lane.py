@@ -17,8 +17,15 @@ from megatron_resihp.events.job import LogFailed
 from megatron_resihp.protocol.logs import LogPage
 
 LOOK_S: Final = 0.2
+NAME: Final = "resihp-log-"
+"""How the names of these threads begin."""
 WAITING: Final = 4096
 """Pages that wait to be written; of more, the newest are dropped."""
+
+
+def any_left() -> bool:
+    """Whether some writer of this process still writes, though the job no longer waits for it."""
+    return any(thread.name.startswith(NAME) for thread in threading.enumerate())
 
 
 class Lane:
@@ -35,7 +42,7 @@ class Lane:
         self._pages: queue.Queue[LogPage] = queue.Queue(WAITING)
         self._dropped = 0
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"resihp-{writer.part}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{NAME}{writer.part}", daemon=True)
         self._thread.start()
 
     def put(self, page: LogPage) -> None:

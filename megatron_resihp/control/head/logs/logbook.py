@@ -22,8 +22,8 @@ from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.job import LogFailed
 from megatron_resihp.protocol.logs import LogPage, LogsWanted
 
-FINISH_S: Final = 60.0
-"""How long the end of the job waits for the last pages."""
+FINISH_S: Final = 20.0
+"""How long the end of the job waits for the last pages: SLURM and Kubernetes kill what takes longer than 30 s."""
 
 Tell = Callable[[LogFailed], None]
 MakeWriters = Callable[[LogsWanted, Tell], Sequence[CarefulWriter]]

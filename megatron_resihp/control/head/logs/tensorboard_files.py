@@ -25,6 +25,8 @@ class TensorBoardFiles:
             self._writer.add_scalar(tag, value, step, walltime=page.time)
         for tag, text, at in page.texts:
             self._writer.add_text(tag, text, at, walltime=page.time)
+        # Only then is it known whether the disk has taken them: torch's writer writes in a thread.
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

@@ -16,8 +16,8 @@ from megatron_resihp.protocol.logs import LogPage
 
 AGAIN_S: Final = 30.0
 """How long after a failure it is tried again."""
-MOST_KEPT: Final = 1000
-"""Pages that wait for that; of more, the oldest are dropped."""
+MOST_KEPT: Final = 2000
+"""Pages that wait for that, two for each iteration; of more, the oldest are dropped."""
 
 
 class MissingPackageError(Exception):
@@ -60,8 +60,12 @@ class CarefulWriter:
         self._not_before = -float("inf")
         self._missing = False
         self._failing = False
+        self._dropping = False
 
     def write(self, page: LogPage) -> None:
+        if len(self._kept) == MOST_KEPT and not self._dropping:
+            self._dropping = True
+            self._tell(LogFailed(part=self.part, error=f"{MOST_KEPT} pages wait already, so the oldest are dropped"))
         self._kept.append(page)
         if not self._missing and self._clock() >= self._not_before:
             self._try()
@@ -82,7 +86,7 @@ class CarefulWriter:
             while self._kept:
                 self._writer.write(self._kept[0])
                 self._kept.popleft()
-            self._failing = False
+            self._failing = self._dropping = False
         except MissingPackageError as error:
             self._missing = True
             self._tell(LogFailed(part=self.part, error=str(error)))

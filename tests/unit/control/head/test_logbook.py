@@ -15,7 +15,7 @@ from megatron_resihp.control.head.logs.logbook import Logbook
 from megatron_resihp.control.head.logs.own_curves import OwnCurves
 from megatron_resihp.control.head.logs.tensorboard_files import TensorBoardFiles
 from megatron_resihp.control.head.logs.wandb_run import WandbRun
-from megatron_resihp.control.head.logs.writer import AGAIN_S, CarefulWriter, MissingPackageError, Writer
+from megatron_resihp.control.head.logs.writer import AGAIN_S, MOST_KEPT, CarefulWriter, MissingPackageError, Writer
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
@@ -90,6 +90,17 @@ def test_a_full_disk_is_told_once_and_nothing_is_lost_once_it_has_room() -> None
     it.fake.broken = True
     it.writer.write(page(6))
     assert len(it.told) == 2, "another failure is told again"
+
+
+def test_of_more_than_can_wait_the_oldest_are_dropped_and_that_is_told() -> None:
+    it = Careful()
+    it.fake.broken = True
+    for iteration in range(MOST_KEPT + 2):
+        it.writer.write(page(iteration))
+    assert [told.error for told in it.told[1:]] == [f"{MOST_KEPT} pages wait already, so the oldest are dropped"]
+    it.fake.broken = False
+    it.writer.close()
+    assert it.fake.written == list(range(2, MOST_KEPT + 2))
 
 
 def test_what_waits_for_a_full_disk_is_tried_once_more_at_the_end() -> None:
