@@ -31,11 +31,19 @@ def enable() -> None:
     _enabled = True
     if os.environ.get("RESIHP_CPU") == "1":
         cpu.install(force=True)
-    from megatron_resihp.integration.patches.flags import fail, make_wrap_validate_args, wrap_add_megatron_arguments
+    from megatron_resihp.integration.patches.flags import (
+        YAML,
+        fail,
+        make_wrap_validate_args,
+        reads_yaml,
+        wrap_add_megatron_arguments,
+    )
 
     problem = _device_problem() or version_problem()
     if problem:
         fail(problem)
+    if reads_yaml(sys.argv):
+        fail(YAML)
     arguments = "megatron.training.arguments"
     patches = [
         Patch(f"{arguments}:add_megatron_arguments", wrap_add_megatron_arguments, ("parser",), "adds --resihp*"),

@@ -101,7 +101,10 @@ class Planners:
         if facts.job is None or facts.strategy == UNIFORM:
             return
         known, own = facts.known()
-        shape = JobShape(known.tensor_parallel, facts.job.pipeline_parallel or 1, known.micro_batches, self._sizes[1])
+        shape = JobShape(
+            known.tensor_parallel, facts.job.pipeline_parallel or 1, known.micro_batches, self._sizes[1],
+            facts.job.micro_batch_group,
+        )  # fmt: skip
         try:
             plan = initial_plan(shape, self._workers, bool(facts.job.pipeline_last))
         except NoPlanError:

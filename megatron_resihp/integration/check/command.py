@@ -184,7 +184,7 @@ def _notes(line: CommandLine, options: LaunchOptions, environment: Mapping[str, 
 
     notes = []
     if line.unfinished is not None:
-        notes.append(f"Megatron's own validation can't be done here: {line.unfinished}")
+        notes.append(f"how the sizes fit together is not checked: {line.unfinished}")
     if line.given is not None:
         notes += [f"not seen from here: {problem}" for problem in data_problems(line.given)]
         if not line.given.resihp:

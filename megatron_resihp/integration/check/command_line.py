@@ -17,18 +17,26 @@ from typing import Any
 
 from megatron.training import arguments
 
+from megatron_resihp.config import ResihpConfig
 from megatron_resihp.integration.patch import Patch, apply_all, undo_all
-from megatron_resihp.integration.patches.flags import Examined, examine, wrap_add_megatron_arguments
+from megatron_resihp.integration.patches.flags import (
+    YAML,
+    Examined,
+    examine,
+    reads_yaml,
+    unsupported,
+    wrap_add_megatron_arguments,
+)
 
 
 @dataclass(frozen=True)
 class CommandLine:
     """Attributes:
-    examined: by the checks that each worker makes; None: Megatron's parser can't read it, or its validation fails.
+    examined: by the checks that each worker makes; None: Megatron's parser can't read it.
     given: Megatron's arguments as parsed, before others were derived from them.
     unknown: words that Megatron's parser does not know.
     refusals: of Megatron's parser.
-    unfinished: why Megatron's own validation could not be done here.
+    unfinished: why Megatron's own validation was not done here.
     """
 
     examined: Examined | None
@@ -46,6 +54,8 @@ def read_command_line(words: Sequence[str], workers: int, defaults: Mapping[str,
         workers: of the job.
         defaults: the script's own, see `script`.
     """
+    if reads_yaml(words):
+        return CommandLine(None, None, (), (YAML,))
     ours = Patch(
         "megatron.training.arguments:add_megatron_arguments", wrap_add_megatron_arguments, ("parser",), "adds --resihp*"
     )
@@ -68,11 +78,15 @@ def read_command_line(words: Sequence[str], workers: int, defaults: Mapping[str,
     return CommandLine(examined, given, tuple(unknown), tuple(refusals), unfinished)
 
 
-def _examined(args: argparse.Namespace, defaults: dict[str, Any]) -> tuple[Examined | None, str | None]:
+def _examined(args: argparse.Namespace, defaults: dict[str, Any]) -> tuple[Examined, str | None]:
+    if args.use_checkpoint_args or defaults.get("use_checkpoint_args"):
+        examined = Examined(ResihpConfig.from_namespace(args), tuple(unsupported(args)), None)
+        return examined, "sizes are in the checkpoint (--use-checkpoint-args), which is not read here"
     try:
         return examine(arguments.validate_args, args, defaults), None
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+        problem = f"Megatron's own validation fails: {type(error).__name__}: {error}; mend that"
+        return Examined(ResihpConfig.from_namespace(args), (problem,), None), None
 
 
 def _readable(words: Sequence[str]) -> tuple[list[str] | None, list[str], list[str]]:

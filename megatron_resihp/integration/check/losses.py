@@ -76,7 +76,9 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any]) ->
         NoPlanError: the sizes do not fit together.
         PlanError: so do the layers.
     """
-    shape = JobShape(job.tensor_parallel, job.pipeline_parallel, job.micro_batches, size.workers_per_node)
+    shape = JobShape(
+        job.tensor_parallel, job.pipeline_parallel, job.micro_batches, size.workers_per_node, job.micro_batch_group
+    )
     plan = initial_plan(shape, size.workers, job.pipeline_last)
     said = in_words(size.nodes, exposure(shape, size.workers, job.pipeline_last, job.distributed_optimizer))
     full = spelled_out(plan, job.chunks)

@@ -9,10 +9,10 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from megatron.core.dist_checkpointing.strategies.nvrx import NVRX_MIN_VERSION
 from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
@@ -89,6 +89,16 @@ def make_wrap_validate_args(switch_on: SwitchOn) -> Callable[[Any], Any]:
     return wrap_validate_args
 
 
+YAML: Final = (
+    "--yaml-cfg is not supported with --resihp: Megatron reads the file past its parser and its checks; give flags"
+)
+
+
+def reads_yaml(words: Sequence[str]) -> bool:
+    """Whether Megatron would read the arguments of a job with --resihp from a file."""
+    return "--resihp" in words and any(word.partition("=")[0] == "--yaml-cfg" for word in words)
+
+
 @dataclass(frozen=True)
 class Examined:
     """A command line with --resihp.
@@ -115,7 +125,7 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
     config = ResihpConfig.from_namespace(args)
     lines = [
         *_raised(lambda: _check_own_flags(config, args.world_size)),
-        *_unsupported(args),
+        *unsupported(args),
         *_raised(lambda: _check_evaluation(args)),
         *_raised(lambda: _check_logs(args)),
     ]
@@ -150,7 +160,7 @@ def _megatron_validates(original: Callable[..., Any], args: argparse.Namespace, 
     """Megatron's own validation, what it asserts said in one line instead of a traceback."""
     try:
         return original(args, defaults)
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ValueError, RuntimeError) as error:
         rule = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(f"Megatron refuses these flags: {rule}; change what it names") from error
 
@@ -171,7 +181,8 @@ def _check_own_flags(config: ResihpConfig, world_size: int) -> None:
         raise ConfigError(f"--resihp-emulate: {error}; docs/usage.md says what is in a profile") from error
 
 
-def _unsupported(args: argparse.Namespace) -> list[str]:
+def unsupported(args: argparse.Namespace) -> list[str]:
+    """A line for each of Megatron's flags that is not known to work."""
     parser = known_parser()
     defaults = vars(parser.parse_args([]))
     flags = {action.dest: action.option_strings[0] for action in parser._actions}

@@ -86,6 +86,22 @@ def test_what_megatron_itself_refuses(look: Look) -> None:
     assert refusal.startswith("Megatron refuses these flags: ") and "max_position_embeddings" in refusal
 
 
+def test_what_megatrons_validation_fails_at(look: Look) -> None:
+    (refusal,) = look("--position-embedding-type learned_absolute --no-position-embedding").refusals
+    assert refusal.startswith("Megatron refuses these flags: ")
+
+
+def test_sizes_that_a_checkpoint_has(look: Look) -> None:
+    found = look("--use-checkpoint-args --load saved --inprocess-restart")
+    assert [refusal.split()[0] for refusal in found.refusals] == ["--inprocess-restart"]
+    assert any("sizes are in the checkpoint" in note for note in found.notes)
+
+
+def test_arguments_in_a_file(look: Look) -> None:
+    (refusal,) = look("--yaml-cfg missing.yaml").refusals
+    assert refusal.startswith("--yaml-cfg is not supported with --resihp: ") and refusal.endswith("; give flags")
+
+
 def test_sizes_that_do_not_fit(look: Look) -> None:
     (refusal,) = look("--pipeline-model-parallel-size 16").refusals
     assert refusal.startswith("16 workers are not a multiple of TP x PP = 32, so no plan exists; start 32")
