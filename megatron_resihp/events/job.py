@@ -43,7 +43,7 @@ class Job(Event):
     seq_length: Annotated[int | None, "tokens in a sample"] = None
     sequence_parallel: Annotated[bool | None, "members of a stage share the tokens between layers"] = None
     train_iters: Annotated[int | None, "iterations to reach; null: not known"] = None
-    ends_early: Annotated[bool | None, "the job may end before, with --exit-interval"] = None
+    ends_early: Annotated[bool | None, "the job may end before, with --exit-interval or --exit-duration-in-mins"] = None
     eval_interval: Annotated[int | None, "iterations from one evaluation to the next; null: none"] = None
     save_interval: Annotated[int | None, "iterations from one checkpoint to the next; null: none"] = None
     distributed_optimizer: Annotated[bool | None, "replicas share the optimizer's state out"] = None

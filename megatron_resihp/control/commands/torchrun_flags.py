@@ -97,8 +97,8 @@ def said(namespace: argparse.Namespace, environment: Mapping[str, str]) -> dict[
             try:
                 found[name] = kind(text)
             except ValueError:
-                raise TorchrunError(f"PET_{name.upper()}={text} is no number; unset it, or give one") from None
+                raise TorchrunError(f"PET_{name.upper()}={text} is not a number; unset it, or give one") from None
     for name, missed in MISSED.items():
         if found.get(name, missed.usual) not in (None, False, missed.usual):
-            raise TorchrunError(f"--{name.replace('_', '-')} is torchrun's, and has no effect here; {missed.instead}")
+            raise TorchrunError(f"--{name.replace('_', '-')} of torchrun is not supported; {missed.instead}")
     return found

@@ -85,7 +85,7 @@ to Megatron is refused until it has a row here. For each supported flag there is
   another flag that they belong to is refused.
 - `kernel`: it changes how something is computed, at that place in Megatron. It changes no state, groups, schedule,
   random streams or number of collectives.
-- `test`: that test trains with it through a death or a change of plan.
+- `test`: that test trains with it, through a death or a change of plan if it matters after the start.
 """
 
 

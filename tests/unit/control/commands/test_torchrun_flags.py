@@ -124,7 +124,7 @@ def test_variables_stand_for_flags() -> None:
     found = options("--nproc-per-node 2", environment)
     assert (found.nodes, found.node, found.workers_per_node, found.max_restarts) == (2, 1, 2, 2), "flags come first"
     assert found.coordinator == Address(HEAD, 23456)
-    assert "PET_NODE_RANK=one is no number" in refused("", {"PET_NODE_RANK": "one"})
+    assert "PET_NODE_RANK=one is not a number" in refused("", {"PET_NODE_RANK": "one"})
 
 
 def test_our_own_flags_come_first() -> None:
@@ -141,7 +141,7 @@ def test_how_torchrun_works_is_of_no_matter() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--no-python", "--no-python is torchrun's, and has no effect here; give a Python script"),
+        ("--no-python", "--no-python of torchrun is not supported; give a Python script"),
         ("--numa-binding node", "numactl"),
         ("--local_ranks_filter 0", "RUN_DIR/logs"),
         ("--virtual-local-rank", "LOCAL_RANK"),
