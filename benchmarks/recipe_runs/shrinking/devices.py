@@ -47,6 +47,7 @@ SAME: Final = {"--save": "checkpoints", "--load": "checkpoints"}
 def replace_devices(draft: Draft) -> None:
     _lose(draft)
     _replace_kernels(draft)
+    _replace_writer(draft)
     _replace_data(draft)
     _replace_places(draft)
 
@@ -80,6 +81,14 @@ def _replace_kernels(draft: Draft) -> None:
         draft.drop(flag)
     draft.set("--transformer-impl", "local")
     draft.set("--no-rope-fusion")
+
+
+def _replace_writer(draft: Draft) -> None:
+    """Megatron's default writer beside training needs a package that few machines can install."""
+    if draft.has("--async-save") and draft.text("--async-strategy", "nvrx") == "nvrx":
+        draft.replaced.append("--async-strategy nvrx -> mcore")
+        draft.set("--async-strategy", "mcore")
+        draft.drop("--async-ckpt-use-cpu-shm")
 
 
 def _replace_data(draft: Draft) -> None:

@@ -128,3 +128,10 @@ def test_megatron_accepts_what_recipes_shrink_to(repository: Path, tmp_path: Pat
         assert finished.returncode == 0, finished.stderr
         answer = json.loads(finished.stdout.splitlines()[-1])
         assert answer["refused"] == {} and answer["recipes"] >= len(recipes)
+
+
+def test_saves_beside_training_need_no_further_package() -> None:
+    shrunk, options = small(DENSE, "--async-save", "--use-persistent-ckpt-worker", "--async-ckpt-use-cpu-shm")
+    assert options["--async-strategy"] == "mcore" and "--async-ckpt-use-cpu-shm" not in options
+    assert "--async-strategy nvrx -> mcore" in shrunk.replaced
+    assert "--async-strategy" not in small(DENSE)[1]
