@@ -4,7 +4,8 @@
 #   scripts/nightly.sh                all of them
 #   scripts/nightly.sh --part 2/6     the second of six parts of about equal length
 #   scripts/nightly.sh --list --part 1/6     what is in each of six parts; runs nothing
-#   scripts/nightly.sh --record       also note how long each test takes, by which parts are cut, in tests/nightly_seconds.json
+#   scripts/nightly.sh --record       also note how long each test takes, in tests/nightly_seconds.new.json. Once all parts
+#                                     have run, move it to tests/nightly_seconds.json, by which parts are cut
 # Other arguments go to pytest. The last lines name what was left out because a program or a variable is missing; the exit
 # code is non-zero if a test failed.
 set -uo pipefail

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 SECONDS = Path(__file__).resolve().parent.parent / "tests" / "nightly_seconds.json"
+RECORDED = SECONDS.with_suffix(".new.json")
+"""Another file, because parts that run one after the other must be cut by the same lengths."""
 FIRST_GUESS_S = 15.0
 """Assumed length of a test while no length is known."""
 
@@ -67,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("nightly")
     group.addoption("--part", default="1/1", metavar="I/N", help="run part I of N")
     group.addoption("--list", action="store_true", help="show the N parts and run nothing")
-    group.addoption("--record", action="store_true", help=f"note in tests/{SECONDS.name} how long each test takes")
+    group.addoption("--record", action="store_true", help=f"note in tests/{RECORDED.name} how long each test takes")
 
 
 @pytest.hookimpl(trylast=True)
@@ -100,9 +102,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for report in terminalreporter.stats.get(kind, ()):
             if report.nodeid not in bad and hasattr(report, "duration"):
                 took[report.nodeid] = took.get(report.nodeid, 0.0) + report.duration
-    known = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    known = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
     known |= {test: round(seconds, 1) for test, seconds in took.items()}
-    SECONDS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    RECORDED.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
