@@ -48,6 +48,10 @@ GROUPS: dict[str, Any] = {
     "global_batch_size": 10,
 }  # fmt: skip
 """Each replica has a group of three micro-batches and one of two."""
+GATHERED_AT_ONCE: dict[str, Any] = SHARED | {
+    "overlap_grad_reduce": True, "overlap_param_gather": True, "overlap_param_gather_with_optimizer_step": True,
+    "check_weight_hash_across_dp_replicas_interval": 3, "ckpt_format": "torch",
+}  # fmt: skip
 OWN_LAYERS = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(0, 3, 4), Chunk(1, 4, 6))
 UNLIKE = ParallelPlan((
     Replica(stages([3], [0]), (0, 2, 4, 6), chunks(2, 6)), Replica(stages([1]), (1, 3, 5, 7), chunks(6)),
@@ -127,6 +131,21 @@ def test_a_death_then_other_plans(jobs: Jobs, tmp_path: Path, model: dict[str, A
     job = jobs.run(tiny(**model, resihp_inject="kill:2@3:step", resihp_plan=words), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4), tolerance)
     assert are_heterogeneous(job) == [False, False, True, False]
+
+
+@NIGHTLY
+@pytest.mark.parametrize(("precision", "tolerance"), [({}, FP32), ({"bf16": True}, BF16)], ids=["fp32", "bf16"])
+def test_deaths_while_the_first_chunk_is_gathered(
+    jobs: Jobs, tmp_path: Path, precision: dict[str, Any], tolerance: Any
+) -> None:
+    """Each chunk group has an optimizer of its own; the gathering of the first one begins before the second steps."""
+    words, model = ask_at(tmp_path, (UNLIKE, 5), (own_plan((0, 3)), 8)), INTERLEAVED | GATHERED_AT_ONCE | precision
+    job = jobs.run(tiny(**model, resihp_inject="kill:2@3:step", resihp_plan=words), workers=4)
+    check_training(job, jobs.reference(tiny(**model), workers=4), tolerance)
+    assert are_heterogeneous(job) == [False, False, True, False]
+    died_gathering = jobs.run(tiny(**model, resihp_inject="kill:1@4:gather"), workers=4)
+    check_training(died_gathering, jobs.reference(tiny(**model), workers=4), tolerance)
+    check_like_stock(jobs.reference(tiny(**model), workers=4), stock_steps(tmp_path, 4, **model), tolerance)
 
 
 @NIGHTLY

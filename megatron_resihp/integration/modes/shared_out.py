@@ -4,6 +4,10 @@
 A copy of each part is kept by another holder of the shard (`plan.copies`). May import megatron and this package.
 """
 
+from functools import cached_property
+from typing import Any
+
+import torch
 from megatron.training import get_timers
 
 from megatron_resihp.executor.groups.side_group import MakeSideGroup
@@ -14,7 +18,11 @@ from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.slice_state import HostFiller
 from megatron_resihp.integration.step.optimizer_buddies import join_ring, move_parts, part_digests, share_part_gradients
 from megatron_resihp.integration.step.optimizer_copy import Kept
-from megatron_resihp.integration.step.optimizer_shards import gather_parameters, step_part
+from megatron_resihp.integration.step.optimizer_shards import (
+    gather_parameters,
+    start_gathering_first_chunk,
+    step_part,
+)
 from megatron_resihp.integration.step.optimizer_whole import are_there_parts, share_out
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.protocol.published import EpochPlan
@@ -28,6 +36,7 @@ class SharedOutMode(UniformMode):
 
     def _join(self, make_group: MakeSideGroup) -> None:
         coordinate = self.view.plan.coordinate_of(self.view.worker)
+        self._first_stepped: Any = None
         self._ring = None
         if coordinate is not None:
             self._ring = join_ring(self.view.plan, coordinate, self.view.worker, make_group)
@@ -53,14 +62,29 @@ class SharedOutMode(UniformMode):
         """Each replica counts its part; parts that others have too are counted by the first that do."""
         return self.view.works and self.view.replica * self.instances < len(self.view.plan.replicas)
 
+    @cached_property
+    def _beside(self) -> Any:
+        """A stream that goes on while the device steps."""
+        return torch.cuda.Stream()
+
     def step(self, optimizer: object) -> None:
-        for part in parts_of(optimizer):
+        first, *others = parts_of(optimizer)
+        step_part(first)
+        if self._runtime.job.args.overlap_param_gather_with_optimizer_step:
+            self._first_stepped = torch.cuda.current_stream().record_event()
+        for part in others:
             step_part(part)
 
     def after_step(self) -> None:
         # The step is taken: a failure in here leads to the next epoch, where parameters are gathered anew. So does one
         # in the next forward pass, if they are gathered there.
-        if self._runtime.job.args.overlap_param_gather:
+        args = self._runtime.job.args
+        if args.overlap_param_gather_with_optimizer_step:
+            # Its gathering waits for its own step, not for those of the chunks after it, which the device may be at.
+            self._beside.wait_event(self._first_stepped)
+            with torch.cuda.stream(self._beside):
+                start_gathering_first_chunk(self._runtime.held.live)
+        if args.overlap_param_gather:
             return
         self._runtime.reach("gather")
         timer = get_timers()("params-all-gather", log_level=1)

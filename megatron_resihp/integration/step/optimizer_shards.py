@@ -113,6 +113,12 @@ def gather_parameters(trained: Trained) -> None:
         part.start_param_sync_for_bucket_group_subset()
 
 
+def start_gathering_first_chunk(trained: Trained) -> None:
+    """Have the parameters of the first chunk sent, where Megatron doesn't leave that to the next forward pass."""
+    first: Any = trained.model[0]
+    first.start_param_sync(force_dispatch=True)
+
+
 def step_part(part: Any) -> None:
     """Megatron's step of the own part without what follows it, the gathering of parameters: it communicates nothing."""
     MixedPrecisionOptimizer.step_with_ready_grads(part)

@@ -105,7 +105,7 @@ class Sizes:
              "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
              "should_pad_vocab", "vocab_size", "deallocate_pipeline_outputs", "use_distributed_optimizer",
              "overlap_grad_reduce", "overlap_param_gather", "bucket_size",
-             "num_distributed_optimizer_instances")  # fmt: skip
+             "num_distributed_optimizer_instances", "overlap_param_gather_with_optimizer_step")  # fmt: skip
 
     def __init__(self, padded_vocabulary: int, derived: DerivedArguments, *holders: Any) -> None:
         """`holders`: arguments and configuration objects; what they say now is the job's own."""
@@ -159,6 +159,7 @@ class Sizes:
                 # Gradients are summed when all are there; DDP would insist on each as soon as B is done, not W.
                 "overlap_grad_reduce": False,
                 "overlap_param_gather": False,
+                "overlap_param_gather_with_optimizer_step": False,
                 "num_distributed_optimizer_instances": 1,
             }
             if "should_pad_vocab" in values:

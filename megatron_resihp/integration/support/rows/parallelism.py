@@ -137,10 +137,9 @@ _REPLICAS: Rows = joined(
         "integration/test_overlap.py::test_a_death_among_gathered_and_stale_parameters",
         "overlap_param_gather ddp_average_in_collective",
     ),
-    refused(
+    tested(
+        "integration/test_interleaved.py::test_deaths_while_the_first_chunk_is_gathered",
         "overlap_param_gather_with_optimizer_step",
-        "steps of single chunks would be taken before all workers have agreed on the step",
-        "use --overlap-param-gather alone, which gathers in the next forward pass",
     ),
     refused("align_param_gather", "no test holds that chunks which gather together survive a broken epoch"),
     tested(

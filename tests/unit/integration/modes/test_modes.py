@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from megatron.training import training
 
+from megatron_resihp.integration.modes import shared_out
 from megatron_resihp.integration.modes.choice import mode_of
 from megatron_resihp.integration.modes.heterogeneous import HeterogeneousMode
 from megatron_resihp.integration.modes.mode import Mode
@@ -107,6 +109,27 @@ def test_checkpoints_of_heterogeneous_plans_say_that_a_distributed_optimizer_can
     kinds = [mode(plan, job(0, distributed_optimizer=True)).state.checkpoint_metadata
              for plan in (THREE_REPLICAS, HETEROGENEOUS)]  # fmt: skip
     assert kinds == [{}, {"distrib_optim_sharding_type": "fully_reshardable"}]
+
+
+def test_the_first_chunk_is_gathered_once_all_have_stepped_and_waits_for_its_own_step_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    beside = SimpleNamespace(wait_event=lambda event: told.append(f"wait for {event}"))
+    stepping = SimpleNamespace(record_event=lambda: told.append("mark") or "mark")  # type: ignore[func-returns-value]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stepping)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: beside)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(told.append("beside")))
+    monkeypatch.setattr(shared_out, "step_part", told.append)
+    runtime = job(0, distributed_optimizer=True)
+    runtime.job.args.overlap_param_gather = runtime.job.args.overlap_param_gather_with_optimizer_step = True
+    chunk = SimpleNamespace(start_param_sync=lambda force_dispatch: told.append("gather"))
+    runtime.held = SimpleNamespace(live=SimpleNamespace(model=[chunk, None]))
+    found = mode(THREE_REPLICAS, runtime)
+    found.step(SimpleNamespace(chained_optimizers=["first", "others"]))
+    assert told == ["first", "mark", "others"]
+    found.after_step()
+    assert told[3:] == ["wait for mark", "beside", "gather"]
 
 
 # ---- evaluation

@@ -94,7 +94,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--use-megatron-fsdp", "--use-torch-fsdp2", "--mtp-num-layers 1", "--fp8-format hybrid", "--enable-cuda-graph",
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
         "--step-batch-size-schedule 0:8", "--tp-comm-overlap",
-        "--overlap-param-gather-with-optimizer-step", "--delay-wgrad-compute",
+        "--delay-wgrad-compute",
         "--defer-embedding-wgrad-compute", "--wgrad-deferral-limit 2",
         "--dataloader-type cyclic", "--dataloader-type external", "--inprocess-restart",
         "--qk-clip",
