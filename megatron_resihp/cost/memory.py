@@ -204,9 +204,17 @@ class _Accountant:
                 kept, whole = self._activations(self._index[layer], degree, rank)
                 sizes[number] += kept
                 again = max(again, whole - kept)
-        peak = self._peak(ops, sizes)
+        peak = self._peak(ops, sizes) + self._deferred(replica, coordinate, rank)
         state = self.of_state(_shards(replica, coordinate))
         return replace(state, activations=ceil(peak), working=ceil(again))
+
+    def _deferred(self, replica: Replica, coordinate: Coordinate, rank: int) -> float:
+        """Bytes that wait for the end of the pipeline. Plans with unlike replicas keep none, and are not told apart."""
+        if replica.chunks[-1].stage != coordinate.stage:
+            return 0.0
+        count, most = len(replica.micro_batches), self._training.deferred
+        kept, _ = self._activations(self._index[-1], len(replica.stages[coordinate.stage]), rank)
+        return kept * (count if most is None else min(count, most))
 
     def _peak(self, ops: _Ops, sizes: Sequence[float]) -> float:
         kinds, chunks = ops

@@ -39,6 +39,8 @@ class Training:
         expert_tensor_parallel: number of workers that share each expert; None means as many as share the other layers.
         splits_backward: whether weight gradients can be delayed. Only Megatron's own ("local") linear layers can. In
             other layers, B does the whole backward and W does nothing.
+        deferred: most micro-batches of which the head's activations stay until the pipeline has drained, where its
+            weight gradients are computed then; None: all of them.
     """
 
     sequence_length: int
@@ -53,6 +55,7 @@ class Training:
     expert_parallel: int = 1
     expert_tensor_parallel: int | None = None
     splits_backward: bool = True
+    deferred: int | None = 0
 
     @property
     def tokens(self) -> int:
@@ -83,6 +86,7 @@ def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
     if not arguments.get("seq_length"):
         raise TrainingError("seq_length is missing")
     half = bool(arguments.get("bf16") or arguments.get("fp16"))
+    deferring = arguments.get("defer_embedding_wgrad_compute")
     half_gradients = arguments.get("grad_reduce_in_bf16") or arguments.get("fp16")
     return Training(
         sequence_length=arguments["seq_length"],
@@ -97,6 +101,7 @@ def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
         expert_parallel=arguments.get("expert_model_parallel_size") or 1,
         expert_tensor_parallel=arguments.get("expert_tensor_parallel_size"),
         splits_backward=arguments.get("transformer_impl") == "local",
+        deferred=(arguments.get("wgrad_deferral_limit") or None) if deferring else 0,
     )
 
 

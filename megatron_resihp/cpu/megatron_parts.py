@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The few places in Megatron that refuse to run without a GPU's kernels. May import torch and megatron."""
 
+import copy
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from megatron.core import tensor_parallel
@@ -27,11 +29,15 @@ def install() -> None:
     install_packed_attention()
     DotProductAttention.__init__ = _accepting_head_sizes(DotProductAttention.__init__)
     WrappedTorchNorm.__new__ = build_norm
+    layers.ColumnParallelLinear.__init__ = _deferring_in_the_head_only(layers.ColumnParallelLinear.__init__)
     # Without this, half precision would look for a fused CUDA kernel.
     FusedScaleMaskSoftmax.is_kernel_available = _no_kernel
     if not layers._grad_accum_fusion_available:
-        layers.fused_weight_gradient_mlp_cuda = WEIGHT_GRADIENT_KERNELS
+        kernels = weight_gradient_kernels()
+        layers.fused_weight_gradient_mlp_cuda = kernels
         layers._grad_accum_fusion_available = True
+        # Weight gradients of the head that are left for later import it where they are computed.
+        sys.modules[kernels.__name__] = kernels
 
 
 def install_packed_attention() -> None:
@@ -62,6 +68,26 @@ def _accepting_head_sizes(original: Callable[..., None]) -> Callable[..., None]:
     return initialize
 
 
+def _deferring_in_the_head_only(original: Callable[..., None]) -> Callable[..., None]:
+    """`--defer-embedding-wgrad-compute` is meant for the head. On a GPU it alone is a layer of this class; those that
+    are Transformer Engine's there don't know the flag, and have no buffers for it."""
+
+    @functools.wraps(original)
+    def initialize(
+        self: layers.ColumnParallelLinear,
+        *sizes: int,
+        config: TransformerConfig,
+        embedding_activation_buffer: list[Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        if config.defer_embedding_wgrad_compute and embedding_activation_buffer is None:
+            config = copy.copy(config)
+            config.defer_embedding_wgrad_compute = False
+        original(self, *sizes, config=config, embedding_activation_buffer=embedding_activation_buffer, **options)
+
+    return initialize
+
+
 def _no_kernel(self: FusedScaleMaskSoftmax, *_shape: Any) -> bool:
     return False
 
@@ -71,9 +97,12 @@ def _accumulate_weight_gradient(layer_input: Tensor, output_gradient: Tensor, we
     weight_gradient.add_(output_gradient.t().matmul(layer_input))
 
 
-WEIGHT_GRADIENT_KERNELS = SimpleNamespace(
-    wgrad_gemm_accum_fp32=_accumulate_weight_gradient, wgrad_gemm_accum_fp16=_accumulate_weight_gradient
-)
+def weight_gradient_kernels() -> ModuleType:
+    """What stands for Apex's module."""
+    module = ModuleType("fused_weight_gradient_mlp_cuda")
+    for width in ("fp32", "fp16"):
+        setattr(module, f"wgrad_gemm_accum_{width}", _accumulate_weight_gradient)
+    return module
 
 
 def _accepting_packed_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import EXPERTS, Jobs, ask_for, check_training, tiny
+from jobs import EXPERTS, Jobs, ask_at, ask_for, check_training, tiny
+from stock_runs import check_like_stock, stock_steps
+from test_interleaved import UNLIKE, own_plan
 from test_plan_failures import are_heterogeneous
 from test_plans import stages
 from test_query_groups import plan
@@ -49,6 +51,20 @@ GROUPED: dict[str, Any] = EXPERTS | {
     "moe_shared_expert_gate": True, "recompute_granularity": "selective",
     "recompute_modules": ["moe", "shared_experts"],
 }  # fmt: skip
+DEFERRED: dict[str, Any] = {
+    "num_layers": 4, "pipeline_model_parallel_size": 2, "global_batch_size": 8, "train_iters": 11,
+    "no_gradient_accumulation_fusion": None, "defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2,
+}  # fmt: skip
+"""Each replica leaves the head's weight gradients of two of its micro-batches for later."""
+AT_ONCE: dict[str, Any] = {"defer_embedding_wgrad_compute": None, "wgrad_deferral_limit": None}
+OTHERWISE: dict[str, Any] = {
+    "num_layers_per_virtual_pipeline_stage": 1, "untie_embeddings_and_output_weights": True, "wgrad_deferral_limit": 0,
+}  # fmt: skip
+"""Those of all micro-batches, in an interleaved pipeline."""
+SHARED_OUT: dict[str, Any] = {
+    "tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True,
+}  # fmt: skip
+"""What the head was given has to be gathered first."""
 
 
 @pytest.mark.parametrize(
@@ -75,3 +91,22 @@ def test_a_death_and_other_degrees(jobs: Jobs, tmp_path: Path, model: dict[str, 
     # The control: a job that learns nothing has other losses.
     still = jobs.run(tiny(**model | {"lr": 0, "min_lr": 0}), workers=4)
     assert (compare(job.summary.loss, still.summary.loss) or 0) > 1e-3
+
+
+@NIGHTLY
+@pytest.mark.parametrize(
+    ("model", "workers"),
+    [({}, 4), (OTHERWISE, 4), (SHARED_OUT, 8)],
+    ids=["some", "all, interleaved", "gathered"],
+)
+def test_weight_gradients_of_the_head_after_the_pipeline(
+    jobs: Jobs, tmp_path: Path, model: dict[str, Any], workers: int
+) -> None:
+    """A job that leaves them for later trains what stock Megatron trains that doesn't, also in a plan whose second
+    replica has one stage."""
+    model, words = DEFERRED | model, ask_at(tmp_path, (UNLIKE, 5), (own_plan((0, 3)), 8))
+    plans = words if workers == 4 else None
+    job = jobs.run(tiny(**model, resihp_inject="kill:2@3:backward", resihp_plan=plans), workers=workers)
+    check_training(job, jobs.reference(tiny(**model), workers=workers))
+    assert are_heterogeneous(job) == ([False, False, True, False] if plans else [False, False])
+    check_like_stock(job, stock_steps(tmp_path, workers, **model | AT_ONCE))

@@ -39,6 +39,7 @@ refused.
 """
 WITHOUT_OVERLAP: Final[Mapping[str, str]] = {
     "overlap_grad_reduce": "while replicas differ, gradients are summed after the backward pass",
+    "defer_embedding_wgrad_compute": "while replicas differ, the head's weight gradients are computed in B",
 }
 """For arguments of Megatron that ask for an overlap: when a job does not have it."""
 TYPING_ERROR: Final = 0.85

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -161,12 +161,20 @@ class HeterogeneousMode(Mode):
         return (None, None) if found == NO_DOCUMENTS else found
 
 
+LOST_OVERLAP: Final = {
+    "overlap_grad_reduce": "gradients are summed after the backward pass",
+    "overlap_param_gather": "no parameters are gathered",
+    "defer_embedding_wgrad_compute": "the head's weight gradients are computed in its backward pass",
+}
+"""What happens under a heterogeneous plan in place of an overlap that the job asks for."""
+
+
 def _tell_of_lost_overlap(own: dict[str, Any]) -> None:
     """`own`: what the arguments say in the job's own layout."""
-    lost = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if own[name]]
+    lost = [name for name in LOST_OVERLAP if own[name]]
     if lost:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in lost)
-        what = "gradients are summed after the backward pass, and no parameters are gathered"
+        what = ", and ".join(LOST_OVERLAP[name] for name in lost)
         print(f"resihp: under this plan's unlike replicas {named} can't be followed: {what}", flush=True)
 
 

@@ -8,22 +8,22 @@ its name moves from one line to another.
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_resihp.integration.support.row import Evidence, Needs, Only, Row
+from megatron_resihp.integration.support.row import Condition, Evidence, Only, Row
 
 Rows = tuple[Row, ...]
 
 
-def tested(test: str, names: str, *, device: str = "", condition: Only | Needs | None = None) -> Rows:
+def tested(test: str, names: str, *, device: str = "", condition: Condition | None = None) -> Rows:
     """A test holds these: `file::function`, below tests/."""
     return _rows(names, evidence=Evidence.TEST, shown=f"tests/{test}", device=device, condition=condition)
 
 
-def kernel(place: str, names: str, *, device: str = "", condition: Only | Needs | None = None) -> Rows:
+def kernel(place: str, names: str, *, device: str = "", condition: Condition | None = None) -> Rows:
     """These change how something is computed, at that place, `module:function` below megatron."""
     return _rows(names, evidence=Evidence.KERNEL, shown=f"megatron.{place}", device=device, condition=condition)
 
 
-def inert(place: str, names: str, *, device: str = "", condition: Only | Needs | None = None) -> Rows:
+def inert(place: str, names: str, *, device: str = "", condition: Condition | None = None) -> Rows:
     """These change nothing that training computes, as that place shows."""
     return _rows(names, evidence=Evidence.INERT, shown=f"megatron.{place}", device=device, condition=condition)
 

@@ -67,6 +67,32 @@ class Needs:
 
 
 @dataclass(frozen=True)
+class NotWith:
+    """Supported as long as another argument is off.
+
+    Attributes:
+        other: which.
+        why: the two together do harm.
+    """
+
+    other: str
+    why: str
+
+    def refusal(self, name: str, values: Mapping[str, Any], flags: Mapping[str, str]) -> str | None:
+        if not values[name] or not values[self.other]:
+            return None
+        with_both = f"{flags[name]} with {flags[self.other]} is not supported with --resihp"
+        return f"{with_both}: {self.why}; leave one of them out"
+
+    def said(self, flags: Mapping[str, str]) -> str:
+        """The same for a table."""
+        return f"not with `{flags[self.other]}`: {self.why}"
+
+
+Condition = Only | Needs | NotWith
+
+
+@dataclass(frozen=True)
 class Row:
     """One argument.
 
@@ -88,7 +114,7 @@ class Row:
     without: str = ""
     unread: bool = False
     device: str = ""
-    condition: Only | Needs | None = None
+    condition: Condition | None = None
     why: str = ""
     instead: str = ""
 

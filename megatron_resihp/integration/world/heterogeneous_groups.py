@@ -105,7 +105,8 @@ class Sizes:
              "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
              "should_pad_vocab", "vocab_size", "deallocate_pipeline_outputs", "use_distributed_optimizer",
              "overlap_grad_reduce", "overlap_param_gather", "bucket_size",
-             "num_distributed_optimizer_instances", "overlap_param_gather_with_optimizer_step")  # fmt: skip
+             "num_distributed_optimizer_instances", "overlap_param_gather_with_optimizer_step",
+             "defer_embedding_wgrad_compute")  # fmt: skip
 
     def __init__(self, padded_vocabulary: int, derived: DerivedArguments, *holders: Any) -> None:
         """`holders`: arguments and configuration objects; what they say now is the job's own."""
@@ -161,6 +162,8 @@ class Sizes:
                 "overlap_param_gather": False,
                 "overlap_param_gather_with_optimizer_step": False,
                 "num_distributed_optimizer_instances": 1,
+                # Megatron keeps what is left for later in order of F, and a plan's B may be in another one.
+                "defer_embedding_wgrad_compute": False,
             }
             if "should_pad_vocab" in values:
                 new |= {"should_pad_vocab": False, "vocab_size": self._padded_vocabulary}

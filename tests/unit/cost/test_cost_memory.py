@@ -106,6 +106,17 @@ class TestState:
 
 
 class TestActivations:
+    @pytest.mark.parametrize(("limit", "waiting"), [(2, 2), (0, 8), (99, 8)])
+    def test_of_the_head_wait_where_its_weight_gradients_are_left_for_later(self, limit: int, waiting: int) -> None:
+        deferring = {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": limit}
+        plan, training = uniform(1, 2, 1, 8), training_from_arguments({**GPT, **deferring})
+        at_once, later = memory_of(plan, MODEL, TRAINING), memory_of(plan, MODEL, training)
+        assert later[0] == at_once[0]
+        alone = memory_of(uniform(1, 2, 1, 8), MODEL, replace(TRAINING, deferred=1))
+        one = alone[1].activations - at_once[1].activations
+        assert one > 2 * TOKENS * (1024 + 512) - 2
+        assert later[1].activations - at_once[1].activations == pytest.approx(waiting * one, abs=waiting)
+
     @pytest.mark.parametrize(("tp", "pp", "micro_batches"), [(1, 1, 4), (2, 1, 1), (2, 4, 8), (4, 2, 8), (1, 8, 3)])
     def test_as_megatron_reports_them_for_the_first_stage(self, tp: int, pp: int, micro_batches: int) -> None:
         report = pytest.importorskip("megatron.training.theoretical_memory_usage")

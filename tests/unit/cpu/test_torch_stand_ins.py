@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_resihp.cpu.distributed import _all_gather, _all_to_all_single
 from megatron_resihp.cpu.factories import _moving_to_cpu, _naming_cuda, is_cuda, on_cpu
-from megatron_resihp.cpu.megatron_parts import _accepting_head_sizes
+from megatron_resihp.cpu.megatron_parts import _accepting_head_sizes, weight_gradient_kernels
 from megatron_resihp.cpu.norms import build_norm
 from megatron_resihp.cpu.torch_cuda import PROFILER, Event, Stream, _memory_stats, _no_ranges
 
@@ -153,3 +153,10 @@ def test_split_sizes_may_be_arrays():
     exchange(tensor, tensor, torch.tensor([1, 2]).numpy(), torch.tensor([2, 1]), group=None)
     exchange(tensor, tensor)
     assert seen == [([1, 2], [2, 1]), (None, None)]
+
+
+@pytest.mark.parametrize("width", ["fp32", "fp16"])
+def test_weight_gradients_are_added_to_what_is_there(width):
+    given, gradient, total = torch.randn(5, 3), torch.randn(5, 2), torch.ones(2, 3)
+    getattr(weight_gradient_kernels(), f"wgrad_gemm_accum_{width}")(given, gradient, total)
+    torch.testing.assert_close(total, 1 + gradient.t() @ given)

@@ -12,6 +12,7 @@ from megatron_resihp.integration.support.notation import (
     unread,
     without,
 )
+from megatron_resihp.integration.support.row import NotWith
 
 _CONTEXT = "a plan doesn't say yet which workers share a sequence"
 _EXPERTS = "a plan doesn't say yet which workers share the experts"
@@ -64,12 +65,16 @@ _PIPELINE: Rows = joined(
         "leave it out for NCCL",
     ),
     refused("use_ring_exchange_p2p", "it needs a torch that nobody publishes, and its waits have no bound"),
-    refused(
+    tested(
+        "integration/test_flags.py::test_weight_gradients_of_the_head_after_the_pipeline",
         "defer_embedding_wgrad_compute",
-        "beside --overlap-grad-reduce its gradients were found to differ from those without it",
-        "leave it and --wgrad-deferral-limit out",
+        condition=NotWith(
+            "overlap_grad_reduce",
+            "Megatron sums the head's gradient over the replicas before it has computed what it has left for later",
+        ),
+        device="GPU: Transformer Engine's layers and Apex's kernel; CPUs have stand-ins for them",
     ),
-    refused("wgrad_deferral_limit", "it belongs to --defer-embedding-wgrad-compute, which is refused", "leave it out"),
+    tested("integration/test_flags.py::test_weight_gradients_of_the_head_after_the_pipeline", "wgrad_deferral_limit"),
     refused(
         "delay_wgrad_compute",
         "it belongs to --overlap-moe-expert-parallel-comm, which is refused",

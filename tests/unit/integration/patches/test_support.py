@@ -95,7 +95,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
         "--step-batch-size-schedule 0:8", "--tp-comm-overlap",
         "--delay-wgrad-compute",
-        "--defer-embedding-wgrad-compute", "--wgrad-deferral-limit 2",
+        "--defer-embedding-wgrad-compute",
         "--dataloader-type cyclic", "--dataloader-type external", "--inprocess-restart",
         "--qk-clip",
         "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
@@ -151,6 +151,16 @@ def test_a_strategy_that_is_not_installed(
     monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)
     line = refused(check, capsys, "--async-strategy", "nvrx")
     assert "nvidia-resiliency-ext>=0.6" in line and "use --async-strategy mcore" in line
+
+
+def test_weight_gradients_for_later_and_sums_that_do_not_wait_for_them(
+    check: Check, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deferring = ("--defer-embedding-wgrad-compute", "--wgrad-deferral-limit", "2")
+    line = refused(check, capsys, *deferring)
+    assert "--defer-embedding-wgrad-compute with --overlap-grad-reduce" in line and "leave one of them out" in line
+    at_the_end = [word for word in COMMON if word != "--overlap-grad-reduce"]
+    assert check(*at_the_end, *deferring).switched_on
 
 
 def test_the_launcher_heeds_signals_in_megatrons_place(check: Check) -> None:

@@ -75,11 +75,16 @@ def test_packed_samples_cross_as_one(packed: bool, expected: tuple[int, tuple[in
 def test_gradients_are_summed_at_the_end_and_in_megatrons_own_groups_overlap_again() -> None:
     """Megatron's builder writes the size of buckets, too."""
     layers = (Chunk(0, 0, 6),)
-    wrapping = SimpleNamespace(overlap_grad_reduce=True, bucket_size=7, use_distributed_optimizer=True)
+    own = {
+        "overlap_grad_reduce": True, "bucket_size": 7, "use_distributed_optimizer": True,
+        "defer_embedding_wgrad_compute": True,
+    }  # fmt: skip
+    wrapping = SimpleNamespace(**own)
     derived: Any = SimpleNamespace(of_degree=lambda degree: {})
     sizes = Sizes(64, derived, wrapping)
     sizes.replace(HeterogeneousView(ParallelPlan((Replica(((0,),), (0,), layers),)), 0, None))
     assert not wrapping.overlap_grad_reduce and not wrapping.use_distributed_optimizer
+    assert not wrapping.defer_embedding_wgrad_compute
     wrapping.bucket_size = None
     sizes.restore()
-    assert vars(wrapping) == {"overlap_grad_reduce": True, "bucket_size": 7, "use_distributed_optimizer": True}
+    assert vars(wrapping) == own
