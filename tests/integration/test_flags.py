@@ -44,7 +44,8 @@ YARN: dict[str, Any] = {"position_embedding_type": "yarn", "rotary_scaling_facto
 LATENT: dict[str, Any] = {
     "multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
     "v_head_dim": 4, "qk_layernorm": True, "rotary_scaling_factor": 4.0, "normalization": "RMSNorm",
-    "disable_bias_linear": True, "sequence_parallel": True,
+    "disable_bias_linear": True, "sequence_parallel": True, "recompute_granularity": "selective",
+    "recompute_modules": ["layernorm", "mla_up_proj"],
 }  # fmt: skip
 GROUPED: dict[str, Any] = EXPERTS | {
     "moe_grouped_gemm": True, "swiglu": True, "sequence_parallel": True, "moe_shared_expert_intermediate_size": 32,

@@ -13,6 +13,7 @@ from megatron_resihp.cpu.distributed import _all_gather, _all_to_all_single
 from megatron_resihp.cpu.factories import _moving_to_cpu, _naming_cuda, is_cuda, on_cpu
 from megatron_resihp.cpu.megatron_parts import _accepting_head_sizes, weight_gradient_kernels
 from megatron_resihp.cpu.norms import build_norm
+from megatron_resihp.cpu.recomputation import refill
 from megatron_resihp.cpu.torch_cuda import PROFILER, Event, Stream, _memory_stats, _no_ranges
 
 
@@ -160,3 +161,12 @@ def test_weight_gradients_are_added_to_what_is_there(width):
     given, gradient, total = torch.randn(5, 3), torch.randn(5, 2), torch.ones(2, 3)
     getattr(weight_gradient_kernels(), f"wgrad_gemm_accum_{width}")(given, gradient, total)
     torch.testing.assert_close(total, 1 + gradient.t() @ given)
+
+
+def test_an_output_whose_memory_was_freed_gets_its_numbers_back():
+    """Views of it see them too, and autograd has not noticed."""
+    output = torch.arange(6.0)
+    view, again, version = output.view(2, 3), torch.arange(6.0), output._version
+    output.untyped_storage().resize_(0)
+    refill(output, again)
+    assert view.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] and output._version == version

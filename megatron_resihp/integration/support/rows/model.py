@@ -119,8 +119,12 @@ _RECOMPUTED: Rows = joined(
             "mlp",
             "moe",
             "shared_experts",
-            mend="recompute core_attn, mlp, moe or shared_experts, whose outputs stay in memory",
+            "layernorm",
+            "mla_up_proj",
+            "moe_act",
+            mend="recompute other modules; gdn_norm_out belongs to linear attention, which is refused",
         ),
+        device="GPU: moe_act is of Transformer Engine's grouped layers",
     ),
     refused(
         "distribute_saved_activations",
