@@ -40,6 +40,9 @@ TRANSFER: dict[str, Any] = {
     "mup_base_head_dim": 4, "mup_attn_scale_power": 0.9, "no_weight_decay_cond_type": "apply_wd_to_qk_layernorm",
     "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
+DESCENT: dict[str, Any] = {
+    "optimizer": "sgd", "sgd_momentum": 0.8, "weight_decay": 0.1, "lr": "0.1", "min_lr": "0.05",
+}  # fmt: skip
 YARN: dict[str, Any] = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "rerun_mode": "disabled"}
 LATENT: dict[str, Any] = {
     "multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
@@ -78,6 +81,7 @@ SHARED_OUT: dict[str, Any] = {
             "positions, windows": POSITIONS,
             "muP": TRANSFER,
             "yarn": YARN,
+            "gradient descent": DESCENT,
             "grouped experts": GROUPED,
             "latent attention": LATENT,
         }.items()

@@ -99,15 +99,15 @@ _OPTIMIZER: Rows = joined(
     tested(
         "integration/test_plans.py::test_from_plan_to_plan_and_back",
         "optimizer",
-        condition=one_of("adam", mend="only adam's state is known to move"),
+        condition=one_of("adam", "sgd", mend="use adam or sgd, whose state is known to move"),
     ),
+    tested("integration/test_flags.py::test_a_death_and_other_degrees", "sgd_momentum"),
     kernel("core.optimizer:get_megatron_optimizer", "weight_decay adam_beta1 adam_beta2 adam_eps"),
     kernel("core.optimizer.clip_grads:clip_grad_by_total_norm_fp32", "clip_grad"),
     tested(
         "integration/test_flags.py::test_a_death_and_other_degrees",
         "apply_wd_to_qk_layernorm no_weight_decay_cond_type",
     ),
-    without("optimizer=sgd", "core.optimizer.optimizer_config:OptimizerConfig", "sgd_momentum"),
     without("optimizer=lion", "core.optimizer.optimizer_config:OptimizerConfig", "lion_beta1 lion_beta2"),
     without(
         "optimizer=muon",

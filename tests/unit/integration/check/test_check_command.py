@@ -62,7 +62,7 @@ def test_a_job_that_would_be_let_in(look: Look) -> None:
 
 
 def test_every_refusal_at_once(look: Look) -> None:
-    words = "--inprocess-restart --optimizer sgd --global-batch-size 127 --no-such-flag 3 --of-the-script 4 --lr much"
+    words = "--inprocess-restart --optimizer lion --global-batch-size 127 --no-such-flag 3 --of-the-script 4 --lr much"
     found = look(f"{words} --resihp-strategy best --load-balance nothing --seqlength 3")
     flags = [refusal["flag"] for refusal in found.as_json()["refusals"]]
     assert {"--lr", "--resihp-strategy", "--inprocess-restart", "--optimizer", "--global-batch-size"} <= set(flags)

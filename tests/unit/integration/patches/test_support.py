@@ -98,7 +98,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--defer-embedding-wgrad-compute",
         "--dataloader-type cyclic", "--dataloader-type external", "--inprocess-restart",
         "--qk-clip",
-        "--optimizer sgd", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
+        "--optimizer lion", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--mla-down-proj-fusion",
         "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
         "--moe-router-enable-expert-bias", "--expert-tensor-parallel-size 1",
@@ -245,7 +245,7 @@ def test_overlap_that_megatron_switches_off(check: Check, capsys: pytest.Capture
 
 
 def test_refusals_speak_of_what_was_given() -> None:
-    values = SimpleNamespace(use_torch_fsdp2=True, seed=3, optimizer="sgd", new_in_megatron=0)
+    values = SimpleNamespace(use_torch_fsdp2=True, seed=3, optimizer="lion", new_in_megatron=0)
     lines = refusals(
         vars(values),
         {"use_torch_fsdp2": False, "seed": 1, "optimizer": "adam", "new_in_megatron": None, "lr": None},
@@ -253,7 +253,7 @@ def test_refusals_speak_of_what_was_given() -> None:
     )
     assert lines == [
         "--new-in-megatron is not supported with --resihp: nobody has yet read what it does; leave it or --resihp out",
-        "--optimizer sgd is not supported with --resihp: only adam's state is known to move",
+        "--optimizer lion is not supported with --resihp: use adam or sgd, whose state is known to move",
         "--use-torch-fsdp2 is not supported with --resihp: shards of parameters that exist once are lost with their "
         "worker: there are no copies of them; use --use-distributed-optimizer",
     ]
