@@ -46,4 +46,12 @@ def build_norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_o
     norm = norms[config.normalization](hidden_size, eps=eps)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    if config.fp32_residual_connection:
+        norm.register_forward_pre_hook(_narrowed)
     return norm
+
+
+def _narrowed(norm: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What comes in as wide as the residual connection, as wide as the gains: layers after the norm want that."""
+    first, *others = given
+    return (first.to(norm.weight.dtype), *others)

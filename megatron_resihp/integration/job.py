@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker knows for the whole job. Imports `config` and modules of this package that know no runtime."""
+"""What one worker knows for the whole job. Imports torch, `config` and modules of this package that know no
+runtime.
+"""
 
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
@@ -43,3 +47,9 @@ def job_of(config: ResihpConfig, args: Any, derived: DerivedArguments, run: str)
         config, args, derived, own_layout(args), bool(args.use_distributed_optimizer),
         args.num_distributed_optimizer_instances, run, minutes,
     )  # fmt: skip
+
+
+def type_between_layers(args: Any) -> torch.dtype:
+    """Of the numbers that cross between layers, as Megatron's validated arguments say it."""
+    given: torch.dtype = args.params_dtype
+    return torch.float32 if args.fp32_residual_connection else given

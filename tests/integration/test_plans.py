@@ -192,8 +192,9 @@ def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, names: Sequence[
             {"position_embedding_type": "learned_absolute", "no_rope_fusion": None} | PER_TOKEN, FP32, marks=NIGHTLY
         ),
         pytest.param({"bf16": True}, BF16, marks=NIGHTLY),
+        pytest.param({"bf16": True, "fp32_residual_connection": True}, BF16, marks=NIGHTLY),
     ],
-    ids=["llama, sequence parallel", "positions, per token", "bf16"],
+    ids=["llama, sequence parallel", "positions, per token", "bf16", "bf16, wide residual"],
 )
 def test_kinds_of_model(jobs: Jobs, tmp_path: Path, model: dict[str, Any], tolerance: Tolerance) -> None:
     plans = [FOUR["TP 2 and 1"], FOUR["unlike replicas"], own_plan(4)]

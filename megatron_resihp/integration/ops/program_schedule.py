@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.executor.interpreter import run
 from megatron_resihp.executor.routes import Step, routes_for
+from megatron_resihp.integration.job import type_between_layers
 from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange
 from megatron_resihp.integration.ops.micro_batches import MicroBatches
 from megatron_resihp.integration.ops.split_backward import WeightGradient, leaving_weights, remembering_bias
@@ -197,7 +198,7 @@ def make_exchange(args: Any, communicators: Communicators, view: HeterogeneousVi
         rank_of,
         peers if len(view.peers) > 1 else None,
         row,
-        args.params_dtype,
+        type_between_layers(args),
         torch.device("cuda", torch.cuda.current_device()),
         communicators.host_waiter,
     )

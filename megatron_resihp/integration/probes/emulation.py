@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.utils import unwrap_model
 
 from megatron_resihp.cost.profile import DeviceProfile, LayerKind, PassCost, load_profile
+from megatron_resihp.integration.job import type_between_layers
 from megatron_resihp.integration.probes.padding import Padding, StageCosts
 from megatron_resihp.integration.runtime import Runtime
 
@@ -29,7 +30,7 @@ def padding_of(runtime: Runtime, profile_name: str) -> Padding:
         runtime.worker,
         HeldCosts(profile, runtime),
         tokens_per_token=profile.sequence / args.seq_length,
-        bytes_per_token=args.hidden_size * args.params_dtype.itemsize,
+        bytes_per_token=args.hidden_size * type_between_layers(args).itemsize,
         slowness=lambda: runtime.control.heard.slowness,
         interrupted=runtime.control.heard.broken,
     )

@@ -72,7 +72,10 @@ def test_memory_statistics_are_the_process_memory():
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_norms_mark_their_parameters_for_sequence_parallelism(normalization, sequence_parallel):
     config = SimpleNamespace(
-        normalization=normalization, sequence_parallel=sequence_parallel, layernorm_zero_centered_gamma=False
+        normalization=normalization,
+        sequence_parallel=sequence_parallel,
+        fp32_residual_connection=False,
+        layernorm_zero_centered_gamma=False,
     )
     norm = build_norm(object, config, hidden_size=8, eps=1e-6)
     assert type(norm).__name__ == normalization
@@ -80,8 +83,24 @@ def test_norms_mark_their_parameters_for_sequence_parallelism(normalization, seq
     assert {parameter.sequence_parallel for parameter in norm.parameters()} == {sequence_parallel}
 
 
+def test_norms_take_wide_residuals_and_give_what_the_next_layer_takes():
+    config = SimpleNamespace(
+        normalization="RMSNorm",
+        sequence_parallel=False,
+        fp32_residual_connection=True,
+        layernorm_zero_centered_gamma=False,
+    )
+    norm = build_norm(object, config, hidden_size=8).bfloat16()
+    assert norm(torch.randn(3, 8)).dtype is torch.bfloat16
+
+
 def test_norms_without_a_counterpart_are_refused():
-    config = SimpleNamespace(normalization="L2Norm", sequence_parallel=False, layernorm_zero_centered_gamma=False)
+    config = SimpleNamespace(
+        normalization="L2Norm",
+        sequence_parallel=False,
+        fp32_residual_connection=False,
+        layernorm_zero_centered_gamma=False,
+    )
     with pytest.raises(NotImplementedError, match="L2Norm"):
         build_norm(object, config, hidden_size=8)
 
@@ -94,7 +113,10 @@ def test_norms_with_gains_around_zero_compute_the_same(normalization):
         build_norm(
             object,
             SimpleNamespace(
-                normalization=normalization, sequence_parallel=False, layernorm_zero_centered_gamma=centered
+                normalization=normalization,
+                sequence_parallel=False,
+                fp32_residual_connection=False,
+                layernorm_zero_centered_gamma=centered,
             ),
             hidden_size=8,
         ).double()

@@ -13,10 +13,7 @@ ROWS: Rows = joined(
     tested("integration/test_half_precision.py::test_a_scale_that_never_moves", "loss_scale"),
     kernel("core.optimizer:_get_megatron_optimizer_based_on_param_groups", "min_loss_scale"),
     kernel("training.arguments:validate_args", "grad_reduce_in_bf16"),
-    refused(
-        "fp32_residual_connection",
-        "unlike replicas take what crosses between stages for numbers of the parameters' type",
-    ),
+    tested("integration/test_plans.py::test_kinds_of_model", "fp32_residual_connection"),
     kernel(
         "core.transformer.transformer_config:TransformerConfig.__post_init__",
         "disable_bf16_reduced_precision_matmul",
