@@ -23,8 +23,8 @@ TWO: dict[str, Any] = {"tensor_model_parallel_size": 2, "global_batch_size": 2, 
 """Two members in each of two replicas, and two layers."""
 GATED: dict[str, Any] = {
     "swiglu": None, "quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.5,
-    "ffn_hidden_size": 64, "disable_bias_linear": True, "recompute_granularity": "selective",
-    "recompute_modules": ["core_attn", "mlp"],
+    "ffn_hidden_size": 64, "disable_bias_linear": True, "softmax_type": "learnable", "clip_grad": 0.1,
+    "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"],
 }  # fmt: skip
 NORMS: dict[str, Any] = {
     "qk_layernorm": True, "apply_wd_to_qk_layernorm": True, "weight_decay": 0.5, "attention_output_gate": True,

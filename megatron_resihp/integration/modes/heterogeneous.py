@@ -190,16 +190,17 @@ class HeterogeneousCounts(Counts):
 
     def __init__(self, runtime: Runtime, view: HeterogeneousView) -> None:
         self._runtime, self._shares = runtime, view.shares
+        self._own_degree = runtime.job.own.tensor_parallel
 
     def norm_squared(self) -> float:
-        return counted_norm_squared(self._runtime.held.live.model, self._shares)
+        return counted_norm_squared(self._runtime.held.live.model, self._shares, self._own_degree)
 
     def zeros(self) -> int:
-        return zeros_in(counted_gradients(self._runtime.held.live.model, self._shares))
+        return zeros_in(counted_gradients(self._runtime.held.live.model, self._shares, self._own_degree))
 
     def parameters_norm(self, original: Callable[[], float]) -> float:
         """Megatron's groups are of one stage each."""
-        own = counted_parameters_squared(self._runtime.held.live.model, self._shares)
+        own = counted_parameters_squared(self._runtime.held.live.model, self._shares, self._own_degree)
         total = torch.tensor([own], dtype=torch.float64, device="cuda")
         dist.all_reduce(total)
         return math.sqrt(float(total))

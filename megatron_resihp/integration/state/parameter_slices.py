@@ -25,6 +25,9 @@ GROUPED_EXPERTS: Final = re.compile(r"\.experts\.linear_fc1\.(weight|bias)\d+$")
 """The first weights of experts that Transformer Engine keeps in one layer. Megatron says a stride of one for them, also
 where each holds a part of the gate and of the up-projection."""
 
+OFFSETS: Final = "core_attention.softmax_offset"
+"""Learnt offsets of attention, one for each head. Megatron cuts them with the heads, and doesn't mark them as cut."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -73,17 +76,34 @@ def pieces_of(model: Sequence[Any], shards: Sequence[Shard], cuts: int, tied_hea
         parameters: Iterable[tuple[str, Any]] = module.named_parameters()
         for name, parameter in parameters:
             layer, inner = _place(name.replace("module.", ""), shard, tied_head)
-            if not getattr(parameter, "tensor_model_parallel", False):
+            offsets = name.endswith(OFFSETS)
+            if not (offsets or getattr(parameter, "tensor_model_parallel", False)):
                 yield Piece(Slice(layer, WHOLE), inner, parameter, chunk)
                 continue
             numbers = cuts_of_shard(shard, cuts)
-            dim, stride = parameter.partition_dim, parameter.partition_stride
+            dim, stride = (0, 1) if offsets else (parameter.partition_dim, parameter.partition_stride)
             if GROUPED_EXPERTS.search(name) and module.config.gated_linear_unit:
                 stride = 2
             if parameter.shape[dim] % (stride * len(numbers)):
                 raise ValueError(f"{name}, {parameter.shape[dim]} along {dim}, can't be cut in {len(numbers)} parts")
             for index, number in enumerate(numbers):
                 yield Piece(Slice(layer, number), inner, parameter, chunk, dim, stride, len(numbers), index)
+
+
+def counted_by_megatron(piece: Slice, name: str, view: torch.Tensor, cuts: int, own_degree: int) -> torch.Tensor:
+    """What Megatron counts of a slice's part of a parameter, in norms and numbers of zeros.
+
+    It takes the offsets of all but the first tensor-parallel member for copies of the first one's.
+
+    Args:
+        view: of a tensor that is shaped like the parameter.
+        cuts: into how many cuts layers are thought.
+        own_degree: tensor-parallel degree of the job's own layout.
+    """
+    if not name.endswith(OFFSETS):
+        return view
+    heads = view.numel()
+    return view.flatten()[: max(0, heads * cuts // own_degree - heads * piece.cut)]
 
 
 def _place(name: str, shard: Shard, tied_head: int | None) -> tuple[int, str]:

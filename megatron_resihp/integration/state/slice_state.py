@@ -17,7 +17,7 @@ from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.executor.groups.side_group import SideGroup
 from megatron_resihp.executor.slice_sums import Bucket, sum_gradients
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
-from megatron_resihp.integration.state.parameter_slices import Piece, pieces_of
+from megatron_resihp.integration.state.parameter_slices import Piece, counted_by_megatron, pieces_of
 from megatron_resihp.integration.state.shard import group_steps, states_of
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.integration.world.slice_shares import SliceShares
@@ -65,25 +65,32 @@ def divide_by_tokens(model: Iterable[Any], everybody: SideGroup, own_tokens: flo
         chunk.scale_gradients(1.0 / max(float(tokens), 1.0))
 
 
-def counted_gradients(model: Sequence[Any], shares: SliceShares) -> list[torch.Tensor]:
-    """The gradients of the slices that this worker counts."""
+def counted_gradients(model: Sequence[Any], shares: SliceShares, own_degree: int) -> list[torch.Tensor]:
+    """The gradients of the slices that this worker counts. `own_degree`: of tensor parallelism, in the job's layout."""
     views = gradient_views(model, shares)
     # A slice may be here twice, as word embeddings and as head: its copies are equal by now.
-    return [view for piece in sorted(shares.counted) for view in dict(views[piece]).values()]
+    return [
+        counted_by_megatron(piece, name, view, shares.cuts, own_degree)
+        for piece in sorted(shares.counted)
+        for name, view in dict(views[piece]).items()
+    ]
 
 
-def counted_norm_squared(model: Sequence[Any], shares: SliceShares) -> float:
+def counted_norm_squared(model: Sequence[Any], shares: SliceShares, own_degree: int) -> float:
     """Sum of squares of the gradients of the slices that this worker counts."""
-    return _squares_of(counted_gradients(model, shares))
+    return _squares_of(counted_gradients(model, shares, own_degree))
 
 
-def counted_parameters_squared(model: Sequence[Any], shares: SliceShares) -> float:
+def counted_parameters_squared(model: Sequence[Any], shares: SliceShares, own_degree: int) -> float:
     """Sum of squares of the parameters of the slices that this worker counts, of masters where there are any."""
     counted: dict[tuple[Slice, str], torch.Tensor] = {}
     for piece in pieces_of(model, shares.own, shares.cuts, shares.tied_head) if shares.own else ():
         if piece.slice in shares.counted:
             master = getattr(piece.parameter, "main_param", None)
-            counted[piece.slice, piece.name] = piece.of(piece.parameter.data if master is None else master.data)
+            view = piece.of(piece.parameter.data if master is None else master.data)
+            counted[piece.slice, piece.name] = counted_by_megatron(
+                piece.slice, piece.name, view, shares.cuts, own_degree
+            )
     return _squares_of(list(counted.values()))
 
 

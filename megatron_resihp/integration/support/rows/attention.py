@@ -27,15 +27,7 @@ _HEADS: Rows = joined(
     tested(_FLAGS, "kv_channels add_qkv_bias qk_l2_norm attention_output_gate"),
     kernel(_ATTENTION, "apply_query_key_layer_scaling"),
     kernel(_ATTENTION, "attention_softmax_in_fp32 masked_softmax_fusion"),
-    tested(
-        _FLAGS,
-        "softmax_type",
-        condition=one_of(
-            "vanilla",
-            "off-by-one",
-            mend="use vanilla or off-by-one: Megatron doesn't mark the offsets that it learns as cut between workers",
-        ),
-    ),
+    tested(_FLAGS, "softmax_type", device="GPU: Transformer Engine's attention for packed documents"),
     tested(_FLAGS, "window_size window_attn_skip_freq"),
     kernel(
         "core.models.common.language_module.language_module:LanguageModule._set_attention_backend",

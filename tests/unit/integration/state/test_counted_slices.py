@@ -22,6 +22,7 @@ PLAN = ParallelPlan((Replica(((0,),), (0, 1), LAYERS), Replica(((1, 2),), (2,), 
 """One worker has all, two others a half each, and one is a standby without state."""
 CUT = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.weight", "output_layer.weight")
 WHOLE = "decoder.layers.0.norm.weight"
+OWN_DEGREE = 2
 HELD = {0: slice(None), 1: slice(0, 4), 2: slice(4, 8)}
 
 
@@ -44,7 +45,7 @@ def model_of(worker: int, masters: bool = False) -> list[torch.nn.Module]:
 
 
 def over_all(count: Any, tied_head: int | None = None, **options: Any) -> float:
-    return sum(count(model_of(worker, **options), SliceShares(PLAN, worker, tied_head)) for worker in HELD)
+    return sum(count(model_of(worker, **options), SliceShares(PLAN, worker, tied_head), OWN_DEGREE) for worker in HELD)
 
 
 def test_all_is_counted_once() -> None:
@@ -54,7 +55,7 @@ def test_all_is_counted_once() -> None:
     assert over_all(counted_parameters_squared) == pytest.approx(squares, rel=1e-6)
     assert over_all(counted_norm_squared) == pytest.approx(float(sum(g.square().sum() for g in gradients)), rel=1e-6)
     zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
-    assert over_all(lambda model, shares: zeros_in(counted_gradients(model, shares))) == zeros > 0
+    assert over_all(lambda *held: zeros_in(counted_gradients(*held))) == zeros > 0
 
 
 def test_masters_are_what_counts_of_16_bit_parameters() -> None:
@@ -72,5 +73,5 @@ def test_word_embeddings_that_are_the_head_too_are_counted_once() -> None:
 
 def test_a_standby_counts_nothing() -> None:
     shares = SliceShares(PLAN, 3, None)
-    assert counted_parameters_squared([], shares) == 0.0
-    assert zeros_in(counted_gradients([], shares)) == 0
+    assert counted_parameters_squared([], shares, OWN_DEGREE) == 0.0
+    assert zeros_in(counted_gradients([], shares, OWN_DEGREE)) == 0

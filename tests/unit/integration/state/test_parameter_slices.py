@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_resihp.integration.state.parameter_slices import pieces_of
+from megatron_resihp.integration.state.parameter_slices import counted_by_megatron, pieces_of
 from megatron_resihp.plan import Shard
 
 
@@ -39,3 +39,18 @@ def test_a_slice_of_grouped_experts_is_the_same_whoever_holds_it(gated: bool) ->
     members = [*cut(name, halves[0], Shard(1, 2, 0, 2), gated), *cut(name, halves[1], Shard(1, 2, 1, 2), gated)]
     assert alone == members
     assert alone[0] == ([0, 1, 4, 5] if gated else [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("own_degree", [1, 2, 4])
+def test_offsets_of_heads_are_cut_with_them_and_counted_as_megatron_counts_them(own_degree: int) -> None:
+    """It counts those of the first member of the job's own layout: of eight heads the first 8, 4 or 2."""
+    name, offsets = "module.decoder.layers.0.self_attention.core_attention.softmax_offset", torch.arange(8.0)
+    parameter = torch.nn.Parameter(offsets.clone())
+    module = SimpleNamespace(
+        config=SimpleNamespace(gated_linear_unit=False), named_parameters=lambda: [(name, parameter)]
+    )
+    for cuts in (1, 2, 4):
+        pieces = list(pieces_of([module], [Shard(1, 2, 0, 1)], cuts, None))
+        assert torch.cat([piece.of(offsets).flatten() for piece in pieces]).tolist() == offsets.tolist()
+        counted = [counted_by_megatron(each.slice, each.name, each.of(offsets), cuts, own_degree) for each in pieces]
+        assert torch.cat(counted).tolist() == offsets[: 8 // own_degree].tolist()
