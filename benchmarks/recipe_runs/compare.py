@@ -30,7 +30,7 @@ def read_logged(directory: Path) -> Logged:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of a tag between two runs, relative; inf: one run has no such number, or it isn't one."""
+    """A difference of a tag between two runs, relative; inf: one run has no such number, or it isn't one."""
 
     tag: str
     step: int
@@ -38,16 +38,19 @@ class Difference:
     one: tuple[float, ...]
     other: tuple[float, ...]
 
+    @classmethod
+    def between(cls, tag: str, step: int, one: frozenset[float], other: frozenset[float]) -> "Difference":
+        scale = max(map(abs, one | other), default=0.0) or 1.0
+        return cls(tag, step, distance(one, other) / scale, _first(one), _first(other))
+
 
 def differences(one: Logged, other: Logged) -> dict[str, Difference]:
-    """By tag."""
+    """The largest by tag."""
     largest: dict[str, Difference] = {}
     for key in sorted(one.keys() | other.keys()):
-        tag, step = key
-        some, others = one.get(key, frozenset()), other.get(key, frozenset())
-        found = Difference(tag, step, _relative(some, others), _first(some), _first(others))
-        if tag not in largest or found.relative > largest[tag].relative:
-            largest[tag] = found
+        found = Difference.between(*key, one.get(key, frozenset()), other.get(key, frozenset()))
+        if found.tag not in largest or found.relative > largest[found.tag].relative:
+            largest[found.tag] = found
     return largest
 
 
@@ -55,11 +58,10 @@ def _first(values: Iterable[float]) -> tuple[float, ...]:
     return tuple(sorted(values)[:4])
 
 
-def _relative(some: frozenset[float], others: frozenset[float]) -> float:
+def distance(some: frozenset[float], others: frozenset[float]) -> float:
     """How far a value of one run is from the nearest of the other. There may be several: a validation and a test."""
     if not some or not others or not all(map(math.isfinite, some | others)):
         return math.inf
     far = [min(abs(value - each) for each in others) for value in some]
     far += [min(abs(value - each) for each in some) for value in others]
-    scale = max(map(abs, some | others))
-    return max(far) / scale if scale else 0.0
+    return max(far)

@@ -8,13 +8,15 @@ from random import Random
 from typing import Final
 
 from recipe_runs.compare import SKIPPED, Difference, Logged, differences
+from recipe_runs.counts import COUNTS, compare_counts
 from recipe_runs.plans import Death
 from recipe_runs.runs import Run, RunFailed, Runner
 from recipe_runs.shrinking.grid import TENSOR
 from recipe_runs.shrinking.shrink import Shrunk
 
 FP32: Final = 1e-5
-"""Relative; runs in 16 bits may differ by as much as two stock runs with other degrees of tensor parallelism do."""
+"""Relative; runs in 16 bits may differ by as much as two stock runs with other degrees of tensor parallelism do, and
+their numbers of zeros by what chance makes of them besides."""
 LOSS: Final = "lm loss"
 CONTROL: Final = 100.0
 """Times the tolerance by which a run that learns nothing must differ."""
@@ -62,24 +64,23 @@ class Trial:
     def verdict(self) -> Verdict:
         try:
             stock = self._note("stock", self._runner.stock(self._shrunk, "stock"))
-            allowed = self._allowed(stock)
+            other = self._other()
             still = self._note("without steps", self._runner.stock(self._shrunk, "still", *self._without_steps()))
             run, death = self._runner.through_death(self._shrunk, self._random)
         except RunFailed as failure:
             return Verdict(FAILED, str(failure), seconds=self._seconds)
         self._note("death", run)
-        return judge(stock, run.logged, still, allowed, death, self._seconds)
+        return judge(stock, run.logged, still, other, death, self._seconds)
 
     def _note(self, name: str, run: Run) -> Logged:
         self._seconds[name] = run.seconds
         return run.logged
 
-    def _allowed(self, stock: Logged) -> Mapping[str, float]:
-        """How much each tag may differ."""
+    def _other(self) -> Logged | None:
+        """Stock Megatron with another degree of tensor parallelism, in 16 bits."""
         if not {"--bf16", "--fp16"} & set(self._shrunk.words):
-            return {}
-        other = self._note("other degree", self._runner.stock(self._shrunk, "other", *self._other_degree()))
-        return {tag: found.relative for tag, found in differences(stock, other).items() if found.relative < math.inf}
+            return None
+        return self._note("other degree", self._runner.stock(self._shrunk, "other", *self._other_degree()))
 
     def _other_degree(self) -> list[str]:
         words = self._shrunk.words
@@ -95,24 +96,38 @@ class Trial:
 
 
 def judge(
-    stock: Logged, run: Logged, still: Logged, allowed: Mapping[str, float], death: Death, seconds: Mapping[str, float]
+    stock: Logged, run: Logged, still: Logged, other: Logged | None, death: Death, seconds: Mapping[str, float]
 ) -> Verdict:
-    """Pure: the verdict on what the three runs have logged.
+    """Pure: the verdict on what the runs have logged.
 
     Two degrees of tensor parallelism may differ by so much in 16 bits that no control would tell it from learning
     nothing. So the loss may differ by the control's hundredth at most, too.
+
+    Args:
+        other: of stock Megatron with another degree; None: not in 16 bits.
     """
-    found = differences(stock, run)
+    found = compare(stock, run, other)
     both = stock.keys() & still.keys()
     control = differences({key: stock[key] for key in both}, still)[LOSS].relative
-    tolerances = {tag: max(allowed.get(tag, 0.0), FP32) for tag in found}
-    tolerances[LOSS] = max(min(tolerances[LOSS], control / CONTROL), FP32)
-    unequal = [
-        (difference, tolerances[tag]) for tag, difference in found.items() if not difference.relative <= tolerances[tag]
-    ]
+    loss, tolerance = found[LOSS]
+    tolerance = max(min(tolerance, control / CONTROL), FP32)
+    found[LOSS] = loss, tolerance
+    unequal = [(difference, allowed) for difference, allowed in found.values() if not difference.relative <= allowed]
     outcome, reason = UNEQUAL if unequal else EQUAL, ""
     skipped = sum(values != {0.0} for (tag, _), values in stock.items() if tag == SKIPPED)
     if skipped or control < VISIBLE:
         outcome = NO_CONTROL
         reason = f"without steps the loss differs by {control:.2g}, less than {VISIBLE:g}; steps skipped: {skipped}"
-    return Verdict(outcome, reason, str(death), unequal, found[LOSS].relative, tolerances[LOSS], control, seconds)
+    return Verdict(outcome, reason, str(death), unequal, loss.relative, tolerance, control, seconds)
+
+
+def compare(stock: Logged, run: Logged, other: Logged | None) -> dict[str, tuple[Difference, float]]:
+    """The largest difference under each tag, and what it may be."""
+    found = differences(stock, run)
+    if other is None:
+        return {tag: (difference, FP32) for tag, difference in found.items()}
+    stocks = {tag: each.relative for tag, each in differences(stock, other).items() if each.relative < math.inf}
+    compared = {tag: (difference, max(stocks.get(tag, 0.0), FP32)) for tag, difference in found.items()}
+    for tag in compared.keys() & set(COUNTS):
+        compared |= {each.tag: (each, allowed) for each, allowed in compare_counts(tag, stock, run, other)}
+    return compared

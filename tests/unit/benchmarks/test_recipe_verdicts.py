@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "integration"))
@@ -27,8 +29,8 @@ def logged(loss: float, **others: float) -> Logged:
     return {(tag, step): frozenset([value]) for tag, value in tags.items() for step in (1, 2)}
 
 
-def outcome(stock: Logged, run: Logged, still: Logged, **allowed: float) -> str:
-    return judge(stock, run, still, allowed, DEATH, {}).outcome
+def outcome(stock: Logged, run: Logged, still: Logged, other: Logged | None = None) -> str:
+    return judge(stock, run, still, other, DEATH, {}).outcome
 
 
 def test_runs_are_equal_within_the_tolerance_of_each_number() -> None:
@@ -36,12 +38,61 @@ def test_runs_are_equal_within_the_tolerance_of_each_number() -> None:
     assert outcome(logged(3.0, norm=1.0), logged(3.0 + 1e-5, norm=1.0), logged(4.0, norm=1.0)) == EQUAL
     assert outcome(logged(3.0), logged(3.0 + 4e-5), still) == UNEQUAL
     assert outcome(logged(3.0, norm=1.0), logged(3.0, norm=1.1), still) == UNEQUAL
-    assert outcome(logged(3.0, norm=1.0), logged(3.0, norm=1.1), still, norm=0.2) == EQUAL, "as two stock runs in bf16"
-    wide = {"lm loss": 0.5}
-    assert judge(logged(3.0), logged(3.1), still, wide, DEATH, {}).outcome == UNEQUAL, "the control differs by 0.25"
-    assert judge(logged(3.0), logged(3.003), still, wide, DEATH, {}).outcome == EQUAL
+    others = logged(3.0, norm=1.2)
+    assert outcome(logged(3.0, norm=1.0), logged(3.0, norm=1.1), still, others) == EQUAL, "as two stock runs in bf16"
+    assert outcome(logged(3.0), logged(3.1), still, logged(6.0)) == UNEQUAL, "the control differs by 0.25"
+    assert outcome(logged(3.0), logged(3.003), still, logged(6.0)) == EQUAL
     assert outcome(logged(3.0, norm=1.0), logged(3.0), still) == UNEQUAL, "a number is missing"
     assert outcome(logged(3.0), logged(math.nan), still) == UNEQUAL
+
+
+def zeros(*counts: float, loss: float = 3.0) -> Logged:
+    """A run with so many zeros in its steps."""
+    tags: dict[tuple[str, int], frozenset[float]] = {}
+    for step, count in enumerate(counts, 1):
+        tags |= {("lm loss", step): frozenset([loss]), ("num-zeros", step): frozenset([count])}
+    return tags
+
+
+def zeros_outcome(stock: Sequence[float], run: Sequence[float], other: Sequence[float] | None) -> str:
+    others = None if other is None else zeros(*other)
+    return outcome(zeros(*stock), zeros(*run), zeros(*stock, loss=4.0), others)
+
+
+@pytest.mark.parametrize("pair", [(21, 8), (18, 8), (13, 6), (7, 14), (69, 80), (17, 4), (0, 0), (0, 9)])
+def test_zeros_in_16_bits_differ_by_chance(pair: tuple[int, int]) -> None:
+    """As many of tens of thousands of elements were found in runs that train the same."""
+    assert zeros_outcome([30, pair[0]], [30, pair[1]], [30, pair[0]]) == EQUAL
+    assert zeros_outcome([30, pair[0]], [30, pair[1]], None) == (EQUAL if pair == (0, 0) else UNEQUAL), "in fp32"
+
+
+def test_chance_alone_makes_no_recipe_of_a_file_unequal() -> None:
+    numbers = np.random.default_rng(0)
+    for mean in np.repeat([1, 10, 100, 1000], 60):
+        stock, run, other = numbers.poisson(mean, (3, 12)).tolist()
+        assert zeros_outcome(stock, run, other) == EQUAL
+
+
+@pytest.mark.parametrize(
+    ("stock", "run"),
+    [
+        pytest.param([300] * 2, [300, 600], id="twice as many in a step with hundreds"),
+        pytest.param([20] * 12, [40] * 12, id="twice as many in each step"),
+        pytest.param([120] * 12, [60] * 12, id="one of two shards is left out"),
+        pytest.param([60] * 12, [90] * 12, id="one of two shards is counted twice"),
+        pytest.param([400] * 12, [450] * 12, id="one of eight shards is counted twice"),
+        pytest.param([30, 30], [30, math.nan], id="no number"),
+    ],
+)
+def test_wrong_numbers_of_zeros_are_found(stock: list[float], run: list[float]) -> None:
+    """Also where the stock runs differ by chance."""
+    other = [count + math.sqrt(count) * (-1) ** step for step, count in enumerate(stock)]
+    assert zeros_outcome(stock, run, other) == UNEQUAL
+
+
+def test_zeros_may_differ_as_those_of_two_stock_runs_do() -> None:
+    assert zeros_outcome([300] * 2, [600] * 2, [600] * 2) == EQUAL
+    assert zeros_outcome([300] * 2, [900] * 2, [600] * 2) == UNEQUAL
 
 
 def test_a_comparison_that_could_not_fail_does_not_count() -> None:
@@ -91,6 +142,6 @@ def test_a_benchmark_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> No
 def test_what_differs_is_named_with_its_numbers(tmp_path: Path) -> None:
     line = Line(Shrunk(("--a",), 4), ("first",))
     results = Results(tmp_path, seed=0)
-    results.write(line, judge(logged(3.0, norm=1.0), logged(3.0), logged(4.0), {}, DEATH, {}))
+    results.write(line, judge(logged(3.0, norm=1.0), logged(3.0), logged(4.0), None, DEATH, {}))
     [said] = summary(1, 1, [line], results)["unequal"]["first"]
     assert said == f"norm at 1: [1.0] and [], relatively inf (at most {FP32:.2g})"
