@@ -14,6 +14,7 @@ import io
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
@@ -40,7 +41,7 @@ def main() -> None:
 
 def refusal(shrunk: Shrunk, parser: argparse.ArgumentParser) -> str:
     """Why Megatron refuses a command line; empty: it doesn't."""
-    from megatron.training import arguments
+    from megatron.training import argument_utils, arguments
 
     said = io.StringIO()
     try:
@@ -48,10 +49,12 @@ def refusal(shrunk: Shrunk, parser: argparse.ArgumentParser) -> str:
             args = parser.parse_args(shrunk.in_directory("/tmp"))
             args.rank, args.world_size, args.local_rank = 0, shrunk.workers, 0
             arguments.validate_args(args)
+            argument_utils.gpt_config_from_args(args)
     except SystemExit:
         return (said.getvalue().splitlines() or ["it says nothing"])[-1]
-    except (AssertionError, ValueError, RuntimeError) as error:
-        return str(error) or repr(error)
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+        # Some of Megatron's assertions say nothing.
+        return str(error) or traceback.extract_tb(error.__traceback__)[-1].line or repr(error)
     return ""
 
 

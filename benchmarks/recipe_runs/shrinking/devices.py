@@ -18,7 +18,7 @@ MISSING: Final = {
         "--outer-dp-sharding-strategy", "--init-model-with-meta-device", "--fsdp", "--use-nccl-ub",
     ),
     "blocks that assert Transformer Engine": (
-        "--experimental-attention-variant", "--linear-", "--dsa-", "--attention-output-gate",
+        "--experimental-attention-variant", "--linear-", "--dsa-",
         "--fine-grained-activation-offloading", "--offload-modules",
     ),
     "a teacher of another library": ("--export-",),
@@ -29,7 +29,7 @@ MISSING: Final = {
 KERNEL_FLAGS: Final = (
     "--use-flash-attn", "--moe-permute-fusion", "--moe-router-fusion",
     "--use-transformer-engine-op-fuser", "--te-rng-tracker", "--tp-comm-overlap",
-    "--cuda-graph-", "--moe-grouped-gemm", "--delay-wgrad-compute", "--moe-flex-dispatcher-backend",
+    "--cuda-graph-", "--delay-wgrad-compute", "--moe-flex-dispatcher-backend",
     "--export-force-local-attention",
 )  # fmt: skip
 """Beginnings of flags that choose a kernel and nothing else."""
@@ -79,6 +79,8 @@ def _replace_kernels(draft: Draft) -> None:
     for flag in draft.beginning(*KERNEL_FLAGS):
         draft.kernels.append(f"{flag} {draft.text(flag)}".rstrip() + " -> Megatron's own")
         draft.drop(flag)
+    if draft.has("--moe-grouped-gemm"):
+        draft.kernels.append("--moe-grouped-gemm -> experts one after another")
     draft.set("--transformer-impl", "local")
     draft.set("--no-rope-fusion")
 

@@ -24,7 +24,7 @@ LOSS_SCALE: Final = 4096
 
 RATES: Final = ("--min-lr", "--decoupled-lr", "--decoupled-min-lr", "--lr-warmup-init", "--muon-lr")
 BATCH, BATCHES = "--global-batch-size", "--step-batch-size-schedule"
-INTERVALS: Final = ("--save-interval", "--eval-interval", "--save-retain-interval", "--non-persistent-save-interval")
+INTERVALS: Final = ("--save-interval", "--eval-interval", "--save-retain-interval")
 PIPELINE_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
@@ -34,6 +34,8 @@ def shrink_schedule(draft: Draft) -> None:
     _shrink_rate(draft)
     for flag in INTERVALS:
         draft.change(flag, HALF)
+    # A save that is due at the same time takes its place.
+    draft.change("--non-persistent-save-interval", HALF - 2)
     draft.change("--eval-iters", min(draft.number("--eval-iters"), 1))
     draft.change("--log-interval", 1)
     draft.change("--check-weight-hash-across-dp-replicas-interval", HALF)
