@@ -30,7 +30,11 @@ END_S = 30.0
 
 @dataclass(frozen=True)
 class SmallJob:
-    """Megatron's flags of a tiny GPT in fp32 on invented data, with Megatron's default number of data loaders."""
+    """Megatron's flags of a tiny GPT in fp32 on invented data, with Megatron's default number of data loaders.
+
+    Attributes:
+        more: flags besides.
+    """
 
     tensor_parallel: int = 2
     pipeline_parallel: int = 2
@@ -39,6 +43,7 @@ class SmallJob:
     hidden: int = 64
     sequence: int = 128
     batch: int = 8
+    more: tuple[str, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -55,7 +60,7 @@ class SmallJob:
             "transformer-impl": "local", "tokenizer-type": "NullTokenizer", "distributed-backend": "gloo",
         }  # fmt: skip
         flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
-        return [*flags, "--mock-data", "--no-gradient-accumulation-fusion"]
+        return [*flags, "--mock-data", "--no-gradient-accumulation-fusion", *self.more]
 
     def under_resihp(
         self, iterations: int, run_dir: Path, script: Path = SCRIPT, options: Sequence[str] = ()

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of --resihp in an undisturbed job.
 
-    python benchmarks/healthy.py [--rounds N]
+    python benchmarks/healthy.py [--case NAME] [--rounds N]
 
-Three jobs train the same small GPT with two CPU workers each (TP 2): one under `resihp launch` with --resihp, and two
-without the plugin under torchrun. In each micro-batch the hosts wait for DEVICE_S seconds, as for devices that compute
+Three jobs train the same small GPT with two CPU workers each: one under `resihp launch` with --resihp, and two without
+the plugin under torchrun. In each micro-batch the hosts wait for DEVICE_S seconds, as for devices that compute
 meanwhile. Computing on few cores instead can't be compared: turns of seconds spread by 8 %, the same job started five
 times differs by 10 % in its median, and the plugin's own threads have no core left that a node with devices has.
 
@@ -22,6 +22,9 @@ records, is part of its own turns.
 - `cpu_percent`: CPU time of all processes of the job, launcher included, in all turns together, over those without the
   plugin. There can be more of it without a longer iteration where some core would have been idle.
 
+Cases are what users leave on: `CASES` has their flags. All jobs of a case have them. Where a case saves, each turn has
+a save, since a median over turns would not see one that few of them have.
+
 The detector warms up for 52 iterations and judges from then on; the rounds go well beyond that. The last line of
 standard output is one JSON object.
 """
@@ -36,17 +39,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from common import SmallJob, load_average, print_result, process_tree, running, signal_all, wait_for
 
 GOAL_PERCENT: Final = 0.5
-JOB: Final = SmallJob(tensor_parallel=2, pipeline_parallel=1, replicas=1, layers=4, hidden=64, sequence=128, batch=4)
 DEVICE_S: Final = 0.5
 """Of a micro-batch: an iteration of four takes 2.3 s, about a tenth of it the hosts' own work."""
+TENSOR: Final = SmallJob(tensor_parallel=2, pipeline_parallel=1, replicas=1, layers=4, hidden=64, sequence=128, batch=4)
+REPLICAS: Final = replace(TENSOR, tensor_parallel=1, replicas=2, batch=8)
+DIRECTORY: Final = "{directory}"
+"""Stands for a job's own directory."""
 SCRIPT: Final = Path(__file__).resolve().parent / "paced_training.py"
 WARM_UP: Final = 6
 """Iterations before the first round; the first one reports by itself."""
@@ -55,6 +62,25 @@ TURN: Final = 2
 CONFIDENCE: Final = 0.95
 START_S: Final = 180.0
 TURN_S: Final = 120.0
+SHARED_OUT: Final = ("--use-distributed-optimizer",)
+CASES: Final[Mapping[str, SmallJob]] = {
+    "default": TENSOR,
+    "distributed-optimizer": replace(REPLICAS, more=SHARED_OUT),
+    "overlap": replace(REPLICAS, more=(*SHARED_OUT, "--overlap-grad-reduce", "--overlap-param-gather")),
+    "async-save": replace(
+        TENSOR,
+        more=(
+            "--save",
+            f"{DIRECTORY}/saved",
+            "--save-interval",
+            str(TURN),
+            "--async-save",
+            "--async-strategy",
+            "mcore",
+        ),
+    ),
+    "tensorboard": replace(TENSOR, more=("--tensorboard-dir", f"{DIRECTORY}/curves", "--log-timers-to-tensorboard")),
+}
 LAUNCH: Final = ("--heartbeat-timeout", "600")
 """The heartbeat time-out: a job that waits for its turn is stopped, and silent."""
 WITH, PLAIN = "with", ("plain", "plain again")
@@ -66,12 +92,14 @@ class PacedJob:
 
     Args:
         stack: ends the job.
+        job: what it trains.
         name: of the job; with the plugin if it is WITH.
         iterations: in all.
         directory: for its files.
     """
 
-    def __init__(self, stack: ExitStack, name: str, iterations: int, directory: Path) -> None:
+    def __init__(self, stack: ExitStack, job: SmallJob, name: str, iterations: int, directory: Path) -> None:
+        own = replace(job, more=tuple(word.replace(DIRECTORY, str(directory / name)) for word in job.more))
         path = directory / f"{name}.socket"
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(path))
@@ -79,12 +107,13 @@ class PacedJob:
         listener.settimeout(0)
         self._listener = listener
         if name == WITH:
-            command = JOB.under_resihp(iterations, directory / "run", SCRIPT, LAUNCH)
+            command = own.under_resihp(iterations, directory / "run", SCRIPT, LAUNCH)
         else:
-            command = JOB.under_torchrun(iterations, script=SCRIPT)
+            command = own.under_torchrun(iterations, script=SCRIPT)
         output = directory / f"{name}.log"
         self.process = stack.enter_context(running(command, output, {"PACE": str(path), "DEVICE_S": str(DEVICE_S)}))
         stack.callback(self.go_on)  # who is stopped does not hear that it has to end
+        self._count = job.workers
         self._workers: list[Any] = []
 
     def connect(self) -> None:
@@ -99,7 +128,7 @@ class PacedJob:
             self._workers.append(connection.makefile("rw"))
             return True
 
-        while len(self._workers) < JOB.workers:
+        while len(self._workers) < self._count:
             wait_for("start", accepted, self.process, START_S)
         self._until_done()
 
@@ -173,10 +202,10 @@ def percent(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     return {"median": statistics.median(ratios), "bounds": bounds_of_median(ratios)}
 
 
-def measure(rounds: int, directory: Path) -> dict[str, Any]:
+def measure(case: str, rounds: int, directory: Path) -> dict[str, Any]:
     iterations = WARM_UP + rounds * TURN + TURN
     with ExitStack() as stack:
-        jobs = {name: PacedJob(stack, name, iterations, directory) for name in (PLAIN[0], WITH, PLAIN[1])}
+        jobs = {name: PacedJob(stack, CASES[case], name, iterations, directory) for name in (PLAIN[0], WITH, PLAIN[1])}
         for job in jobs.values():
             job.connect()
             job.stop()
@@ -194,6 +223,7 @@ def measure(rounds: int, directory: Path) -> dict[str, Any]:
     overhead = percent([(own, statistics.mean(both)) for own, both in zip(seconds[WITH], plain, strict=True)])
     noise = percent(plain)
     return {
+        "case": case,
         "overhead_percent": overhead["median"],
         "bounds": overhead["bounds"],
         "noise_percent": noise["median"],
@@ -202,7 +232,7 @@ def measure(rounds: int, directory: Path) -> dict[str, Any]:
         "iteration_s": {name: statistics.median(each) / TURN for name, each in seconds.items()},
         "rounds": rounds,
         "iterations": rounds * TURN,
-        "workers": JOB.workers,
+        "workers": CASES[case].workers,
         "cores": len(os.sched_getaffinity(0)),
         "load_average": load,
     }
@@ -211,9 +241,10 @@ def measure(rounds: int, directory: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60, help=f"of {TURN} iterations of each job (default 60)")
+    parser.add_argument("--case", choices=CASES, default="default", help="what is left on; by default nothing")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="healthy-") as scratch:
-        result = measure(options.rounds, Path(scratch))
+        result = measure(options.case, options.rounds, Path(scratch))
     if result["overhead_percent"] > GOAL_PERCENT:
         print(f"more than {GOAL_PERCENT} %", file=sys.stderr)
     print_result(result)

@@ -135,3 +135,18 @@ def test_saves_beside_training_need_no_further_package() -> None:
     assert options["--async-strategy"] == "mcore" and "--async-ckpt-use-cpu-shm" not in options
     assert "--async-strategy nvrx -> mcore" in shrunk.replaced
     assert "--async-strategy" not in small(DENSE)[1]
+
+
+def test_grouped_experts_stay_and_are_named_as_computed_otherwise() -> None:
+    shrunk, options = small(DENSE, "--num-experts", "64", "--moe-grouped-gemm")
+    assert "--moe-grouped-gemm" in options
+    assert "--moe-grouped-gemm -> experts one after another" in shrunk.kernels
+
+
+def test_each_kind_of_save_happens() -> None:
+    """A persistent one takes the place of another that is due in the same iteration."""
+    _, options = small(DENSE, "--non-persistent-save-interval", "100", "--non-persistent-ckpt-type", "global")
+    persistent, other = int(options["--save-interval"]), int(options["--non-persistent-save-interval"])
+    assert {step for step in range(1, 13) if step % other == 0} - {
+        step for step in range(1, 13) if step % persistent == 0
+    }
