@@ -52,7 +52,7 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
         "decays": "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style cosine",
         "decays all": "--weight-decay 0.5 --no-weight-decay-cond-type apply_wd_to_qk_layernorm",
         "sgd": "--optimizer sgd --sgd-momentum 0.9",
-        "muon": "--optimizer muon --muon-lr 1e-3",
+        "muon": "--optimizer muon --muon-momentum 0.9",
     },
     "attention": {
         "many heads": "",
@@ -141,4 +141,7 @@ FORBIDDEN: Final = (
         "experts that tensor parallelism cuts have no biases",
     ),
     Forbidden({"attention": ["latent"], "norm of heads": ["l2"]}, "latent attention has no such norm"),
+    Forbidden({"predictions": ["two"], "positions": ["learnt", "yarn"]}, "further predictions need rope or nothing"),
+    Forbidden({"predictions": ["two"], "grid": ["layout"]}, "this layout has no place for further predictions"),
+    Forbidden({"residual": ["fp32"], "precision": ["fp32"]}, "it is for 16 bits"),
 )
