@@ -6,6 +6,7 @@ Imports torch only where it is launched.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
@@ -67,6 +68,7 @@ def _wait(running: dict[int, int], run_dir: Path) -> int:
     while running:
         pid, status = os.wait()
         rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
+        _end_what_is_left_of(pid)
         with (run_dir / "exits").open("a") as exits:
             exits.write(f"{rank} {code}\n")
         if code and not first:
@@ -74,6 +76,12 @@ def _wait(running: dict[int, int], run_dir: Path) -> int:
             for other in running:
                 os.kill(other, signal.SIGKILL)
     return first
+
+
+def _end_what_is_left_of(worker: int) -> None:
+    """A worker leaves processes of multiprocessing that wait for each other: those that keep queues for its saves."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker, signal.SIGKILL)
 
 
 def _run_script(command: Sequence[str]) -> NoReturn:

@@ -13,7 +13,7 @@ from recipe_runs.covering.pairs import Forbidden
 BASE: Final = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 128 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 12 --lr 1e-3 --min-lr 1e-4 "
-    "--mock-data --log-interval 1 --log-params-norm --log-num-zeros-in-grad --transformer-impl local"
+    "--mock-data --log-interval 1 --log-num-zeros-in-grad --transformer-impl local"
 )
 """The sizes are those that `shrinking` leaves as they are."""
 
@@ -34,9 +34,10 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
         "layout": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL",
     },
     "replicas": {
-        "plain": "",
-        "overlapped": "--overlap-grad-reduce --ddp-num-buckets 3",
-        "distributed": "--use-distributed-optimizer --ddp-pad-buckets-for-high-nccl-busbw",
+        "plain": "--log-params-norm",
+        "overlapped": "--log-params-norm --overlap-grad-reduce --ddp-num-buckets 3",
+        "distributed": "--log-params-norm --use-distributed-optimizer --ddp-pad-buckets-for-high-nccl-busbw",
+        # Megatron tells the norm of parameters of which some have not been gathered yet.
         "gathered": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000",
     },
     "precision": {
@@ -86,7 +87,7 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
         "grouped": f"{_EXPERTS} --moe-grouped-gemm --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate",
         "alternating": f"{_EXPERTS} --moe-layer-freq ([0]*1+[1]*3) --moe-z-loss-coeff 1e-3 "
         "--moe-router-load-balancing-type seq_aux_loss --moe-token-dispatcher-type alltoall --moe-router-pre-softmax",
-        "in groups": f"{_EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-apply-probs-on-input "
+        "in groups": f"{_EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2 "
         "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2 --moe-router-dtype fp32",
         "biased": f"{_EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         "with capacity": f"{_EXPERTS} --moe-expert-capacity-factor 1.5 --moe-token-dispatcher-type alltoall",
@@ -117,11 +118,11 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "loss": {"of micro-batches": "", "of tokens": "--calculate-per-token-loss --check-for-spiky-loss"},
     "evaluation": {
-        "none": "--eval-iters 0",
+        "none": "--eval-iters 0 --eval-interval 6",
         "others": "--eval-iters 1 --eval-interval 6 --eval-micro-batch-size 1 --eval-global-batch-size 8 "
         "--start-eval-at-iter 6",
     },
-    "data": {"whole": "", "documents": "--reset-position-ids --reset-attention-mask --eod-mask-loss"},
+    "data": {"whole": "", "documents": "--reset-position-ids --eod-mask-loss"},
     "saves": {
         "none": "",
         "kept": "--save d --save-interval 6 --save-retain-interval 12 --dist-ckpt-workers 1 --no-save-rng",
