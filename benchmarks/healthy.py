@@ -62,6 +62,7 @@ TURN: Final = 2
 CONFIDENCE: Final = 0.95
 START_S: Final = 180.0
 TURN_S: Final = 120.0
+LAST_LINES: Final = 40
 SHARED_OUT: Final = ("--use-distributed-optimizer",)
 CASES: Final[Mapping[str, SmallJob]] = {
     "default": TENSOR,
@@ -110,8 +111,10 @@ class PacedJob:
             command = own.under_resihp(iterations, directory / "run", SCRIPT, LAUNCH)
         else:
             command = own.under_torchrun(iterations, script=SCRIPT)
-        output = directory / f"{name}.log"
-        self.process = stack.enter_context(running(command, output, {"PACE": str(path), "DEVICE_S": str(DEVICE_S)}))
+        self._output = directory / f"{name}.log"
+        self.process = stack.enter_context(
+            running(command, self._output, {"PACE": str(path), "DEVICE_S": str(DEVICE_S)})
+        )
         stack.callback(self.go_on)  # who is stopped does not hear that it has to end
         self._count = job.workers
         self._workers: list[Any] = []
@@ -160,7 +163,11 @@ class PacedJob:
             worker.flush()
 
     def _until_done(self) -> float:
-        return max(float(worker.readline()) for worker in self._workers)
+        times = [worker.readline() for worker in self._workers]
+        if not all(times):
+            last = self._output.read_text().splitlines()[-LAST_LINES:]
+            raise RuntimeError("\n".join(["a worker has ended; the last that its job has said:", *last]))
+        return max(map(float, times))
 
 
 def _ticks(pid: int) -> int:

@@ -27,7 +27,12 @@ _SETS: Rows = joined(
         "train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path",
     ),
     kernel(_BUILDER, "num_dataset_builder_threads mid_level_dataset_surplus"),
-    kernel(_DATASET, "mmap_bin_files reset_position_ids reset_attention_mask eod_mask_loss"),
+    kernel(_DATASET, "mmap_bin_files reset_position_ids eod_mask_loss"),
+    refused(
+        "reset_attention_mask",
+        "Megatron gives the mask to the first and the last stage only, so layers would attend otherwise in other stages",
+        "use --dataloader-inter-document-masking",
+    ),
     kernel("training.arguments:validate_args", "create_attention_mask_in_dataloader"),
     kernel("core.datasets.megatron_dataset:MegatronDataset", "allow_ambiguous_pad_tokens"),
     inert("training.arguments:validate_args", "encoder_seq_length"),
