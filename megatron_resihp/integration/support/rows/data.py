@@ -30,7 +30,7 @@ _SETS: Rows = joined(
     kernel(_DATASET, "mmap_bin_files reset_position_ids eod_mask_loss"),
     refused(
         "reset_attention_mask",
-        "Megatron gives the mask to the first and the last stage only, so layers would attend otherwise in other stages",
+        "Megatron gives the mask to the first and the last stage only, so other stages would change what layers see",
         "use --dataloader-inter-document-masking",
     ),
     kernel("training.arguments:validate_args", "create_attention_mask_in_dataloader"),
