@@ -64,21 +64,14 @@ START_S: Final = 180.0
 TURN_S: Final = 120.0
 LAST_LINES: Final = 40
 SHARED_OUT: Final = ("--use-distributed-optimizer",)
+BESIDE_TRAINING: Final = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+"""Without the persistent worker, Megatron saves in between."""
 CASES: Final[Mapping[str, SmallJob]] = {
     "default": TENSOR,
     "distributed-optimizer": replace(REPLICAS, more=SHARED_OUT),
     "overlap": replace(REPLICAS, more=(*SHARED_OUT, "--overlap-grad-reduce", "--overlap-param-gather")),
     "async-save": replace(
-        TENSOR,
-        more=(
-            "--save",
-            f"{DIRECTORY}/saved",
-            "--save-interval",
-            str(TURN),
-            "--async-save",
-            "--async-strategy",
-            "mcore",
-        ),
+        TENSOR, more=("--save", f"{DIRECTORY}/saved", "--save-interval", str(TURN), *BESIDE_TRAINING)
     ),
     "tensorboard": replace(TENSOR, more=("--tensorboard-dir", f"{DIRECTORY}/curves", "--log-timers-to-tensorboard")),
 }

@@ -126,7 +126,8 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
     "saves": {
         "none": "",
         "kept": "--save d --save-interval 6 --save-retain-interval 12 --dist-ckpt-workers 1 --no-save-rng",
-        "beside training": "--save d --save-interval 6 --async-save --async-ckpt-cpu-priority 5",
+        "beside training": "--save d --save-interval 6 --async-save --use-persistent-ckpt-worker "
+        "--async-ckpt-cpu-priority 5",
         "non-persistent": "--save d --save-interval 6 --non-persistent-save-interval 4 "
         "--non-persistent-ckpt-type global",
     },
