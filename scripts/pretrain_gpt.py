@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import mpu
+from megatron.core import mpu, utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -29,21 +29,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
-from megatron.core.utils import (
-    flatten_batch_for_packed_sequences,
-    get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    gpt_config_from_args,
-    pretrain_cfg_container_from_args,
-)
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import argument_utils, get_args, get_timers, get_tokenizer, pretrain
+from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron_resihp.integration import releases
 
 Batch = dict[str, Any]
 LossResult = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
@@ -78,10 +71,13 @@ def reads_data(config: TransformerConfig, vp_stage: int | None) -> bool:
     """Whether this pipeline stage reads micro-batches."""
     return (
         # Packed documents: attention in every stage needs their bounds.
-        get_args().dataloader_inter_document_masking
-        or is_first_or_last_pipeline_stage(vp_stage)
-        or has_mtp(config, vp_stage)
+        are_packed() or is_first_or_last_pipeline_stage(vp_stage) or has_mtp(config, vp_stage)
     )
+
+
+def are_packed() -> bool:
+    """Whether samples are packed documents; not every Megatron has the flag."""
+    return getattr(get_args(), "dataloader_inter_document_masking", False)
 
 
 def has_mtp(config: TransformerConfig, vp_stage: int | None) -> bool:
@@ -135,7 +131,7 @@ def next_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> B
     config = core_transformer_config_from_args(args)
     if not reads_data(config, vp_stage):
         return {}
-    packed = args.dataloader_inter_document_masking
+    packed = are_packed()
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch = {}
     if tp_rank == 0:
@@ -143,7 +139,7 @@ def next_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> B
         batch = to_device(next(data_iterator))
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=packed,
+        packed,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -157,10 +153,13 @@ def next_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> B
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch = flatten_batch_for_packed_sequences(batch)
+    balancing = {}
+    if packed:
+        batch = utils.flatten_batch_for_packed_sequences(batch)
+        balancing = {"use_per_sequence_balancing": True}
     cut = {name: batch[name] for name in BATCH_FIELDS}
     return batch | get_batch_on_this_cp_rank(
-        cut, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group(), use_per_sequence_balancing=packed
+        cut, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group(), **balancing
     )
 
 
@@ -234,7 +233,7 @@ def embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
 
 
 def check_supported(args: Namespace) -> None:
-    packed_across_stages = args.dataloader_inter_document_masking and args.pipeline_model_parallel_size > 1
+    packed_across_stages = are_packed() and args.pipeline_model_parallel_size > 1
     if packed_across_stages and args.micro_batch_size > 1:
         # Megatron packs a micro-batch into one row, yet its pipeline expects one row per sample.
         sys.exit("--dataloader-inter-document-masking across pipeline stages needs --micro-batch-size 1")
@@ -242,14 +241,26 @@ def check_supported(args: Namespace) -> None:
         sys.exit("--overlap-moe-expert-parallel-comm is not supported here; use Megatron-LM's own pretrain_gpt.py")
 
 
+def model_description(args: Namespace) -> tuple[Any, Callable[..., Any] | None]:
+    """The model's configuration, or a function that builds it where this Megatron takes no configuration."""
+    if releases.current().configures_models:
+        return argument_utils.gpt_config_from_args(args), None
+    # Not every Megatron has all that it imports.
+    from megatron_resihp.integration.gpt_provider import provide_gpt
+
+    return None, provide_gpt
+
+
 def main() -> None:
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     check_supported(args)
+    config, provider = model_description(args)
     pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
+        cfg_container=pretrain_cfg_container_from_args(args, config),
+        train_valid_test_dataset_provider=datasets_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        model_provider=provider,
         get_embedding_ranks=embedding_ranks,
     )
 

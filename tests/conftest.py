@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share. Imports nothing heavy: the planner's tests should start at once."""
 
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -18,13 +19,22 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is for the night, unless it is asked for."""
+    """Leave out what the installed Megatron lacks and, unless it is asked for, what is for the night."""
+    installed = importlib.metadata.version("megatron-core")
+    for item in items:
+        needed = item.get_closest_marker("since_megatron")
+        if needed and _release(installed) < _release(needed.args[0]):
+            item.add_marker(pytest.mark.skip(reason=f"Megatron {installed} is older than {needed.args[0]}"))
     if os.environ.get("RESIHP_NIGHTLY"):
         return
     nightly = [item for item in items if item.get_closest_marker("nightly")]
     if nightly:
         config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if item not in nightly]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

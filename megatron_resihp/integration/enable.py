@@ -14,11 +14,9 @@ from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.node.bootstrap import leave_to_agent
 from megatron_resihp.control.worker.identity import Identity, UnlikeError
+from megatron_resihp.integration import releases
 from megatron_resihp.integration.patch import Patch, PatchError, apply_all
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
-
-SUPPORTED = (0, 19)
-"""The megatron-core release, major and minor, that the patches were checked against."""
 
 _enabled = False
 
@@ -66,22 +64,22 @@ def _device_problem() -> str | None:
 
 def version_problem() -> str | None:
     """Why this Megatron can't be patched; None: it can."""
-    from megatron.core.package_info import MAJOR, MINOR, __version__
+    from megatron.core.package_info import __version__
 
-    if (MAJOR, MINOR) == SUPPORTED:
+    if releases.installed() is not None:
         return None
-    supported = f"{SUPPORTED[0]}.{SUPPORTED[1]}"
-    too_new = f"{SUPPORTED[0]}.{SUPPORTED[1] + 1}"
+    *_, newest = releases.RELEASES.values()
     return (
-        f"megatron-core {__version__} is not supported; install megatron-core>={supported},<{too_new} or, if the "
-        f"script is in a checkout of Megatron-LM, check out core_v{supported}.0"
+        f"megatron-core {__version__} is not supported; install {releases.requirement()} or, if the script is in a "
+        f"checkout of Megatron-LM, check out {newest.checkout}"
     )
 
 
 def _mismatch(error: PatchError) -> str:
     from megatron.core.package_info import __version__
 
-    return f"this Megatron ({__version__}) is not what the patches were written for: {error}; use megatron-core 0.19"
+    cause = f"this Megatron ({__version__}) is not what the patches were written for: {error}"
+    return f"{cause}; use megatron-core {releases.supported()}"
 
 
 def _switch_on(config: ResihpConfig, derived: DerivedArguments, identify: Callable[[], Identity]) -> None:
@@ -133,7 +131,9 @@ def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify:
         except UnlikeError as error:
             fail(str(error))
         try:
-            apply_all(training_patches(runtime) + probe_patches(runtime) + injection_patches(runtime))
+            apply_all(
+                training_patches(runtime, releases.current()) + probe_patches(runtime) + injection_patches(runtime)
+            )
         except PatchError as error:
             fail(_mismatch(error))
         return wrap_initialize_megatron(runtime, original)(*positional, **options)

@@ -40,11 +40,15 @@ class Patch:
             owner = getattr(owner, parent)
         return owner, name
 
+    def present(self) -> Any:
+        """What is there now."""
+        owner, name = self._locate()
+        return getattr(owner, name)
+
     def check(self) -> None:
         """Raise PatchError unless the target exists with the expected signature."""
         try:
-            owner, name = self._locate()
-            target = getattr(owner, name)
+            target = self.present()
         except (ImportError, AttributeError) as error:
             raise PatchError(f"{self.target} does not exist ({error})") from error
         if self.parameters is None:

@@ -102,7 +102,9 @@ def test_every_source_names_its_license() -> None:
 def test_the_design_names_patches_that_exist(repository: Path) -> None:
     """Every target in the table of replaced parts is the target of a Patch, and the other way round."""
     room = repository / "megatron_resihp" / "integration"
-    source = "".join((room / name).read_text() for name in ("patches/training.py", "probes/patches.py", "enable.py"))
+    source = "".join(
+        (room / name).read_text() for name in ("patches/training.py", "probes/patches.py", "enable.py", "releases.py")
+    )
     patched = {target.rpartition(".")[2] for target in re.findall(r"[\w}]:([\w.]+)\"", source)}
     table = (repository / "docs" / "design.md").read_text().partition("## What is replaced")[2].partition("\n## ")[0]
     targets = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]

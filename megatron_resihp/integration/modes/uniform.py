@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
 from megatron_resihp.executor.groups.side_group import MakeSideGroup
+from megatron_resihp.integration import releases
 from megatron_resihp.integration.modes.migration import migrate_shards, migrate_slices, own_shards
 from megatron_resihp.integration.modes.mode import Counts, DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
 from megatron_resihp.integration.runtime import Runtime
@@ -140,8 +141,9 @@ class UniformCounts(Counts):
     def _counted(self) -> Iterator[list[torch.Tensor]]:
         if not self._counting:
             return
+        list_gradients = releases.current().norm_gradients
         for part in parts_of(self._runtime.held.live.optimizer):
-            gradients = part.get_grads_for_grad_norm() if part.get_parameters() else []
+            gradients = getattr(part, list_gradients)() if part.get_parameters() else []
             if gradients:
                 yield gradients
 

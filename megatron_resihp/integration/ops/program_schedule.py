@@ -173,7 +173,7 @@ def boundary_of(args: Any, micro_batch_size: int) -> tuple[int, Row]:
 
     Packed samples of a micro-batch are one long sample.
     """
-    if args.dataloader_inter_document_masking:
+    if documents.are_packed(args):
         return args.seq_length * micro_batch_size, (1, args.hidden_size)
     return args.seq_length, (micro_batch_size, args.hidden_size)
 

@@ -9,12 +9,18 @@ summed by the step's agreement. May import megatron and this package.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.training import training
 
 from megatron_resihp.integration.modes.mode import DocumentCounts
 from megatron_resihp.integration.runtime import Runtime
+
+
+def are_packed(args: Any) -> bool:
+    """Whether samples are packed documents, whose bounds attention respects; not every Megatron has the flag."""
+    return bool(getattr(args, "dataloader_inter_document_masking", False))
 
 
 def seen_so_far() -> torch.Tensor | None:

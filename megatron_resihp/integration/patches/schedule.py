@@ -7,11 +7,14 @@ averages over replicas; with unlike counts that would weigh samples by their rep
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from megatron_resihp.integration.runtime import Runtime
 
 Schedule = Callable[..., list[dict[str, Any]]]
+NOTHING_REPORTED: Final[list[dict[str, Any]]] = [{}]
+"""Of a worker without the head. Megatron 0.18 asks its groups who has the head, which know no stages under a
+heterogeneous plan, and looks into the first report."""
 
 
 def wrap_get_forward_backward_func(runtime: Runtime, original: Callable[..., Schedule]) -> Callable[..., Schedule]:
@@ -27,7 +30,7 @@ def wrap_get_forward_backward_func(runtime: Runtime, original: Callable[..., Sch
 def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, Any]]:
     if kwargs.get("forward_only"):
         runtime.reach("evaluate")
-        return runtime.mode.evaluate(schedule, kwargs)
+        return runtime.mode.evaluate(schedule, kwargs) or NOTHING_REPORTED
     runtime.probes.begin_schedule()
     runtime.progress.losses = runtime.mode.train(schedule, kwargs)
-    return runtime.progress.losses
+    return runtime.progress.losses or NOTHING_REPORTED

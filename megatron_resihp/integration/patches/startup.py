@@ -48,6 +48,7 @@ from megatron_resihp.integration.patches.derived_arguments import DerivedArgumen
 from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
 from megatron_resihp.integration.probes.emulation import padding_of
 from megatron_resihp.integration.probes.probe_sheet import Sheet, with_absences
+from megatron_resihp.integration.releases import Release
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.step.step import install_step
 from megatron_resihp.integration.trained import Trained
@@ -233,7 +234,9 @@ def chosen_once(choose: Callable[[list[int]], list[int]]) -> Callable[[list[int]
     return chosen
 
 
-def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_setup_model_and_optimizer(
+    runtime: Runtime, release: Release, original: Callable[..., Any]
+) -> Callable[..., Any]:
     """Remember how model, optimizer and scheduler were made, and make the optimizer's step the agreed one."""
 
     @functools.wraps(original)
@@ -248,7 +251,8 @@ def wrap_setup_model_and_optimizer(runtime: Runtime, original: Callable[..., Any
         runtime.setup.sizes = sizes_of(runtime.job.args, runtime.job.derived, options.get("cfg_container"))
         hooks = {name: getattr(config, name) for name in CONFIG_HOOKS}
         options.pop("pg_collection", None)
-        runtime.setup.build_trained = functools.partial(_build_again, runtime, original, hooks, positional, options)
+        again = functools.partial(original, *positional, **options)
+        runtime.setup.build_trained = functools.partial(_build_again, runtime, release, again, hooks)
         install_step(runtime)
         return model, optimizer, scheduler
 
@@ -277,18 +281,22 @@ def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable
     return build_model
 
 
-def _build_again(
-    runtime: Runtime, original: Callable[..., Any], hooks: dict[str, Any], positional: Any, options: Any
-) -> Trained:
-    """Megatron's own set-up in the new groups, without loading a checkpoint or resetting the counters."""
+def _build_again(runtime: Runtime, release: Release, set_up: Callable[..., Any], hooks: dict[str, Any]) -> Trained:
+    """Megatron's own set-up in the new groups, without loading a checkpoint or resetting the counters.
+
+    Args:
+        set_up: as it was called at the start, without the groups of then.
+        hooks: what the configuration held before train() changed it.
+    """
     args = runtime.job.args
     # The builder reuses the config object, on which train() has left functions of the old model.
     config = get_model_config(runtime.held.live.model[0])
     for name, value in hooks.items():
         setattr(config, name, value)
     with _without_loading(args):
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        return Trained(*original(*positional, **options, pg_collection=groups))
+        if not release.set_up_takes_groups:
+            return Trained(*set_up())
+        return Trained(*set_up(pg_collection=ProcessGroupCollection.use_mpu_process_groups()))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from megatron_resihp.integration.patches import (
     schedule,
     startup,
 )
+from megatron_resihp.integration.releases import Release
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.saves import finishing, handing_over
 from megatron_resihp.integration.state import reshardable
@@ -27,14 +28,10 @@ from megatron_resihp.integration.state import reshardable
 TRAINING = "megatron.training.training"
 BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
 DDP = "megatron.core.distributed.distributed_data_parallel"
-MODEL_BUILDERS = (
-    (f"{TRAINING}:get_model", ("model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection")),
-    ("megatron.training.models.gpt:GPTModelBuilder.build_distributed_models", ("self", "pg_collection")),
-)
 
 
-def training_patches(runtime: Runtime) -> list[Patch]:
-    """All patches of the training loop for one worker."""
+def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
+    """All patches of the training loop for one worker. `release`: of the Megatron that is patched."""
     return [
         Patch(
             "megatron.core.parallel_state:initialize_model_parallel",
@@ -44,8 +41,8 @@ def training_patches(runtime: Runtime) -> list[Patch]:
         ),
         Patch(
             f"{TRAINING}:setup_model_and_optimizer",
-            partial(startup.wrap_setup_model_and_optimizer, runtime),
-            ("model_type", "model_provider_func", "checkpointing_context"),
+            partial(startup.wrap_setup_model_and_optimizer, runtime, release),
+            release.set_up,
             "remembers how model and optimizer are made",
         ),
         Patch(
@@ -56,7 +53,7 @@ def training_patches(runtime: Runtime) -> list[Patch]:
         ),
         *(
             Patch(target, partial(startup.wrap_build_model, runtime), parameters, "builds any plan's chunks")
-            for target, parameters in MODEL_BUILDERS
+            for target, parameters in release.builders.items()
         ),
         Patch(
             f"{TRAINING}:build_pretraining_data_loader",

@@ -152,7 +152,7 @@ def _workload(runtime: Runtime, before: torch.Tensor | None) -> Any:
     args = runtime.job.args
     if found is not None:
         return tuple(found.tolist()) if runtime.probes.immediate else found
-    if args.dataloader_inter_document_masking or args.sft:
+    if documents.are_packed(args) or args.sft:
         return None  # this stage's forward step does not say
     tokens = args.micro_batch_size * args.seq_length
     return float(tokens), float(tokens * args.seq_length)

@@ -6,7 +6,8 @@ schedule in a way that recovery does not know. `python -m megatron_resihp.integr
 docs/megatron-flags.md. All but that module can be imported without torch and Megatron.
 """
 
+from megatron_resihp.integration.support.lacking import LACKING
 from megatron_resihp.integration.support.row import Evidence, Needs, Only, Row
 from megatron_resihp.integration.support.table import SUBJECTS, SUPPORTED, TABLE, refusals
 
-__all__ = ["SUBJECTS", "SUPPORTED", "TABLE", "Evidence", "Needs", "Only", "Row", "refusals"]
+__all__ = ["LACKING", "SUBJECTS", "SUPPORTED", "TABLE", "Evidence", "Needs", "Only", "Row", "refusals"]

@@ -18,14 +18,16 @@ def tested(test: str, names: str, *, device: str = "", condition: Condition | No
     return _rows(names, evidence=Evidence.TEST, shown=f"tests/{test}", device=device, condition=condition)
 
 
-def kernel(place: str, names: str, *, device: str = "", condition: Condition | None = None) -> Rows:
+def kernel(
+    place: str, names: str, *, in_018: str = "", device: str = "", condition: Condition | None = None
+) -> Rows:
     """These change how something is computed, at that place, `module:function` below megatron."""
-    return _rows(names, evidence=Evidence.KERNEL, shown=f"megatron.{place}", device=device, condition=condition)
+    return _rows(names, evidence=Evidence.KERNEL, **_shown(place, in_018), device=device, condition=condition)
 
 
-def inert(place: str, names: str, *, device: str = "", condition: Condition | None = None) -> Rows:
+def inert(place: str, names: str, *, in_018: str = "", device: str = "", condition: Condition | None = None) -> Rows:
     """These change nothing that training computes, as that place shows."""
-    return _rows(names, evidence=Evidence.INERT, shown=f"megatron.{place}", device=device, condition=condition)
+    return _rows(names, evidence=Evidence.INERT, **_shown(place, in_018), device=device, condition=condition)
 
 
 def without(other: str, place: str, names: str, *, condition: Only | None = None) -> Rows:
@@ -33,9 +35,10 @@ def without(other: str, place: str, names: str, *, condition: Only | None = None
     return _rows(names, evidence=Evidence.INERT, shown=f"megatron.{place}", without=other, condition=condition)
 
 
-def unread(place: str, names: str) -> Rows:
-    """Nothing of Megatron's training code reads these; the place adds them to the parser."""
-    return _rows(names, evidence=Evidence.INERT, shown=f"megatron.{place}", unread=True)
+def unread(place: str, names: str, *, in_018: str = "") -> Rows:
+    """Nothing of Megatron's training code reads these; the place adds them to the parser. `in_018`: reads them there,
+    without changing what training computes."""
+    return _rows(names, evidence=Evidence.INERT, **_shown(place, in_018), unread=True)
 
 
 def refused(names: str, why: str, instead: str = "leave it or --resihp out") -> Rows:
@@ -56,6 +59,10 @@ def all_of(*values: Any, mend: str) -> Only:
 def joined(*groups: Iterable[Row]) -> Rows:
     """All rows of some groups."""
     return tuple(row for group in groups for row in group)
+
+
+def _shown(place: str, in_018: str) -> dict[str, str]:
+    return {"shown": f"megatron.{place}", "shown_in_018": f"megatron.{in_018}" if in_018 else ""}
 
 
 def _rows(names: str, **fields: Any) -> Rows:

@@ -7,15 +7,20 @@ May import megatron, whose parser says how arguments are spelled, and this packa
 
 import argparse
 import itertools
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from megatron_resihp.integration.support.lacking import LACKING
 from megatron_resihp.integration.support.row import Row
 from megatron_resihp.integration.support.table import SUBJECTS, TABLE
 
+RELEASE: Final = "0.19"
+"""The page is about this one and says where the others differ; it has to be written with this one installed."""
+
 
 def spelled() -> dict[str, str]:
-    """How Megatron spells each of its arguments."""
+    """How the installed Megatron spells each of its arguments."""
     from megatron.training import arguments
 
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(add_help=False))
@@ -26,13 +31,30 @@ def markdown(flags: Mapping[str, str]) -> str:
     """docs/megatron-flags.md.
 
     Args:
-        flags: how each argument is spelled.
+        flags: how each argument of `RELEASE` is spelled.
     """
-    supported = sum(row.supported for row in TABLE.values())
-    parts = [_INTRODUCTION.format(total=len(TABLE), supported=supported)]
+    described = [row for row in TABLE.values() if row.name in flags]
+    supported = sum(row.supported for row in described)
+    parts = [_INTRODUCTION.format(release=RELEASE, total=len(described), supported=supported)]
     for subject, rows in SUBJECTS.items():
-        parts += [f"## {subject}\n", _supported(rows, flags), _refused(rows, flags)]
-    return "\n".join(part for part in parts if part)
+        known = [row for row in rows if row.name in flags]
+        parts += [f"## {subject}\n", _supported(known, flags), _refused(known, flags)]
+    return "\n".join(part for part in [*parts, _others(flags)] if part)
+
+
+def _others(flags: Mapping[str, str]) -> str:
+    """What other releases lack, and have besides."""
+    parts = ["## Other releases\n"]
+    for release in sorted(LACKING.keys() - {RELEASE}):
+        lacking = ", ".join(f"`{flags[name]}`" for name in sorted(LACKING[release] & flags.keys()))
+        more = ", ".join(f"`--{name.replace('_', '-')}`" for name in sorted(LACKING[RELEASE] - LACKING[release]))
+        besides = f"Megatron {release} has {more} besides, which do nothing without a flag that is refused."
+        parts += [_filled(f"Megatron {release} lacks {lacking}."), _filled(besides)]
+    return "\n".join(parts)
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, width=120, break_on_hyphens=False) + "\n"
 
 
 def _supported(rows: Iterable[Row], flags: Mapping[str, str]) -> str:
@@ -45,9 +67,11 @@ def _supported(rows: Iterable[Row], flags: Mapping[str, str]) -> str:
 
 def _shown(row: Row, flags: Mapping[str, str]) -> str:
     if row.unread:
-        return f"nothing reads it; `{row.shown}` adds it"
-    other, _, value = row.without.partition("=")
-    return f"`{row.shown}`" + (f"; nothing without `{f'{flags[other]} {value}'.strip()}`" if other else "")
+        said = f"nothing reads it; `{row.shown}` adds it"
+    else:
+        other, _, value = row.without.partition("=")
+        said = f"`{row.shown}`" + (f"; nothing without `{f'{flags[other]} {value}'.strip()}`" if other else "")
+    return said + (f"; in 0.18 `{row.shown_in_018}`" if row.shown_in_018 else "")
 
 
 def _conditions(row: Row, flags: Mapping[str, str]) -> str:
@@ -77,9 +101,9 @@ _INTRODUCTION: Final = """\
 
 <!-- Written by `python -m megatron_resihp.integration.support.page`; edit integration/support/rows/ instead. -->
 
-These are Megatron-LM 0.19's {total} arguments. With `--resihp`, {supported} of them may have any value, or those that
-the last column allows. The others are refused at the start if they differ from Megatron's default. A flag that is new
-to Megatron is refused until it has a row here. For each supported flag there is evidence of one of three kinds:
+These are Megatron-LM {release}'s {total} arguments. With `--resihp`, {supported} of them may have any value, or those
+that the last column allows. The others are refused at the start if they differ from Megatron's default. A flag that is
+new to Megatron is refused until it has a row here. For each supported flag there is evidence of one of three kinds:
 
 - `inert`: it changes nothing that training computes. The place in Megatron shows it. Many flags do nothing because
   another flag that they belong to is refused.

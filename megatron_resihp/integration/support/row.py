@@ -100,6 +100,7 @@ class Row:
         name: the argument's.
         evidence: the kind; None: it is refused.
         shown: the place in Megatron, `module:function`, or the test, `file::function`.
+        shown_in_018: the place in Megatron 0.18, if another one shows it there.
         without: it does nothing as long as this other argument is refused, or this value of one (`name=value`).
         unread: nothing of Megatron's training code reads it.
         device: what it needs on which device, if not the same everywhere.
@@ -111,6 +112,7 @@ class Row:
     name: str
     evidence: Evidence | None = None
     shown: str = ""
+    shown_in_018: str = ""
     without: str = ""
     unread: bool = False
     device: str = ""

@@ -186,6 +186,7 @@ def test_the_summary_fits_a_screen_and_names_the_flags(
     assert lines[-1].endswith("--tokenizer-type NullTokenizer --vocab-size 257")
 
 
+@pytest.mark.since_megatron("0.19")
 def test_megatron_sees_the_document_bounds_and_the_eod_of_the_summary_flags(
     script: ModuleType, sources: Path, tmp_path: Path
 ) -> None:

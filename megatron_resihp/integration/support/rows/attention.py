@@ -34,7 +34,7 @@ _HEADS: Rows = joined(
         "attention_backend flash_attention_version",
         device="GPU: Transformer Engine's attention; CPUs run the unfused one",
     ),
-    unread("training.arguments:_add_training_args", "use_flash_attn"),
+    unread("training.arguments:_add_training_args", "use_flash_attn", in_018="training.arguments:validate_args"),
     kernel(
         "training.initialize:initialize_megatron",
         "batch_invariant_mode",
@@ -73,7 +73,11 @@ _POSITIONS: Rows = joined(
     ),
     kernel("training.arguments:validate_args", "add_position_embedding use_rotary_position_embeddings"),
     kernel(_ROTARY, "rotary_base rotary_percent rotary_interleaved"),
-    kernel("training.argument_utils:gpt_config_from_args", "rotary_seq_len_interpolation_factor"),
+    kernel(
+        "training.argument_utils:gpt_config_from_args",
+        "rotary_seq_len_interpolation_factor",
+        in_018="training.argument_utils:hybrid_config_from_args",
+    ),
     tested(_FLAGS, "use_rope_scaling rope_scaling_factor no_rope_freq"),
     kernel("core.models.common.embeddings.rope_utils:apply_rotary_pos_emb", "apply_rope_fusion"),
     kernel(

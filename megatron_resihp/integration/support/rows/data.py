@@ -90,7 +90,11 @@ _WORDS: Rows = joined(
         tokenizer_sentencepiece_legacy tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_hf_no_use_fast
         tokenizer_hf_no_include_special_tokens trust_remote_code chat_template""",
     ),
-    kernel("training.argument_utils:gpt_config_from_args", "padded_vocab_size"),
+    kernel(
+        "training.argument_utils:gpt_config_from_args",
+        "padded_vocab_size",
+        in_018="core.tokenizers.utils.build_tokenizer:_set_padded_vocab_size",
+    ),
     unread("training.config.training_config:TokenizerConfig", "vocab_extra_ids"),
 )
 

@@ -27,6 +27,7 @@ _INFERENCE: Rows = joined(
         inference_dynamic_batching_logprobs_mode inference_logging_step_interval mamba_inference_conv_states_dtype
         mamba_inference_ssm_states_dtype inference_use_synchronous_zmq_collectives inference_disable_ep_consensus
         inference_max_seq_length""",
+        in_018="training.arguments:_add_inference_args",
     ),
     unread(
         "training.arguments:_add_inference_args",
@@ -68,7 +69,8 @@ _REINFORCED: Rows = joined(
         rl_persist_cuda_graphs rl_partial_rollouts rl_inference_logprobs_is_correction
         rl_importance_sampling_truncation_coef rl_sequence_packing_max_sequences_per_bin rl_sequence_packing_algo
         rl_training_cuda_graphs rl_inference_parsers refit_method rl_verify_model_weights_swap rl_skip_bos_token
-        rl_profile_dir""",
+        rl_profile_dir rl_parallel_generation_tasks rl_generation_batch_size rl_num_parallel_generations
+        rl_num_parallel_generation_batches""",
     ),
     refused(
         """rl_use_sequence_packing rl_inference_tensor_model_parallel_size rl_inference_pipeline_model_parallel_size

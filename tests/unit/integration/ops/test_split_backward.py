@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
 from torch.utils.checkpoint import checkpoint
 
 from megatron_resihp.integration.ops import split_backward
@@ -27,7 +28,9 @@ class Layer:
             parameter.grad_added_to_main_grad = False
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = LINEAR.apply(given, self.weight, self.bias, False, False, False, None, 0, None, 1)
+        result: torch.Tensor = layers.linear_with_grad_accumulation_and_async_allreduce(
+            given, self.weight, self.bias, False, False, sequence_parallel=False
+        )
         return result
 
     def recomputed(self, given: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ def stage(degree: int) -> HeterogeneousView:
     return HeterogeneousView(ParallelPlan((replica,)), 0, None)
 
 
+@pytest.mark.since_megatron("0.19")
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 def test_a_config_made_from_the_arguments_is_that_of_the_stage(job: Any, degree: int) -> None:
     """Megatron's own script makes one for each micro-batch."""
@@ -72,7 +73,15 @@ def test_the_jobs_own_arguments_come_back(job: Any) -> None:
     own = dict(sizes.own(args))
     sizes.restore()
     assert vars(args) == before
-    assert own.items() <= before.items() and "tensor_parallel_num_weight_shards" in own
+    assert own.items() <= before.items()
+
+
+@pytest.mark.since_megatron("0.19")
+def test_what_megatron_derives_from_the_degree_is_among_them(job: Any) -> None:
+    args, derived = job
+    sizes = Sizes(256, derived, args)
+    sizes.replace(stage(4))
+    assert "tensor_parallel_num_weight_shards" in sizes.own(args)
 
 
 def test_arguments_of_the_future_are_found() -> None:

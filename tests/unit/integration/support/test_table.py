@@ -16,13 +16,16 @@ import megatron.training
 import pytest
 from megatron.training import arguments
 
-from megatron_resihp.integration.support import SUBJECTS, SUPPORTED, TABLE, Evidence, Needs, Row, refusals
+from megatron_resihp.integration import releases
+from megatron_resihp.integration.support import LACKING, SUBJECTS, SUPPORTED, TABLE, Evidence, Needs, Row, refusals
 from megatron_resihp.integration.support.page import markdown
 
 ROOT = Path(__file__).resolve().parents[4]
 MEGATRON = Path(megatron.training.__file__).parents[1]
-HELD = tuple(row for row in TABLE.values() if row.evidence is Evidence.TEST)
-READ = tuple(row for row in TABLE.values() if row.evidence in (Evidence.INERT, Evidence.KERNEL))
+RELEASE = ".".join(megatron.core.__version__.split(".")[:2])
+PRESENT = tuple(row for row in TABLE.values() if row.name not in LACKING[RELEASE])
+HELD = tuple(row for row in PRESENT if row.evidence is Evidence.TEST)
+READ = tuple(row for row in PRESENT if row.evidence in (Evidence.INERT, Evidence.KERNEL))
 OTHER_MODELS = ("bert", "T5", "vision", "mimo", "multimodal", "retro", "audio", "hybrid", "huggingface")
 """Of megatron.core.models, which pretraining of a GPT doesn't build."""
 
@@ -34,9 +37,16 @@ def parser() -> argparse.ArgumentParser:
 
 def test_every_argument_of_megatron_has_a_row_and_every_row_an_argument(parser: argparse.ArgumentParser) -> None:
     known = set(vars(parser.parse_args([])))
-    assert known - set(TABLE) == set(), "Megatron has new arguments: read what they do, and give each a row"
-    assert set(TABLE) - known == set(), "a typo, or Megatron has dropped them"
+    rows = {row.name for row in PRESENT}
+    assert known - rows == set(), "Megatron has new arguments: read what they do, and give each a row"
+    assert rows - known == set(), "a typo, or Megatron has dropped them"
     assert sum(map(len, SUBJECTS.values())) == len(TABLE)
+
+
+def test_what_a_release_lacks_has_a_row_because_another_release_has_it() -> None:
+    assert set(LACKING) == {release.name for release in releases.RELEASES.values()}
+    assert frozenset[str]().union(*LACKING.values()) <= set(TABLE)
+    assert frozenset(TABLE).intersection(*LACKING.values()) == set()
 
 
 def test_an_argument_without_a_row_is_refused() -> None:
@@ -49,6 +59,7 @@ def test_megatrons_defaults_are_taken(parser: argparse.ArgumentParser) -> None:
     assert refusals(defaults, defaults, {name: name for name in defaults}) == []
 
 
+@pytest.mark.since_megatron("0.19")
 def test_the_documentation_is_that_of_the_table(parser: argparse.ArgumentParser) -> None:
     flags = {action.dest: action.option_strings[0] for action in parser._actions}
     written = (ROOT / "docs" / "megatron-flags.md").read_text()
@@ -77,12 +88,16 @@ def test_each_refusal_says_why_and_what_to_do() -> None:
 
 def test_places_in_megatron_exist_and_name_the_flag() -> None:
     """The module does. So a place that no longer reads the flag is noticed."""
-    wrong = [f"{row.name}: {row.shown}" for row in READ if not has_place(row)]
+    wrong = [f"{row.name}: {place_of(row)}" for row in READ if not has_place(row)]
     assert wrong == []
 
 
+def place_of(row: Row) -> str:
+    return (row.shown_in_018 if RELEASE == "0.18" else "") or row.shown
+
+
 def has_place(row: Row) -> bool:
-    module, _, path = row.shown.partition(":")
+    module, _, path = place_of(row).partition(":")
     source = source_of(module)
     names = (row.name, f"--{row.name.replace('_', '-')}")
     return path in definitions_of(module) and any(re.search(rf"(?<!\w){name}\b", source) for name in names)
@@ -133,7 +148,7 @@ def test_what_does_nothing_without_another_flag_still_lacks_it() -> None:
 
 
 def test_what_nothing_reads_is_read_by_nothing() -> None:
-    unread = {row.name for row in TABLE.values() if row.unread}
+    unread = {row.name for row in PRESENT if row.unread and place_of(row) == row.shown}
     pattern = re.compile(r"\b(" + "|".join(unread) + r")\b")
     found = {name: path for path in training_sources() for name in pattern.findall(path.read_text()) if name in unread}
     read = {name: str(path) for name, path in found.items() if name in names_read(path)}

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron is told of the losses of a worker that has none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_resihp.integration.patches.schedule import wrap_get_forward_backward_func
+
+LOSSES = [{"lm loss": 2.5}]
+
+
+def run(losses: list[dict[str, Any]], **call: Any) -> tuple[Any, Any]:
+    """What Megatron gets, and what is kept of it, where the plan's mode reports these."""
+    mode = SimpleNamespace(train=lambda *_: losses, evaluate=lambda *_: losses)
+    progress = SimpleNamespace(losses=None)
+    runtime: Any = SimpleNamespace(
+        mode=mode, progress=progress, probes=SimpleNamespace(begin_schedule=lambda: None), reach=lambda point: None
+    )
+    return wrap_get_forward_backward_func(runtime, lambda: lambda: [])()(**call), progress.losses
+
+
+@pytest.mark.parametrize("call", [{}, {"forward_only": True}], ids=["training", "evaluating"])
+def test_a_worker_without_the_head_has_a_first_report_of_no_losses(call: dict[str, Any]) -> None:
+    """Megatron 0.18 takes the names of the losses from the first report."""
+    told, _ = run([], **call)
+    assert [*told[0]] == []
+    assert run(LOSSES, **call)[0] == LOSSES
+
+
+def test_what_is_agreed_on_is_what_was_reported() -> None:
+    assert run([])[1] == []
+    assert run(LOSSES)[1] == LOSSES

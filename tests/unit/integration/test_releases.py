@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patches fit every release that is supported: the installed one, and the others as `signatures/` remembers them.
+
+`python tests/unit/integration/test_releases.py` prints what the installed release's `signatures/RELEASE.json` holds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core import package_info
+
+from megatron_resihp.config import INJECTION_POINTS
+from megatron_resihp.integration import enable
+from megatron_resihp.integration.patch import Patch
+from megatron_resihp.integration.patches.training import training_patches
+from megatron_resihp.integration.probes.injection_points import injection_patches
+from megatron_resihp.integration.probes.patches import probe_patches
+from megatron_resihp.integration.releases import RELEASES, TRY, Release, installed, requirement
+from megatron_resihp.integration.support import LACKING, TABLE
+
+SIGNATURES = Path(__file__).with_name("signatures")
+
+
+def patches_of(release: Release) -> list[Patch]:
+    """All that have a function of Megatron's as their target."""
+    injections = SimpleNamespace(points=lambda: set(INJECTION_POINTS))
+    runtime: Any = SimpleNamespace(scheduled=SimpleNamespace(injections=injections))
+    training = training_patches(runtime, release)
+    patches = [*enable.writer_patches(), *training, *probe_patches(runtime), *injection_patches(runtime)]
+    return [patch for patch in patches if patch.target.startswith("megatron.") and patch.parameters is not None]
+
+
+def signatures_of(release: Release) -> dict[str, list[str]]:
+    """The parameters that the targets have in the installed Megatron."""
+    return {patch.target: list(inspect.signature(patch.present()).parameters) for patch in patches_of(release)}
+
+
+def remembered(release: Release) -> dict[str, list[str]]:
+    signatures: dict[str, list[str]] = json.loads((SIGNATURES / f"{release.name}.json").read_text())
+    return signatures
+
+
+@pytest.mark.parametrize("release", RELEASES.values(), ids=lambda release: release.name)
+def test_every_patch_fits_every_release(release: Release) -> None:
+    found = remembered(release)
+    for patch in patches_of(release):
+        assert patch.parameters is not None
+        assert tuple(found[patch.target][: len(patch.parameters)]) == patch.parameters, patch.target
+
+
+def test_the_installed_release_is_as_remembered() -> None:
+    release = installed()
+    assert release is not None
+    command = f"python {Path(__file__).name} > signatures/{release.name}.json"
+    assert remembered(release) == signatures_of(release), f"read what has changed, then run `{command}`"
+
+
+@pytest.mark.parametrize(("version", "is_supported"), [
+    ((0, 17), False), ((0, 18), False), ((0, 19), True), ((0, 20), False), ((1, 19), False),
+])  # fmt: skip
+def test_only_releases_that_have_been_tried_are_let_in(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], is_supported: bool
+) -> None:
+    monkeypatch.delenv(TRY, raising=False)
+    monkeypatch.setattr(package_info, "MAJOR", version[0])
+    monkeypatch.setattr(package_info, "MINOR", version[1])
+    problem = enable.version_problem()
+    assert (problem is None) == is_supported
+    assert is_supported or "install megatron-core>=0.19,<0.20" in str(problem)
+
+
+def test_tests_may_use_a_release_that_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRY, "1")
+    monkeypatch.setattr(package_info, "MINOR", 18)
+    assert enable.version_problem() is None
+
+
+def test_the_documentation_counts_what_the_tables_have(repository: Path) -> None:
+    page = (repository / "docs" / "compatibility.md").read_text()
+    for release in RELEASES.values():
+        functions, arguments = len(remembered(release)), len(TABLE) - len(LACKING[release.name])
+        let_in = "yes" if release.let_in else "no"
+        row = rf"^\| {release.name} \| {release.name}\.\d+ \| {functions} \| {arguments} \| {let_in}\b"
+        assert re.search(row, page, re.MULTILINE), row
+
+
+def test_the_documentation_names_the_functions_that_differ(repository: Path) -> None:
+    found = [remembered(release) for release in RELEASES.values()]
+    targets = {target for each in found for target in each}
+    unlike = {target for target in targets if any(each.get(target) != found[0].get(target) for each in found)}
+    page = (repository / "docs" / "compatibility.md").read_text()
+    assert set(re.findall(r"^- `(megatron\.[\w.:]+)`", page, re.MULTILINE)) == unlike
+
+
+def test_the_package_asks_for_the_same_releases(repository: Path) -> None:
+    assert f'"{requirement()}"' in (repository / "pyproject.toml").read_text()
+
+
+if __name__ == "__main__":
+    present = installed()
+    assert present is not None
+    rows = (f"{json.dumps(target)}: {json.dumps(taken)}" for target, taken in signatures_of(present).items())
+    print("{\n" + ",\n".join(rows) + "\n}")
