@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Checks everything: set-up, formatter and linters (scripts/lint.sh), then the unit and the integration tests.
 # Arguments go to pytest: scripts/test.sh -k store, scripts/test.sh tests/unit. With --coverage in front the unit tests are counted, which
-# takes longer, and the share of lines and branches that they run is printed. All steps run even if one fails, so that one
+# takes longer, and the share of lines and branches that they run is printed. With --megatron 0.18 in front the newest patch
+# release of that one is laid over .venv's, in build/megatron-0.18. All steps run even if one fails, so that one
 # run shows all there is to mend; the exit code is non-zero if any failed. The last lines name tests that were left out
 # because a program or a variable is missing. Tests for the night are left out, too: scripts/nightly.sh runs those.
 set -uo pipefail
@@ -14,6 +15,11 @@ export OMP_NUM_THREADS=1
 readonly BIN=.venv/bin
 failed=()
 coverage=()
+release=
+if [[ ${1:-} == --megatron ]]; then
+    release=${2:?the release, such as 0.18}
+    shift 2
+fi
 if [[ ${1:-} == --coverage ]]; then
     shift
     coverage=(--cov --cov-report=term)
@@ -24,7 +30,18 @@ run() {
     "$@" || failed+=("$(basename "$1")")
 }
 
+# Python looks there first. Another release needs nothing that .venv lacks.
+lay_over() {
+    local place=$PWD/build/megatron-$1
+    if [[ ! -d $place ]]; then
+        "$BIN/python" -m pip install --quiet --no-deps --target "$place.part" "megatron-core==$1.*" || return
+        mv "$place.part" "$place"
+    fi
+    export PYTHONPATH=$place${PYTHONPATH:+:$PYTHONPATH} RESIHP_TRY_MEGATRON=1
+}
+
 bash scripts/setup.sh || exit 1
+[[ -z $release ]] || lay_over "$release" || exit 1
 # shellcheck source=scripts/left_out.sh
 source scripts/left_out.sh
 

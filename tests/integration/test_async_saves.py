@@ -63,6 +63,7 @@ def left_behind(job: Job) -> list[str]:
     return found
 
 
+@pytest.mark.since_megatron("0.19")
 def test_a_save_under_way_when_a_worker_dies_is_dropped_whole_and_made_up_for(jobs: Jobs, tmp_path: Path) -> None:
     """Its files are half written, by the dead worker's writer too."""
     directory = tmp_path / "saved"
@@ -161,6 +162,7 @@ def test_non_persistent_saves_are_dropped_and_kept_like_others(jobs: Jobs, tmp_p
     assert loaded.summary.loss == pytest.approx({9: reference.summary.loss[9]}, rel=1e-5), loaded.tails()
 
 
+@pytest.mark.since_megatron("0.19")
 @NIGHTLY
 def test_an_iteration_that_is_given_in_the_checkpoint_s_place(jobs: Jobs, tmp_path: Path) -> None:
     directory = tmp_path / "saved"

@@ -27,6 +27,7 @@ JOB_S = 480.0
 """It takes one to two minutes."""
 
 
+@pytest.mark.since_megatron("0.19")
 @pytest.mark.usefixtures("compiled_planner")
 @pytest.mark.timeout(JOB_S + 120)
 @pytest.mark.parametrize("healthy", (HEALTHY, pytest.param(HEALTHY_AT_NIGHT, marks=pytest.mark.nightly)))

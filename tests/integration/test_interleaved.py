@@ -157,6 +157,7 @@ def test_stages_of_other_degrees(jobs: Jobs, tmp_path: Path, model: dict[str, An
     survive(jobs, tmp_path, plans, workers=4, **own | model)
 
 
+@pytest.mark.since_megatron("0.19")
 @NIGHTLY
 def test_packed_documents(jobs: Jobs, documents: Path, tmp_path: Path) -> None:
     """Every chunk reads its micro-batches itself, of which each sample counts once."""

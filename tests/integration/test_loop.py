@@ -27,6 +27,7 @@ TIME_SCALE = 0.06
 JOB_S = 180.0
 
 
+@pytest.mark.since_megatron("0.19")
 @pytest.mark.nightly
 @pytest.mark.usefixtures("compiled_planner")
 @pytest.mark.timeout(2 * JOB_S)

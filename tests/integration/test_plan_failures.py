@@ -142,6 +142,7 @@ def test_a_head_whose_work_is_all_done_by_another_replica(jobs: Jobs, tmp_path: 
     survive(jobs, tmp_path, [(IDLE_HEAD, 1)], [])
 
 
+@pytest.mark.since_megatron("0.19")
 @NIGHTLY
 def test_a_worker_without_work_sees_no_documents(jobs: Jobs, documents: Path, tmp_path: Path) -> None:
     """Megatron sums their lengths over all who have seen one, and those who have would wait for it."""

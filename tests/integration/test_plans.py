@@ -263,6 +263,7 @@ def test_groups_for_host_tensors_beside_those_of_devices(jobs: Jobs, tmp_path: P
     survive(jobs, tmp_path, [FOUR["TP 2 and 1"]], workers=4, **model)
 
 
+@pytest.mark.since_megatron("0.19")
 @NIGHTLY
 def test_packed_samples_of_a_micro_batch_cross_as_one(jobs: Jobs, documents: Path, tmp_path: Path) -> None:
     """To the layers they are one long sample; the job begins without a pipeline."""

@@ -66,6 +66,7 @@ def packed(documents: Path, **changes: Any) -> list[str]:
     )  # fmt: skip
 
 
+@pytest.mark.since_megatron("0.19")
 def test_eight_workers_record_every_op_transfer_and_document(jobs: Jobs, documents: Path) -> None:
     arguments = packed(documents, tensor_model_parallel_size=2, eval_interval=3, eval_iters=1)
     job = jobs.start(arguments, workers=8, script=WISHING, wishes=["packing"]).wait()

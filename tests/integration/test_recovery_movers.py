@@ -119,6 +119,7 @@ def test_uneven_shares_of_experts(jobs: Jobs, loss: dict[str, Any]) -> None:
     assert shares(plan) == [2, 3, 3]
 
 
+@pytest.mark.since_megatron("0.19")
 @pytest.mark.parametrize("loss", LOSSES, ids=["mean", "per token"])
 def test_packed_documents(jobs: Jobs, documents: Path, loss: dict[str, Any]) -> None:
     model = {
