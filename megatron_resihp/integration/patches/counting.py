@@ -8,6 +8,7 @@ counting code sees is 1 and the number of micro-batches is that of the global ba
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,16 @@ def count_as_one_replica(runtime: Runtime) -> None:
         data_parallel_size=1,
         decrease_batch_size_if_needed=False,
     )
+
+
+@contextmanager
+def sizes_as_they_are() -> Iterator[None]:
+    """While it lasts, training.py sees the true data-parallel size: Megatron 0.18 cuts buffers of gradients by it."""
+    counted, training.mpu = training.mpu, mpu
+    try:
+        yield
+    finally:
+        training.mpu = counted
 
 
 def snapshot_counters(runtime: Runtime) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from megatron_resihp.integration.loop.device_loss import abort_or_die
 from megatron_resihp.integration.loop.joining import build_lonely_world, is_joining, lonely_groups
 from megatron_resihp.integration.loop.preparing import Preparation
 from megatron_resihp.integration.loop.reach_watch import ReachWatch
+from megatron_resihp.integration.patches.counting import sizes_as_they_are
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
 from megatron_resihp.integration.probes.emulation import padding_of
@@ -276,7 +277,8 @@ def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable
 
     @functools.wraps(original)
     def build_model(*positional: Any, **options: Any) -> Any:
-        return runtime.mode.state.build_model(functools.partial(original, *positional, **options))
+        with sizes_as_they_are():
+            return runtime.mode.state.build_model(functools.partial(original, *positional, **options))
 
     return build_model
 

@@ -3,7 +3,15 @@
 
 from __future__ import annotations
 
-from megatron_resihp.integration.patches.startup import chosen_once
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core import mpu
+from megatron.training import training
+
+from megatron_resihp.integration.patches.counting import OneReplica
+from megatron_resihp.integration.patches.startup import chosen_once, wrap_build_model
 
 
 def test_a_script_chooses_ranks_as_the_job_began() -> None:
@@ -18,3 +26,12 @@ def test_a_script_chooses_ranks_as_the_job_began() -> None:
     arguments["has_mtp"] = False
     assert chosen([1, 3, 5]) == [1, 5]
     assert chosen([7]) == [7]
+
+
+def test_models_are_built_for_the_replicas_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the loop the counters see one, and Megatron 0.18 would cut buffers of gradients for one."""
+    counted = OneReplica()
+    monkeypatch.setattr(training, "mpu", counted)
+    runtime: Any = SimpleNamespace(mode=SimpleNamespace(state=SimpleNamespace(build_model=lambda call: call())))
+    assert wrap_build_model(runtime, lambda: training.mpu)() is mpu
+    assert training.mpu is counted
