@@ -263,6 +263,11 @@ class ResihpConfig:
         60.0, "Least time from one change of plan by choice to the next.", metavar="SECONDS"
     )  # fmt: skip
 
+    resihp_megatron_random_streams: bool = _flag(
+        False, "Draw dropout masks and other noise from Megatron's own random streams, as a job without --resihp does. "
+        "An iteration that is repeated after a failure then has other masks than it would have had.",
+    )  # fmt: skip
+
     resihp_cost_model: str | None = _flag(
         None, "The cost_model.json of an earlier run of the job, so that the detector looks for slow workers from the "
         "first iterations on; default: the one in the run directory, if any.", metavar="FILE",

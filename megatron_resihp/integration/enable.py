@@ -125,6 +125,7 @@ def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify:
         from megatron_resihp.integration.patches.training import training_patches
         from megatron_resihp.integration.probes.injection_points import injection_patches
         from megatron_resihp.integration.probes.patches import probe_patches
+        from megatron_resihp.integration.streams.patches import stream_patches
 
         try:
             runtime = create_runtime(config, derived, identify)
@@ -132,7 +133,10 @@ def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify:
             fail(str(error))
         try:
             apply_all(
-                training_patches(runtime, releases.current()) + probe_patches(runtime) + injection_patches(runtime)
+                training_patches(runtime, releases.current())
+                + probe_patches(runtime)
+                + injection_patches(runtime)
+                + stream_patches(runtime)
             )
         except PatchError as error:
             fail(_mismatch(error))

@@ -325,6 +325,9 @@ TINY: Mapping[str, Any] = {
 """A model and a job that are as small as they can be."""
 
 
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
 EXPERTS: dict[str, Any] = {
     "num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2, "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.5, "disable_bias_linear": True,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import BF16, EXPERTS, FP32, PRETRAIN, WISHING, Job, Jobs, ask_at, check_training, tiny
+from jobs import BF16, DROPOUT, EXPERTS, FP32, PRETRAIN, WISHING, Job, Jobs, ask_at, check_training, tiny
 from stock_runs import check_like_stock, stock_steps
 from test_checkpoints import as_stock_says, stock_losses
 from test_detection import TIME_SCALE, WARM_UP
@@ -68,10 +68,12 @@ def own_plan(*replicas: tuple[int, int]) -> ParallelPlan:
 
 
 def test_a_worker_dies_and_another_plan_comes_and_goes(jobs: Jobs, tmp_path: Path) -> None:
-    """The last of two replicas goes on with all micro-batches in Megatron's own order; then others get its layers."""
+    """The last of two replicas goes on with all micro-batches in Megatron's own order; then others get its layers.
+    Each micro-batch has the masks that it would have had."""
     words = ask_at(tmp_path, (UNLIKE, 5), (own_plan((0, 3)), 8))
-    reference = jobs.reference(tiny(**INTERLEAVED), workers=4)
-    job = jobs.run(tiny(**INTERLEAVED, resihp_inject="kill:2@3:backward", resihp_plan=words), workers=4)
+    model = INTERLEAVED | DROPOUT
+    reference = jobs.reference(tiny(**model), workers=4)
+    job = jobs.run(tiny(**model, resihp_inject="kill:2@3:backward", resihp_plan=words), workers=4)
     check_training(job, reference)
     assert are_heterogeneous(job) == [False, False, True, False]
 

@@ -17,7 +17,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from jobs import BF16, FP32, Job, Jobs, Nursery, Tolerance, ask_at, ask_for, check_training, environment_of, tiny
+from jobs import (
+    BF16,
+    DROPOUT,
+    FP32,
+    Job,
+    Jobs,
+    Nursery,
+    Tolerance,
+    ask_at,
+    ask_for,
+    check_training,
+    environment_of,
+    tiny,
+)
 from launched import is_alive
 from test_async_saves import ASYNC
 from test_checkpoints import as_stock_says, rest_of, save, stock_losses
@@ -44,7 +57,6 @@ ONE_KEY: dict[str, Any] = GROUPED | {"num_query_groups": 1}
 RECOMPUTED: dict[str, Any] = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
 }  # fmt: skip
-DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 MASKED: Final = Tolerance(0.01, 0.3)
 """Other masks than the undisturbed run's: seen are 0.0013 and 0.08, where losses fall by 8 %."""
 DEGREES = ("TP 4", "TP 1", "TP 2 and 1")
@@ -109,7 +121,8 @@ def test_an_interleaved_pipeline_of_the_jobs_own(jobs: Jobs, tmp_path: Path, mod
 
 
 def test_with_dropout(jobs: Jobs, tmp_path: Path) -> None:
-    """Masks are others in each epoch, so losses are only about the same; holders of a slice agree all the same."""
+    """With stages of another degree attention has other masks, so losses are only about the same. Holders of a slice
+    agree all the same."""
     plans = [FOUR["TP 4"], FOUR["V shape"], own_plan(4)]
     survive(jobs, tmp_path, plans, workers=4, tolerance=MASKED, train_iters=12, **UNIFORM_LAYOUT | DROPOUT)
 

@@ -18,6 +18,7 @@ from megatron_resihp.planner.strategies.registry import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs" / "how-to", ROOT / "patches")
+PATCHED_IN = ("patches/training.py", "probes/patches.py", "streams/patches.py", "enable.py", "releases.py")
 PAGES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in folder.glob("*.md"))
 
 
@@ -102,9 +103,7 @@ def test_every_source_names_its_license() -> None:
 def test_the_design_names_patches_that_exist(repository: Path) -> None:
     """Every target in the table of replaced parts is the target of a Patch, and the other way round."""
     room = repository / "megatron_resihp" / "integration"
-    source = "".join(
-        (room / name).read_text() for name in ("patches/training.py", "probes/patches.py", "enable.py", "releases.py")
-    )
+    source = "".join((room / name).read_text() for name in PATCHED_IN)
     patched = {target.rpartition(".")[2] for target in re.findall(r"[\w}]:([\w.]+)\"", source)}
     table = (repository / "docs" / "design.md").read_text().partition("## What is replaced")[2].partition("\n## ")[0]
     targets = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]

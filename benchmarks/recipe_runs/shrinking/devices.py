@@ -110,10 +110,13 @@ def _replace_places(draft: Draft) -> None:
     for flag, value in TEXTS.items():
         if "$" in draft.text(flag):
             draft.set(flag, value)
-    # A recovery repeats an iteration with other masks, and so do other degrees of tensor parallelism.
+    # Stock Megatron draws other numbers than the plugin, and so do other degrees of tensor parallelism.
     if any(draft.real(flag, 0.1) for flag in ("--attention-dropout", "--hidden-dropout")):
         draft.replaced.append("dropout -> 0")
     draft.set("--attention-dropout", 0.0)
     draft.set("--hidden-dropout", 0.0)
+    for flag in draft.beginning("--moe-input-jitter-eps", "--moe-router-force-load-balancing"):
+        draft.replaced.append(f"{flag} -> none")
+        draft.drop(flag)
     # So that a degree of tensor parallelism does not change what training starts from.
     draft.set("--use-cpu-initialization")

@@ -26,6 +26,7 @@ from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patches.identity import identity_of
+from megatron_resihp.integration.streams.seeds import draws
 from megatron_resihp.integration.support import refusals
 from megatron_resihp.integration.world.own_layers import own_chunks
 from megatron_resihp.plan import PlanError
@@ -128,6 +129,7 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
         *unsupported(args),
         *_raised(lambda: _check_evaluation(args)),
         *_raised(lambda: _check_logs(args)),
+        *_raised(lambda: _check_streams(config, args)),
     ]
     # What Megatron itself asserts first, in other words.
     misfits = _raised(lambda: _check_sizes(args))
@@ -319,6 +321,13 @@ def _check_logs(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--use-pytorch-profiler needs --tensorboard-dir: Megatron writes the profile beside that directory"
         )
+
+
+def _check_streams(config: ResihpConfig, args: argparse.Namespace) -> None:
+    """Transformer Engine's tracker keeps generators instead of states, which no test on CPUs can have."""
+    if args.te_rng_tracker and draws(args) and not config.resihp_megatron_random_streams:
+        mend = "leave it out, set dropout to 0 or give --resihp-megatron-random-streams"
+        raise ConfigError(f"--te-rng-tracker has not been tried with dropout that is repeated after a failure; {mend}")
 
 
 def _check_interleaving(args: argparse.Namespace, replicas: int) -> None:

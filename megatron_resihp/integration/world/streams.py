@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's random streams, which start anew in each epoch (DESIGN contract 2). May import megatron."""
+"""Megatron's own random streams, which start anew in each epoch. May import megatron.
+
+Initial weights come from them. What a model draws in training comes from the package `streams`, unless the job asks for
+Megatron's.
+"""
 
 from typing import Any
 

@@ -14,18 +14,28 @@ from megatron_resihp.integration.patches.training import training_patches
 from megatron_resihp.integration.probes.injection_points import TARGETS, injection_patches
 from megatron_resihp.integration.probes.patches import probe_patches
 from megatron_resihp.integration.releases import current
+from megatron_resihp.integration.streams.patches import patches_of
 
 
 def worker(points: set[str]) -> Any:
     """One whose fault injections wait for these points."""
-    return SimpleNamespace(scheduled=SimpleNamespace(injections=SimpleNamespace(points=lambda: points)))
+    injections = SimpleNamespace(points=lambda: points)
+    return SimpleNamespace(
+        scheduled=SimpleNamespace(injections=injections), job=SimpleNamespace(args=SimpleNamespace(seed=1))
+    )
 
 
 RUNTIME = worker(set(INJECTION_POINTS))
 
 
 TRAINING = training_patches(RUNTIME, current())
-PATCHES = enable.writer_patches() + TRAINING + probe_patches(RUNTIME) + injection_patches(RUNTIME)
+PATCHES = (
+    enable.writer_patches()
+    + TRAINING
+    + probe_patches(RUNTIME)
+    + injection_patches(RUNTIME)
+    + patches_of(RUNTIME)
+)
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)

@@ -18,7 +18,7 @@ _ROUTING = "core.transformer.moe.router:TopKRouter.routing"
 _CONFIG = "core.transformer.transformer_config:TransformerConfig.__post_init__"
 _FLEX = "moe_token_dispatcher_type=flex"
 _CAPACITY = "how many tokens an expert may take is counted on each tensor-parallel worker: plans would drop others"
-_RANDOM = "it draws random numbers, which a repeated iteration would draw anew"
+_NOISE = "integration/test_random_streams.py::test_a_death"
 
 _LAYERS: Rows = joined(
     tested(
@@ -94,7 +94,8 @@ _ROUTER: Rows = joined(
         "core.distributed.finalize_model_grads:_update_router_qb_beta",
         "moe_router_quantile_balancing_ema",
     ),
-    refused("moe_router_force_load_balancing moe_router_force_biased moe_input_jitter_eps", _RANDOM),
+    tested(_NOISE, "moe_router_force_load_balancing moe_input_jitter_eps"),
+    refused("moe_router_force_biased", "a worker keeps what it drew first, which one in its place would draw anew"),
     refused("moe_expert_capacity_factor", _CAPACITY, "leave it out: no token is dropped"),
     without(
         "moe_expert_capacity_factor",

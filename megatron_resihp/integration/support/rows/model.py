@@ -51,7 +51,7 @@ _PARTS: Rows = joined(
         "core.transformer.transformer_layer:TransformerLayer._forward_attention",
         "bias_dropout_fusion",
     ),
-    tested("integration/test_real_script.py::test_with_dropout", "hidden_dropout attention_dropout"),
+    tested("integration/test_random_streams.py::test_a_death", "hidden_dropout attention_dropout"),
     unread("core.transformer.transformer_config:TransformerConfig", "apply_residual_connection_post_layernorm"),
     kernel("core.transformer.transformer_layer:TransformerLayer", "layernorm_epsilon"),
     kernel("core.fusions.fused_layer_norm:FusedLayerNorm", "layernorm_zero_centered_gamma"),

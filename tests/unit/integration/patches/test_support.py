@@ -191,6 +191,7 @@ def test_arguments_are_checked_before_megatron_derives_others(check: Check) -> N
         (["--wandb-exp-name", ""], ["--wandb-exp-name is empty", "name the run"]),
         (["--tensorboard-dir", ""], ["--use-pytorch-profiler needs --tensorboard-dir"]),
         (["--num-distributed-optimizer-instances", "2"], ["leaves each of 2 replicas", "leave it"]),
+        (["--te-rng-tracker", "--hidden-dropout", "0.1"], ["--te-rng-tracker has not", "set dropout to 0"]),
     ],
 )
 def test_values_that_cannot_be(
@@ -198,6 +199,12 @@ def test_values_that_cannot_be(
 ) -> None:
     line = refused(check, capsys, *command)
     assert all(word in line for word in words)
+
+
+@pytest.mark.parametrize("more", [[], ["--hidden-dropout", "0.1", "--resihp-megatron-random-streams"]])
+def test_transformer_engines_generators(check: Check, more: list[str]) -> None:
+    """Without dropout, or as Megatron has them."""
+    assert check(*COMMON, "--te-rng-tracker", *more).switched_on
 
 
 INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "1", "--overlap-p2p-communication-warmup-flush")

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches: where a job that draws random numbers changes from stream to stream. A job that draws none has none.
+
+Replaces forward_step of megatron.core.pipeline_parallel.schedules, which both kinds of plans call for each micro-batch
+and chunk, the forward pass of transformer layers, and get_forward_backward_func. May import megatron and this package.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_resihp.integration.job import Job
+from megatron_resihp.integration.patch import Patch
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.streams.generators import Generators
+from megatron_resihp.integration.streams.seeds import draws
+
+
+def stream_patches(runtime: Runtime) -> list[Patch]:
+    """Those that one worker needs."""
+    return patches_of(runtime) if has_own_streams(runtime.job) else []
+
+
+def has_own_streams(job: Job) -> bool:
+    """Whether there is anything to draw, and not by Megatron's own streams."""
+    return draws(job.args) and not job.config.resihp_megatron_random_streams
+
+
+def patches_of(runtime: Runtime) -> list[Patch]:
+    """All of them."""
+    generators = Generators(runtime.job.args.seed)
+    return [
+        Patch(
+            "megatron.core.pipeline_parallel.schedules:forward_step",
+            functools.partial(wrap_forward_step, runtime, generators),
+            ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor"),
+            "gives each micro-batch its random streams",
+        ),
+        Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+            functools.partial(wrap_layer, generators),
+            ("self",),
+            "gives each layer its random streams",
+        ),
+        Patch(
+            "megatron.training.training:get_forward_backward_func",
+            functools.partial(wrap_get_forward_backward_func, generators),
+            None,
+            "leaves Megatron's tracker as it was",
+        ),
+    ]
+
+
+def wrap_forward_step(runtime: Runtime, generators: Generators, original: Callable[..., Any]) -> Callable[..., Any]:
+    """forward_step that begins with the micro-batch's own streams."""
+
+    @functools.wraps(original)
+    def forward_step(
+        forward_step_func: Any, data_iterator: Any, model: Any, *positional: Any, current_microbatch: int,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        if model.training:
+            micro_batch = runtime.view.numbering[current_microbatch]
+            generators.begin_op(runtime.progress.iteration, micro_batch)
+        return original(
+            forward_step_func, data_iterator, model, *positional, current_microbatch=current_microbatch, **options
+        )
+
+    return forward_step
+
+
+def wrap_layer(generators: Generators, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward pass with its own streams."""
+
+    @functools.wraps(original)
+    def forward(layer: Any, *positional: Any, **options: Any) -> Any:
+        if layer.training:
+            generators.begin_layer(layer.layer_number, sliced=layer.config.sequence_parallel)
+        return original(layer, *positional, **options)
+
+    return forward
+
+
+def wrap_get_forward_backward_func(generators: Generators, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A schedule after which no micro-batch is being computed: checkpoints hold what Megatron's own would."""
+
+    @functools.wraps(original)
+    def get_forward_backward_func(*positional: Any, **options: Any) -> Callable[..., Any]:
+        schedule = original(*positional, **options)
+
+        def run(**call: Any) -> Any:
+            try:
+                return schedule(**call)
+            finally:
+                generators.end_ops()
+
+        return run
+
+    return get_forward_backward_func
