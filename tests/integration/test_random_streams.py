@@ -16,6 +16,8 @@ from stock_runs import check_like_stock, stock_steps
 from test_plans import FOUR, UNIFORM_LAYOUT, own_plan, survive
 from test_recovery_points import EVALUATION
 
+from megatron_resihp.report.run.summary import compare
+
 pytestmark = pytest.mark.nightly
 IN_SLICES: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 """On four workers two replicas. Each worker has half of a sequence between the layers' matrices."""
@@ -84,7 +86,9 @@ def test_megatrons_own_streams(jobs: Jobs, tmp_path: Path) -> None:
     """On request: a job without failures draws what stock Megatron draws, and a repeated iteration something else."""
     model = DROPOUT | {"tensor_model_parallel_size": 2}
     megatrons = {"resihp_megatron_random_streams": True}
-    check_like_stock(jobs.reference(tiny(**model, **megatrons), workers=4), stock_steps(tmp_path, 4, **model))
+    reference = jobs.reference(tiny(**model, **megatrons), workers=4)
+    check_like_stock(reference, stock_steps(tmp_path, 4, **model))
     job = jobs.run(tiny(**model, **megatrons, resihp_inject="kill:3@4:backward"), workers=4)
-    with pytest.raises(AssertionError):
-        check_training(job, jobs.reference(tiny(**model, **megatrons), workers=4))
+    assert job.code == 0, job.tails()
+    difference = compare(job.summary.loss, reference.summary.loss)
+    assert difference is not None and difference > 10 * FP32.loss, "so masks matter in the other tests"

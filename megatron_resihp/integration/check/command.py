@@ -182,6 +182,7 @@ def _unknown(line: CommandLine, text: ScriptFlags) -> list[str]:
 
 def _notes(line: CommandLine, options: LaunchOptions, environment: Mapping[str, str]) -> list[str]:
     from megatron_resihp.integration.patches.flags import data_problems
+    from megatron_resihp.integration.streams.seeds import draws
 
     notes = []
     if line.unfinished is not None:
@@ -191,6 +192,9 @@ def _notes(line: CommandLine, options: LaunchOptions, environment: Mapping[str, 
         if not line.given.resihp:
             notes.append("--resihp is not among the flags: without it nothing is recovered; add it")
         notes += _of_connections(line.given, environment)
+        if draws(line.given) and not line.given.resihp_megatron_random_streams:
+            masks = "dropout masks and router noise are others than without --resihp"
+            notes.append(f"{masks}; --resihp-megatron-random-streams keeps Megatron's, but not through a failure")
     if options.size.most_nodes > 1 and (options.coordinator is None or options.run_dir is None):
         notes.append("`resihp launch` needs --coordinator HOST:PORT and --run-dir DIR for several nodes")
     return notes

@@ -113,6 +113,13 @@ def test_flags_that_mean_nothing_on_cpus_are_lost_with_a_reason() -> None:
     assert options["--ckpt-format"] == "torch_dist"
 
 
+def test_nothing_is_drawn_that_stock_megatron_would_draw_otherwise() -> None:
+    shrunk, options = small(DENSE, "--hidden-dropout", "0.1", "--moe-input-jitter-eps", "0.01")
+    assert options["--hidden-dropout"] == options["--attention-dropout"] == "0.0"
+    assert "--moe-input-jitter-eps" not in options
+    assert {"dropout -> 0", "--moe-input-jitter-eps -> none"} <= set(shrunk.replaced)
+
+
 OFFICIAL = Path(os.environ.get("RESIHP_RECIPES") or "no-such-file")
 
 

@@ -61,6 +61,13 @@ def test_a_job_that_would_be_let_in(look: Look) -> None:
     assert not look(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).notes
 
 
+@pytest.mark.parametrize("more", ["", "--resihp-megatron-random-streams"])
+def test_masks_that_are_others_than_megatrons(look: Look, more: str) -> None:
+    found = look(f"--hidden-dropout 0.1 {more}")
+    assert found.let_in
+    assert any("--resihp-megatron-random-streams" in note for note in found.notes) == (not more)
+
+
 def test_every_refusal_at_once(look: Look) -> None:
     words = "--inprocess-restart --optimizer lion --global-batch-size 127 --no-such-flag 3 --of-the-script 4 --lr much"
     found = look(f"{words} --resihp-strategy best --load-balance nothing --seqlength 3")
