@@ -21,33 +21,32 @@ from megatron_resihp.report.run.summary import compare
 pytestmark = pytest.mark.nightly
 IN_SLICES: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 """On four workers two replicas. Each worker has half of a sequence between the layers' matrices."""
-FULL: dict[str, Any] = {
-    "num_layers": 4, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2,
-}  # fmt: skip
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 """Two layers are recomputed together, from states of before the first one."""
 SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
 SAVED = 4
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "recomputed"),
     [
-        DROPOUT | EVALUATION,
-        DROPOUT | IN_SLICES | {"pipeline_model_parallel_size": 1},
-        DROPOUT | FULL,
-        DROPOUT | FULL | IN_SLICES,
-        DROPOUT | SELECTIVE | {"tensor_model_parallel_size": 2},
-        DROPOUT | EXPERTS | IN_SLICES | {"moe_input_jitter_eps": 0.1},
-        EXPERTS | {"moe_router_force_load_balancing": True},
+        (DROPOUT | EVALUATION, {}),
+        (DROPOUT | IN_SLICES, {}),
+        (DROPOUT | {"num_layers": 4}, FULL),
+        (DROPOUT | IN_SLICES | {"num_layers": 4}, FULL),
+        (DROPOUT | {"tensor_model_parallel_size": 2}, SELECTIVE),
+        (DROPOUT | EXPERTS | IN_SLICES | {"moe_input_jitter_eps": 0.1}, {}),
+        (EXPERTS | {"moe_router_force_load_balancing": True}, {}),
     ],
     ids=[
         "evaluations", "sequence parallel", "recomputed", "recomputed, sequence parallel", "attention recomputed",
         "jitter", "random routes",
     ],
 )  # fmt: skip
-def test_a_death(jobs: Jobs, model: dict[str, Any]) -> None:
-    """The other replica takes the micro-batches over, and repeats those that it had."""
-    job = jobs.run(tiny(**model, resihp_inject="kill:3@4:backward"), workers=4)
+def test_a_death(jobs: Jobs, model: dict[str, Any], recomputed: dict[str, Any]) -> None:
+    """The other replica takes the micro-batches over, and repeats those that it had. The undisturbed job keeps its
+    activations: recomputed ones have the same masks."""
+    job = jobs.run(tiny(**model, **recomputed, resihp_inject="kill:3@4:backward"), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4))
     assert len(job.summary.recoveries) == 1
 
