@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends and receives the pieces of messages over gloo, while the worker computes. May import torch, `plan`, messages.
-
-NCCL would need another class with the same methods. It has no tags, so each directed pair of workers needs a group of
-its own, in which the order identifies messages (`routes.Step.receives` keeps that order).
-"""
+"""Sends and receives the pieces of messages over gloo, while the worker computes. May import torch and this package."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_resihp.executor.groups.waiting import Waiter
+from megatron_resihp.executor.host_memory import OnHost, host_memory_of
 from megatron_resihp.executor.messages import Message
 from megatron_resihp.executor.routes import Step
 from megatron_resihp.plan import PlannedOp
@@ -55,8 +53,9 @@ class GlooExchange:
         self._device = device
         self._waiter = waiter
         self._receiving: dict[PlannedOp, tuple[torch.Tensor, list[Any]]] = {}
+        self._memory = host_memory_of(device)
         # Each operation with its tensor: gloo forgets a send whose Work has no reference.
-        self._sending: dict[PlannedOp, list[tuple[Any, torch.Tensor]]] = {}
+        self._sending: dict[PlannedOp, list[tuple[Any, OnHost]]] = {}
         self._met: set[tuple[int, int]] = set()
         self.bytes_sent = 0
 
@@ -90,7 +89,7 @@ class GlooExchange:
         """Post the receives of a message."""
         first, end = message.sent_to(self._me)
         rows = end - first if message.split else _most_rows(message)
-        buffer = torch.empty(rows, *self._shape, dtype=self._dtype)
+        buffer = self._room(rows)
         works = [
             self._post(
                 dist.irecv,
@@ -114,7 +113,10 @@ class GlooExchange:
         self._wait_for(message, works)
         if not message.split and len(message.receivers) > 1:
             buffer = self._gather(message, buffer)
-        return buffer.to(self._device)
+        return self._memory.take_to(self._device, buffer)
+
+    def _room(self, rows: int) -> torch.Tensor:
+        return self._memory.room(rows * math.prod(self._shape), self._dtype).view(rows, *self._shape)
 
     def _wait_for(self, message: Message, works: Sequence[Any]) -> None:
         """Wait for this worker's pieces of a message."""
@@ -123,15 +125,19 @@ class GlooExchange:
 
     def _gather(self, message: Message, share: torch.Tensor) -> torch.Tensor:
         """All receivers' shares, one after the other."""
-        gathered = share.new_empty(len(message.receivers) * len(share), *self._shape)
+        gathered = self._room(len(message.receivers) * len(share))
         aside = self._waiter is not None
         work = dist.all_gather_into_tensor(gathered, share, group=self._stage_group, async_op=aside)
         if aside:
             self._wait(work)
+        self._memory.free(share)
         sizes = [end - first for first, end in map(message.sent_to, message.receivers)]
         if len(set(sizes)) == 1:
             return gathered
-        return torch.cat([part[:size] for part, size in zip(gathered.split(len(share)), sizes, strict=True)])
+        whole = self._room(message.tokens)
+        torch.cat([part[:size] for part, size in zip(gathered.split(len(share)), sizes, strict=True)], out=whole)
+        self._memory.free(gathered)
+        return whole
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         """Begin to send this worker's pieces; the caller must not change the tensor until they are settled.
@@ -145,27 +151,33 @@ class GlooExchange:
                 f"{message} is {tuple(tensor.shape)} of {tensor.dtype}; "
                 f"{(end - first, *self._shape)} of {self._dtype} should be sent"
             )
+        leaving = [
+            (piece.receiver, self._memory.out(tensor[piece.start - first : piece.end - first]))
+            for piece in message.pieces
+            if piece.sender == self._me
+        ]
         sending = []
-        for piece in message.pieces:
-            if piece.sender == self._me:
-                rows = tensor.detach()[piece.start - first : piece.end - first].cpu().contiguous()
-                receiver = self._rank_of[piece.receiver]
-                work = self._post(dist.isend, rows, group=self._group, group_dst=receiver, tag=message.tag)
-                sending.append((work, rows))
-                self.bytes_sent += rows.nbytes
+        for receiver, on_host in leaving:
+            rows = on_host.ready()
+            to = self._rank_of[receiver]
+            work = self._post(dist.isend, rows, group=self._group, group_dst=to, tag=message.tag)
+            sending.append((work, on_host))
+            self.bytes_sent += rows.nbytes
         self._sending[message.op] = sending
 
     def settle(self, message: Message) -> None:
         """Wait until a message has been sent, and free its tensor."""
-        for work, _ in self._sending.pop(message.op):
+        self._settle(self._sending.pop(message.op))
+
+    def _settle(self, sending: Sequence[tuple[Any, OnHost]]) -> None:
+        for work, on_host in sending:
             self._wait(work)
+            on_host.free()
 
     def finish(self) -> None:
         """Wait for everything that is still being sent."""
         while self._sending:
-            _, sending = self._sending.popitem()
-            for work, _ in sending:
-                self._wait(work)
+            self._settle(self._sending.popitem()[1])
 
     def _post(self, operation: Callable[..., Any], tensor: torch.Tensor, **options: Any) -> Any:
         post = functools.partial(operation, tensor, **options)

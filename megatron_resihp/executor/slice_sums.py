@@ -6,14 +6,22 @@ counts: standbys, and all but one of the workers that hold a parameter whole. Th
 all holders have the same bits afterwards.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
+from typing import Final
 
 import torch
 
 from megatron_resihp.executor.groups.side_group import MakeSideGroup, SideGroup
+from megatron_resihp.executor.host_memory import HostMemory, OnHost, host_memory_of
 from megatron_resihp.plan.slices import Slice, in_buckets
+
+LOAD: Final = 64 << 20
+"""The most bytes of gradients that are summed together: while they are, the next ones come from the device."""
+
+Gradient = tuple[Sequence[torch.Tensor], bool]
+"""This worker's copies of a gradient, and whether they count."""
 
 Views = Mapping[Slice, Sequence[tuple[str, torch.Tensor]]]
 """Named gradients of each slice that this worker holds, sorted by name; views into its gradient buffers. A name may
@@ -43,30 +51,74 @@ def make_buckets(holders: Mapping[Slice, tuple[int, ...]], worker: int, make_gro
     return buckets
 
 
-def sum_gradients(buckets: Sequence[Bucket], views: Views, contributed: Set[Slice]) -> None:
-    """Replace each gradient by its sum over all contributing workers; all holders call it once per iteration."""
-    for bucket in buckets:
-        parts = [(_once_each(views[piece]), piece in contributed) for piece in bucket.slices]
-        gradients = [(copies, counts) for part, counts in parts for copies in part]
-        if not gradients:
-            continue  # none of its slices has a parameter, for any of their holders
-        if bucket.group is None and not any(len(copies) > 1 for copies, _ in gradients):
-            continue
-        flat = pack(gradients)
-        if bucket.group is not None:
-            host = flat.cpu()
-            bucket.group.sum(host)
-            flat = host.to(flat.device)
-        unpack(flat, [copies for copies, _ in gradients])
-
-
-def pack(gradients: Sequence[tuple[Sequence[torch.Tensor], bool]]) -> torch.Tensor:
-    """One flat tensor of gradients, read once.
+def sum_gradients(
+    buckets: Sequence[Bucket], views: Views, contributed: Set[Slice], memory: HostMemory | None = None
+) -> None:
+    """Replace each gradient by its sum over all contributing workers; all holders call it once per iteration.
 
     Args:
-        gradients: for each gradient, this worker's copies, which are added, and whether they count; if not, zeros are
-            packed.
+        memory: for the way through the host; None: the process's own.
     """
+    under_way: _Load | None = None
+    for bucket in buckets:
+        gradients = gradients_of(bucket.slices, views, contributed)
+        if bucket.group is None:
+            add_copies(gradients)
+            continue
+        for part in loads_of(gradients, LOAD):
+            following = _Load(bucket.group, part, memory)
+            if under_way is not None:
+                under_way.sum()
+            under_way = following
+    if under_way is not None:
+        under_way.sum()
+
+
+class _Load:
+    """Gradients on their way through the host."""
+
+    def __init__(self, group: SideGroup, gradients: Sequence[Gradient], memory: HostMemory | None) -> None:
+        self._group, self._gradients = group, gradients
+        self._flat = pack(gradients)
+        self._on_host: OnHost = (memory or host_memory_of(self._flat.device)).out(self._flat)
+
+    def sum(self) -> None:
+        self._group.sum(self._on_host.ready())
+        self._on_host.back(self._flat)
+        unpack(self._flat, [copies for copies, _ in self._gradients])
+
+
+def gradients_of(slices: Sequence[Slice], views: Views, contributed: Set[Slice]) -> list[Gradient]:
+    """The gradients of some slices; none of a slice without parameters, for any of its holders."""
+    parts = [(_once_each(views[piece]), piece in contributed) for piece in slices]
+    return [(copies, counts) for part, counts in parts for copies in part]
+
+
+def add_copies(gradients: Sequence[Gradient]) -> None:
+    """Give all copies of a gradient their sum, where only this worker holds it."""
+    several = [(copies, counts) for copies, counts in gradients if len(copies) > 1]
+    if several:
+        unpack(pack(several), [copies for copies, _ in several])
+
+
+def loads_of(gradients: Sequence[Gradient], most: int) -> Iterator[list[Gradient]]:
+    """Gradients that travel together, cut where they are larger; the same on every holder."""
+    load: list[Gradient] = []
+    size = 0
+    for copies, counts in gradients:
+        rows = max(1, most * len(copies[0]) // max(copies[0].nbytes, 1))
+        for part in zip(*(each.split(rows) for each in copies), strict=True):
+            if load and size + part[0].nbytes > most:
+                yield load
+                load, size = [], 0
+            load.append((part, counts))
+            size += part[0].nbytes
+    if load:
+        yield load
+
+
+def pack(gradients: Sequence[Gradient]) -> torch.Tensor:
+    """One flat tensor of gradients, read once: the sums of their copies, and zeros for those that don't count."""
     kind = reduce(torch.promote_types, (copies[0].dtype for copies, _ in gradients))
     size = sum(copies[0].numel() for copies, _ in gradients)
     flat = torch.empty(size, dtype=kind, device=gradients[0][0][0].device)

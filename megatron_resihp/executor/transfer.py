@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from megatron_resihp.executor.groups.side_group import SideGroup
+from megatron_resihp.executor.host_memory import HostMemory, Moment, host_memory_of
 from megatron_resihp.plan import Coordinate, ParallelPlan
 
 PARCEL: Final = 64 << 20
@@ -44,8 +45,15 @@ def plan_transfers(plan: ParallelPlan, held: Mapping[int, Coordinate | None]) ->
     return transfers
 
 
-def send_tensors(group: SideGroup, target: int, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
-    """Send named tensors and a JSON-able `extra`; the peer calls `receive_tensors`."""
+def send_tensors(
+    group: SideGroup, target: int, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any],
+    memory: HostMemory | None = None,
+) -> None:  # fmt: skip
+    """Send named tensors and a JSON-able `extra`; the peer calls `receive_tensors`.
+
+    Args:
+        memory: for the way through the host; None: the process's own.
+    """
     names = sorted(tensors)
     header = {
         "tensors": [_describe(name, tensors[name]) for name in names],
@@ -54,17 +62,46 @@ def send_tensors(group: SideGroup, target: int, tensors: Mapping[str, torch.Tens
     encoded = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
     group.send(torch.tensor([encoded.numel()]), target)
     group.send(encoded, target)
+    under_way: _Parcel | None = None
     for load in _loads([_padded(tensors[name].nbytes) for name in names]):
-        parcel = torch.zeros(sum(size for _, size in load), dtype=torch.uint8)
-        offset = 0
-        for index, size in load:
-            content = _as_bytes(tensors[names[index]])
-            parcel[offset : offset + len(content)] = content
-            offset += size
-        group.send(parcel, target)
+        if under_way is not None and _is_alone(load):
+            under_way.send(group, target)
+            under_way = None
+        if _is_alone(load):
+            group.send(_as_bytes(tensors[names[load[0][0]]]), target)
+            continue
+        following = _Parcel([(tensors[names[index]], size) for index, size in load], memory)
+        if under_way is not None:
+            under_way.send(group, target)
+        under_way = following
+    if under_way is not None:
+        under_way.send(group, target)
 
 
-def receive_tensors(group: SideGroup, source: int, device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
+class _Parcel:
+    """Tensors on their way into one piece of host memory, each with its size in bytes there."""
+
+    def __init__(self, load: Sequence[tuple[torch.Tensor, int]], memory: HostMemory | None) -> None:
+        self._memory = memory or _memory_for([tensor for tensor, _ in load])
+        self._content = self._memory.room(sum(size for _, size in load), torch.uint8)
+        places = self._content.split([size for _, size in load])
+        self._copies = [self._begin(tensor.detach(), place) for (tensor, _), place in zip(load, places, strict=True)]
+
+    def _begin(self, tensor: torch.Tensor, place: torch.Tensor) -> Moment | None:
+        view = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return self._memory.copy_out(tensor, view)
+
+    def send(self, group: SideGroup, target: int) -> None:
+        for copy in self._copies:
+            if copy is not None:
+                copy.synchronize()
+        group.send(self._content, target)
+        self._memory.free(self._content)
+
+
+def receive_tensors(
+    group: SideGroup, source: int, device: torch.device, memory: HostMemory | None = None
+) -> tuple[dict[str, torch.Tensor], Any]:
     """Receive the tensors of a `send_tensors` call; returns them on `device`, with the extra."""
     size = torch.zeros(1, dtype=torch.int64)
     group.receive(size, source)
@@ -73,14 +110,26 @@ def receive_tensors(group: SideGroup, source: int, device: torch.device) -> tupl
     header = json.loads(encoded.numpy().tobytes())
     described = header["tensors"]
     tensors = {}
+    memory = memory or host_memory_of(device)
     for load in _loads([_padded(_bytes_of(shape, kind)) for _, shape, kind, _ in described]):
-        parcel = torch.empty(sum(size for _, size in load), dtype=torch.uint8)
+        if _is_alone(load):
+            name, shape, kind, on_host = described[load[0][0]]
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, kind), device="cpu" if on_host else device)
+            group.receive(_as_bytes(tensors[name]), source)
+            continue
+        parcel = memory.room(sum(size for _, size in load), torch.uint8)
         group.receive(parcel, source)
+        last: Moment | None = None
         for content, (index, _) in zip(parcel.split([size for _, size in load]), load, strict=True):
             name, shape, kind, on_host = described[index]
             view = content[: _bytes_of(shape, kind)].view(getattr(torch, kind)).view(shape)
             # A copy, so that a tensor does not keep the whole parcel alive.
-            tensors[name] = view.clone() if on_host else view.to(device, copy=True)
+            if on_host:
+                tensors[name] = view.clone()
+            else:
+                tensors[name] = torch.empty(shape, dtype=view.dtype, device=device)
+                last = memory.copy_back(view, tensors[name])
+        memory.free(parcel, last)
     return tensors, header["extra"]
 
 
@@ -111,6 +160,11 @@ def _loads(sizes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         yield load
 
 
+def _is_alone(load: Sequence[tuple[int, int]]) -> bool:
+    """Whether a load is a tensor so large that the group sends it part by part."""
+    return sum(size for _, size in load) > PARCEL
+
+
 def _padded(size: int) -> int:
     """A size in bytes, rounded up so that a tensor of any type can follow."""
     return -(-size // ALIGNMENT) * ALIGNMENT
@@ -126,4 +180,10 @@ def _describe(name: str, tensor: torch.Tensor) -> tuple[str, list[int], str, boo
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    """A view of a contiguous tensor."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _memory_for(tensors: Sequence[torch.Tensor]) -> HostMemory:
+    """For the way of these tensors to the host; counters of steps are there among others of the device."""
+    return host_memory_of(next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu")))

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gloo group that can include standbys. May import torch and this package."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from megatron_resihp.executor.groups.waiting import Waiter
+from megatron_resihp.executor.host_memory import host_memory_of
 
+LOAD: Final = 64 << 20
+"""The most bytes that cross together: while they do, the next ones come from the device."""
 STANDBY_TIMEOUT = timedelta(days=1)
 """Side groups wait while others evaluate or save; the control plane bounds that by marking the epoch as broken."""
 
@@ -22,6 +26,7 @@ class SideGroup:
 
     def __init__(self, store: dist.Store, name: str, workers: Sequence[int], me: int, waiter: Waiter) -> None:
         self._waiter = waiter
+        self._me = me
         self.workers = tuple(workers)
         self._rank_of = {worker: rank for rank, worker in enumerate(self.workers)}
         self._group = dist.ProcessGroupGloo(
@@ -34,29 +39,54 @@ class SideGroup:
 
     def send(self, tensor: torch.Tensor, worker: int) -> None:
         """Send a tensor of any device."""
-        host = tensor.detach().cpu().contiguous()
-        self._peer_to_peer(lambda: self._group.send([host], self._rank_of[worker], 0))
+        for host in self._leaving(tensor.detach().contiguous()):
+            self._peer_to_peer(functools.partial(self._group.send, [host], self._rank_of[worker], 0))
 
     def receive(self, tensor: torch.Tensor, worker: int) -> None:
-        """Receive into a tensor of any device."""
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
-            self._peer_to_peer(lambda: self._group.recv([tensor], self._rank_of[worker], 0))
-            return
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self._peer_to_peer(lambda: self._group.recv([host], self._rank_of[worker], 0))
-        tensor.copy_(host)
+        """Receive into a contiguous tensor of any device."""
+        for host in self._coming(tensor):
+            self._peer_to_peer(functools.partial(self._group.recv, [host], self._rank_of[worker], 0))
+
+    @staticmethod
+    def _leaving(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """A tensor load by load in host memory; the next load comes from the device while one is used."""
+        memory, under_way = host_memory_of(tensor.device), None
+        for load in _loads(tensor):
+            following = memory.out(load)
+            if under_way is not None:
+                yield under_way.ready()
+                under_way.free()
+            under_way = following
+        if under_way is not None:
+            yield under_way.ready()
+            under_way.free()
+
+    @staticmethod
+    def _coming(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Host memory for a tensor, load by load; what was written there goes to the device after its use."""
+        memory = host_memory_of(tensor.device)
+        for load in _loads(tensor):
+            if not load.is_cuda:
+                yield load
+                continue
+            host = memory.room(load.numel(), load.dtype)
+            yield host
+            memory.free(host, memory.copy_back(host, load))
 
     def _peer_to_peer(self, post: Callable[[], Any]) -> None:
         self._waiter.wait(self._waiter.aside(post))
 
     def broadcast(self, tensor: torch.Tensor, worker: int) -> None:
-        """Broadcast a tensor of any device from `worker` to all."""
-        host = tensor.detach().cpu().contiguous()
+        """Broadcast a contiguous tensor of any device from `worker` to all."""
         options = dist.BroadcastOptions()
         options.rootRank = self._rank_of[worker]
-        self._waiter.wait(self._group.broadcast([host], options))
-        if host.data_ptr() != tensor.data_ptr():
-            tensor.copy_(host)
+        for host in self._leaving(tensor) if worker == self._me else self._coming(tensor):
+            self._waiter.wait(self._group.broadcast([host], options))
+
+
+def _loads(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A contiguous tensor in parts, which all workers cut alike."""
+    return tensor.detach().view(-1).split(max(1, LOAD // tensor.element_size()))
 
 
 MakeSideGroup = Callable[[str, Sequence[int]], SideGroup]

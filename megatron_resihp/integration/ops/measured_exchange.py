@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_resihp.detector.input.records import OpKind
 from megatron_resihp.executor.exchange import GlooExchange
+from megatron_resihp.executor.host_memory import on_host
 from megatron_resihp.executor.messages import Message, Piece
 from megatron_resihp.integration.probes.padding import Padding
 from megatron_resihp.integration.probes.probes import Probes
@@ -68,7 +69,7 @@ class MeasuredExchange(GlooExchange):
                 stamp = torch.tensor([now], dtype=torch.float64)
                 receiver = self._rank_of[piece.receiver]
                 work = dist.isend(stamp, group=self._group, group_dst=receiver, tag=STAMPS + message.tag)
-                self._sending[message.op].append((work, stamp))
+                self._sending[message.op].append((work, on_host(stamp)))
 
     def _wait_for(self, message: Message, works: Sequence[Any]) -> None:
         began = time.monotonic()

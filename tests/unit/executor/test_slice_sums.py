@@ -4,8 +4,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
+from late_copies import LateCopies
 
+from megatron_resihp.executor import slice_sums
+from megatron_resihp.executor.host_memory import HostMemory
 from megatron_resihp.executor.slice_sums import Bucket, sum_gradients
 from megatron_resihp.plan.slices import TIED, WHOLE, Slice
 
@@ -58,3 +62,18 @@ def test_views_of_any_shape_and_type() -> None:
     assert torch.equal(matrix[:, 1:3], torch.tensor([[6.0, 7.0], [10.0, 11.0], [14.0, 15.0]]))
     assert torch.equal(matrix[:, 0], torch.tensor([0.0, 4.0, 8.0]))
     assert torch.equal(bias, torch.full((2,), 6.0, dtype=torch.bfloat16))
+
+
+def test_gradients_that_are_too_many_for_one_load_are_summed_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a device's host memory; what is large is cut, and all of it is summed once."""
+    monkeypatch.setattr(slice_sums, "LOAD", 40)
+    group, copies = Group(), LateCopies()
+    matrix, bias, other = torch.arange(24.0).view(8, 3)[:, 1:], torch.ones(3), torch.ones(2)
+    expected = [each + 5.0 for each in (matrix, bias, other)]
+    views = {Slice(1, 0): [("a", matrix), ("b", bias)], Slice(2, 0): [("c", other)]}
+    buckets = [bucket([Slice(1, 0)], group), bucket([Slice(2, 0)], group)]
+    sum_gradients(buckets, views, set(views), HostMemory(copies))
+    assert group.summed == [10, 9, 2]
+    for found, wanted in zip((matrix, bias, other), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert copies.allocated == [64, 64, 8]

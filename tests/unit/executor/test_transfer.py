@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from late_copies import LateCopies
 
 from megatron_resihp.executor import transfer
+from megatron_resihp.executor.host_memory import HostMemory
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
 
 
@@ -45,6 +47,21 @@ def test_what_is_sent_arrives_bit_for_bit(monkeypatch: pytest.MonkeyPatch, parce
     assert tensors.keys() == STATE.keys()
     for name, tensor in STATE.items():
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor)
+
+
+@pytest.mark.parametrize("parcel", [1, 40, 1 << 20])
+def test_a_devices_state_crosses_in_memory_that_is_used_again(monkeypatch: pytest.MonkeyPatch, parcel: int) -> None:
+    monkeypatch.setattr(transfer, "PARCEL", parcel)
+    wire: Any = Wire()
+    leaving, coming = LateCopies(), LateCopies()
+    sender, receiver = HostMemory(leaving), HostMemory(coming)
+    taken = []
+    for _ in range(3):
+        send_tensors(wire, 1, STATE, {}, sender)
+        tensors, _ = receive_tensors(wire, 0, torch.device("cpu"), receiver)
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in STATE.items())
+        taken.append(len(leaving.allocated) + len(coming.allocated))
+    assert taken[0] == taken[-1]
 
 
 def test_small_tensors_travel_together() -> None:

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory for what crosses between a device and gloo: pinned, used again and again, copied on streams of its own.
+
+A copy to or from pageable memory holds up the host and goes through a small buffer of the driver's. May import torch.
+"""
+
+import functools
+import threading
+from typing import Any, Protocol
+
+import torch
+
+
+class Moment(Protocol):
+    """When a copy is over, as torch.cuda.Event."""
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+class Copies(Protocol):
+    """A device's copies to and from host memory."""
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """So many bytes of host memory."""
+        ...
+
+    def out(self, source: torch.Tensor, target: torch.Tensor) -> Moment:
+        """Begin to copy to the host what the device's work so far leaves in `source`."""
+        ...
+
+    def back(self, source: torch.Tensor, target: torch.Tensor) -> Moment:
+        """Begin to copy to the device; its later work waits for the copy."""
+        ...
+
+
+class CudaCopies:
+    """Copies on two streams, one for each direction, so that neither waits for the other."""
+
+    def __init__(self) -> None:
+        self._out, self._back = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def allocate(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def out(self, source: torch.Tensor, target: torch.Tensor) -> Moment:
+        return _copy_on(self._out, source, target, on_device=source)
+
+    def back(self, source: torch.Tensor, target: torch.Tensor) -> Moment:
+        moment = _copy_on(self._back, source, target, on_device=target)
+        torch.cuda.current_stream().wait_event(moment)
+        return moment
+
+
+def _copy_on(stream: Any, source: torch.Tensor, target: torch.Tensor, on_device: torch.Tensor) -> Any:
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    if on_device.is_cuda:  # counters of steps among what moves are not
+        on_device.record_stream(stream)  # an error may let go of the tensor before the copy is over
+    return stream.record_event()
+
+
+class HostMemory:
+    """The host memory through which a device's tensors cross. It may be used by several threads.
+
+    Buffers have sizes that are powers of two, and are never given up: an iteration needs what the one before it needed.
+
+    Args:
+        copies: of the device; None: its tensors are in host memory, and nothing has to be copied.
+    """
+
+    def __init__(self, copies: Copies | None) -> None:
+        self._copies = copies
+        self._free: dict[int, list[tuple[torch.Tensor, Moment | None]]] = {}
+        self._lock = threading.Lock()
+
+    def room(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory of one dimension, for one use; `free` takes it back."""
+        size = elements * dtype.itemsize
+        if self._copies is None:
+            return torch.empty(elements, dtype=dtype)
+        rounded = 1 << max(size - 1, 0).bit_length()
+        return self._take(self._copies, rounded)[:size].view(dtype)
+
+    def _take(self, copies: Copies, size: int) -> torch.Tensor:
+        with self._lock:
+            free = self._free.get(size, [])
+            for index, (buffer, last_use) in enumerate(free):
+                if last_use is None or last_use.query():
+                    del free[index]
+                    return buffer
+        return copies.allocate(size)
+
+    def free(self, host: torch.Tensor, last_use: Moment | None = None) -> None:
+        """Take memory that `room` gave back. `last_use`: when it is over; None: it is."""
+        if self._copies is not None:
+            buffer = torch.empty(0, dtype=torch.uint8).set_(host.untyped_storage())
+            with self._lock:
+                self._free.setdefault(buffer.numel(), []).append((buffer, last_use))
+
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> Moment | None:
+        """Begin to copy to the host; None: it is done."""
+        if self._copies is None:
+            target.copy_(source)
+            return None
+        return self._copies.out(source, target)
+
+    def copy_back(self, source: torch.Tensor, target: torch.Tensor) -> Moment | None:
+        """Begin to copy to the device, whose later work waits for it; None: it is done."""
+        if self._copies is None:
+            target.copy_(source)
+            return None
+        return self._copies.back(source, target)
+
+    def out(self, tensor: torch.Tensor) -> "OnHost":
+        """Begin to copy a tensor to the host."""
+        tensor = tensor.detach()
+        if self._copies is None:
+            return OnHost(self, tensor.contiguous(), None)
+        host = self.room(tensor.numel(), tensor.dtype).view(tensor.shape)
+        return OnHost(self, host, self._copies.out(tensor, host))
+
+    def take_to(self, device: torch.device, host: torch.Tensor) -> torch.Tensor:
+        """The values as a tensor of the device. The host memory, which `room` gave, is taken back."""
+        if self._copies is None:
+            return host.to(device)
+        target = torch.empty(host.shape, dtype=host.dtype, device=device)
+        self.free(host, self._copies.back(host, target))
+        return target
+
+
+class OnHost:
+    """A tensor on its way to the host."""
+
+    def __init__(self, memory: HostMemory, host: torch.Tensor, moment: Moment | None) -> None:
+        self._memory, self._host, self._moment = memory, host, moment
+
+    def ready(self) -> torch.Tensor:
+        """The values, once they have come."""
+        if self._moment is not None:
+            self._moment.synchronize()
+            self._moment = None
+        return self._host
+
+    def back(self, target: torch.Tensor) -> None:
+        """Begin to copy the values, which may have been changed, to the device; they are out of use then."""
+        if self._host.data_ptr() != target.data_ptr():
+            self._memory.free(self._host, self._memory.copy_back(self._host, target))
+
+    def free(self) -> None:
+        """Called when the values are out of use."""
+        self._memory.free(self._host)
+
+
+def on_host(tensor: torch.Tensor) -> OnHost:
+    """A host tensor, which is nowhere to be copied."""
+    return OnHost(_on_host(), tensor, None)
+
+
+def host_memory_of(device: torch.device) -> HostMemory:
+    """The process's host memory for tensors of a device."""
+    # The CPU stand-in makes host tensors for the device.
+    return _on_host() if torch.empty(0, device=device).device.type == "cpu" else _of_current_device()
+
+
+@functools.cache
+def _on_host() -> HostMemory:
+    return HostMemory(None)
+
+
+@functools.cache
+def _of_current_device() -> HostMemory:
+    return HostMemory(CudaCopies())
