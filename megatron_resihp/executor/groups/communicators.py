@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_resihp.executor.direct.peers import NAME, GlooPeers, NcclPeers, Peers
 from megatron_resihp.executor.gloo.groups_ahead import GroupsAhead
 from megatron_resihp.executor.groups.connections import Connections
 from megatron_resihp.executor.groups.rendezvous import InterruptibleStore
@@ -127,6 +128,17 @@ class Communicators:
         self._side_groups.append(group)
         return group
 
+    def peer_group(self, workers: Sequence[int]) -> Peers:
+        """A group of workers, standbys included, for tensors of their devices."""
+        assert self.connections.store is not None
+        if torch.empty(0, device="cuda").is_cuda:
+            torch.cuda.empty_cache()
+            self._patches.install_nccl()
+            return NcclPeers(self.connections.store, workers, self._me)
+        group = GlooPeers(self.connections.store, NAME, workers, self._me, self.waiter)
+        self._side_groups.append(group)
+        return group
+
     def destroy(self) -> None:
         """Forget all groups of the epoch; a world with a dead rank is useless. `release` frees them."""
         if self.connections.store is not None:
@@ -140,6 +152,8 @@ class Communicators:
         self._meetings.forget()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # A standby has no world, but may have had a group of devices.
+        dist.distributed_c10d._world.pg_map.clear()
         # torch names groups by this count, which also counts an interrupted attempt to make a world. Members may have
         # come less far in it, and a member that has another name for a group waits in it alone.
         dist.distributed_c10d._world.group_count = 0
