@@ -33,6 +33,11 @@ STRATEGIES: Final = (
 """Strategies that can plan in place."""
 ACTS: Final = ("observe", "ask", "act")
 
+HOST: Final = "host"
+DEVICE: Final = "device"
+CARRIERS: Final = (HOST, DEVICE)
+"""What carries gradients and results between workers under a heterogeneous plan."""
+
 MOST_PLAN_WAIT_S: Final = 3600.0
 PLAN_WAIT_S: Final = 2.0
 """Default time that a recovery waits for a strategy's plan where complete uniform replicas exist."""
@@ -268,6 +273,12 @@ class ResihpConfig:
         "An iteration that is repeated after a failure then has other masks than it would have had.",
     )  # fmt: skip
 
+    resihp_carrier: str = _flag(
+        HOST, "What carries gradients and results between workers under a plan that Megatron's own groups can't run. "
+        "host: gloo, through host memory; device: the job's own backend, in one more group of all workers. After "
+        "an error of the device's way all go on through the host.", metavar="CARRIER",
+    )  # fmt: skip
+
     resihp_cost_model: str | None = _flag(
         None, "The cost_model.json of an earlier run of the job, so that the detector looks for slow workers from the "
         "first iterations on; default: the one in the run directory, if any.", metavar="FILE",
@@ -317,6 +328,8 @@ class ResihpConfig:
         if self.resihp_act != ACTS[0] and self.resihp_strategy == UNIFORM:
             mend = "give --resihp-strategy joint, for example"
             raise ConfigError(f"--resihp-act {self.resihp_act} needs a strategy that reacts to slow workers; {mend}")
+        if self.resihp_carrier not in CARRIERS:
+            raise ConfigError(f"--resihp-carrier {self.resihp_carrier} is none; choose from {', '.join(CARRIERS)}")
         if not self.resihp_answer_timeout > 0:
             seconds = f"{self.resihp_answer_timeout:g}"
             raise ConfigError(f"--resihp-answer-timeout {seconds} is no time to wait; give more than 0 seconds")

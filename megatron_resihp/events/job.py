@@ -58,6 +58,9 @@ class Job(Event):
     transfer_bytes: Annotated[int | None, "size of a micro-batch's activations"] = None
     false_alarms_per_job: Annotated[float | None, "what the detector may get wrong, on average"] = None
     cost_model: Annotated[str | None, "file that the detector was to start from; null: none named"] = None
+    carrier: Annotated[
+        str | None, "what carries gradients and results under a plan of unlike replicas: host or device"
+    ] = None
     emulated: Annotated[str | None, "device profile of the emulated clock; null: none"] = None
 
 

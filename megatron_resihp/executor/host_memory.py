@@ -154,11 +154,6 @@ class OnHost:
         self._memory.free(self._host)
 
 
-def on_host(tensor: torch.Tensor) -> OnHost:
-    """A host tensor, which is nowhere to be copied."""
-    return OnHost(_on_host(), tensor, None)
-
-
 def host_memory_of(device: torch.device) -> HostMemory:
     """The process's host memory for tensors of a device."""
     # The CPU stand-in makes host tensors for the device.

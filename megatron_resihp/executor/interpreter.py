@@ -42,7 +42,7 @@ class Work(Protocol):
 
 
 class Exchange(Protocol):
-    """Transfers messages; `exchange.GlooExchange` documents each method."""
+    """Transfers messages; `exchange.PieceExchange` documents each method."""
 
     def take(self, message: Message) -> None: ...
 

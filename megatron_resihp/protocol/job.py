@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megatron_resihp.coding import Between
-from megatron_resihp.config import ACTS, FALSE_ALARMS_PER_JOB, MEMORY_RESERVE, PLAN_WAIT_S, UNIFORM
+from megatron_resihp.config import ACTS, FALSE_ALARMS_PER_JOB, HOST, MEMORY_RESERVE, PLAN_WAIT_S, UNIFORM
 from megatron_resihp.protocol.values import (
     MOST_LAYERS,
     MOST_MICRO_BATCHES,
@@ -54,6 +54,7 @@ class JobDescription:
         device_memory: bytes; None: unknown.
         memory_reserve: percent of it that plans leave free.
         cost_model: path of a fitted one.
+        carrier: what carries gradients and results under a heterogeneous plan, one of config.CARRIERS.
     """
 
     tensor_parallel: Degree
@@ -84,3 +85,4 @@ class JobDescription:
     device_memory: Natural | None = None
     memory_reserve: Finite = MEMORY_RESERVE
     cost_model: str | None = None
+    carrier: str = HOST

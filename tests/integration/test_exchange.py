@@ -16,7 +16,7 @@ import toy_pipeline
 from toy_pipeline import DTYPE, HIDDEN, MICRO_BATCH, WIDE, WORKERS, Case, Members, ToyWork
 
 TIMEOUT_S = 120
-CASES = toy_pipeline.cases() | toy_pipeline.beside()
+CASES = toy_pipeline.cases() | toy_pipeline.beside() | toy_pipeline.between_devices()
 
 
 @pytest.fixture(scope="module")

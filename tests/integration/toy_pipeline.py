@@ -24,12 +24,15 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from megatron_resihp.coding import decode
-from megatron_resihp.executor.exchange import GlooExchange
+from megatron_resihp.executor.carriers import Carrier, DirectCarrier, HostCarrier
+from megatron_resihp.executor.direct.order import in_agreed_order
+from megatron_resihp.executor.direct.peers import GlooPeers, Peers
+from megatron_resihp.executor.exchange import PieceExchange
 from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.executor.groups.waiting import WaitAbandoned, Waiter
 from megatron_resihp.executor.interpreter import run
 from megatron_resihp.executor.messages import Message
-from megatron_resihp.executor.routes import routes_for
+from megatron_resihp.executor.routes import all_routes
 from megatron_resihp.pipeline.planned import explicit_schedule, program_of
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.layers import chunks_from
@@ -163,6 +166,12 @@ def beside() -> dict[str, Case]:
     return {f"{name}, beside devices": cases()[name] for name in ("2 to 1, whole", "1 to 2, whole", "1 to 2, split")}
 
 
+def between_devices() -> dict[str, Case]:
+    """Those with most to go wrong, in the one order of the devices' way."""
+    kinds = ("3 to 2 to 1", "migrated", f"random {SEEDS[-1]}")
+    return {f"{name}, between devices": case for name, case in cases().items() if name.startswith(kinds)}
+
+
 class ToyWork:
     """The ops of one worker."""
 
@@ -218,9 +227,11 @@ class ToyWork:
 
 
 def run_case(
-    case: Case, me: int, world: dist.ProcessGroup | None = None, waiter: Waiter | None = None
-) -> Mapping[str, Any] | None:
-    """`world`: of all workers, for host tensors; None: the default group. `waiter` ends its waits."""
+    case: Case, me: int, world: dist.ProcessGroup | None = None, waiter: Waiter | None = None,
+    peers: Peers | None = None,
+) -> Mapping[str, Any] | None:  # fmt: skip
+    """`world`: of all workers, for host tensors; None: the default group. `waiter` ends its waits. `peers`: of all
+    workers, in place of both."""
     plan = case.plan
     groups = {
         members: dist.new_group(members, backend="gloo")
@@ -236,11 +247,13 @@ def run_case(
     members = Members(mine.index(me), len(mine), case.split, groups.get(mine))
     splits_backward = ours.schedule is not None and ours.schedule.splits_backward
     work = ToyWork(ours.chunks, members, case.tokens, splits_backward)
-    steps = routes_for(plan, orders_of(plan), me, case.split, case.tokens)
-    exchange = GlooExchange(
-        me, world or dist.group.WORLD, {worker: worker for worker in plan.working}, members.group,
-        (MICRO_BATCH, HIDDEN), DTYPE, torch.device("cpu"), waiter,
+    routes = all_routes(plan, orders_of(plan), case.split, case.tokens)
+    steps = (routes if peers is None else in_agreed_order(routes))[me]
+    device = torch.device("cpu")
+    carrier: Carrier = DirectCarrier(peers, members.group, device) if peers is not None else HostCarrier(
+        me, world or dist.group.WORLD, {worker: worker for worker in plan.working}, members.group, device, waiter,
     )  # fmt: skip
+    exchange = PieceExchange(me, carrier, (MICRO_BATCH, HIDDEN), DTYPE)
     exchange.connect(steps)
     run(steps, work, exchange)
     assert not work.live
@@ -260,7 +273,7 @@ def waits_forever(me: int, broken: threading.Event) -> bool:
     if me != 1:
         return False
     alone, message = {0: 0, 1: 1}, Message(PlannedOp("F", 0, 0), (0,), (1,), 4, False, 0)
-    exchange = GlooExchange(me, dist.group.WORLD, alone, None, (HIDDEN,), DTYPE, torch.device("cpu"))
+    exchange = PieceExchange(me, HostCarrier(me, dist.group.WORLD, alone, None, torch.device("cpu")), (HIDDEN,), DTYPE)
     exchange.take(message)
     broken.set()
     try:
@@ -292,6 +305,8 @@ def work_through(me: int, directory: Path) -> None:
     Waiter(broken.is_set).install()
     dist.init_process_group("gloo", store=store, rank=me, world_size=WORKERS, timeout=TIMEOUT)
     results |= {name: run_case(case, me) for name, case in cases().items()}
+    peers = GlooPeers(store, "peers", range(WORKERS), me, Waiter(broken.is_set))
+    results |= {name: run_case(case, me, peers=peers) for name, case in between_devices().items()}
     dist.barrier()
     results["waits forever"] = waits_forever(me, broken)
     # Who leaves before worker 1 is through ends its wait as well.

@@ -2,8 +2,9 @@
 """scripts/pretrain_gpt.py with a forward step that does what files in RUN_DIR/wishes ask for: ACTION-WORKER-ITERATION.
 
 Actions: `oom` and `error` raise, `nan` spoils the output, `spoil` its gradient only, `hold` waits for the file `go_on`
-or, in iteration 7, for `go_on-7`. `ACTION-degree-2` is done in every stage of two members,
-and with `lasting-ACTION-degree-2` in such a stage's first iteration, whatever stage the worker is in when it is redone.
+or, in iteration 7, for `go_on-7`, and `uncarried` lets the way between devices fail from then on. `ACTION-degree-2` is
+done in every stage of two members, and with `lasting-ACTION-degree-2` in such a stage's first iteration, whatever stage
+the worker is in when it is redone.
 The wish `packing` has no worker and iteration: the bounds of packed documents are written to RUN_DIR/packing_WORKER, a
 line per micro-batch.
 """
@@ -12,7 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -20,6 +21,8 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import pretrain_gpt  # noqa: E402
 import torch  # noqa: E402
 from megatron.training import get_args  # noqa: E402
+
+from megatron_resihp.executor.direct.peers import GlooPeers  # noqa: E402
 
 WISHES = Path(os.environ["RESIHP_RUN_DIR"]) / "wishes"
 HOLD_S = 60.0
@@ -46,10 +49,16 @@ def forward_step(*positional: Any) -> Any:
     going = (WISHES / "go_on", WISHES / f"go_on-{get_args().curr_iteration + 1}")
     while wished("hold") and not any(file.exists() for file in going) and time.monotonic() < deadline:
         time.sleep(0.01)
+    if wished("uncarried"):
+        GlooPeers.exchange = refuse  # type: ignore[method-assign]
     output, loss_function = plain_forward_step(*positional)
     if wished("spoil"):
         output.register_hook(lambda gradient: gradient * float("nan"))
     return (output * float("nan") if wished("nan") else output), loss_function
+
+
+def refuse(*positional: Any) -> NoReturn:
+    raise RuntimeError("no such luck")
 
 
 def packing(batch: dict[str, Any]) -> Any:

@@ -111,6 +111,7 @@ class TestPlanning:
         [
             ({"resihp_strategy": "restart"}, "--resihp-strategy restart is none of them"),
             ({"resihp_strategy": "jiont"}, "--resihp-strategy jiont is none of them; do you mean joint. choose from"),
+            ({"resihp_carrier": "pigeon"}, "--resihp-carrier pigeon is none; choose from host, device"),
             ({"resihp_act": "sleep"}, "--resihp-act sleep is none of them; choose from observe, ask, act"),
             ({"resihp_act": "act"}, "needs a strategy that reacts to slow workers"),
             ({"resihp_answer_timeout": 0.0}, "--resihp-answer-timeout 0 is no time to wait; give more than 0"),

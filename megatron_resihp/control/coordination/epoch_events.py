@@ -50,6 +50,7 @@ def job_described(worker: int, job: JobDescription) -> Job:
         seconds_between_changes=job.seconds_between_changes,
         device_memory=job.device_memory,
         memory_reserve=job.memory_reserve,
+        carrier=job.carrier,
         cost_model=job.cost_model,
     )
 

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
+from megatron_resihp.config import DEVICE
 from megatron_resihp.control.replanning.inventory import Held, require_all_parts, written_once
+from megatron_resihp.executor.direct.order_check import check_order_of_plan
 from megatron_resihp.executor.route_check import check_plan
 from megatron_resihp.executor.routes import RouteError
 from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, shortened, spelled_out
@@ -83,7 +85,10 @@ class _Heterogeneous(PlanMode):
             if tokens % degree:
                 raise PlanError(f"{degree} TP members can't share the {tokens} tokens of a sequence evenly")
         try:
-            check_plan(spelled_out(plan, own), job.sequence_parallel, tokens)
+            written = spelled_out(plan, own)
+            check_plan(written, job.sequence_parallel, tokens)
+            if job.carrier == DEVICE:
+                check_order_of_plan(written, job.sequence_parallel, tokens, own[-1].end - 1 if job.tied else None)
         except RouteError as error:
             raise PlanError(f"the plan's ops don't fit together: {error}") from None
 

@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import torch
@@ -17,10 +17,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 from torch.distributed.constants import default_pg_timeout
 
+from megatron_resihp.config import DEVICE
+from megatron_resihp.executor.direct.order import SliceSum, slice_sums
+from megatron_resihp.executor.direct.peers import Peers
+from megatron_resihp.executor.direct.sums import sum_between_devices
 from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
 from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.executor.routes import Step
-from megatron_resihp.executor.slice_sums import make_buckets
+from megatron_resihp.executor.slice_sums import make_buckets, sum_gradients
+from megatron_resihp.integration.modes.direct_way import WatchedPeers, agreed_to_use, can_carry
 from megatron_resihp.integration.modes.migration import migrate_slices
 from megatron_resihp.integration.modes.mode import Counts, DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
 from megatron_resihp.integration.modes.uniform import averaging_of
@@ -45,8 +50,9 @@ from megatron_resihp.integration.state.slice_state import (
     counted_norm_squared,
     counted_parameters_squared,
     divide_by_tokens,
+    gradient_views,
     slice_digests,
-    sum_slice_gradients,
+    sum_inside_stage,
     zeros_in,
 )
 from megatron_resihp.integration.step.loss_scale import scaled_losses
@@ -76,12 +82,29 @@ class HeterogeneousMode(Mode):
         self.averaging = averaging_of(runtime, 1)  # sums by slices are not divided
         self._buckets = make_buckets(view.shares.holders, view.worker, make_group)
         self._runtime = runtime
+        self._direct: Peers | None = None
         self._tokens: Any = 0.0
 
     def close(self) -> None:
         super().close()
-        self._buckets = []
+        self._buckets, self._direct = [], None
         vars(self).pop("_exchange", None)
+
+    def meet(self) -> None:
+        runtime, members = self._runtime, self.view.plan.members
+        if runtime.job.config.resihp_carrier != DEVICE:
+            return
+        usable = can_carry(runtime.job.args.distributed_backend) and runtime.direct.is_usable(members)
+        if not agreed_to_use(usable, self.everybody):
+            if self.view.works and self.view.reports:
+                print("resihp: gradients and results go through the host: they can't cross between devices", flush=True)
+            return
+        self._direct = WatchedPeers(runtime.communicators.peer_group(members), self._note_failure)
+        self._direct.connect()
+
+    def _note_failure(self, error: Exception) -> None:
+        if not self._runtime.control.heard.broken():  # the abort of a broken epoch fails everything
+            self._runtime.direct.strike(self.view.plan.members)
 
     def wanted_groups(self) -> list[WorldGroup]:
         args, (own, peers) = self._runtime.job.args, ranks_of_stage(self.view)
@@ -98,10 +121,12 @@ class HeterogeneousMode(Mode):
             _tell_of_lost_overlap(runtime.setup.sizes.own(runtime.job.args))
         runtime.setup.groups.replace(view)
         rows, _ = boundary_of(runtime.job.args, runtime.job.args.micro_batch_size)
-        self._routes = training_routes(view, runtime.job.own.sequence_parallel, rows)
+        direct = self._direct is not None
+        self._routes = training_routes(view, runtime.job.own.sequence_parallel, rows, direct)
         self.splits_backward = any(step.op.kind == "W" for step in self._routes)
-        self._exchange = make_exchange(runtime.job.args, runtime.communicators, view)
-        self._exchange.begin(runtime.probes, runtime.pads.padding, view.own_chunks, partial(runtime.reach, "p2p"))
+        self._exchange, stamps = make_exchange(runtime.job.args, runtime.communicators, view, self._direct)
+        at_transfer = partial(runtime.reach, "p2p")
+        self._exchange.begin(runtime.probes, runtime.pads.padding, view.own_chunks, at_transfer, stamps)
         self._exchange.connect(self._routes)
         with as_stage(view.own_chunks[0], len(view.chunks)):
             start_streams(runtime.job.args, runtime.epoch)
@@ -126,7 +151,8 @@ class HeterogeneousMode(Mode):
             return []
         args = self._runtime.job.args
         rows, row = boundary_of(args, args.eval_micro_batch_size)
-        steps = evaluation_routes(self.view, call["num_microbatches"], self._runtime.job.own.sequence_parallel, rows)
+        split, direct = self._runtime.job.own.sequence_parallel, self._direct is not None
+        steps = evaluation_routes(self.view, call["num_microbatches"], split, rows, direct)
         work = self._work(steps, _schedule_call(call))
         run_evaluation(work, steps, self._exchange, row)
         return work.reported
@@ -137,10 +163,20 @@ class HeterogeneousMode(Mode):
 
     def share_gradients(self) -> None:
         self._runtime.reach("grad-sync")  # Megatron's own is never called
-        model = self._runtime.held.live.model
-        sum_slice_gradients(model, self.view.shares, self._buckets, self.view.works)
+        model, shares = self._runtime.held.live.model, self.view.shares
+        if self.view.works:
+            sum_inside_stage(model)
+        if self._direct is None:
+            sum_gradients(self._buckets, gradient_views(model, shares), shares.contributed)
+        else:
+            views = gradient_views(model, shares)
+            sum_between_devices(self._sums, views, shares.contributed, self._direct, self.view.worker)
         if self.averaging.per_token:
             divide_by_tokens(model, self.everybody, float(self._tokens))
+
+    @cached_property
+    def _sums(self) -> tuple[SliceSum, ...]:
+        return slice_sums(self.view.plan, self.view.tied_head)
 
     def replicas_agree(self, megatrons: Callable[[], bool]) -> bool:
         told: list[Any] = [None] * len(self.view.rank_order)

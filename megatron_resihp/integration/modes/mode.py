@@ -81,6 +81,9 @@ class Mode(ABC):
 
     # ---- groups
 
+    def meet(self) -> None:  # noqa: B027 (most modes have nothing to agree on)
+        """What all members, standbys included, settle together before the epoch's other groups are made."""
+
     @abstractmethod
     def wanted_groups(self) -> list[WorldGroup]:
         """The groups of gloo's in torch's world that this worker will make."""

@@ -7,20 +7,22 @@ have come on the device. May import torch, `executor` and this package.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_resihp.detector.input.records import OpKind
-from megatron_resihp.executor.exchange import GlooExchange
-from megatron_resihp.executor.host_memory import on_host
+from megatron_resihp.executor.direct.peers import Pending
+from megatron_resihp.executor.exchange import PieceExchange
 from megatron_resihp.executor.messages import Message, Piece
 from megatron_resihp.integration.probes.padding import Padding
 from megatron_resihp.integration.probes.probes import Probes
 from megatron_resihp.plan import PlannedOp
 
+Stamps = tuple[dist.ProcessGroup, Mapping[int, int]]
+"""A gloo group of all workers that exchange messages, and the rank of each worker in it."""
 STAMPS: Final = 1 << 24
 """Added to a message's tag for the moment at which it was sent."""
 AT_ONCE_S: Final = 1e-4
@@ -28,18 +30,21 @@ AT_ONCE_S: Final = 1e-4
 NAN: Final = float("nan")
 
 
-class MeasuredExchange(GlooExchange):
-    """A GlooExchange whose transfers the probes note; `begin` is called once, before all else."""
+class MeasuredExchange(PieceExchange):
+    """A PieceExchange whose transfers the probes note; `begin` is called once, before all else."""
 
     def begin(
-        self, probes: Probes, padding: Padding | None, own_chunks: Sequence[int], at_transfer: Callable[[], None]
-    ) -> None:
+        self, probes: Probes, padding: Padding | None, own_chunks: Sequence[int], at_transfer: Callable[[], None],
+        stamps: Stamps,
+    ) -> None:  # fmt: skip
         """Say what there is to measure.
 
         Args:
             own_chunks: numbers of this worker's chunks in the plan.
             at_transfer: called before each transfer, where a fault injection may strike.
+            stamps: the group in which moments of sending cross on the emulated clock.
         """
+        self._stamp_group = stamps
         self._probes, self._padding, self._at_transfer = probes, padding, at_transfer
         self._own = {chunk: index for index, chunk in enumerate(own_chunks)}
         self._token_bytes = self._dtype.itemsize * self._shape[0] * self._shape[1]
@@ -67,11 +72,12 @@ class MeasuredExchange(GlooExchange):
                 self._note(message, piece.receiver, message.op.chunk, piece, now, NAN, received=False)
             if self._padding is not None:
                 stamp = torch.tensor([now], dtype=torch.float64)
-                receiver = self._rank_of[piece.receiver]
-                work = dist.isend(stamp, group=self._group, group_dst=receiver, tag=STAMPS + message.tag)
-                self._sending[message.op].append((work, on_host(stamp)))
+                group, rank_of = self._stamp_group
+                to = rank_of[piece.receiver]
+                work = dist.isend(stamp, group=group, group_dst=to, tag=STAMPS + message.tag)
+                self._sending[message.op].append(_SentStamp(work, stamp))
 
-    def _wait_for(self, message: Message, works: Sequence[Any]) -> None:
+    def _wait_for(self, message: Message, works: Sequence[Pending]) -> None:
         began = time.monotonic()
         super()._wait_for(message, works)
         came, posted = time.monotonic(), self._taken.pop(message.op)
@@ -94,8 +100,8 @@ class MeasuredExchange(GlooExchange):
 
     def _take_stamp(self, message: Message, piece: Piece) -> tuple[Any, torch.Tensor]:
         stamp = torch.empty(1, dtype=torch.float64)
-        sender = self._rank_of[piece.sender]
-        return dist.irecv(stamp, group=self._group, group_src=sender, tag=STAMPS + message.tag), stamp
+        group, rank_of = self._stamp_group
+        return dist.irecv(stamp, group=group, group_src=rank_of[piece.sender], tag=STAMPS + message.tag), stamp
 
     def _arrivals(self, message: Message) -> list[tuple[float, float]]:
         """When each piece was sent, and comes on the emulated device; what never was (∞, 0) on a real one."""
@@ -118,6 +124,16 @@ class MeasuredExchange(GlooExchange):
         kind, own = OpKind[message.op.kind], self._own[chunk]
         size = self._size(piece)
         self._probes.transfers.note(peer, received, kind, own, message.op.micro_batch, posted, done, size)
+
+
+class _SentStamp(NamedTuple):
+    """Under way, with its tensor."""
+
+    work: Any
+    stamp: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
 
 
 def _end(arrival: float, began: float, came: float, emulated: bool) -> float:

@@ -17,11 +17,14 @@ from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
+from megatron_resihp.executor.carriers import Carrier, DirectCarrier, HostCarrier
+from megatron_resihp.executor.direct.order import in_agreed_order
+from megatron_resihp.executor.direct.peers import Peers
 from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.executor.interpreter import run
-from megatron_resihp.executor.routes import Step, routes_for
+from megatron_resihp.executor.routes import Orders, Step, all_routes, routes_for
 from megatron_resihp.integration.job import type_between_layers
-from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange
+from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange, Stamps
 from megatron_resihp.integration.ops.micro_batches import MicroBatches
 from megatron_resihp.integration.ops.split_backward import WeightGradient, leaving_weights, remembering_bias
 from megatron_resihp.integration.patches import documents
@@ -81,11 +84,13 @@ def run_evaluation(work: "MegatronWork", steps: Sequence[Step], exchange: Measur
     work.batches.finish()
 
 
-def evaluation_routes(view: HeterogeneousView, count: int, sequence_parallel: bool, rows: int) -> tuple[Step, ...]:
+def evaluation_routes(
+    view: HeterogeneousView, count: int, sequence_parallel: bool, rows: int, direct: bool
+) -> tuple[Step, ...]:
     """This worker's steps of an evaluation of `count` micro-batches, by the replica whose results are printed."""
     evaluating = _evaluating(view.evaluating, count)
     orders = [[[op for op in order if op.kind == "F"] for order in orders_of(evaluating)]]
-    return routes_for(ParallelPlan((evaluating,), {}), orders, view.worker, sequence_parallel, rows)
+    return _routes(ParallelPlan((evaluating,), {}), orders, view.worker, sequence_parallel, rows, direct)
 
 
 def _evaluating(replica: Replica, total: int) -> Replica:
@@ -178,27 +183,50 @@ def boundary_of(args: Any, micro_batch_size: int) -> tuple[int, Row]:
     return args.seq_length, (micro_batch_size, args.hidden_size)
 
 
-def training_routes(view: HeterogeneousView, sequence_parallel: bool, rows: int) -> tuple[Step, ...]:
-    """This worker's steps of every iteration under the plan. `rows`: tokens of a sample."""
+def training_routes(view: HeterogeneousView, sequence_parallel: bool, rows: int, direct: bool) -> tuple[Step, ...]:
+    """This worker's steps of every iteration under the plan.
+
+    Args:
+        rows: tokens of a sample.
+        direct: whether results cross between devices, in the one order of all workers.
+    """
     orders = [orders_of(replica) for replica in view.plan.replicas]
-    return routes_for(view.plan, orders, view.worker, sequence_parallel, rows)
+    return _routes(view.plan, orders, view.worker, sequence_parallel, rows, direct)
 
 
-def make_exchange(args: Any, communicators: Communicators, view: HeterogeneousView) -> MeasuredExchange:
-    """What carries results between workers in this epoch. All of them call it in the world of the plan."""
+def _routes(
+    plan: ParallelPlan, orders: Orders, worker: int, sequence_parallel: bool, rows: int, direct: bool
+) -> tuple[Step, ...]:
+    if not direct:
+        return routes_for(plan, orders, worker, sequence_parallel, rows)
+    return in_agreed_order(all_routes(plan, orders, sequence_parallel, rows)).get(worker, ())
+
+
+def make_exchange(
+    args: Any, communicators: Communicators, view: HeterogeneousView, direct: Peers | None
+) -> tuple[MeasuredExchange, Stamps]:
+    """What carries results between workers in this epoch. All of them call it in the world of the plan.
+
+    Args:
+        direct: carries them between devices; None: they go through the host.
+
+    Returns:
+        it, and a group for moments of sending.
+    """
     _, row = boundary_of(args, args.micro_batch_size)
     rank_of = {worker: rank for rank, worker in enumerate(view.rank_order)}
-    everybody, peers = dist.group.WORLD, mpu.get_tensor_model_parallel_group()
+    everybody = dist.group.WORLD
+    stage = on_host = mpu.get_tensor_model_parallel_group()
     if communicators.host_waiter is not None:
         everybody = communicators.host_group(range(len(rank_of)))
-        peers = communicators.host_group([rank_of[peer] for peer in view.peers])
-    return MeasuredExchange(
-        view.worker,
-        everybody,
-        rank_of,
-        peers if len(view.peers) > 1 else None,
-        row,
-        type_between_layers(args),
-        torch.device("cuda", torch.cuda.current_device()),
-        communicators.host_waiter,
-    )
+        on_host = communicators.host_group([rank_of[peer] for peer in view.peers])
+    device = torch.device("cuda", torch.cuda.current_device())
+    alone = len(view.peers) == 1
+    carrier: Carrier
+    if direct is not None:
+        carrier = DirectCarrier(direct, None if alone else stage, device)
+    else:
+        carrier = HostCarrier(
+            view.worker, everybody, rank_of, None if alone else on_host, device, communicators.host_waiter
+        )
+    return MeasuredExchange(view.worker, carrier, row, type_between_layers(args)), (everybody, rank_of)

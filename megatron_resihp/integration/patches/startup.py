@@ -196,6 +196,7 @@ def describe_job(job: Job) -> JobDescription:
         device_memory=None if cpu.installed() else torch.cuda.get_device_properties(args.local_rank).total_memory,
         memory_reserve=config.resihp_memory_reserve,
         cost_model=config.resihp_cost_model and os.path.abspath(config.resihp_cost_model),
+        carrier=config.resihp_carrier,
     )
 
 

@@ -15,7 +15,6 @@ from megatron.core.utils import get_model_config
 
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.executor.groups.side_group import SideGroup
-from megatron_resihp.executor.slice_sums import Bucket, sum_gradients
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
 from megatron_resihp.integration.state.parameter_slices import Piece, counted_by_megatron, pieces_of
 from megatron_resihp.integration.state.shard import group_steps, states_of
@@ -32,16 +31,10 @@ States = Mapping[int, Mapping[str, torch.Tensor]]
 # ---- gradients
 
 
-def sum_slice_gradients(model: Sequence[Any], shares: SliceShares, buckets: Sequence[Bucket], works: bool) -> None:
-    """Sum each gradient over the replicas, holders without work included; all members call it once per iteration.
-
-    Args:
-        works: whether the plan gives this worker work.
-    """
-    if works:
-        peers = mpu.get_tensor_model_parallel_group()
-        _allreduce_non_tensor_model_parallel_grads(model, get_model_config(model[0]), peers)
-    sum_gradients(buckets, gradient_views(model, shares), shares.contributed)
+def sum_inside_stage(model: Sequence[Any]) -> None:
+    """Sum the gradients that sequence parallelism splits; the members of a stage call it together."""
+    peers = mpu.get_tensor_model_parallel_group()
+    _allreduce_non_tensor_model_parallel_grads(model, get_model_config(model[0]), peers)
 
 
 def gradient_views(model: Sequence[Any], shares: SliceShares) -> dict[Slice, list[tuple[str, torch.Tensor]]]:

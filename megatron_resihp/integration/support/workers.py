@@ -42,7 +42,9 @@ AT_START: frozenset[str] = frozenset(
 """Arguments of loading, which a later worker does not do. So are our own flags, but for a few: they are for the
 coordinator, which has those of the job's first worker."""
 
-OWN_ALWAYS: frozenset[str] = frozenset({"resihp_emulate", "resihp_record_samples", "resihp_record_digests"})
+OWN_ALWAYS: frozenset[str] = frozenset(
+    {"resihp_carrier", "resihp_emulate", "resihp_record_samples", "resihp_record_digests"}
+)
 """Our own flags that each worker follows."""
 
 IF_GIVEN: frozenset[str] = frozenset(

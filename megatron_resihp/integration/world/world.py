@@ -33,6 +33,7 @@ def build_world(runtime: Runtime, plan: ParallelPlan, ahead: GroupsAhead | None 
         order = runtime.view.rank_order
         args.rank, args.world_size = order.index(runtime.worker), len(order)
         runtime.communicators.join_world(args.distributed_backend, order, timeout_of(args))
+    runtime.mode.meet()
 
 
 def needs_of(runtime: Runtime, plan: ParallelPlan) -> GroupNeeds:

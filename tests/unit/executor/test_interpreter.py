@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_resihp.coding import decode
-from megatron_resihp.executor.exchange import GlooExchange
+from megatron_resihp.executor.carriers import HostCarrier
+from megatron_resihp.executor.exchange import PieceExchange
 from megatron_resihp.executor.interpreter import run
 from megatron_resihp.executor.messages import Message
 from megatron_resihp.executor.routes import Step, routes_for
@@ -139,6 +140,7 @@ def test_a_result_that_is_missing() -> None:
 @pytest.mark.parametrize("tensor", (torch.ones(TOKENS + 1, 2), torch.ones(TOKENS, 2, dtype=torch.float64)))
 def test_a_tensor_of_another_shape_or_type_is_not_sent(tensor: Tensor) -> None:
     message = Message(PlannedOp("F", 0, 0), (0,), (1,), TOKENS, False, 0)
-    exchange = GlooExchange(0, None, {}, None, (2,), torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+    carrier = HostCarrier(0, None, {}, None, torch.device("cpu"))  # type: ignore[arg-type]
+    exchange = PieceExchange(0, carrier, (2,), torch.float32)
     with pytest.raises(ValueError, match=r"\(4, 2\) of torch.float32 should be sent"):
         exchange.send(message, tensor)

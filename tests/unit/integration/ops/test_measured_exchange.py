@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_resihp.detector.input.records import OpKind
+from megatron_resihp.executor.carriers import HostCarrier
 from megatron_resihp.executor.messages import Message
 from megatron_resihp.executor.routes import Step
 from megatron_resihp.integration.ops import measured_exchange
@@ -58,8 +59,9 @@ class Worker:
         )
         ranks = {worker: worker for worker in range(3)}
         group: Any = me
-        self.exchange = MeasuredExchange(me, group, ranks, None, SHAPE, torch.float32, torch.device("cpu"))
-        self.exchange.begin(probes, padding if emulated else None, own_chunks, self._reach)
+        carrier = HostCarrier(me, group, ranks, None, torch.device("cpu"))
+        self.exchange = MeasuredExchange(me, carrier, SHAPE, torch.float32)
+        self.exchange.begin(probes, padding if emulated else None, own_chunks, self._reach, (group, ranks))
 
     def _reach(self) -> None:
         self.reached += 1

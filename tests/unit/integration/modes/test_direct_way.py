@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether what crosses goes between devices: what workers have seen fail, and what they agree on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_resihp.executor.direct.peers import Parts, Pending
+from megatron_resihp.executor.groups.errors import is_communicator_error
+from megatron_resihp.integration.modes.direct_way import DirectTrials, DirectWayFailed, WatchedPeers, agreed_to_use
+
+
+class Broken:
+    """Peers of which each call fails, or only the wait for what was begun."""
+
+    def __init__(self, error: Exception, begins: bool = False) -> None:
+        self._error, self._begins = error, begins
+
+    def connect(self) -> None:
+        raise self._error
+
+    def exchange(self, sends: Parts, receives: Parts) -> Pending:
+        if self._begins:
+            return self
+        raise self._error
+
+    def wait(self) -> None:
+        raise self._error
+
+
+def test_an_error_among_the_living_is_the_ways_for_good() -> None:
+    trials = DirectTrials()
+    assert trials.is_usable({0, 1, 2})
+    trials.strike({0, 1, 2})
+    assert not trials.is_usable({0, 1, 2, 3})
+    assert not trials.is_usable({0, 1})
+
+
+def test_an_error_with_a_dead_worker_is_that_workers() -> None:
+    trials = DirectTrials()
+    trials.strike({0, 1, 2})
+    assert trials.is_usable({0, 1})
+    assert trials.is_usable({0, 1, 2}), "another worker with the same peers has nothing to do with it"
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["posting", "waiting"])
+def test_errors_are_noted_and_lead_to_another_epoch(begins: bool) -> None:
+    noted: list[Exception] = []
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    peers = WatchedPeers(Broken(error, begins), noted.append)
+    with pytest.raises(DirectWayFailed) as failed:
+        peers.exchange((), ()).wait()
+    assert noted == [error] and failed.value.__cause__ is error
+    assert is_communicator_error(failed.value), "the host's way may have what the device lacks"
+
+
+def test_one_worker_that_is_against_it_is_enough() -> None:
+    class Everybody:
+        others_against = 0.0
+
+        def sum(self, values: torch.Tensor) -> None:
+            values += self.others_against
+
+    everybody = Everybody()
+    assert agreed_to_use(True, everybody)  # type: ignore[arg-type]
+    assert not agreed_to_use(False, everybody)  # type: ignore[arg-type]
+    everybody.others_against = 1.0
+    assert not agreed_to_use(True, everybody)  # type: ignore[arg-type]
