@@ -41,6 +41,7 @@ class JobCost:
         rebuild_s: seconds to build new process groups.
         until_next_event_s: expected seconds until the next change of health, within which a change of plan must pay for
             itself.
+        unlike_bandwidth: bytes/s at most between stages of unlike degree, whose plans Megatron's own groups can't run.
         beside: bytes that must stay free beside a plan's state on each device while nothing runs: those of the old
             state, which stays until the plan is in force.
     """
@@ -55,6 +56,7 @@ class JobCost:
     measured: Mapping[int, Array] = field(default_factory=dict)
     rebuild_s: float = 2.0
     until_next_event_s: float = float("inf")
+    unlike_bandwidth: float = float("inf")
     beside: int = 0
 
     @property
@@ -104,7 +106,8 @@ class JobCost:
         """Seconds of a stage's result over a healthy link, in as many pieces as the larger group has members."""
         pieces = max(sender_degree, receiver_degree)
         size = self.model.hidden_bytes * self.training.tokens / pieces
-        return self.device.latency + size / self.device.bandwidth
+        most = self.device.bandwidth if sender_degree == receiver_degree else self.unlike_bandwidth
+        return self.device.latency + size / min(self.device.bandwidth, most)
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:

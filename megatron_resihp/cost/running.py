@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from megatron_resihp.config import HOST
 from megatron_resihp.cost import profile as emulated
 from megatron_resihp.cost.device import Device, layer_work
 from megatron_resihp.cost.fitted.model import CostModel
@@ -24,6 +25,8 @@ _FLOPS: Final = 312e12
 """Peak of an unknown device; ratios between layers do not depend on it."""
 _MEMORY: Final = 80 << 30
 _BANDWIDTH: Final = 25e9
+_HOST_BANDWIDTH: Final = 2e9
+"""Bytes/s of what gloo carries between two processes through host memory; assumed, no device has been measured."""
 _KINDS: Final = {
     LayerKind.EMBEDDING: emulated.LayerKind.EMBEDDING,
     LayerKind.ATTENTION: emulated.LayerKind.ATTENTION,
@@ -73,6 +76,7 @@ def cost_of_job(
         model=model, training=training, device=device, micro_batches=job.micro_batches,
         workers_per_node=workers_per_node, alone=alone, measured=measured,
         until_next_event_s=UNTIL_NEXT_EVENT_S,
+        unlike_bandwidth=_HOST_BANDWIDTH if job.carrier == HOST and not job.emulated else float("inf"),
     )  # fmt: skip
 
 

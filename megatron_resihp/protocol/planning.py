@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Self, get_args
 
 from megatron_resihp.coding import Between
-from megatron_resihp.config import MEMORY_RESERVE
+from megatron_resihp.config import HOST, MEMORY_RESERVE
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.values import MOST_MICRO_BATCHES, Degree, Finite, LayerChunk, Natural, Positive, Worker
@@ -28,6 +28,7 @@ class KnownJob:
         emulated: name of the emulated device; None: the clock is real.
         device_memory: bytes; None: unknown.
         memory_reserve: percent of it that plans leave free.
+        carrier: what carries gradients and results under a heterogeneous plan, one of config.CARRIERS.
     """
 
     tensor_parallel: Degree
@@ -36,13 +37,15 @@ class KnownJob:
     emulated: str | None = None
     device_memory: Natural | None = None
     memory_reserve: Finite = MEMORY_RESERVE
+    carrier: str = HOST
 
     @classmethod
     def of(cls, job: JobDescription, arguments: dict[str, Any] | None) -> Self:
         """What workers have told of a job, and of its model's arguments."""
         return cls(
-            job.tensor_parallel, job.micro_batches, arguments, job.emulated, job.device_memory, job.memory_reserve
-        )
+            job.tensor_parallel, job.micro_batches, arguments, job.emulated, job.device_memory, job.memory_reserve,
+            job.carrier,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

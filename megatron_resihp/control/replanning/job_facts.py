@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_resihp.config import MEMORY_RESERVE, UNIFORM
+from megatron_resihp.config import HOST, MEMORY_RESERVE, UNIFORM
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import Job, Model
@@ -61,5 +61,8 @@ class JobFacts:
         assert job.tensor_parallel is not None and job.micro_batches is not None
         arguments = None if self._arguments is None else dict(self._arguments)
         reserve = MEMORY_RESERVE if job.memory_reserve is None else job.memory_reserve
-        known = KnownJob(job.tensor_parallel, job.micro_batches, arguments, job.emulated, job.device_memory, reserve)
+        known = KnownJob(
+            job.tensor_parallel, job.micro_batches, arguments, job.emulated, job.device_memory, reserve,
+            job.carrier or HOST,
+        )  # fmt: skip
         return known, tuple(Chunk(*chunk) for chunk in job.chunks)

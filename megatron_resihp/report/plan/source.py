@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_resihp.config import MEMORY_RESERVE, ConfigError, check_reserve
+from megatron_resihp.config import HOST, MEMORY_RESERVE, ConfigError, check_reserve
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.fitted.store import FILE_NAME as COST_MODEL_NAME
 from megatron_resihp.cost.fitted.store import CostModelError, load
@@ -216,6 +216,7 @@ def _measured(
         told.tensor_parallel, told.micro_batches, dict(model.arguments), told.emulated,
         told.device_memory or int(namespace.memory_gib * 2**30),
         next(each for each in (namespace.memory_reserve, told.memory_reserve, MEMORY_RESERVE) if each is not None),
+        told.carrier or HOST,
     )  # fmt: skip
     per_node = namespace.workers_per_node or per_node
     if job.emulated:

@@ -157,3 +157,14 @@ def test_a_job_that_says_nothing() -> None:
 )
 def test_plans_leave_a_part_of_the_memory_free(told: dict[str, Any], free: int) -> None:
     assert cost_of_job(replace(JOB, device_memory=100_000, **told), 4, 4, OWN, None).device.memory == free
+
+
+@pytest.mark.parametrize(
+    ("told", "slower"),
+    [({"carrier": "host"}, True), ({"carrier": "device"}, False), ({"carrier": "host", "emulated": "h800"}, False)],
+    ids=["host", "device", "emulated"],
+)
+def test_what_crosses_between_unlike_stages_takes_as_long_as_its_carrier(told: dict[str, Any], slower: bool) -> None:
+    """Stages of like degree may be of a uniform plan, whose results Megatron's own groups carry."""
+    cost = cost_of_job(replace(JOB, **told), 4, 4, OWN, None)
+    assert (cost.transfer(1, 2) > cost.transfer(2, 2)) is slower
