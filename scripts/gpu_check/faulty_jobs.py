@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from launching import MODEL, launch
+from launching import MODEL, Launched, launch
 from setting import Row, Setting
 
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
@@ -37,6 +37,7 @@ class Case:
         injections: what befalls it.
         strategy: who plans; None: the default.
         plans: asked for at iterations 4, 8 and so on.
+        direct: whether results and gradients go between devices under heterogeneous plans.
     """
 
     workers: int
@@ -44,6 +45,7 @@ class Case:
     injections: tuple[str, ...] = ()
     strategy: str | None = None
     plans: tuple[ParallelPlan, ...] = ()
+    direct: bool = False
 
 
 def _replica(micro_batches: range, *stages: tuple[int, ...], ends: tuple[int, ...]) -> Replica:
@@ -74,6 +76,8 @@ KILLS: Final[Mapping[str, Case]] = {
 }
 PLANS: Final[Mapping[str, Case]] = {
     "there-and-back": Case(4, FP32 + TP2, plans=(UNLIKE, TP2_DP2)),
+    "there-and-back-direct": Case(4, FP32 + TP2, plans=(UNLIKE, TP2_DP2), direct=True),
+    "death-direct": Case(4, FP32 + TP2, ("kill:3@6:grad-sync",), plans=(UNLIKE,), direct=True),
     "unlike-after-death": Case(4, FP32 + TP2, ("kill:3@5:forward",), strategy="joint"),
 }
 
@@ -107,7 +111,8 @@ def _compare(
     tolerance = BF16_TOLERANCE if "--bf16" in case.flags else TOLERANCE
     same = difference is not None and difference <= tolerance
     return {
-        "ok": job.codes[0] == 0 and same and losses == MODEL["train-iters"] and _was_disturbed(case, job.summary),
+        "ok": job.codes[0] == 0 and same and losses == MODEL["train-iters"] and _was_disturbed(case, job.summary)
+        and not (case.direct and fell_back(job)),
         "codes": job.codes, "losses": losses, "reference_losses": len(references[key].loss),
         "largest_difference": difference, "tolerance": tolerance, "recoveries": len(job.summary.recoveries),
     }  # fmt: skip
@@ -117,6 +122,8 @@ def _disturbance(setting: Setting, name: str, case: Case) -> list[str]:
     flags = ["--resihp-inject", *case.injections] if case.injections else []
     if case.strategy is not None:
         flags += ["--resihp-strategy", case.strategy]
+    if case.direct:
+        flags += ["--resihp-carrier", "device"]
     if case.plans:
         flags.append("--resihp-plan")
     for number, plan in enumerate(case.plans):
@@ -124,6 +131,12 @@ def _disturbance(setting: Setting, name: str, case: Case) -> list[str]:
         path.write_text(json.dumps(plan.to_dict()))
         flags.append(f"{path}@{4 + 4 * number}")
     return flags
+
+
+def fell_back(job: Launched) -> bool:
+    """Whether a worker says that the way between devices has failed."""
+    logs = [path.read_text(errors="replace") for path in job.run_dir.rglob("*.log")]
+    return any("they can't cross between devices" in log for log in logs)
 
 
 def _was_disturbed(case: Case, summary: RunSummary) -> bool:
