@@ -296,10 +296,24 @@ def _build_again(runtime: Runtime, release: Release, set_up: Callable[..., Any],
     config = get_model_config(runtime.held.live.model[0])
     for name, value in hooks.items():
         setattr(config, name, value)
-    with _without_loading(args):
+    with _without_loading(args), counting_samples(args):
         if not release.set_up_takes_groups:
             return Trained(*set_up())
         return Trained(*set_up(pg_collection=ProcessGroupCollection.use_mpu_process_groups()))
+
+
+@contextmanager
+def counting_samples(args: Any) -> Iterator[None]:
+    """Let Megatron make the scheduler of a job of so many samples as it made the first one. That has set how many
+    iterations these are, and where that is set Megatron reads the flags of the other kind of jobs."""
+    kept = args.train_iters, args.step_batch_size_schedule
+    if args.train_samples:
+        # Without the schedule, so that it counts no iterations one by one.
+        args.train_iters = args.step_batch_size_schedule = None
+    try:
+        yield
+    finally:
+        args.train_iters, args.step_batch_size_schedule = kept
 
 
 @contextmanager

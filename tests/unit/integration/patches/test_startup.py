@@ -11,7 +11,7 @@ from megatron.core import mpu
 from megatron.training import training
 
 from megatron_resihp.integration.patches.counting import OneReplica
-from megatron_resihp.integration.patches.startup import chosen_once, wrap_build_model
+from megatron_resihp.integration.patches.startup import chosen_once, counting_samples, wrap_build_model
 
 
 def test_a_script_chooses_ranks_as_the_job_began() -> None:
@@ -35,3 +35,14 @@ def test_models_are_built_for_the_replicas_that_there_are(monkeypatch: pytest.Mo
     runtime: Any = SimpleNamespace(mode=SimpleNamespace(state=SimpleNamespace(build_model=lambda call: call())))
     assert wrap_build_model(runtime, lambda: training.mpu)() is mpu
     assert training.mpu is counted
+
+
+def test_a_scheduler_is_made_again_from_the_flags_that_it_was_made_from() -> None:
+    """Megatron sets the iterations of a job of so many samples when it makes the first, and looks for them first."""
+    by_samples = SimpleNamespace(train_samples=100, train_iters=25, step_batch_size_schedule="0:4")
+    with counting_samples(by_samples):
+        assert by_samples.train_iters is None
+    assert (by_samples.train_iters, by_samples.step_batch_size_schedule) == (25, "0:4")
+    by_iterations = SimpleNamespace(train_samples=None, train_iters=25, step_batch_size_schedule=None)
+    with counting_samples(by_iterations):
+        assert by_iterations.train_iters == 25
