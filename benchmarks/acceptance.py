@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 LEFT_OUT = "official_hybrid"
+ONE_TEXT = ("--step-batch-size-schedule",)
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,20 @@ def as_words(args: Iterable[str]) -> list[str]:
     return [word for each in args for word in (each[1:-1].split() if each[:1] + each[-1:] == "[]" else [each])]
 
 
+def quoted(words: Iterable[str]) -> list[str]:
+    """The same, with the values of a flag that takes one text as one word again: FILE has lost the quotes around it."""
+    found: list[str] = []
+    open_text = False
+    for word in words:
+        if word.startswith("--"):
+            open_text = word in ONE_TEXT
+        elif open_text and not found[-1].startswith("--"):
+            found[-1] += f" {word}"
+            continue
+        found.append(word)
+    return found
+
+
 def filled_in(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """The same, with a number in the place of each shell variable that stands for one."""
     numbers = {flag for action in parser._actions if action.type in (int, float) for flag in action.option_strings}
@@ -80,7 +95,7 @@ def checker() -> Callable[[str, Sequence[str]], Answer]:
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
-                values, unknown = parser.parse_known_args(filled_in(as_words(args), parser))
+                values, unknown = parser.parse_known_args(filled_in(quoted(as_words(args)), parser))
         except (SystemExit, KeyError, ValueError) as error:
             return Answer(name, unparsable=(said.getvalue().splitlines() or [str(error)])[-1])
         refused = {line.split()[0] for line in refusals(vars(values), defaults, spelled)}

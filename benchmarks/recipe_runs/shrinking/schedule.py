@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches, and the schedule of the job, in its few iterations. Imports the standard library only.
+"""Batches, and the schedule of the job, in its few iterations. Imports `support.batches` of the plugin.
 
 Recipes warm up so slowly that after 12 iterations nothing has been learnt, and any two runs are equal. So the rate is
 one at which the job would visibly differ from one without steps.
@@ -7,6 +7,7 @@ one at which the job would visibly differ from one without steps.
 
 from typing import Final
 
+from megatron_resihp.integration.support.batches import steps_of
 from recipe_runs.shrinking.draft import Draft
 from recipe_runs.shrinking.grid import CONTEXT, PIPELINE, TENSOR
 
@@ -28,8 +29,17 @@ INTERVALS: Final = ("--save-interval", "--eval-interval", "--save-retain-interva
 PIPELINE_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
-def shrink_schedule(draft: Draft) -> None:
-    samples = _shrink_batches(draft)
+def steps_reached(draft: Draft) -> int:
+    """How many steps of its schedule of batches a recipe reaches before it ends, which may be all."""
+    steps = steps_of(draft.text(BATCHES), draft.number("--seq-length"))
+    if not draft.has("--train-samples"):
+        return len(steps)
+    return sum(start < draft.number("--train-samples") for start, _ in steps)
+
+
+def shrink_schedule(draft: Draft, reached: int) -> None:
+    """`reached`: how many steps of its schedule of batches the recipe reaches."""
+    samples = _shrink_batches(draft, reached)
     _shrink_length(draft, samples)
     _shrink_rate(draft)
     for flag in INTERVALS:
@@ -45,7 +55,7 @@ def shrink_schedule(draft: Draft) -> None:
         draft.replaced.append(f"first loss scale -> {LOSS_SCALE}")
 
 
-def _shrink_batches(draft: Draft) -> int:
+def _shrink_batches(draft: Draft, reached: int) -> int:
     """Returns how many samples all iterations have."""
     micro = min(draft.number("--micro-batch-size"), LARGEST_MICRO_BATCH)
     draft.set("--micro-batch-size", micro)
@@ -56,14 +66,17 @@ def _shrink_batches(draft: Draft) -> int:
     if not draft.has(BATCHES):
         draft.set(BATCH, batch)
         return batch * ITERATIONS
-    # Megatron takes no other batch beside these.
+    # Megatron takes no other batch beside these, and would evaluate with one that follows from the number of replicas.
     draft.drop(BATCH)
-    steps = len(draft.text(BATCHES).split())
-    each = ITERATIONS // steps
+    draft.set("--eval-global-batch-size", batch)
+    steps, each = len(draft.text(BATCHES).split()), ITERATIONS // reached
     sizes = [batch * (number + 1) for number in range(steps)]
-    starts = [sum(sizes[:number]) * each * draft.number("--seq-length") for number in range(steps)]
-    draft.set(BATCHES, " ".join(f"{start}:{size}" for start, size in zip(starts, sizes, strict=True)))
-    return sum(sizes) * each + sizes[-1] * (ITERATIONS - each * steps)
+    starts = [sum(sizes[:number]) * each for number in range(reached)]
+    samples = starts[-1] + sizes[reached - 1] * (ITERATIONS - each * (reached - 1))
+    starts += range(samples, samples + steps - reached)
+    length = draft.number("--seq-length")
+    draft.set(BATCHES, " ".join(f"{start * length}:{size}" for start, size in zip(starts, sizes, strict=True)))
+    return samples
 
 
 def first_batch(draft: Draft) -> int:

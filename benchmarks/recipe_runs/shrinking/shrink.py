@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe made small: all rules in their order. Imports the standard library only."""
+"""A recipe made small: all rules in their order. Imports this package."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from recipe_runs.shrinking.devices import replace_devices
 from recipe_runs.shrinking.draft import Draft, read_options
 from recipe_runs.shrinking.grid import shrink_grid
-from recipe_runs.shrinking.schedule import shrink_schedule
+from recipe_runs.shrinking.schedule import shrink_schedule, steps_reached
 from recipe_runs.shrinking.sizes import shrink_sizes
 
 
@@ -43,8 +43,9 @@ def shrink(words: Iterable[str], names: Mapping[str, str]) -> Shrunk:
     unknown = draft.drop(*(flag for flag in draft.options if flag not in names.values()))
     if unknown:
         draft.lost.append(f"flags of a script of its own: {' '.join(unknown)}")
+    reached = steps_reached(draft)
     replace_devices(draft)
     shrink_grid(draft)
     shrink_sizes(draft)
-    shrink_schedule(draft)
+    shrink_schedule(draft, reached)
     return Shrunk(draft.words(), draft.workers, tuple(draft.kernels), tuple(draft.replaced), tuple(draft.lost))

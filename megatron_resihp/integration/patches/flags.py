@@ -28,6 +28,7 @@ from megatron_resihp.integration.patches.derived_arguments import DerivedArgumen
 from megatron_resihp.integration.patches.identity import identity_of
 from megatron_resihp.integration.streams.seeds import draws
 from megatron_resihp.integration.support import refusals
+from megatron_resihp.integration.support.batches import batch_of
 from megatron_resihp.integration.world.own_layers import own_chunks
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.files import read_plan
@@ -138,6 +139,7 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
     if not misfits:
         try:
             validated = _megatron_validates(validate, args, defaults)
+            _take_batch_of_schedule(validated)
             lines += _raised(lambda: _check_saves(validated))
             lines += _raised(lambda: _check_batches(validated))
             lines += _raised(lambda: _check_instances(validated))
@@ -165,6 +167,12 @@ def _megatron_validates(original: Callable[..., Any], args: argparse.Namespace, 
     except (AssertionError, ValueError, RuntimeError) as error:
         rule = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(f"Megatron refuses these flags: {rule}; change what it names") from error
+
+
+def _take_batch_of_schedule(args: argparse.Namespace) -> None:
+    """Beside a schedule of batches Megatron sets the global batch to a micro-batch of each replica, and takes no notice
+    of it where a job has so many samples. The plugin reads samples and moves the scheduler by it."""
+    args.global_batch_size = batch_of(vars(args)) or args.global_batch_size
 
 
 def _check_own_flags(config: ResihpConfig, world_size: int) -> None:
@@ -251,12 +259,19 @@ def _check_sizes(args: argparse.Namespace) -> None:
             f"start {max(args.world_size // size, 1) * size} or change the parallel sizes"
         )
     per_step = args.micro_batch_size * (args.world_size // size) if args.micro_batch_size else None
-    uneven = per_step and args.global_batch_size and args.global_batch_size % per_step
-    if uneven and args.global_batch_size > per_step:
+    flag, batch = _batch(args)
+    if per_step and batch and batch % per_step and batch > per_step:
         raise ConfigError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of micro-batch size x replicas = "
+            f"{flag} {batch} is not a multiple of micro-batch size x replicas = "
             f"{per_step}, so no plan exists at the start; change one of them"
         )
+
+
+def _batch(args: argparse.Namespace) -> tuple[str, int | None]:
+    """The global batch before Megatron's validation, and what gives it."""
+    if args.step_batch_size_schedule is None:
+        return "--global-batch-size", args.global_batch_size
+    return "the batch of --step-batch-size-schedule,", batch_of(vars(args))
 
 
 def data_problems(args: argparse.Namespace) -> list[str]:

@@ -89,7 +89,29 @@ class NotWith:
         return f"not with `{flags[self.other]}`: {self.why}"
 
 
-Condition = Only | Needs | NotWith
+@dataclass(frozen=True)
+class Together:
+    """Supported beside some values of other arguments only.
+
+    Attributes:
+        accepts: whether all arguments together are such.
+        mend: why others are not, and what to do instead, for a message.
+    """
+
+    accepts: Callable[[Mapping[str, Any]], bool]
+    mend: str
+
+    def refusal(self, name: str, values: Mapping[str, Any], flags: Mapping[str, str]) -> str | None:
+        if values[name] is None or self.accepts(values):
+            return None
+        return f"{flags[name]} {values[name]} is not supported with --resihp: {self.mend}"
+
+    def said(self, flags: Mapping[str, str]) -> str:
+        """The same for a table."""
+        return self.mend
+
+
+Condition = Only | Needs | NotWith | Together
 
 
 @dataclass(frozen=True)

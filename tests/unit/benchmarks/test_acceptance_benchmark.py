@@ -55,3 +55,12 @@ def test_shell_variables_may_stand_for_numbers(acceptance: ModuleType) -> None:
     words = ["--seed", "${REPEAT}", "--save", "$OUTPUT"]
     assert acceptance.checker()("variables", words).accepted
     assert not acceptance.checker()("words", ["--seed", "REPEAT"]).accepted
+
+
+def test_a_schedule_of_batches_is_one_text(acceptance: ModuleType) -> None:
+    schedule = "--step-batch-size-schedule 0:4 1K:8"
+    words = f"--seq-length 10 {schedule} --train-samples".split()
+    assert acceptance.quoted(words) == ["--seq-length", "10", *schedule.split(maxsplit=1), "--train-samples"]
+    check = acceptance.checker()
+    assert check("it does not change", [*words, "100"]).accepted
+    assert check("it changes", [*words, "101"]).refused == ("--step-batch-size-schedule",)

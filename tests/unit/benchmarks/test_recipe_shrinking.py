@@ -157,3 +157,16 @@ def test_each_kind_of_save_happens() -> None:
     assert {step for step in range(1, 13) if step % other == 0} - {
         step for step in range(1, 13) if step % persistent == 0
     }
+
+
+def test_a_schedule_of_batches_has_as_many_steps_as_the_recipe_reaches() -> None:
+    """The others begin where it ends."""
+    schedule = "--step-batch-size-schedule 0:384 200B:768 400B:1152"
+    by_samples = DENSE.replace("--global-batch-size 1536 --train-iters 500000", "--train-samples 19531250")
+    _, first = small(f"{by_samples} {schedule}")
+    assert first["--step-batch-size-schedule"] == f"0:16 {12 * 16 * 32}:32 {(12 * 16 + 1) * 32}:48"
+    assert int(first["--train-samples"]) == 12 * 16 and "--global-batch-size" not in first
+    _, two = small(f"{by_samples.replace('19531250', '100000000')} {schedule}")
+    samples = 6 * 16 + 6 * 32
+    assert two["--step-batch-size-schedule"] == f"0:16 {6 * 16 * 32}:32 {samples * 32}:48"
+    assert int(two["--train-samples"]) == samples

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows: batches, iterations, optimizer, learning rate, random streams. Imports `notation`."""
+"""Rows: batches, iterations, optimizer, learning rate, random streams. Imports `batches`, `notation`, `row`."""
 
+from megatron_resihp.integration.support.batches import has_one_batch
 from megatron_resihp.integration.support.notation import (
     Rows,
     inert,
@@ -12,6 +13,7 @@ from megatron_resihp.integration.support.notation import (
     unread,
     without,
 )
+from megatron_resihp.integration.support.row import Together
 
 _SCHEDULE = "training.training:get_optimizer_param_scheduler"
 _OFFLOADED = "its state is in host memory and in streams of its own, and no recovery moves it"
@@ -24,10 +26,14 @@ _BATCHES: Rows = joined(
     ),
     kernel("training.training:update_train_iters", "train_samples"),
     unread("training.config.training_config:TrainingConfig", "rampup_batch_size"),
-    refused(
+    tested(
+        "integration/test_batches.py::test_a_schedule_of_one_size_trains_as_that_size_does",
         "step_batch_size_schedule",
-        "the plugin shares out the same number of micro-batches in every iteration",
-        "use a job for each size, with --global-batch-size and --exit-interval",
+        condition=Together(
+            has_one_batch,
+            "plans share out the same number of micro-batches in every iteration; use one that stays at its first "
+            "size until --train-samples, which it needs, or a job for each size, with --exit-interval",
+        ),
     ),
     refused("batch_size", _GONE, "use --micro-batch-size"),
     refused(

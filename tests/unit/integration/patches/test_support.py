@@ -117,6 +117,39 @@ def test_what_is_not_known_to_work_is_refused_by_name(
     assert "leave" in line or "only" in line or "use " in line, "says what to do instead"
 
 
+def by_schedule(schedule: str) -> list[str]:
+    """The common command line, of so many samples and with a schedule of batches."""
+    changes = {
+        "--global-batch-size 16": f"--step-batch-size-schedule {schedule}",
+        "--train-iters 40": "--train-samples 160",
+    }
+    line = " ".join(COMMON)
+    for old, new in changes.items():
+        line = line.replace(old, new)
+    return line.split()
+
+
+def test_a_schedule_that_stays_at_its_first_size_gives_the_batch(check: Check) -> None:
+    """Megatron sets another, which evaluations keep."""
+
+    def megatron(args: argparse.Namespace, defaults: object) -> argparse.Namespace:
+        args.global_batch_size = args.eval_global_batch_size = 4
+        return args
+
+    args = check(*by_schedule("0:16,1M:32"), megatron=megatron)
+    assert (args.global_batch_size, args.eval_global_batch_size) == (16, 4)
+
+
+def test_a_schedule_that_does_not_fit_is_refused(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    for schedule, text in {
+        "0:16,1K:32": "--step-batch-size-schedule 0:16,1K:32 is",
+        "0:6": "schedule, 6 is not",
+    }.items():
+        with pytest.raises(SystemExit):
+            check(*by_schedule(schedule))
+        assert text in capsys.readouterr().err
+
+
 def test_all_refusals_at_once(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each; the job's end names the first, and how many there are."""
     with pytest.raises(SystemExit) as caught:
