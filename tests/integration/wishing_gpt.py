@@ -5,13 +5,18 @@ Actions: `oom` and `error` raise, `nan` spoils the output, `spoil` its gradient 
 or, in iteration 7, for `go_on-7`, and `uncarried` lets the way between devices fail from then on. `ACTION-degree-2` is
 done in every stage of two members, and with `lasting-ACTION-degree-2` in such a stage's first iteration, whatever stage
 the worker is in when it is redone.
+In an iteration that Megatron runs again, `again` dies by SIGKILL.
+With the wish `doubt` each loss is validated as Megatron does a spiky one: that it is rejected ends nothing.
 The wish `packing` has no worker and iteration: the bounds of packed documents are written to RUN_DIR/packing_WORKER, a
 line per micro-batch.
 """
 
+import functools
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +25,7 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import pretrain_gpt  # noqa: E402
 import torch  # noqa: E402
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine  # noqa: E402
 from megatron.training import get_args  # noqa: E402
 
 from megatron_resihp.executor.direct.peers import GlooPeers  # noqa: E402
@@ -51,7 +57,11 @@ def forward_step(*positional: Any) -> Any:
         time.sleep(0.01)
     if wished("uncarried"):
         GlooPeers.exchange = refuse  # type: ignore[method-assign]
+    if wished("again") and get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE:
+        os.kill(os.getpid(), signal.SIGKILL)
     output, loss_function = plain_forward_step(*positional)
+    if (WISHES / "doubt").exists():
+        loss_function = functools.partial(doubt, loss_function)
     if wished("spoil"):
         output.register_hook(lambda gradient: gradient * float("nan"))
     return (output * float("nan") if wished("nan") else output), loss_function
@@ -59,6 +69,15 @@ def forward_step(*positional: Any) -> Any:
 
 def refuse(*positional: Any) -> NoReturn:
     raise RuntimeError("no such luck")
+
+
+def doubt(loss_function: Callable[..., Any], output: torch.Tensor) -> Any:
+    """The loss, validated. Only an injected error rejects it."""
+    result = loss_function(output)
+    get_rerun_state_machine().validate_result(
+        result=result[0], rejection_func=lambda loss: False, message="doubt", tolerance=0.0, fatal=False
+    )
+    return result
 
 
 def packing(batch: dict[str, Any]) -> Any:

@@ -26,6 +26,8 @@ LOSS_SCALE: Final = 4096
 RATES: Final = ("--min-lr", "--decoupled-lr", "--decoupled-min-lr", "--lr-warmup-init", "--muon-lr")
 BATCH, BATCHES = "--global-batch-size", "--step-batch-size-schedule"
 INTERVALS: Final = ("--save-interval", "--eval-interval", "--save-retain-interval")
+ERRORS: Final = "--error-injection-rate"
+RARE: Final = 10**9
 PIPELINE_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
@@ -40,6 +42,7 @@ def steps_reached(draft: Draft) -> int:
 def shrink_schedule(draft: Draft, reached: int) -> None:
     """`reached`: how many steps of its schedule of batches the recipe reaches."""
     samples = _shrink_batches(draft, reached)
+    _shrink_injected_errors(draft)
     _shrink_length(draft, samples)
     _shrink_rate(draft)
     for flag in INTERVALS:
@@ -77,6 +80,13 @@ def _shrink_batches(draft: Draft, reached: int) -> int:
     length = draft.number("--seq-length")
     draft.set(BATCHES, " ".join(f"{start * length}:{size}" for start, size in zip(starts, sizes, strict=True)))
     return samples
+
+
+def _shrink_injected_errors(draft: Draft) -> None:
+    """One ends the job, which is what such a recipe is for, in any of its iterations."""
+    if draft.number(ERRORS, 0):
+        draft.set(ERRORS, RARE)
+        draft.replaced.append(f"an error that ends the job -> none ({ERRORS} {RARE})")
 
 
 def first_batch(draft: Draft) -> int:

@@ -70,5 +70,8 @@ def reset_singletons(runtime: Runtime, rerun_mode: RerunMode) -> None:
     rerun.rerun_requested = rerun.checkpoint_requested = False
     rerun.restart_again_requested = rerun.continue_requested = False
     rerun.data_iterator_checkpoints = None
+    # An error that was injected (--error-injection-rate) is gone with its attempt. Left there, it would be taken for
+    # the cause of the next real one, and none would be injected any more.
+    rerun.error_injector.injected_error_type = None
     documents.forget()
     runtime.progress.documents = NO_DOCUMENTS

@@ -170,3 +170,9 @@ def test_a_schedule_of_batches_has_as_many_steps_as_the_recipe_reaches() -> None
     samples = 6 * 16 + 6 * 32
     assert two["--step-batch-size-schedule"] == f"0:16 {6 * 16 * 32}:32 {samples * 32}:48"
     assert int(two["--train-samples"]) == samples
+
+
+def test_errors_that_end_a_job_are_not_injected() -> None:
+    shrunk, options = small(DENSE, "--error-injection-rate", "100", "--error-injection-type", "transient_error")
+    assert int(options["--error-injection-rate"]) > 10**6 and options["--error-injection-type"] == "transient_error"
+    assert any("--error-injection-rate" in what for what in shrunk.replaced)

@@ -84,12 +84,10 @@ _LOOP: Rows = joined(
         "rerun_mode",
         condition=one_of("disabled", "validate_results", mend="use disabled or validate_results"),
     ),
-    refused(
-        "error_injection_rate",
-        "an iteration that is run again to explain an error meets recoveries that no test holds",
-        "use --resihp-inject",
+    tested(
+        "integration/test_reruns.py::test_an_injected_error_ends_the_job_as_megatron_does",
+        "error_injection_rate error_injection_type",
     ),
-    without("error_injection_rate", "core.rerun_state_machine:RerunErrorInjector", "error_injection_type"),
     tested(
         "integration/test_overlap.py::test_a_death_among_gathered_and_stale_parameters",
         "check_weight_hash_across_dp_replicas_interval",
