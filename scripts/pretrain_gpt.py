@@ -3,8 +3,8 @@
 """Pretrain a GPT with Megatron, for users without a Megatron-LM checkout and for this project's tests.
 
 Takes Megatron's own flags and the --resihp* flags; data are --data-path, one data set per split, or --mock-data, with
---dataloader-inter-document-masking if wanted. Not for fine-tuning, FIM, distillation or hybrid models: Megatron-LM's
-own scripts do those, and the plugin works with them too.
+--dataloader-inter-document-masking or --fim-data if wanted. Not for fine-tuning, distillation or hybrid models:
+Megatron-LM's own scripts do those, and the plugin works with them too.
 
 Imports megatron.core, megatron.training and, before them, megatron_resihp.
 """
@@ -33,6 +33,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_ran
 from megatron.training import argument_utils, get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -62,6 +63,7 @@ DATASET_FIELD_FLAGS = {
     "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap",
     "inter_document_masking": "dataloader_inter_document_masking",
 }
+FIM_TOKENS = ("prefix", "middle", "suffix", "pad", "eod")
 
 
 # ---- data
@@ -88,13 +90,21 @@ def has_mtp(config: TransformerConfig, vp_stage: int | None) -> bool:
 
 def dataset_config() -> GPTDatasetConfig:
     args = get_args()
-    names = [field.name for field in fields(GPTDatasetConfig) if field.init]
+    config_class = GPTFIMDatasetConfig if args.fim_data else GPTDatasetConfig
+    names = [field.name for field in fields(config_class) if field.init]
     flags = {name: DATASET_FIELD_FLAGS.get(name, name) for name in names}
     settings = {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
+    if args.fim_data:
+        settings["fim_extra_tokens"] = {name: getattr(args, f"fim_{name}_token") for name in FIM_TOKENS}
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return GPTDatasetConfig(
-        **settings | {"blend": blend, "blend_per_split": blend_per_split, "tokenizer": get_tokenizer()}
-    )
+    return config_class(**settings | {"blend": blend, "blend_per_split": blend_per_split, "tokenizer": get_tokenizer()})
+
+
+def dataset_class() -> type[GPTDataset]:
+    args = get_args()
+    if args.mock_data:
+        return MockGPTDataset
+    return GPTFIMDataset if args.fim_data else GPTDataset
 
 
 def datasets_provider(sample_counts: Sequence[int], vp_stage: int | None = None) -> list[Any]:
@@ -105,8 +115,7 @@ def datasets_provider(sample_counts: Sequence[int], vp_stage: int | None = None)
         config = core_transformer_config_from_args(args)
         return mpu.get_tensor_model_parallel_rank() == 0 and reads_data(config, vp_stage)
 
-    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(dataset_class, sample_counts, is_built_here, dataset_config()).build()
+    return BlendedMegatronDatasetBuilder(dataset_class(), sample_counts, is_built_here, dataset_config()).build()
 
 
 # Asks Megatron to call the provider on every rank, not just on one per tensor-parallel group.

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
+sys.path[:0] = [str(REPOSITORY / "scripts"), str(REPOSITORY / "benchmarks")]
 
 import pretrain_gpt  # noqa: E402
 from megatron.training import get_args, training  # noqa: E402
+
+from recipe_runs.filling import read_letters  # noqa: E402
 
 WAIT_S = 60.0
 
@@ -87,6 +89,8 @@ def wait_for(file: Path) -> None:
 def main() -> None:
     run_dir = Path(os.environ.get("RESIHP_RUN_DIR") or os.environ["RUN_DIR"])
     record(Recorder(run_dir / "logged" / f"{os.getpid()}.jsonl"))
+    if "--fim-data" in sys.argv:
+        read_letters(pretrain_gpt, with_plugin="--resihp" in sys.argv)
     if (run_dir / "hold").exists():
         hold_in_forward(run_dir)
         if int(os.environ.get("RESIHP_WORKER", 0)) >= int(os.environ.get("RESIHP_SLOTS", 1)):

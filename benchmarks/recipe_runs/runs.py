@@ -17,7 +17,9 @@ from jobs import Job, Nursery
 
 from megatron_resihp.plan import ParallelPlan
 from recipe_runs.compare import Logged, read_logged
+from recipe_runs.filling import write_documents
 from recipe_runs.plans import CHANGE_AT, HOLD_AT, Death, draw_death, unlike_replicas
+from recipe_runs.shrinking.devices import DOCUMENTS
 from recipe_runs.shrinking.draft import Draft, read_options
 from recipe_runs.shrinking.grid import LAYER_COUNT, PIPELINE, TENSOR
 from recipe_runs.shrinking.schedule import first_batch
@@ -53,6 +55,7 @@ class Runner:
     def __init__(self, nursery: Nursery, directory: Path) -> None:
         self._nursery = nursery
         self._directory = directory
+        write_documents(directory / Path(DOCUMENTS).name)
 
     def stock(self, shrunk: Shrunk, name: str, *changes: str) -> Run:
         """Megatron without the plugin; `changes` are flags that come last, and so count."""

@@ -10,6 +10,8 @@ from recipe_runs.shrinking.draft import Draft
 
 RUN: Final = "{run}"
 """Stands for the run's own directory."""
+DOCUMENTS: Final = f"{RUN}/../documents"
+"""Prefix of a data set for all runs; no other data can be cut for filling in."""
 
 MISSING: Final = {
     "fp8's numbers": ("--fp8", "--first-last-layers-bf16", "--fp4"),
@@ -22,7 +24,6 @@ MISSING: Final = {
         "--fine-grained-activation-offloading", "--offload-modules",
     ),
     "a teacher of another library": ("--export-",),
-    "fill-in-the-middle data, which scripts/pretrain_gpt.py lacks": ("--fim-",),
 }  # fmt: skip
 """Why a recipe is not run: beginnings of flags."""
 
@@ -94,11 +95,15 @@ def _replace_writer(draft: Draft) -> None:
 
 
 def _replace_data(draft: Draft) -> None:
-    if draft.drop(*draft.beginning(*DATA_FLAGS)) or not draft.has("--mock-data"):
+    dropped = draft.drop(*draft.beginning(*DATA_FLAGS))
+    if draft.has("--fim-data"):
+        draft.replaced.append("data -> documents of letters, cut by their index in stock Megatron, too")
+        draft.set("--data-path", DOCUMENTS)
+    elif dropped or not draft.has("--mock-data"):
         draft.replaced.append("data -> --mock-data")
+        draft.set("--mock-data")
     if draft.text("--tokenizer-type") != "NullTokenizer":
         draft.replaced.append(f"tokenizer {draft.text('--tokenizer-type')}".rstrip() + " -> NullTokenizer")
-    draft.set("--mock-data")
     draft.set("--tokenizer-type", "NullTokenizer")
     draft.set("--split", draft.text("--split", "98,1,1").strip("'"))
     draft.set("--num-workers", 0)

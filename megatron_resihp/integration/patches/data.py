@@ -3,13 +3,16 @@
 
 Replaces training.build_pretraining_data_loader and the choice of ranks that build data sets. Micro-batch m of an
 iteration is always samples [m * mbs, (m + 1) * mbs) of its global batch, whichever worker runs it (DESIGN contract 1).
+What a sample is must not depend on those read before it, so that of fill-in-the-middle data is replaced, too.
 """
 
 import ctypes
+import functools
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.datasets.utils import Split
 
@@ -138,6 +141,19 @@ def build_on_every_worker(original: Callable[..., None]) -> Callable[..., None]:
         original(self, cls, sizes, lambda: True, config, **kwargs)
 
     return init
+
+
+def wrap_query_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    """GPTFIMDataset's reading of a sample, cut where a generator of its own says. Megatron's one generator for the data
+    set moves with each sample that a process reads, so that a sample's cuts would follow from the plan."""
+
+    @functools.wraps(original)
+    def query_sample(self: Any, idx: int) -> Any:
+        seeds = np.random.SeedSequence((self.config.random_seed, int(idx)))
+        self.np_rng = np.random.RandomState(np.random.MT19937(seeds))
+        return original(self, idx)
+
+    return query_sample
 
 
 def _die_with_parent(_: int) -> None:

@@ -68,6 +68,12 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             "opens the data sets on every worker",
         ),
         Patch(
+            "megatron.training.datasets.fim_dataset:GPTFIMDataset._query_document_sample_shuffle_indices",
+            data.wrap_query_sample,
+            ("self", "idx"),
+            "cuts a sample as its index says",
+        ),
+        Patch(
             f"{TRAINING}:get_forward_backward_func",
             partial(schedule.wrap_get_forward_backward_func, runtime),
             None,

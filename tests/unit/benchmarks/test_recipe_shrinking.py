@@ -176,3 +176,10 @@ def test_errors_that_end_a_job_are_not_injected() -> None:
     shrunk, options = small(DENSE, "--error-injection-rate", "100", "--error-injection-type", "transient_error")
     assert int(options["--error-injection-rate"]) > 10**6 and options["--error-injection-type"] == "transient_error"
     assert any("--error-injection-rate" in what for what in shrunk.replaced)
+
+
+def test_samples_to_fill_in_are_of_documents() -> None:
+    """Megatron cuts no mock data."""
+    shrunk, options = small(DENSE, "--fim-data", "--fim-rate", "0.5")
+    assert options["--data-path"] == "{run}/../documents" and "--mock-data" not in options
+    assert options["--fim-rate"] == "0.5" and not shrunk.lost

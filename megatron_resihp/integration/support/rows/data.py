@@ -45,17 +45,12 @@ _SETS: Rows = joined(
         "workers meet to fetch an index, which a worker that joins later can't",
         "copy the data to a file system",
     ),
-    refused(
-        "fim_data",
-        "the generator that cuts samples moves with each sample that is read, so a repeated one would be cut otherwise",
-    ),
-    without(
-        "fim_data",
+    tested("integration/test_fim.py::test_samples_are_cut_the_same_after_a_death", "fim_data fim_rate fim_spm_rate"),
+    kernel(
         "training.datasets.fim_dataset:GPTFIMDataset",
-        """fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix""",
+        "fim_split_sample fim_fragment_rate fim_no_prefix",
     ),
-    without(
-        "fim_data",
+    kernel(
         "training.arguments:validate_args",
         "fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token",
     ),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
-from megatron_resihp.integration.patches.data import Feed, NumberedDataset, PlanSampler
+from megatron_resihp.integration.patches.data import Feed, NumberedDataset, PlanSampler, wrap_query_sample
 from megatron_resihp.integration.probes.probe_clock import HostClock
 from megatron_resihp.integration.probes.probes import Probes
 from megatron_resihp.integration.progress import Progress
@@ -156,3 +156,18 @@ class TestFeed:
         numbered = NumberedDataset(dataset)
         assert len(numbered) == 40 and numbered[7] == {"tokens": 107, "resihp_sample": 7}
         assert dataset[7] == {"tokens": 107}, "the user's sample is left alone"
+
+
+def test_a_sample_is_cut_the_same_whatever_was_read_before_it() -> None:
+    """Megatron's data set of samples to fill in has one generator for all of them."""
+    dataset = SimpleNamespace(config=SimpleNamespace(random_seed=7), np_rng=None)
+
+    def cut(dataset: Any, idx: int) -> list[int]:
+        return [int(number) for number in dataset.np_rng.randint(0, 1000, size=8)]
+
+    query = wrap_query_sample(cut)
+    first, second = query(dataset, 0), query(dataset, 1)
+    assert first != second
+    assert query(dataset, 1) == second and query(dataset, 0) == first
+    dataset.config.random_seed = 8
+    assert query(dataset, 0) != first
