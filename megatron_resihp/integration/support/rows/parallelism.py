@@ -17,7 +17,10 @@ from megatron_resihp.integration.support.row import NotWith
 _CONTEXT = "a plan doesn't say yet which workers share a sequence"
 _EXPERTS = "a plan doesn't say yet which workers share the experts"
 _FSDP = "shards of parameters that exist once are lost with their worker: there are no copies of them"
-_USER_BUFFERS = "Transformer Engine keeps communicators and buffers of its own, which no recovery makes anew"
+_USER_BUFFERS = (
+    "Transformer Engine's kernels wait in each other's memory: nothing aborts one that waits for a dead worker, and "
+    "after a time-out it computes on with what is there"
+)
 
 _DEGREES: Rows = joined(
     tested(
