@@ -14,6 +14,17 @@ def installed() -> bool:
     return _installed
 
 
+def counts_memory() -> bool:
+    """Whether `torch.cuda` says what is on the device: real devices do, the stand-in's if its memory has a size."""
+    import torch
+
+    if not _installed:
+        return torch.cuda.is_available()
+    from megatron_resihp.cpu import device_memory
+
+    return device_memory.current() is not None
+
+
 def install(force: bool = False) -> bool:
     """Put the stand-in in place and say whether it is; where real CUDA devices exist, do nothing unless forced.
 
@@ -28,11 +39,12 @@ def install(force: bool = False) -> bool:
     if torch.cuda.is_available() and not force:
         return False
 
-    from megatron_resihp.cpu import compilation, distributed, factories, random_state, torch_cuda
+    from megatron_resihp.cpu import compilation, device_memory, distributed, factories, random_state, torch_cuda
 
     torch_cuda.install()
     random_state.install()
     factories.install()
+    device_memory.install()
     distributed.install()
     compilation.install()
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_resihp.cpu.device_memory import place
+
 FUNCTIONS = (
     "arange",
     "as_tensor",
@@ -53,9 +55,10 @@ def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def factory(*arguments: Any, **options: Any) -> Any:
         if options:
+            options.pop("pin_memory", None)
             if is_cuda(options.get("device")):
                 options["device"] = "cpu"
-            options.pop("pin_memory", None)
+                return place(function(*arguments, **options))
         return function(*arguments, **options)
 
     return factory
@@ -68,7 +71,10 @@ def _moving_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
             arguments = ("cpu", *arguments[1:])
         elif options and is_cuda(options.get("device")):
             options["device"] = "cpu"
-        return to(tensor, *arguments, **options)
+        else:
+            return to(tensor, *arguments, **options)
+        moved = to(tensor, *arguments, **options)
+        return moved if moved is tensor else place(moved)
 
     return move
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_resihp.cpu import device_memory
+
 DEVICE_INDEX = 0
 
 # Since this generation Megatron no longer asks for CUDA_DEVICE_MAX_CONNECTIONS=1, which means nothing on a CPU.
@@ -108,16 +110,37 @@ def _peak_resident_bytes() -> int:
     return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, _resident_bytes())
 
 
+def _allocated_bytes(device: Any = None) -> int:
+    """What is on the device, if its memory is counted, and the process' resident memory otherwise."""
+    memory = device_memory.current()
+    return _resident_bytes() if memory is None else memory.allocated
+
+
+def _peak_bytes(device: Any = None) -> int:
+    memory = device_memory.current()
+    return _peak_resident_bytes() if memory is None else memory.peak
+
+
+def _forget_peak(device: Any = None) -> None:
+    memory = device_memory.current()
+    if memory is not None:
+        memory.peak = memory.allocated
+
+
 def _memory_stats(device: Any = None) -> dict[str, int]:
-    """The process' resident memory under the names of the allocator's main figures; the other figures read 0."""
+    """What is on the device under the names of the allocator's main figures; the other figures read 0."""
     statistics: dict[str, int] = defaultdict(int)
-    current, peak = _resident_bytes(), _peak_resident_bytes()
+    current, peak = _allocated_bytes(), _peak_bytes()
     for kind in ("allocated", "reserved", "active"):
         statistics |= {f"{kind}_bytes.all.current": current, f"{kind}_bytes.all.peak": peak}
     return statistics
 
 
-def _memory_of_machine(device: Any = None) -> tuple[int, int]:
+def _memory_of_device(device: Any = None) -> tuple[int, int]:
+    """Free bytes and all bytes, of the machine if the device has no size."""
+    memory = device_memory.current()
+    if memory is not None:
+        return memory.size - memory.allocated, memory.size
     page = os.sysconf("SC_PAGE_SIZE")
     return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
@@ -128,7 +151,7 @@ def _device_properties(device: Any = None) -> SimpleNamespace:
         name="CPU",
         major=major,
         minor=minor,
-        total_memory=_memory_of_machine()[1],
+        total_memory=_memory_of_device()[1],
         multi_processor_count=os.cpu_count(),
     )
 
@@ -144,7 +167,7 @@ DEVICE: dict[str, Any] = {
     "is_current_stream_capturing": _always(False),
     "device_count": _always(1),
     "current_device": _always(DEVICE_INDEX),
-    "set_device": _always(None),
+    "set_device": lambda device=None: device_memory.open_device(),
     "device": use_device,
     "get_device_name": _always("CPU"),
     "get_device_capability": _always(COMPUTE_CAPABILITY),
@@ -163,15 +186,15 @@ STREAMS: dict[str, Any] = {
 
 MEMORY: dict[str, Any] = {
     "empty_cache": _always(None),
-    "reset_peak_memory_stats": _always(None),
-    "reset_max_memory_allocated": _always(None),
+    "reset_peak_memory_stats": _forget_peak,
+    "reset_max_memory_allocated": _forget_peak,
     "memory_stats": _memory_stats,
-    "memory_allocated": lambda device=None: _resident_bytes(),
-    "memory_reserved": lambda device=None: _resident_bytes(),
-    "max_memory_allocated": lambda device=None: _peak_resident_bytes(),
-    "max_memory_reserved": lambda device=None: _peak_resident_bytes(),
-    "device_memory_used": lambda device=None: _resident_bytes(),
-    "mem_get_info": _memory_of_machine,
+    "memory_allocated": lambda device=None: _allocated_bytes(),
+    "memory_reserved": lambda device=None: _allocated_bytes(),
+    "max_memory_allocated": lambda device=None: _peak_bytes(),
+    "max_memory_reserved": lambda device=None: _peak_bytes(),
+    "device_memory_used": lambda device=None: _allocated_bytes(),
+    "mem_get_info": _memory_of_device,
 }
 
 PROFILER: dict[str, Any] = {

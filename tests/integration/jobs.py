@@ -208,8 +208,8 @@ class Nursery:
     def start(
         self, run_dir: Path, arguments: Sequence[str], *, workers: int, script: Path | None = None, **options: Any
     ) -> Job:
-        """Launch a job; `options` are those of LaunchOptions, `network`: the namespace that it runs in, `judge`: it
-        "hangs", "fails" or "suspects", and `without_plugin`: as torchrun would."""
+        """Launch a job; `options` are those of LaunchOptions, `network`: the namespace that it runs in, `environment`:
+        variables besides, `judge`: it "hangs", "fails" or "suspects", and `without_plugin`: as torchrun would."""
         job = Job(self, run_dir, workers, time.monotonic())
         self._jobs[str(run_dir)] = job
         command = [str(script or self._script), *arguments]

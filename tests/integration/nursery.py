@@ -150,6 +150,7 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         _enter_network(request.pop("network", None))
+        os.environ.update(request.pop("environment", {}))
         _take_notes(run_dir)
         _spoil_judge(request.pop("judge", None))
         command = tuple(request.pop("command"))
