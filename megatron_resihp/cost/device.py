@@ -30,6 +30,7 @@ class Device:
         tp_efficiency: share of that rate for each member of a group, by degree, for some degrees; linear between them,
             constant beyond the last.
         memory: bytes that training may use.
+        host: bytes of host memory that a worker's state may take while it changes to another plan.
         latency, bandwidth: of a transfer between stages, in seconds and bytes/s.
     """
 
@@ -37,6 +38,7 @@ class Device:
     efficiency: float = 1.0
     tp_efficiency: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
     memory: int = 80 * 2**30
+    host: int = 0
     latency: float = 0.0
     bandwidth: float = float("inf")
 

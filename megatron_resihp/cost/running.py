@@ -65,7 +65,8 @@ def cost_of_job(
     if len(model.layers) != own[-1].end:
         raise UnknownCost(f"the arguments give {len(model.layers)} layers, the job has {own[-1].end}")
     memory = usable(job.device_memory or _MEMORY, job.memory_reserve)
-    device, alone, measured = Device(_FLOPS, bandwidth=_BANDWIDTH, memory=memory), None, {}
+    host = job.host_memory or 0
+    device, alone, measured = Device(_FLOPS, bandwidth=_BANDWIDTH, memory=memory, host=host), None, {}
     if job.emulated:
         profile = _profile(job.emulated)
         device = _emulated_device(profile, model, training, memory, workers)

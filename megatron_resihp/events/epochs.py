@@ -38,11 +38,12 @@ class EpochBroken(Event):
 
 @event("phase", written_by="each worker")
 class Phase(Event):
-    """How long one part of a recovery took on one worker."""
+    """What one part of a recovery took on one worker."""
 
     phase: Annotated[str, ", ".join(PHASES)]
     seconds: Annotated[float, "its duration"]
     to_epoch: Annotated[int, "the epoch that the recovery led to"]
+    peak_bytes: Annotated[int | None, "the most of the device's memory in use at a time; null: not counted"] = None
 
 
 @event("recovery", written_by="coordinator")

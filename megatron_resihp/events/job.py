@@ -54,6 +54,9 @@ class Job(Event):
     seconds_between_changes: Annotated[float | None, "least time between changes by choice"] = None
     device_memory: Annotated[int | None, "bytes of each device; null: not known"] = None
     memory_reserve: Annotated[float | None, "percent of that which plans leave free"] = None
+    host_memory: Annotated[
+        int | None, "bytes of host memory that a worker's state may take in a change of plan; null: not known"
+    ] = None
     gemm: Annotated[tuple[int, ...] | None, "m, n and k of a matrix product of the training"] = None
     transfer_bytes: Annotated[int | None, "size of a micro-batch's activations"] = None
     false_alarms_per_job: Annotated[float | None, "what the detector may get wrong, on average"] = None

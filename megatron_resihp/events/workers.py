@@ -92,4 +92,5 @@ class Resources(Event):
     left_behind: Annotated[int, "groups of earlier epochs that could not be ended yet"]
     bytes_before: Annotated[int | None, "of parameters, gradients and optimizer before a rebuild"] = None
     bytes_new: Annotated[int | None, "of the new ones, what was not taken over from the old"] = None
-    bytes_most: Annotated[int | None, "old ones, without gradients, and new ones together"] = None
+    bytes_most: Annotated[int | None, "old ones, without gradients, and new ones together, on the device"] = None
+    bytes_to_host: Annotated[int | None, "old ones that were in host memory meanwhile"] = None

@@ -73,7 +73,7 @@ def propose(
 def require_room(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> None:
     """Raises NoPlanError if memory runs short on the way to an optional plan."""
     try:
-        check_change(before, after, cost.model, cost.training, cost.device.memory)
+        check_change(before, after, cost.model, cost.training, cost.device.memory, cost.device.host)
     except PlanError as error:
         raise NoPlanError(str(error)) from None
 

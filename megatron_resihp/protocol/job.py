@@ -55,6 +55,7 @@ class JobDescription:
         memory_reserve: percent of it that plans leave free.
         cost_model: path of a fitted one.
         carrier: what carries gradients and results under a heterogeneous plan, one of config.CARRIERS.
+        host_memory: bytes that each worker may take of the host's for its state; None: unknown.
     """
 
     tensor_parallel: Degree
@@ -86,3 +87,4 @@ class JobDescription:
     memory_reserve: Finite = MEMORY_RESERVE
     cost_model: str | None = None
     carrier: str = HOST
+    host_memory: Natural | None = None

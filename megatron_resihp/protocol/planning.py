@@ -29,6 +29,7 @@ class KnownJob:
         device_memory: bytes; None: unknown.
         memory_reserve: percent of it that plans leave free.
         carrier: what carries gradients and results under a heterogeneous plan, one of config.CARRIERS.
+        host_memory: bytes that each worker may take of the host's for its state; None: unknown.
     """
 
     tensor_parallel: Degree
@@ -38,14 +39,21 @@ class KnownJob:
     device_memory: Natural | None = None
     memory_reserve: Finite = MEMORY_RESERVE
     carrier: str = HOST
+    host_memory: Natural | None = None
 
     @classmethod
     def of(cls, job: JobDescription, arguments: dict[str, Any] | None) -> Self:
         """What workers have told of a job, and of its model's arguments."""
         return cls(
-            job.tensor_parallel, job.micro_batches, arguments, job.emulated, job.device_memory, job.memory_reserve,
+            job.tensor_parallel,
+            job.micro_batches,
+            arguments,
+            job.emulated,
+            job.device_memory,
+            job.memory_reserve,
             job.carrier,
-        )  # fmt: skip
+            job.host_memory,
+        )
 
 
 @dataclass(frozen=True)

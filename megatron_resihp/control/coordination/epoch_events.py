@@ -51,6 +51,7 @@ def job_described(worker: int, job: JobDescription) -> Job:
         device_memory=job.device_memory,
         memory_reserve=job.memory_reserve,
         carrier=job.carrier,
+        host_memory=job.host_memory,
         cost_model=job.cost_model,
     )
 

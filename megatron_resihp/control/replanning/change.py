@@ -150,7 +150,7 @@ def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ..
     capacity = room.usable(job.device_memory, job.memory_reserve)
     after = spelled_out(after, own)
     memory.check_plan(after, model, training, capacity)
-    room.check_change(spelled_out(before, own), after, model, training, capacity)
+    room.check_change(spelled_out(before, own), after, model, training, capacity, job.host_memory or 0)
 
 
 def with_standbys(

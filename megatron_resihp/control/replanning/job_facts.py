@@ -63,6 +63,6 @@ class JobFacts:
         reserve = MEMORY_RESERVE if job.memory_reserve is None else job.memory_reserve
         known = KnownJob(
             job.tensor_parallel, job.micro_batches, arguments, job.emulated, job.device_memory, reserve,
-            job.carrier or HOST,
+            job.carrier or HOST, job.host_memory,
         )  # fmt: skip
         return known, tuple(Chunk(*chunk) for chunk in job.chunks)

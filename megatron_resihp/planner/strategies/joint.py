@@ -188,7 +188,7 @@ def _runs_short(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> boo
     if after.replicas == before.replicas:
         return False
     try:
-        check_change(before, after, cost.model, cost.training, cost.device.memory)
+        check_change(before, after, cost.model, cost.training, cost.device.memory, cost.device.host)
     except PlanError:
         return True
     return False

@@ -217,6 +217,7 @@ def _measured(
         told.device_memory or int(namespace.memory_gib * 2**30),
         next(each for each in (namespace.memory_reserve, told.memory_reserve, MEMORY_RESERVE) if each is not None),
         told.carrier or HOST,
+        told.host_memory,
     )  # fmt: skip
     per_node = namespace.workers_per_node or per_node
     if job.emulated:

@@ -300,6 +300,17 @@ class TestRoom:
         with pytest.raises(PlanError, match=r"old and new state together take \d.* GiB on worker \d; .* may be used"):
             check_change(before, after, MODEL, TRAINING, max(peak.values()) - 1)
 
+    def test_an_old_state_that_fits_into_host_memory_takes_no_room(self) -> None:
+        """Its gradients are of no use any more, and move nowhere."""
+        before, after = uniform(1, 2, 1, 4), uniform(2, 1, 1, 4)
+        held, wanted = (memory_of(plan, MODEL, TRAINING) for plan in (before, after))
+        moved = max(use.state - use.gradients for use in held.values())
+        larger = {worker: max(held[worker].state, wanted[worker].state) for worker in range(2)}
+        assert peak_of_change(before, after, MODEL, TRAINING, moved) == larger
+        check_change(before, after, MODEL, TRAINING, max(larger.values()), moved)
+        with pytest.raises(PlanError, match="old and new state together"):
+            check_change(before, after, MODEL, TRAINING, max(larger.values()), moved - 1)
+
     def test_who_gets_no_work_builds_nothing(self) -> None:
         before = uniform(1, 1, 2, 4)
         alone = ParallelPlan((Replica(((0,),), (0, 1, 2, 3)),), {1: Coordinate(0, 0)})

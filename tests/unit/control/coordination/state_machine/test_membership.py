@@ -971,22 +971,26 @@ class TestChangeByChoice:
         assert reason is None or reason in answer.reason
 
     @pytest.mark.parametrize(
-        ("memory", "reason"),
+        ("memory", "host", "reason"),
         [
-            (None, None),
-            (20_000_000, None),
-            (1_000_000, "while it changes, old and new state together take"),
-            (200_000, "memory exceeded on worker"),
+            (None, None, None),
+            (20_000_000, None, None),
+            (1_000_000, None, "while it changes, old and new state together take"),
+            (1_000_000, 100_000, "while it changes, old and new state together take"),
+            (1_000_000, 1_000_000, None),
+            (200_000, 1_000_000, "memory exceeded on worker"),
         ],
     )
-    def test_a_change_whose_old_and_new_state_do_not_fit_together(self, memory: int | None, reason: str | None) -> None:
-        """Nobody has to change, and a worker that runs out of memory ends the job."""
+    def test_a_change_whose_old_and_new_state_do_not_fit_together(
+        self, memory: int | None, host: int | None, reason: str | None
+    ) -> None:
+        """Nobody has to change, and a worker that runs out of memory ends the job. The host may have room for one."""
         arguments = {
             "num_layers": 4, "hidden_size": 48, "ffn_hidden_size": 96, "num_attention_heads": 6,
             "max_position_embeddings": 8, "padded_vocab_size": 192, "seq_length": 8, "micro_batch_size": 1,
         }  # fmt: skip
         job = Job()
-        job.description = replace(job.description, device_memory=memory)
+        job.description = replace(job.description, device_memory=memory, host_memory=host)
         job.start()
         job.tell(ModelBuilt(0, arguments=arguments))
         answer = only(Reply, job.apply(plan_of((((0, 1),), (Chunk(0, 0, 6),)), counts=(4,)))).answer
