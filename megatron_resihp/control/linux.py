@@ -24,6 +24,8 @@ PR_SET_PDEATHSIG: Final = 1
 SYS_PIDFD_GETFD: Final = 438
 """The number of the system call, since Linux 5.6, on every architecture."""
 
+MEMINFO: Final = Path("/proc/meminfo")
+CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
 SHARED_MEMORY: Final = Path("/dev/shm")
 SEMAPHORES: Final = "sem.mp-*"
 """Of Python's multiprocessing, where processes are not just forked."""
@@ -44,6 +46,17 @@ class RunDelay:
 
     def __call__(self) -> float:
         return int(os.pread(self._file, 64, 0).split()[1]) * 1e-9 if self._file >= 0 else 0.0
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be taken without swapping, within this control group's limit."""
+    lines = MEMINFO.read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    try:
+        most, used = ((CONTROL_GROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:
+        return free
+    return free if most == "max" else min(free, max(int(most) - int(used), 0))
 
 
 def die_with_parent() -> None:

@@ -17,15 +17,23 @@ _POSITION, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB1
 """Large odd numbers; multiplying by one loses nothing."""
 
 
-def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Sixteen hexadecimal digits over names, shapes, types and bits of all tensors, in name order."""
+def digest_tensors(tensors: Mapping[str, torch.Tensor], device: torch.device | None = None) -> str:
+    """Sixteen hexadecimal digits over names, shapes, types and bits of all tensors, in name order.
+
+    Args:
+        device: where tensors that are elsewhere are brought one by one, other than scalars; None: nowhere.
+    """
     total = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-    for run in _runs([tensors[name] for name in sorted(tensors)]):
+    for run in _runs(_at(device, tensors[name]) for name in sorted(tensors)):
         total.update(f"{_hash(run)}\n".encode())
     return total.hexdigest()[:16]
+
+
+def _at(device: torch.device | None, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if device is None or not tensor.dim() else tensor.to(device)
 
 
 def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

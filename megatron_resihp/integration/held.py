@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this worker holds of the model and of the optimizer's state. May import `plan` and this package's `step`."""
+"""What this worker holds of the model and of the optimizer's state. May import `plan` and modules of
+this package that know no runtime."""
 
+from megatron_resihp.integration.state.taking_over import Succession
 from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.integration.world.own_layers import OwnLayout
@@ -15,6 +17,7 @@ class Held:
             Megatron has built them.
         shards: those whose state `live` is.
         kept: with the distributed optimizer, what of its state is current here.
+        succession: of new objects that are being built; None: of none.
     """
 
     live: Trained
@@ -23,6 +26,7 @@ class Held:
         self._own = own
         self.shards: tuple[Shard, ...] = ()
         self.kept: Kept | None = None
+        self.succession: Succession | None = None
 
     @property
     def is_built(self) -> bool:

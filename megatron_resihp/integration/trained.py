@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is trained: Megatron's objects that hold this worker's shard. May import torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ class Trained:
     Attributes:
         model, optimizer, scheduler: Megatron's.
         lacks_gradients: whether the buffers for gradients are freed.
+        away: tensors whose state is in host memory, each with what it was of the device's, which is freed meanwhile.
     """
 
     model: list[torch.nn.Module]
     optimizer: Any
     scheduler: Any
     lacks_gradients: bool = False
+    away: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 def parts_of(optimizer: Any) -> list[Any]:

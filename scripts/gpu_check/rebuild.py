@@ -11,6 +11,7 @@ import torch
 from launching import Launched, launch
 from setting import Row, Setting
 
+from megatron_resihp.events.epochs import Phase
 from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.events.workers import Resources
 
@@ -38,10 +39,19 @@ def _rebuild(setting: Setting, name: str) -> Row:
 
 
 def _took(job: Launched) -> Row:
-    """The peak memory of old and new state together, as a share of the old state with its gradients."""
-    events = [event for event in read_events(job.run_dir / FILE_NAME).events if isinstance(event, Resources)]
-    taken = [(event.bytes_most, event.bytes_before) for event in events]
-    return {"peak_of_state": [round(most / before, 3) for most, before in taken if most and before]}
+    """The peak memory of old and new state together, and of the device in each phase of the recovery, as shares of the
+    old state with its gradients; and what went through host memory."""
+    events = read_events(job.run_dir / FILE_NAME).events
+    took = next((event for event in events if isinstance(event, Resources)), None)
+    if took is None or not took.bytes_before:
+        return {}
+    before = took.bytes_before
+    peaks = {event.phase: event.peak_bytes for event in events if isinstance(event, Phase)}
+    return {
+        "peak_of_state": [round((took.bytes_most or 0) / before, 3)],
+        "peak_by_phase": {phase: round(peak / before, 3) for phase, peak in peaks.items() if peak},
+        "share_through_host": round((took.bytes_to_host or 0) / before, 3),
+    }
 
 
 def _layers(share: float, memory_bytes: int) -> int:

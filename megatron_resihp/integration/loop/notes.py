@@ -1,9 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the last recovery took, until it is in the event log. Imports this package's `state`."""
+"""What the last recovery took, until it is in the event log. May import torch and this package's `state`."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
+from megatron_resihp import cpu
 from megatron_resihp.integration.state.footprint import Footprint
+
+
+class Phases:
+    """Measures the phases of one recovery on one worker.
+
+    Attributes:
+        seconds: of each phase.
+        peaks: the most bytes of the device in use at a time in each phase; empty where they are not counted.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start, counted = time.monotonic(), cpu.counts_memory()
+        if counted:
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+            if counted:
+                self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated())
 
 
 @dataclass
@@ -12,12 +43,14 @@ class RecoveryNotes:
 
     Attributes:
         since: when the death was noticed that the current epoch recovered from, until its first step.
-        phases: seconds of each phase.
+        phases: what each phase took.
         footprint: what the rebuild took of the device; None: nothing was built.
+        ran_out: whether the device's memory has run out on the way to the epoch that comes.
         last_step_at: when the last step was taken, by the wall clock; None: before the first one after a recovery.
     """
 
     since: float | None = None
-    phases: dict[str, float] = field(default_factory=dict)
+    phases: Phases = field(default_factory=Phases)
     footprint: Footprint | None = None
+    ran_out: bool = False
     last_step_at: float | None = None

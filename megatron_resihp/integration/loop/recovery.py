@@ -5,13 +5,13 @@ May import megatron and everything of this package. Nothing of the old shard is 
 so a failure at any point leads back to the old state or on to a newer plan, never to a mixture (DESIGN contract 4).
 """
 
+import gc
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
+import torch
 from megatron.core.rerun_state_machine import RerunMode
 
 from megatron_resihp.control.transport.store import StoreError
@@ -21,18 +21,24 @@ from megatron_resihp.integration.logs.profiling import end_profiling
 from megatron_resihp.integration.loop.device_loss import abort_or_die, die_of_fault
 from megatron_resihp.integration.loop.emergency_checkpoint import write_emergency_checkpoint
 from megatron_resihp.integration.loop.joining import stand_at
+from megatron_resihp.integration.loop.notes import Phases
 from megatron_resihp.integration.patches.counting import count_again, note_in_progress_log, restore_counters
+from megatron_resihp.integration.patches.startup import model_fields
 from megatron_resihp.integration.probes.fault_injection import StagedError
 from megatron_resihp.integration.progress import ContractBroken
 from megatron_resihp.integration.replacing import become, take_apart
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.footprint import (
     bring_gradients_back,
+    bytes_away,
     bytes_of,
     footprint_of,
     free_gradients,
     storages,
 )
+from megatron_resihp.integration.state.host_state import discard, move_to_host, return_to_device
+from megatron_resihp.integration.state.room import Room, Way, expected_bytes, free_on_device, free_on_host, way_of
+from megatron_resihp.integration.state.taking_over import Succession, unchanged
 from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.step.step import install_step, take_step
 from megatron_resihp.integration.trained import Trained
@@ -41,9 +47,16 @@ from megatron_resihp.plan.spelling import spelled_out
 from megatron_resihp.protocol.published import Decision, EmergencyCheckpointOrder, EpochPlan
 from megatron_resihp.protocol.records import Commit, IterationPhase
 
+PLENTY: Final = 4
+"""With so many times the old state free on the device, nobody asks what the new one takes."""
+
 
 class PlanChange(Exception):
     """All workers leave the epoch after the same step, because they have agreed to: no worker has died."""
+
+
+class TooLittleMemory(Exception):
+    """The device's memory has run out while new objects were built or filled; there is a way that takes less."""
 
 
 class TakenIn(Exception):
@@ -69,21 +82,6 @@ def leave_if_agreed(runtime: Runtime) -> None:
         raise PlanChange
 
 
-class Phases:
-    """Measures the phases of one recovery on one worker, in seconds."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
-
-
 def is_ours(runtime: Runtime, error: BaseException) -> bool:
     """Whether an error starts a recovery: a communicator's, any while the epoch is marked as broken, or, once, any in
     the first step of a plan that was chosen."""
@@ -91,7 +89,11 @@ def is_ours(runtime: Runtime, error: BaseException) -> bool:
         return True
     if is_out_of_memory(error):
         return False
-    return isinstance(error, PlanChange | TakenIn) or _is_an_interruption(error) or runtime.control.heard.broken()
+    return (
+        isinstance(error, PlanChange | TakenIn | TooLittleMemory)
+        or _is_an_interruption(error)
+        or runtime.control.heard.broken()
+    )
 
 
 def blames_plan(runtime: Runtime, error: BaseException) -> bool:
@@ -99,7 +101,8 @@ def blames_plan(runtime: Runtime, error: BaseException) -> bool:
 
     A worker that no plan has been run with yet just ends: the others go on without it.
     """
-    others = isinstance(error, PlanChange | TakenIn | JobEnded | ContractBroken) or _is_an_interruption(error)
+    not_its = PlanChange | TakenIn | TooLittleMemory | JobEnded | ContractBroken
+    others = isinstance(error, not_its) or _is_an_interruption(error)
     return runtime.on_trial and not runtime.joining and (is_out_of_memory(error) or not others)
 
 
@@ -138,15 +141,29 @@ def recover(runtime: Runtime, error: Exception) -> None:
         except JobEnded:
             raise  # a fenced worker's epoch stays broken for ever: trying again would never end
         except Exception as next_error:
-            error = next_error
-            if not _is_an_interruption(error):
+            error = _spared(runtime, next_error)
+            if not isinstance(error, TooLittleMemory) and not _is_an_interruption(error):
                 # Once it may be what the end of the epoch has led to; a bug would be tried for ever.
                 if (strike := _strike(error)) in struck:
                     raise
                 struck.add(strike)
             continue
-        runtime.recovery.phases = phases.seconds
+        runtime.recovery.phases, runtime.recovery.ran_out = phases, False
         return
+
+
+def _spared(runtime: Runtime, error: Exception) -> Exception:
+    """The error, or what stands for it if the device's memory ran out and a way that takes less is left."""
+    if not is_out_of_memory(error) or runtime.recovery.ran_out or not runtime.held.succession:
+        return error
+    print("resihp: too little memory for old and new state together; trying again with the old in host memory:",
+          file=sys.stderr)  # fmt: skip
+    traceback.print_exception(error)
+    _let_go_of_frames(error)
+    gc.collect()  # what was half built has cycles
+    torch.cuda.empty_cache()
+    runtime.recovery.ran_out = True
+    return TooLittleMemory(str(error))
 
 
 def _is_an_interruption(error: BaseException) -> bool:
@@ -206,25 +223,28 @@ def _enter_first_epoch(runtime: Runtime, phases: Phases, order: Decision) -> Non
 
 def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> None:
     runtime.on_trial = order.on_trial
+    runtime.held.succession = None
     before = bytes_of(runtime.held.live)
-    with phases.phase("rebuild"):
-        runtime.reach("recovery-rebuild")
-        runtime.control.check_reach(order.plan)
-        trained = _rebuild(runtime, order)
     try:
+        with phases.phase("rebuild"):
+            runtime.reach("recovery-rebuild")
+            runtime.control.check_reach(order.plan)
+            trained = _rebuild(runtime, order)
         with phases.phase("migrate"):
-            old = storages(runtime.held.live)  # before new objects take over what is in them
+            live, succession = runtime.held.live, runtime.held.succession
+            old, to_host = storages(live), bytes_away(live)  # before new objects take over moments
             migrated = runtime.mode.state.migrate(order, trained)
-            if trained is not runtime.held.live:
-                runtime.recovery.footprint = footprint_of(before, old, storages(trained))
+            if succession is not None:
+                succession.return_gradients()
+                runtime.recovery.footprint = footprint_of(before, old, to_host, storages(trained))
         with phases.phase("ready"):
             runtime.reach("recovery-ready")
             connections = runtime.communicators.connections
             runtime.control.ready(migrated.digests, migrated.received, redone, connections.ports())
             connections.narrow(runtime.control.peer_ports)
     except Exception:
-        if trained is not runtime.held.live:
-            take_apart(trained.model)
+        if runtime.held.succession is not None:
+            runtime.held.succession.give_up()
         raise
     with phases.phase("data"):
         _adopt(runtime, order, trained, migrated.kept)
@@ -253,13 +273,38 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     if runtime.view.works:
         runtime.mode.build_groups()
     runtime.communicators.end_hand_over()
+    live = runtime.held.live
     if not runtime.view.works:
-        bring_gradients_back(runtime.held.live)
-        return runtime.held.live
-    free_gradients(runtime.held.live)
+        return_to_device(live)
+        bring_gradients_back(live)
+        return live
+    free_gradients(live)
+    succession = runtime.held.succession = _make_room(runtime, order)
     reset_singletons(runtime, RerunMode(runtime.job.args.rerun_mode))
     runtime.job.args.perform_initialization = False
-    return runtime.setup.build_trained()
+    trained = runtime.setup.build_trained()
+    succession.optimizer_of(trained)
+    return trained
+
+
+def _make_room(runtime: Runtime, order: EpochPlan) -> Succession:
+    """Decide where the old state is while new objects are built, and what they take over of it."""
+    live, plan = runtime.held.live, spelled_out(order.plan, runtime.job.own.chunks)
+    held, wanted = order.held.get(runtime.worker, ()), plan.shards_of(runtime.worker)
+    whole = bytes_of(live)
+    if not runtime.held.shards:
+        discard(live)
+    chunks = {} if runtime.job.shares_optimizer else unchanged(held, wanted)
+    old, new = sum(storages(live).values()), 0
+    free = free_on_device(runtime.job.config.resihp_memory_reserve)
+    if len(chunks) < len(wanted) and free < PLENTY * whole:
+        new = expected_bytes(model_fields(runtime.job.args), plan, runtime.worker) or whole
+        new += 0 if held == wanted else old  # about what it receives
+    room = Room(new, old, free, free_on_host())
+    if live.away or way_of(room, runtime.recovery.ran_out) is Way.THROUGH_HOST:
+        move_to_host(live)
+        chunks = {}
+    return Succession(live, chunks)
 
 
 def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | None) -> None:
@@ -267,11 +312,12 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
     live, commit = runtime.held.live, order.commit
     assert commit is not None
     runtime.probes.abandon()
-    runtime.held.kept = kept
+    runtime.held.kept, runtime.held.succession = kept, None
     if trained is not live:
         old_model = list(live.model)
         live.model[:] = trained.model
         live.lacks_gradients = False
+        live.away.clear()
         become(live.optimizer, trained.optimizer)
         become(live.scheduler, trained.scheduler)
         live.scheduler.optimizer = live.optimizer

@@ -3,6 +3,7 @@
 
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -42,13 +43,16 @@ def report_recovered(runtime: Runtime) -> None:
     """What the last recovery cost this worker, once, written when the first work after it is done."""
     if runtime.recovery.since is None:
         return
-    to_epoch = runtime.epoch
-    phases = [Phase(phase=name, seconds=spent, to_epoch=to_epoch) for name, spent in runtime.recovery.phases.items()]
+    to_epoch, measured = runtime.epoch, runtime.recovery.phases
+    phases = [
+        Phase(phase=name, seconds=spent, to_epoch=to_epoch, peak_bytes=measured.peaks.get(name))
+        for name, spent in measured.seconds.items()
+    ]
     runtime.recovery.since = None
     runtime.communicators.release()
     left_behind = runtime.communicators.left_behind
     took, runtime.recovery.footprint = runtime.recovery.footprint, None
-    memory = {} if took is None else {"bytes_before": took.before, "bytes_new": took.new, "bytes_most": took.most}
+    memory = {} if took is None else {f"bytes_{name}": value for name, value in asdict(took).items()}
     held = Resources(to_epoch=to_epoch, left_behind=left_behind, **resources(), **memory)
     runtime.control.event(*phases, held)
 

@@ -11,7 +11,7 @@ from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, s
 from megatron_resihp.integration.progress import ContractBroken
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import shard_digest
-from megatron_resihp.integration.state.shard import fill_shard, group_steps, shard_tensors
+from megatron_resihp.integration.state.shard import fill_shard, group_steps, shard_tensors, with_moments_on_device
 from megatron_resihp.integration.state.slice_state import (
     HostFiller,
     Redistribution,
@@ -49,16 +49,17 @@ def migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained, held: H
         if transfer.source == worker:
             send_tensors(everybody, transfer.target, shard_tensors(old), {"steps": group_steps(old)})
         elif transfer.target == worker:
-            device = torch.device("cuda", torch.cuda.current_device())
+            device = torch.device("cpu") if old.away else torch.device("cuda", torch.cuda.current_device())
             tensors, extra = receive_tensors(everybody, transfer.source, device)
-            fill_shard(trained, tensors, extra["steps"])
+            fill_shard(trained, with_moments_on_device(tensors) if old.away else tensors, extra["steps"])
             received = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if worker in (transfer.source, transfer.target):
             runtime.reach("recovery-migrate")
     if trained is old:
         return received, digests
     if not received:
-        fill_shard(trained, shard_tensors(old), group_steps(old))
+        tensors = shard_tensors(old)
+        fill_shard(trained, with_moments_on_device(tensors) if old.away else tensors, group_steps(old))
     return received, with_those_after(digests, runtime.mode.state.digests(trained))
 
 

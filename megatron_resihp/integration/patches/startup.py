@@ -51,6 +51,7 @@ from megatron_resihp.integration.probes.emulation import padding_of
 from megatron_resihp.integration.probes.probe_sheet import Sheet, with_absences
 from megatron_resihp.integration.releases import Release
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.room import free_on_host
 from megatron_resihp.integration.step.step import install_step
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, Sizes
@@ -195,6 +196,8 @@ def describe_job(job: Job) -> JobDescription:
         seconds_between_changes=config.resihp_seconds_between_changes,
         device_memory=None if cpu.installed() else torch.cuda.get_device_properties(args.local_rank).total_memory,
         memory_reserve=config.resihp_memory_reserve,
+        # Other processes of the host need some, too, and more later than as the job begins.
+        host_memory=None if cpu.installed() else free_on_host() * 3 // 4,
         cost_model=config.resihp_cost_model and os.path.abspath(config.resihp_cost_model),
         carrier=config.resihp_carrier,
     )
@@ -282,6 +285,21 @@ def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable
             return runtime.mode.state.build_model(functools.partial(original, *positional, **options))
 
     return build_model
+
+
+def wrap_ddp(runtime: Runtime, original: Callable[..., None]) -> Callable[..., None]:
+    """Chunks that are built again take over the old ones' parameters, and have no gradients before they are whole."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *positional: Any, **options: Any) -> None:
+        succession = runtime.held.succession
+        if succession is not None:
+            succession.parameters_of(module, in_buffers=ddp_config.use_distributed_optimizer)
+        original(self, config, ddp_config, module, *positional, **options)
+        if succession is not None:
+            succession.built(self)
+
+    return __init__
 
 
 def _build_again(runtime: Runtime, release: Release, set_up: Callable[..., Any], hooks: dict[str, Any]) -> Trained:

@@ -56,6 +56,12 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             for target, parameters in release.builders.items()
         ),
         Patch(
+            f"{DDP}:DistributedDataParallel.__init__",
+            partial(startup.wrap_ddp, runtime),
+            ("self", "config", "ddp_config", "module"),
+            "lets new chunks take over the old ones' parameters",
+        ),
+        Patch(
             f"{TRAINING}:build_pretraining_data_loader",
             lambda original: data.make_loader_builder(runtime),
             ("dataset", "consumed_samples"),

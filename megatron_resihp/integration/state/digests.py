@@ -4,6 +4,8 @@
 Keys are those of `control.coordination.digests`. May import torch and this package.
 """
 
+import torch
+
 from megatron_resihp.events.training import Digest
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.integration.runtime import Runtime
@@ -16,7 +18,8 @@ def shard_digest(trained: Trained, coordinate: Coordinate | None) -> dict[str, s
     """The digest of the shard of the job's own layout that these objects hold; empty if they hold nothing."""
     if coordinate is None:
         return {}
-    return {f"{coordinate.stage}/{coordinate.tp_rank}": digest_tensors(shard_tensors(trained))}
+    device = torch.device("cuda", torch.cuda.current_device())
+    return {f"{coordinate.stage}/{coordinate.tp_rank}": digest_tensors(shard_tensors(trained), device)}
 
 
 def record_digests(runtime: Runtime) -> None:

@@ -27,11 +27,13 @@ class Footprint:
         before: bytes of the old objects, gradients included.
         new: bytes that the new objects didn't take over from the old ones.
         most: bytes of both together, without the old gradients.
+        to_host: bytes of the old ones that were in host memory meanwhile.
     """
 
     before: int
     new: int
     most: int
+    to_host: int
 
 
 def free_gradients(trained: Trained) -> None:
@@ -52,32 +54,48 @@ def bring_gradients_back(trained: Trained) -> None:
 
 def bytes_of(trained: Trained) -> int:
     """Bytes of all that, of gradients also where they are freed."""
-    buffers = [buffer for chunk in _chunks(trained) for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    buffers = [buffer for chunk in _chunks(trained) for buffer in _buffers(chunk)]
     freed = sum(buffer.grad_data_size * buffer.grad_data.element_size() for buffer in buffers)
-    return sum(storages(trained).values()) + freed
+    return sum(storages(trained).values()) + freed + bytes_away(trained)
 
 
 def storages(trained: Trained) -> Storages:
-    """All memory that parameters, gradients, buffers and the optimizer's state own."""
+    """All memory of the device that parameters, gradients, buffers and the optimizer's state own."""
+    away = {id(tensor) for tensor, _ in trained.away}
+    gradients = [buffer.grad_data for chunk in _chunks(trained) for buffer in _buffers(chunk)]
+    owned = (each.untyped_storage() for each in [*state_tensors(trained), *gradients] if id(each) not in away)
+    return {storage._cdata: storage.nbytes() for storage in owned}
+
+
+def bytes_away(trained: Trained) -> int:
+    """Bytes of their state that is in host memory."""
+    copies = (tensor.untyped_storage() for tensor, _ in trained.away)
+    return sum({copy._cdata: copy.nbytes() for copy in copies}.values())
+
+
+def state_tensors(trained: Trained) -> list[torch.Tensor]:
+    """All parameters, buffers and tensors of the optimizer's state, each once."""
     tensors: list[Any] = []
     for chunk in _chunks(trained):
         tensors += [*chunk.module.parameters(), *chunk.module.buffers()]
-        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-            tensors += [buffer.param_data, buffer.grad_data]
+        tensors += [buffer.param_data for buffer in _buffers(chunk)]
     for part in parts_of(trained.optimizer):
         if not part.is_stub_optimizer:
             tensors += [each for group in part.optimizer.param_groups for each in group["params"]]
             tensors += [value for state in part.optimizer.state.values() for value in state.values()]
-    owned = (each.untyped_storage() for each in tensors if isinstance(each, torch.Tensor))
-    return {storage._cdata: storage.nbytes() for storage in owned}
+    return list({id(each): each for each in tensors if isinstance(each, torch.Tensor)}.values())
 
 
-def footprint_of(before: int, old: Storages, new: Storages) -> Footprint:
-    """`before`: bytes of the old objects with their gradients; `old`: what is left of them."""
+def footprint_of(before: int, old: Storages, to_host: int, new: Storages) -> Footprint:
+    """`before`: bytes of the old objects with their gradients; `old`: what is left of them; `to_host`: of the rest."""
     added = sum(size for key, size in new.items() if key not in old)
-    return Footprint(before, added, sum(old.values()) + added)
+    return Footprint(before, added, sum(old.values()) + added, to_host)
 
 
 def _chunks(trained: Trained) -> list[Any]:
     """Megatron's own DDP; no other is supported."""
     return list(trained.model)
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]

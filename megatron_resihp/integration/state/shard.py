@@ -45,10 +45,10 @@ def fill_shard(trained: Trained, tensors: dict[str, torch.Tensor], steps: list[A
             states.setdefault(name, {})[item] = tensor
     with torch.no_grad():
         for name, parameter, state in _parameters(trained):
-            parameter.data.copy_(tensors[f"param/{name}"])
+            put(parameter.data, tensors[f"param/{name}"])
             master = getattr(parameter, "main_param", None)
             if master is not None:
-                master.data.copy_(tensors[f"master/{name}"])
+                put(master.data, tensors[f"master/{name}"])
             state.update(states.get(name, {}))
         for chunk, model in enumerate(trained.model):
             for name, buffer in model.named_buffers():
@@ -57,6 +57,24 @@ def fill_shard(trained: Trained, tensors: dict[str, torch.Tensor], steps: list[A
     for group, step in zip(groups, steps, strict=True):
         if step is not None:
             group["step"] = step
+
+
+def put(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, if they are not the same memory: the old state is not written to."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
+def with_moments_on_device(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a shard in host memory, fit for new objects that keep its moments."""
+    return {name: to_device(tensor) if name.startswith("state/") and tensor.dim() else tensor
+            for name, tensor in tensors.items()}  # fmt: skip
+
+
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the device."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 def states_of(trained: Trained) -> dict[int, dict[str, torch.Tensor]]:

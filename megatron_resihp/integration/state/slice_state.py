@@ -17,7 +17,7 @@ from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.executor.groups.side_group import SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
 from megatron_resihp.integration.state.parameter_slices import Piece, counted_by_megatron, pieces_of
-from megatron_resihp.integration.state.shard import group_steps, states_of
+from megatron_resihp.integration.state.shard import group_steps, put, states_of
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.integration.world.slice_shares import SliceShares
 from megatron_resihp.plan import Shard
@@ -160,7 +160,7 @@ def move_state(
             send_tensors(group, move.target, tensors, {"steps": whole.steps})
         elif move.target == worker:
             assert filler is not None
-            received += _receive(group, move, filler, target)
+            received += _receive(group, move, filler, target, bool(old.away))
         if worker in (move.source, move.target):
             moved()
     return received
@@ -184,8 +184,8 @@ def _state(states: States, pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _receive(group: SideGroup, move: Move, filler: "Filler", target: Mapping[Slice, list[Piece]]) -> int:
-    device = torch.device("cuda", torch.cuda.current_device())
+def _receive(group: SideGroup, move: Move, filler: "Filler", target: Mapping[Slice, list[Piece]], to_host: bool) -> int:
+    device = torch.device("cpu") if to_host else torch.device("cuda", torch.cuda.current_device())
     tensors, extra = receive_tensors(group, move.source, device)
     by_slice: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
@@ -238,9 +238,9 @@ class HostFiller:
         self.whole.steps = [*self.whole.steps, *steps]
 
 
-def _on_device(tensors: Mapping[str, torch.Tensor], parts: Sequence[Piece]) -> dict[str, torch.Tensor]:
-    """All but scalars where the parameters are: a digest also says which tensors are together."""
-    device = parts[0].parameter.device
+def _on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All but scalars on the device: a digest also says which tensors are together."""
+    device = torch.device("cuda", torch.cuda.current_device())
     return {name: tensor.to(device) if tensor.dim() else tensor.cpu() for name, tensor in tensors.items()}
 
 
@@ -270,9 +270,9 @@ class _Filler:
                 if rest != piece.name:
                     continue
                 if kind == "param":
-                    piece.of(parameter.data).copy_(tensor)
+                    put(piece.of(parameter.data), tensor)
                 elif kind == "master":
-                    piece.of(key.data).copy_(tensor)
+                    put(piece.of(key.data), tensor)
                 else:
                     self._fill_moment(piece, key, item, tensor)
 
@@ -283,7 +283,7 @@ class _Filler:
             return
         if item not in state:
             state[item] = torch.empty_like(key, dtype=tensor.dtype)
-        piece.of(state[item]).copy_(tensor)
+        put(piece.of(state[item]), tensor)
 
     def set_steps(self, steps: Sequence[Any]) -> None:
         """Step counters that an optimizer keeps per parameter group; they are equal in all groups."""
@@ -312,7 +312,7 @@ def slice_digests(
     """
     states, found = states_of(trained) if whole is None else whole.states, {}
     for piece, parts in sorted(_by_slice(trained, shards, cuts, tied_head).items()):
-        copies = {digest_tensors(_on_device(_state(states, [part for part in parts if part.chunk == chunk]), parts))
+        copies = {digest_tensors(_on_device(_state(states, [part for part in parts if part.chunk == chunk])))
                   for chunk in {part.chunk for part in parts}}  # fmt: skip
         if len(copies) > 1:
             raise RuntimeError("word embeddings and head differ, which should be the same")

@@ -15,6 +15,7 @@ import torch
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from megatron_resihp.executor.digest import digest_tensors
+from megatron_resihp.integration.state.shard import to_device
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.plan.ranges import Range
 
@@ -84,7 +85,7 @@ def fill_part(trained: Trained, state: Mapping[Range, Tensors], steps: Sequence[
         tensors = state[where]
         master.copy_(tensors[MASTER])
         # Scalars stay on the host, where torch's optimizers want them.
-        kept = {name: tensor.to(master.device) if tensor.dim() else tensor.clone()
+        kept = {name: to_device(tensor) if tensor.dim() else tensor.clone()
                 for name, tensor in tensors.items() if name != MASTER}  # fmt: skip
         if kept:
             part.optimizer.state[master].update(kept)

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_resihp.control.linux import SHARED_MEMORY, RunDelay, kill_group, shared_memory_of_group
+from megatron_resihp.control import linux
+from megatron_resihp.control.linux import (
+    SHARED_MEMORY,
+    RunDelay,
+    available_memory,
+    kill_group,
+    shared_memory_of_group,
+)
 
 BOUND_S = 20.0
 
@@ -43,6 +50,23 @@ def test_a_thread_that_shares_its_core_waits_for_it() -> None:
         other.kill()
         other.wait()
     assert 0.02 <= delays[1] - delays[0] < 2 * BOUND_S
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "available"),
+    [(None, None, 4 << 20), ("max", "1000", 4 << 20), (f"{8 << 20}", f"{7 << 20}", 1 << 20), ("10", "11", 0)],
+    ids=["no control group", "no limit", "a limit", "over it"],
+)
+def test_memory_that_can_be_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, used: str | None, available: int
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:       8192 kB\nMemFree:  1 kB\nMemAvailable:       4096 kB\n")
+    if limit is not None and used is not None:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+    monkeypatch.setattr(linux, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(linux, "CONTROL_GROUP", tmp_path)
+    assert available_memory() == available
 
 
 SEMAPHORE = """

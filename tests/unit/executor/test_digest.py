@@ -101,3 +101,18 @@ def test_parts_that_begin_and_end_anywhere(kind: torch.dtype) -> None:
             digests.add(digest_tensors({"a": part}))
             assert digest_tensors({"a": part}) == digest_tensors({"a": part.clone()})
     assert len(digests) == 16
+
+
+def test_where_tensors_are_changes_nothing() -> None:
+    """What is in host memory is brought to the device, tensor by tensor; a count of steps is always on the host."""
+    state = {"weight": torch.ones(4, 4), "step": torch.tensor(3.0)}
+    seen: list[torch.Tensor] = []
+
+    class Elsewhere(torch.Tensor):
+        def to(self, *positional: object, **_options: object) -> torch.Tensor:
+            seen.append(self)
+            return torch.Tensor.to(self.as_subclass(torch.Tensor), *positional)  # type: ignore[call-overload, no-any-return]
+
+    away = {name: tensor.as_subclass(Elsewhere) for name, tensor in state.items()}
+    assert digest_tensors(away, torch.device("cpu")) == digest_tensors(state)
+    assert len(seen) == 1 and seen[0].dim() == 2

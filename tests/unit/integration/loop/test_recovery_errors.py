@@ -113,6 +113,46 @@ def test_a_failure_during_recovery_starts_the_next(monkeypatch: pytest.MonkeyPat
     assert worker.recovery.since == 1.0, "the time of the first death stays"
 
 
+def recover_through(monkeypatch: pytest.MonkeyPatch, outcomes: list[Exception | None], succession: object) -> list[str]:
+    """Let a recovery meet these errors; returns what was reported."""
+    suspected: list[str] = []
+
+    def enter(runtime: Any, phases: Any, by_choice: bool) -> None:
+        outcome = outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+
+    monkeypatch.setattr(recovery, "_enter_next_epoch", enter)
+    worker = runtime(broken=False)
+    worker.held = SimpleNamespace(succession=succession)
+    worker.control.suspect = lambda error, timeout_s: suspected.append(type(error).__name__)
+    recovery.recover(worker, EpochBroken("worker 3"))
+    assert not worker.recovery.ran_out, "the next recovery begins anew"
+    return suspected
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
+def test_a_rebuild_that_runs_out_of_memory_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The old state is in host memory then."""
+    assert recover_through(monkeypatch, [error, OF_COMMUNICATORS[1], None], object()) == [
+        "EpochBroken", "TooLittleMemory", "RuntimeError",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("errors", "succession"),
+    [([MemoryError("first"), MemoryError("last")], object()), ([MemoryError("last")], None)],
+    ids=["again", "before anything is built"],
+)
+def test_memory_that_runs_out_all_the_same_ends_the_worker(
+    monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None], succession: object
+) -> None:
+    with pytest.raises(MemoryError, match="last"):
+        recover_through(monkeypatch, errors, succession)
+
+
 def test_a_bug_that_a_recovery_meets_again_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it may be garbage of an aborted collective; while others fail too, it would be tried for ever."""
     errors = [KeyError("text"), *OF_COMMUNICATORS, ValueError("text"), *OF_COMMUNICATORS, KeyError("text")]

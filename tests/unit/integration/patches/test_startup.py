@@ -11,7 +11,7 @@ from megatron.core import mpu
 from megatron.training import training
 
 from megatron_resihp.integration.patches.counting import OneReplica
-from megatron_resihp.integration.patches.startup import chosen_once, counting_samples, wrap_build_model
+from megatron_resihp.integration.patches.startup import chosen_once, counting_samples, wrap_build_model, wrap_ddp
 
 
 def test_a_script_chooses_ranks_as_the_job_began() -> None:
@@ -46,3 +46,23 @@ def test_a_scheduler_is_made_again_from_the_flags_that_it_was_made_from() -> Non
     by_iterations = SimpleNamespace(train_samples=None, train_iters=25, step_batch_size_schedule=None)
     with counting_samples(by_iterations):
         assert by_iterations.train_iters == 25
+
+
+@pytest.mark.parametrize("built_again", [False, True])
+def test_parameters_are_taken_over_before_there_are_gradients(built_again: bool) -> None:
+    """Only where chunks are built again; before that there is nothing to take over."""
+    steps: list[Any] = []
+    succession = SimpleNamespace(
+        parameters_of=lambda module, in_buffers: steps.append((module, in_buffers)),
+        built=lambda chunk: steps.append("built"),
+    )
+    runtime: Any = SimpleNamespace(held=SimpleNamespace(succession=succession if built_again else None))
+
+    def megatrons(self: Any, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool = False) -> None:
+        steps.append(f"gradients, {disable_bucketing}")
+
+    init = wrap_ddp(runtime, megatrons)
+    setting = SimpleNamespace(use_distributed_optimizer=True)
+    init(object(), config=None, ddp_config=setting, module="module", disable_bucketing=True)
+    made = "gradients, True"
+    assert steps == ([("module", True), made, "built"] if built_again else [made])

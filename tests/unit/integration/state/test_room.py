@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a rebuild leaves the old state on the device or moves it to the host first."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_resihp.integration.state.room import Room, Way, way_of
+
+GIB = 1 << 30
+BESIDE, THROUGH_HOST = Way
+
+
+@pytest.mark.parametrize(
+    ("new", "device", "host", "ran_out", "way"),
+    [
+        (40, 60, 100, False, BESIDE),  # all fits
+        (60, 60, 100, False, BESIDE),
+        (61, 60, 100, False, THROUGH_HOST),
+        (61, 60, 49, False, BESIDE),  # the estimate may be wrong, and there is no other way
+        (40, 60, 100, True, THROUGH_HOST),  # it was wrong
+        (40, 60, 49, True, BESIDE),
+        (0, 0, 100, False, BESIDE),  # all is taken over
+    ],
+)
+def test_the_way_that_fits(new: int, device: int, host: int, ran_out: bool, way: Way) -> None:
+    assert way_of(Room(new * GIB, 50 * GIB, device * GIB, host * GIB), ran_out) is way
+
+
+def test_who_holds_nothing_has_nothing_to_move() -> None:
+    assert way_of(Room(61, 0, 60, 100), ran_out=True) is BESIDE
