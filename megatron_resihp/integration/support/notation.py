@@ -18,9 +18,7 @@ def tested(test: str, names: str, *, device: str = "", condition: Condition | No
     return _rows(names, evidence=Evidence.TEST, shown=f"tests/{test}", device=device, condition=condition)
 
 
-def kernel(
-    place: str, names: str, *, in_018: str = "", device: str = "", condition: Condition | None = None
-) -> Rows:
+def kernel(place: str, names: str, *, in_018: str = "", device: str = "", condition: Condition | None = None) -> Rows:
     """These change how something is computed, at that place, `module:function` below megatron."""
     return _rows(names, evidence=Evidence.KERNEL, **_shown(place, in_018), device=device, condition=condition)
 

@@ -29,13 +29,7 @@ RUNTIME = worker(set(INJECTION_POINTS))
 
 
 TRAINING = training_patches(RUNTIME, current())
-PATCHES = (
-    enable.writer_patches()
-    + TRAINING
-    + probe_patches(RUNTIME)
-    + injection_patches(RUNTIME)
-    + patches_of(RUNTIME)
-)
+PATCHES = enable.writer_patches() + TRAINING + probe_patches(RUNTIME) + injection_patches(RUNTIME) + patches_of(RUNTIME)
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
