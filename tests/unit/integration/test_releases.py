@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_resihp.integration.patches.training import training_patches
 from megatron_resihp.integration.probes.injection_points import injection_patches
 from megatron_resihp.integration.probes.patches import probe_patches
 from megatron_resihp.integration.releases import RELEASES, TRY, Release, installed, requirement
+from megatron_resihp.integration.streams.patches import patches_of as stream_patches
 from megatron_resihp.integration.support import LACKING, TABLE
 
 SIGNATURES = Path(__file__).with_name("signatures")
@@ -31,9 +33,15 @@ SIGNATURES = Path(__file__).with_name("signatures")
 def patches_of(release: Release) -> list[Patch]:
     """All that have a function of Megatron's as their target."""
     injections = SimpleNamespace(points=lambda: set(INJECTION_POINTS))
-    runtime: Any = SimpleNamespace(scheduled=SimpleNamespace(injections=injections))
-    training = training_patches(runtime, release)
-    patches = [*enable.writer_patches(), *training, *probe_patches(runtime), *injection_patches(runtime)]
+    job = SimpleNamespace(args=SimpleNamespace(seed=1))
+    runtime: Any = SimpleNamespace(scheduled=SimpleNamespace(injections=injections), job=job)
+    patches = itertools.chain(
+        enable.writer_patches(),
+        training_patches(runtime, release),
+        probe_patches(runtime),
+        injection_patches(runtime),
+        stream_patches(runtime),
+    )
     return [patch for patch in patches if patch.target.startswith("megatron.") and patch.parameters is not None]
 
 

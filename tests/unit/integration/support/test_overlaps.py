@@ -12,10 +12,13 @@ from megatron_resihp.integration.support import TABLE, Evidence
 from megatron_resihp.integration.world.heterogeneous_groups import HeterogeneousView, Sizes
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 
-OVERLAPS: Final = {name for name, row in TABLE.items() if row.supported and "overlap" in name and not row.without}
+OVERLAPS: Final = {"defer_embedding_wgrad_compute"} | {
+    name for name, row in TABLE.items() if row.supported and "overlap" in name and not row.without
+}
 """Supported arguments that ask for an overlap, or for how it is done."""
 NOTHING_TO_HIDE: Final = {
     "overlap_param_gather": "all holders of a slice step it, so that no parameters are gathered",
+    "overlap_param_gather_with_optimizer_step": "the same",
     "overlap_p2p_comm": "receives are posted before they are due, and no send is waited for before an iteration's end",
     "overlap_p2p_comm_warmup_flush": "the same",
 }
