@@ -17,11 +17,15 @@ DECAY: Final = 2 * ITERATIONS
 """Iterations after which the rate is the least."""
 WARM_UP: Final = 2
 RATE: Final = 1e-3
+SGD_RATE: Final = 0.1
+"""Gradient descent without Adam's division learns little from such gradients at the other rate."""
 MICRO_BATCHES: Final = 8
 """Of all replicas together."""
 LARGEST_MICRO_BATCH: Final = 2
 LOSS_SCALE: Final = 4096
 """From fp16's default scale, the first six steps would be skipped."""
+TOKENS_SCALE: Final = 16
+"""Gradients are sums over all tokens until they are divided."""
 
 RATES: Final = ("--min-lr", "--decoupled-lr", "--decoupled-min-lr", "--lr-warmup-init", "--muon-lr")
 BATCH, BATCHES = "--global-batch-size", "--step-batch-size-schedule"
@@ -52,10 +56,11 @@ def shrink_schedule(draft: Draft, reached: int) -> None:
     draft.change("--eval-iters", min(draft.number("--eval-iters"), 1))
     draft.change("--log-interval", 1)
     draft.change("--check-weight-hash-across-dp-replicas-interval", HALF)
-    draft.replaced.append(f"schedule -> {ITERATIONS} iterations, rate {RATE}")
+    draft.replaced.append(f"schedule -> {ITERATIONS} iterations, rate {_rate(draft)}")
     if draft.has("--fp16") and not draft.has("--loss-scale"):
-        draft.set("--initial-loss-scale", LOSS_SCALE)
-        draft.replaced.append(f"first loss scale -> {LOSS_SCALE}")
+        scale = TOKENS_SCALE if draft.has("--calculate-per-token-loss") else LOSS_SCALE
+        draft.set("--initial-loss-scale", scale)
+        draft.replaced.append(f"first loss scale -> {scale}")
 
 
 def _shrink_batches(draft: Draft, reached: int) -> int:
@@ -110,7 +115,11 @@ def _shrink_length(draft: Draft, samples: int) -> None:
 
 
 def _shrink_rate(draft: Draft) -> None:
-    rate = draft.real("--lr")
+    rate, small = draft.real("--lr"), _rate(draft)
     for flag in RATES:
-        draft.change(flag, f"{draft.real(flag) / rate * RATE:.4g}")
-    draft.set("--lr", RATE)
+        draft.change(flag, f"{draft.real(flag) / rate * small:.4g}")
+    draft.set("--lr", small)
+
+
+def _rate(draft: Draft) -> float:
+    return SGD_RATE if draft.text("--optimizer") == "sgd" else RATE
