@@ -33,7 +33,7 @@ def move_to_host(trained: Trained) -> None:
             copy, tensor.storage_offset(), tensor.shape, tensor.stride()
         )
     for storage in freed.values():
-        storage.resize_(0)
+        _resize(storage, 0)
 
 
 def discard(trained: Trained) -> None:
@@ -42,7 +42,7 @@ def discard(trained: Trained) -> None:
         if tensor.dim():
             storage = tensor.untyped_storage()
             tensor.data = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
-            storage.resize_(0)
+            _resize(storage, 0)
 
 
 @torch.no_grad()
@@ -58,15 +58,21 @@ def return_to_device(trained: Trained) -> None:
     try:
         for tensor, storage in places.values():
             copy = tensor.untyped_storage()
-            storage.resize_(copy.nbytes())
+            _resize(storage, copy.nbytes())
             _bytes_in(storage).copy_(_bytes_in(copy))
     except BaseException:
         for _, storage in places.values():
-            storage.resize_(0)
+            _resize(storage, 0)
         raise
     for tensor, was in trained.away:
         tensor.data = was
     trained.away.clear()
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> None:
+    """Memory that some library has lent to a tensor, such as a message's on the stand-in, keeps its size."""
+    if storage.resizable():
+        storage.resize_(size)
 
 
 def _bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:

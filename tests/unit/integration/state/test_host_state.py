@@ -50,6 +50,20 @@ def test_it_comes_back(live: Trained) -> None:
     return_to_device(live)
 
 
+def test_memory_that_a_library_has_lent_is_left_to_it(live: Trained) -> None:
+    """As that of messages, where host tensors stand for the device's."""
+    parameter = next(live.model[0].module.parameters())
+    lent = torch.frombuffer(bytearray(parameter.nbytes), dtype=parameter.dtype)
+    parameter.data = lent.view(parameter.shape).copy_(parameter.detach())
+    before = values(live)
+    move_to_host(live)
+    assert same(values(live), before)
+    return_to_device(live)
+    assert same(values(live), before)
+    discard(live)
+    assert parameter.shape == before[0].shape
+
+
 def test_a_host_without_memory_leaves_all_where_it_was(live: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     before, held = values(live), storages(live)
     tried: list[int] = []
