@@ -15,7 +15,6 @@ from megatron_resihp.integration.job import Job
 from megatron_resihp.integration.logs.log import MegatronLog, logs_wanted
 from megatron_resihp.integration.loop.notes import RecoveryNotes
 from megatron_resihp.integration.loop.preparing import Preparation
-from megatron_resihp.integration.modes.direct_way import DirectTrials
 from megatron_resihp.integration.modes.mode import Mode
 from megatron_resihp.integration.probes.pads import Pads
 from megatron_resihp.integration.probes.probe_clock import make_clock
@@ -49,7 +48,6 @@ class Runtime:
         probes, pads: what measures its iterations, and what makes them longer.
         scheduled: what flags schedule.
         joining: whether it was started anew and no plan has been run with it yet.
-        direct: what it has seen of the way between devices.
         on_trial: whether no step has been agreed on under a plan that was chosen.
     """
 
@@ -75,7 +73,6 @@ class Runtime:
         self.probes = Probes(control.worker, make_clock, send, RunDelay())
         self.pads = Pads()
         self.scheduled = Scheduled(job.config, control, self.progress)
-        self.direct = DirectTrials()
         self.joining = False
         self.on_trial = False
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the last recovery took, until it is in the event log. May import torch and this package's `state`."""
+"""What the last recovery took, until it is in the event log, and what all of them have seen.
+
+May import torch, and this package's `state` and `modes.direct_way`.
+"""
 
 import time
 from collections.abc import Iterator
@@ -9,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_resihp import cpu
+from megatron_resihp.integration.modes.direct_way import DirectTrials
 from megatron_resihp.integration.state.footprint import Footprint
 
 
@@ -46,6 +50,7 @@ class RecoveryNotes:
         phases: what each phase took.
         footprint: what the rebuild took of the device; None: nothing was built.
         ran_out: whether the device's memory has run out on the way to the epoch that comes.
+        direct_way: what recoveries have seen of the way between devices, over the job's lifetime.
         last_step_at: when the last step was taken, by the wall clock; None: before the first one after a recovery.
     """
 
@@ -53,4 +58,5 @@ class RecoveryNotes:
     phases: Phases = field(default_factory=Phases)
     footprint: Footprint | None = None
     ran_out: bool = False
+    direct_way: DirectTrials = field(default_factory=DirectTrials)
     last_step_at: float | None = None

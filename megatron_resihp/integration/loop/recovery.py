@@ -38,7 +38,7 @@ from megatron_resihp.integration.state.footprint import (
 )
 from megatron_resihp.integration.state.host_state import discard, move_to_host, return_to_device
 from megatron_resihp.integration.state.room import Room, Way, expected_bytes, free_on_device, free_on_host, way_of
-from megatron_resihp.integration.state.taking_over import Succession, unchanged
+from megatron_resihp.integration.state.taking_over import Succession
 from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.step.step import install_step, take_step
 from megatron_resihp.integration.trained import Trained
@@ -294,7 +294,7 @@ def _make_room(runtime: Runtime, order: EpochPlan) -> Succession:
     whole = bytes_of(live)
     if not runtime.held.shards:
         discard(live)
-    chunks = {} if runtime.job.shares_optimizer else unchanged(held, wanted)
+    chunks = runtime.mode.state.succeeds(held, wanted)
     old, new = sum(storages(live).values()), 0
     free = free_on_device(runtime.job.config.resihp_memory_reserve)
     if len(chunks) < len(wanted) and free < PLENTY * whole:

@@ -6,7 +6,7 @@ May import megatron, `executor` and this package.
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, Final
@@ -63,6 +63,7 @@ from megatron_resihp.integration.world.group_needs import GLOO, world_group
 from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
 from megatron_resihp.integration.world.heterogeneous_groups import StageGroup, as_stage, ranks_of_stage
 from megatron_resihp.integration.world.streams import start_streams
+from megatron_resihp.plan import Shard
 from megatron_resihp.protocol.published import EpochPlan
 from megatron_resihp.protocol.records import Outcome
 
@@ -94,7 +95,7 @@ class HeterogeneousMode(Mode):
         runtime, members = self._runtime, self.view.plan.members
         if runtime.job.config.resihp_carrier != DEVICE:
             return
-        usable = can_carry(runtime.job.args.distributed_backend) and runtime.direct.is_usable(members)
+        usable = can_carry(runtime.job.args.distributed_backend) and runtime.recovery.direct_way.is_usable(members)
         if not agreed_to_use(usable, self.everybody):
             if self.view.works and self.view.reports:
                 print("resihp: gradients and results go through the host: they can't cross between devices", flush=True)
@@ -104,7 +105,7 @@ class HeterogeneousMode(Mode):
 
     def _note_failure(self, error: Exception) -> None:
         if not self._runtime.control.heard.broken():  # the abort of a broken epoch fails everything
-            self._runtime.direct.strike(self.view.plan.members)
+            self._runtime.recovery.direct_way.strike(self.view.plan.members)
 
     def wanted_groups(self) -> list[WorldGroup]:
         args, (own, peers) = self._runtime.job.args, ranks_of_stage(self.view)
@@ -261,6 +262,10 @@ class HeterogeneousState(ModeState):
         groups.pp = StageGroup(view.own_chunks[-1 if view.is_last_stage else 0], len(view.chunks))
         model[0].pg_collection = groups
         return model
+
+    def succeeds(self, held: Sequence[Shard], wanted: Sequence[Shard]) -> dict[int, int]:
+        """None in a job with parts, whose state may come from them."""
+        return {} if self._runtime.job.shares_optimizer else super().succeeds(held, wanted)
 
     def migrate(self, order: EpochPlan, trained: Trained) -> Migrated:
         runtime = self._runtime

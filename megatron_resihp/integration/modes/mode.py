@@ -5,7 +5,7 @@ May import torch, `plan`, `executor` and modules of this package that know no ru
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,10 +14,12 @@ import torch
 
 from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
 from megatron_resihp.executor.groups.side_group import SideGroup
+from megatron_resihp.integration.state.taking_over import unchanged
 from megatron_resihp.integration.step.loss_scale import Averaging
 from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.integration.world.view import View
+from megatron_resihp.plan import Shard
 from megatron_resihp.protocol.published import EpochPlan
 from megatron_resihp.protocol.records import Outcome
 
@@ -152,6 +154,10 @@ class ModeState(ABC):
     @abstractmethod
     def build_model(self, call: partial[Any]) -> Any:
         """This worker's chunks. `call`: of Megatron's builder."""
+
+    def succeeds(self, held: Sequence[Shard], wanted: Sequence[Shard]) -> dict[int, int]:
+        """Number of a new chunk → number of the old one whose memory it can take over."""
+        return unchanged(held, wanted)
 
     @abstractmethod
     def migrate(self, order: EpochPlan, trained: Trained) -> Migrated:

@@ -4,6 +4,7 @@
 A copy of each part is kept by another holder of the shard (`plan.copies`). May import megatron and this package.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron_resihp.integration.step.optimizer_shards import (
 )
 from megatron_resihp.integration.step.optimizer_whole import are_there_parts, share_out
 from megatron_resihp.integration.trained import Trained, parts_of
+from megatron_resihp.plan import Shard
 from megatron_resihp.protocol.published import EpochPlan
 
 
@@ -95,6 +97,10 @@ class SharedOutMode(UniformMode):
 
 class SharedOutState(UniformState):
     """Parameters of whole shards, and a part and a copy of the optimizer's state."""
+
+    def succeeds(self, held: Sequence[Shard], wanted: Sequence[Shard]) -> dict[int, int]:
+        """None: parameters are in buffers, which each epoch's replicas share out anew."""
+        return {}
 
     def migrate(self, order: EpochPlan, trained: Trained) -> Migrated:
         runtime = self._runtime
