@@ -275,6 +275,9 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     runtime.communicators.end_hand_over()
     live = runtime.held.live
     if not runtime.view.works:
+        if live.away:
+            gc.collect()  # what an attempt has half built
+            torch.cuda.empty_cache()
         return_to_device(live)
         bring_gradients_back(live)
         return live
@@ -300,7 +303,9 @@ def _make_room(runtime: Runtime, order: EpochPlan) -> Succession:
     if len(chunks) < len(wanted) and free < PLENTY * whole:
         new = expected_bytes(model_fields(runtime.job.args), plan, runtime.worker) or whole
         new += 0 if held == wanted else old  # about what it receives
-    room = Room(new, old, free, free_on_host())
+    # After an attempt that ran out of memory others have taken their shares of the host's already.
+    received = 0 if len(chunks) == len(wanted) else old  # about
+    room = Room(new, old, free, received, free_on_host(alone=runtime.recovery.ran_out))
     if live.away or way_of(room, runtime.recovery.ran_out) is Way.THROUGH_HOST:
         move_to_host(live)
         chunks = {}

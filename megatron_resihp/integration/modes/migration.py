@@ -51,7 +51,8 @@ def migrate_shards(runtime: Runtime, order: EpochPlan, trained: Trained, held: H
         elif transfer.target == worker:
             device = torch.device("cpu") if old.away else torch.device("cuda", torch.cuda.current_device())
             tensors, extra = receive_tensors(everybody, transfer.source, device)
-            fill_shard(trained, with_moments_on_device(tensors) if old.away else tensors, extra["steps"])
+            # The sender's may be in host memory, and stay there on the way.
+            fill_shard(trained, with_moments_on_device(tensors), extra["steps"])
             received = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if worker in (transfer.source, transfer.target):
             runtime.reach("recovery-migrate")

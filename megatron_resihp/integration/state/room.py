@@ -35,12 +35,14 @@ class Room:
         new: of the device, for new objects and what is received for them, without what they take over.
         old: of the state that could move to the host.
         device: free on the device.
+        received: of what comes from others, which stays in host memory until it is filled in.
         host: of the host's memory that this worker may take.
     """
 
     new: int
     old: int
     device: int
+    received: int
     host: int
 
 
@@ -51,7 +53,9 @@ def way_of(room: Room, ran_out: bool) -> Way:
         ran_out: whether the device's memory has run out on the way to this epoch.
     """
     short = ran_out or room.new > room.device
-    return Way.THROUGH_HOST if short and 0 < room.old <= room.host else Way.BESIDE
+    # Once memory has run out the other way is no better.
+    needed = room.old + (0 if ran_out else room.received)
+    return Way.THROUGH_HOST if short and room.old > 0 and needed <= room.host else Way.BESIDE
 
 
 def free_on_device(reserve: float) -> int:
@@ -67,9 +71,9 @@ def free_on_device(reserve: float) -> int:
     return int(free + cached - whole * reserve / 100)
 
 
-def free_on_host() -> int:
-    """Bytes of host memory for this worker, when all workers of the node take as much."""
-    return linux.available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def free_on_host(alone: bool = False) -> int:
+    """Bytes of host memory for this worker, when all workers of the node take as much, or `alone`: what is left."""
+    return linux.available_memory() // (1 if alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def expected_bytes(arguments: Mapping[str, Any], plan: ParallelPlan, worker: int) -> int | None:
@@ -84,5 +88,5 @@ def expected_bytes(arguments: Mapping[str, Any], plan: ParallelPlan, worker: int
     try:
         model, training = model_from_arguments(arguments), training_from_arguments(arguments)
         return memory_of(plan, model, training)[worker].state
-    except (ModelError, TrainingError, PlanError):
+    except (ModelError, TrainingError, PlanError, ValueError):
         return None

@@ -66,8 +66,8 @@ def put(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def with_moments_on_device(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a shard in host memory, fit for new objects that keep its moments."""
-    return {name: to_device(tensor) if name.startswith("state/") and tensor.dim() else tensor
+    """The tensors of a shard, some or all in host memory, fit for new objects that keep its moments."""
+    return {name: to_device(tensor) if name.startswith("state/") and tensor.dim() and not tensor.is_cuda else tensor
             for name, tensor in tensors.items()}  # fmt: skip
 
 

@@ -53,17 +53,29 @@ def test_a_thread_that_shares_its_core_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "used", "available"),
-    [(None, None, 4 << 20), ("max", "1000", 4 << 20), (f"{8 << 20}", f"{7 << 20}", 1 << 20), ("10", "11", 0)],
-    ids=["no control group", "no limit", "a limit", "over it"],
+    ("limit", "used", "cached", "available"),
+    [
+        (None, None, 0, 4 << 20),
+        ("max", "1000", 0, 4 << 20),
+        (f"{8 << 20}", f"{7 << 20}", 0, 1 << 20),
+        ("10", "11", 0, 0),
+        (f"{8 << 20}", f"{7 << 20}", 1 << 20, 2 << 20),
+    ],
+    ids=["no control group", "no limit", "a limit", "over it", "files that the kernel keeps"],
 )
 def test_memory_that_can_be_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, used: str | None, available: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str | None,
+    used: str | None,
+    cached: int,
+    available: int,
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:       8192 kB\nMemFree:  1 kB\nMemAvailable:       4096 kB\n")
     if limit is not None and used is not None:
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text(f"{used}\n")
+        (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {cached // 2}\nactive_file {cached // 2}\n")
     monkeypatch.setattr(linux, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(linux, "CONTROL_GROUP", tmp_path)
     assert available_memory() == available

@@ -24,8 +24,13 @@ BESIDE, THROUGH_HOST = Way
     ],
 )
 def test_the_way_that_fits(new: int, device: int, host: int, ran_out: bool, way: Way) -> None:
-    assert way_of(Room(new * GIB, 50 * GIB, device * GIB, host * GIB), ran_out) is way
+    assert way_of(Room(new * GIB, 50 * GIB, device * GIB, 0, host * GIB), ran_out) is way
 
 
 def test_who_holds_nothing_has_nothing_to_move() -> None:
-    assert way_of(Room(61, 0, 60, 100), ran_out=True) is BESIDE
+    assert way_of(Room(61, 0, 60, 0, 100), ran_out=True) is BESIDE
+
+
+def test_what_others_send_needs_host_memory_too() -> None:
+    assert way_of(Room(61, 50, 60, received=50, host=99), ran_out=False) is BESIDE
+    assert way_of(Room(61, 50, 60, received=50, host=100), ran_out=False) is Way.THROUGH_HOST
