@@ -106,8 +106,10 @@ def loads_of(gradients: Sequence[Gradient], most: int) -> Iterator[list[Gradient
     load: list[Gradient] = []
     size = 0
     for copies, counts in gradients:
-        rows = max(1, most * len(copies[0]) // max(copies[0].nbytes, 1))
-        for part in zip(*(each.split(rows) for each in copies), strict=True):
+        shape = copies[0].shape
+        longest = max(range(len(shape)), key=shape.__getitem__)
+        rows = max(1, most * shape[longest] // max(copies[0].nbytes, 1))
+        for part in zip(*(each.split(rows, longest) for each in copies), strict=True):
             if load and size + part[0].nbytes > most:
                 yield load
                 load, size = [], 0

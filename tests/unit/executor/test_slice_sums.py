@@ -77,3 +77,10 @@ def test_gradients_that_are_too_many_for_one_load_are_summed_part_by_part(monkey
     for found, wanted in zip((matrix, bias, other), expected, strict=True):
         assert torch.equal(found, wanted)
     assert copies.allocated == [64, 64, 8]
+
+
+def test_a_large_gradient_travels_in_pieces_whatever_its_first_dimension() -> None:
+    """A matrix that tensor parallelism cuts by rows is seen as one block of them."""
+    gradient = torch.ones(1, 8, 4)
+    loads = list(slice_sums.loads_of([([gradient], True)], most=gradient.nbytes // 4))
+    assert [copies[0].shape for load in loads for copies, _ in load] == [(1, 2, 4)] * 4
