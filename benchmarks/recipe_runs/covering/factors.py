@@ -145,5 +145,6 @@ FORBIDDEN: Final = (
     Forbidden({"attention": ["latent"], "norm of heads": ["l2"]}, "latent attention has no such norm"),
     Forbidden({"predictions": ["two"], "positions": ["learnt", "yarn"]}, "further predictions need rope or nothing"),
     Forbidden({"predictions": ["two"], "grid": ["layout"]}, "this layout has no place for further predictions"),
+    Forbidden({"optimizer": ["sgd"], "saves": ["kept", "beside training", "non-persistent"]}, "it can't be loaded"),
     Forbidden({"residual": ["fp32"], "precision": ["fp32"]}, "it is for 16 bits"),
 )

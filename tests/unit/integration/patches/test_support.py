@@ -225,6 +225,7 @@ def test_arguments_are_checked_before_megatron_derives_others(check: Check) -> N
         (["--tensorboard-dir", ""], ["--use-pytorch-profiler needs --tensorboard-dir"]),
         (["--num-distributed-optimizer-instances", "2"], ["leaves each of 2 replicas", "leave it"]),
         (["--te-rng-tracker", "--hidden-dropout", "0.1"], ["--te-rng-tracker has not", "set dropout to 0"]),
+        (["--optimizer", "sgd", "--save", "d"], ["can't load what it saves", "or use adam"]),
     ],
 )
 def test_values_that_cannot_be(
