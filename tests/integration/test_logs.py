@@ -90,8 +90,8 @@ def check_curves(
         assert [step for step, _ in found[tag]] == [step for step, _ in expected[tag]], tag
         values, known = ([value for _, value in curves[tag]] for curves in (found, expected))
         if tag.startswith("num-zeros"):
-            assert min(values) > 0
-            assert zeros is None or values == pytest.approx(known, rel=zeros, abs=0), tag
+            # The head leaves no zeros in a matrix that it shares, but by chance.
+            assert zeros is None or (min(values) > 0 and values == pytest.approx(known, rel=zeros, abs=0)), tag
         else:
             relative = tolerance.norm if "norm" in tag else tolerance.loss
             assert values == pytest.approx(known, rel=relative), tag
