@@ -131,7 +131,6 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
         *_raised(lambda: _check_evaluation(args)),
         *_raised(lambda: _check_logs(args)),
         *_raised(lambda: _check_streams(config, args)),
-        *_raised(lambda: _check_saved_optimizer(args)),
     ]
     # What Megatron itself asserts first, in other words.
     misfits = _raised(lambda: _check_sizes(args))
@@ -344,13 +343,6 @@ def _check_streams(config: ResihpConfig, args: argparse.Namespace) -> None:
     if args.te_rng_tracker and draws(args) and not config.resihp_megatron_random_streams:
         mend = "leave it out, set dropout to 0 or give --resihp-megatron-random-streams"
         raise ConfigError(f"--te-rng-tracker has not been tried with dropout that is repeated after a failure; {mend}")
-
-
-def _check_saved_optimizer(args: argparse.Namespace) -> None:
-    """Megatron's optimizer asks for a function that makes its first state, and has none for sgd."""
-    if args.optimizer == "sgd" and (args.save or args.load):
-        mend = "leave --save and --load out, or use adam"
-        raise ConfigError(f"Megatron can't load what it saves of --optimizer sgd in the format torch_dist; {mend}")
 
 
 def _check_interleaving(args: argparse.Namespace, replicas: int) -> None:

@@ -225,7 +225,6 @@ def test_arguments_are_checked_before_megatron_derives_others(check: Check) -> N
         (["--tensorboard-dir", ""], ["--use-pytorch-profiler needs --tensorboard-dir"]),
         (["--num-distributed-optimizer-instances", "2"], ["leaves each of 2 replicas", "leave it"]),
         (["--te-rng-tracker", "--hidden-dropout", "0.1"], ["--te-rng-tracker has not", "set dropout to 0"]),
-        (["--optimizer", "sgd", "--save", "d"], ["can't load what it saves", "or use adam"]),
     ],
 )
 def test_values_that_cannot_be(
@@ -285,6 +284,15 @@ def test_overlap_that_megatron_switches_off(check: Check, capsys: pytest.Capture
     assert "--overlap-p2p-communication-warmup-flush needs an interleaved pipeline" in capsys.readouterr().err
 
 
+def test_gradient_descent_is_let_in_where_nothing_is_saved() -> None:
+    def refused(**given: str) -> list[str]:
+        return refusals(given, dict.fromkeys(given), {name: f"--{name}" for name in given})
+
+    assert not refused(optimizer="sgd")
+    for directory in ("save", "load"):
+        assert "can't load what it saves" in refused(**{"optimizer": "sgd", directory: "d"})[0]
+
+
 def test_refusals_speak_of_what_was_given() -> None:
     values = SimpleNamespace(use_torch_fsdp2=True, seed=3, optimizer="lion", new_in_megatron=0)
     lines = refusals(
@@ -294,7 +302,8 @@ def test_refusals_speak_of_what_was_given() -> None:
     )
     assert lines == [
         "--new-in-megatron is not supported with --resihp: nobody has yet read what it does; leave it or --resihp out",
-        "--optimizer lion is not supported with --resihp: use adam or sgd, whose state is known to move",
+        "--optimizer lion is not supported with --resihp: use adam, or sgd without --save and --load: Megatron "
+        "can't load what it saves of it",
         "--use-torch-fsdp2 is not supported with --resihp: shards of parameters that exist once are lost with their "
         "worker: there are no copies of them; use --use-distributed-optimizer",
     ]
