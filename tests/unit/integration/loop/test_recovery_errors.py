@@ -96,9 +96,8 @@ def test_a_fenced_worker_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried == [0]
 
 
-def test_a_failure_during_recovery_starts_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes: list[Exception | None] = [OF_COMMUNICATORS[1], EpochBroken("worker 4"), None]
-    suspected: list[BaseException] = []
+def meet(monkeypatch: pytest.MonkeyPatch, outcomes: list[Exception | None]) -> None:
+    """Let each attempt to enter an epoch end with the next of these; None: it succeeds."""
 
     def enter(runtime: Any, phases: Any, by_choice: bool) -> None:
         outcome = outcomes.pop(0)
@@ -106,6 +105,12 @@ def test_a_failure_during_recovery_starts_the_next(monkeypatch: pytest.MonkeyPat
             raise outcome
 
     monkeypatch.setattr(recovery, "_enter_next_epoch", enter)
+
+
+def test_a_failure_during_recovery_starts_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[Exception | None] = [OF_COMMUNICATORS[1], EpochBroken("worker 4"), None]
+    suspected: list[BaseException] = []
+    meet(monkeypatch, outcomes)
     worker = runtime(broken=False)
     worker.control.suspect = lambda error, timeout_s: suspected.append(error)
     recovery.recover(worker, EpochBroken("worker 3"))
@@ -116,13 +121,7 @@ def test_a_failure_during_recovery_starts_the_next(monkeypatch: pytest.MonkeyPat
 def recover_through(monkeypatch: pytest.MonkeyPatch, outcomes: list[Exception | None], succession: object) -> list[str]:
     """Let a recovery meet these errors; returns what was reported."""
     suspected: list[str] = []
-
-    def enter(runtime: Any, phases: Any, by_choice: bool) -> None:
-        outcome = outcomes.pop(0)
-        if outcome is not None:
-            raise outcome
-
-    monkeypatch.setattr(recovery, "_enter_next_epoch", enter)
+    meet(monkeypatch, outcomes)
     worker = runtime(broken=False)
     worker.held = SimpleNamespace(succession=succession)
     worker.control.suspect = lambda error, timeout_s: suspected.append(type(error).__name__)
