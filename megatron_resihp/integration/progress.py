@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from megatron_resihp.protocol.notices import ValidationOrder
-from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
+from megatron_resihp.protocol.records import Commit, IterationPhase, Outcome, Record
 
 NO_DOCUMENTS: Final = (0.0, 0.0)
 """Σ l and Σ l² of no documents."""
@@ -55,6 +55,20 @@ class Progress:
     def agreed(self, outcome: Outcome) -> None:
         self.outcomes[self.iteration] = outcome
         self.stage = IterationPhase.AGREED
+
+    def owes(self, commit: Commit) -> bool:
+        """Whether this worker has yet to take the committed step, with the gradients that it has reduced.
+
+        Raises:
+            ContractBroken: it can be at no state that the commit allows.
+        """
+        if self.iteration < commit.iteration:
+            raise ContractBroken(f"this worker is in iteration {self.iteration}, before {commit.iteration}")
+        if self.iteration > commit.iteration:
+            return False
+        if self.stage is IterationPhase.COMPUTE:
+            raise ContractBroken(f"iteration {commit.iteration} was agreed on while this worker computed it")
+        return self.stage is not IterationPhase.STEPPED
 
     def record(self, in_loop: bool, position: int) -> Record:
         """What the coordinator gets; loss totals become numbers, which waits for the device once."""

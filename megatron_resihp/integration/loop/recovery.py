@@ -253,17 +253,11 @@ def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> N
 def apply_commit(runtime: Runtime, commit: Commit) -> int:
     """Take the committed step if this worker is REDUCED at it; returns how many iterations will be computed again."""
     progress = runtime.progress
-    if progress.iteration < commit.iteration:
-        raise ContractBroken(f"worker {runtime.worker} is in iteration {progress.iteration}, before {commit.iteration}")
-    if progress.iteration > commit.iteration:
-        return 1
-    if progress.stage is IterationPhase.COMPUTE:
-        raise ContractBroken(f"iteration {commit.iteration} was agreed on while worker {runtime.worker} computed it")
-    if progress.stage is not IterationPhase.STEPPED:
+    if progress.owes(commit):
         assert commit.outcome is not None
         progress.agreed(commit.outcome)
         take_step(runtime, commit.outcome)
-    return 0
+    return int(progress.iteration > commit.iteration)
 
 
 def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
