@@ -47,12 +47,20 @@ def test_no_course_of_a_small_job_breaks_the_contract(scope: Scope) -> None:
     assert found.whole and found.ends
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_million_states_of_two_replicas_with_two_stages_keep_the_contract() -> None:
+    found = explore(Scope(4, pipeline=2, iterations=1, deaths=1, joins=1), MOST)
+    print(found)
+    assert found.states >= MOST or found.whole
+
+
 LARGE = Scope(
     4, pipeline=2, iterations=3, deaths=2, silences=1, errors=1, interruptions=1, late=1, joins=2, resent=1, saves=1
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("courses", [50])
+@pytest.mark.parametrize("courses", [50, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_no_course_of_a_larger_job_by_chance_breaks_the_contract(courses: int) -> None:
     assert wander(LARGE, courses, seed=courses) > courses
 
