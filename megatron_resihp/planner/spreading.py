@@ -6,8 +6,9 @@ a node's links it still has. Replicas are counted in a ring, in which each keeps
 distributed optimizer (`plan.copies`). Where neighbours in the ring are on different nodes, a part outlives a node, too.
 """
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_resihp.plan import Coordinate, ParallelPlan
@@ -49,9 +50,21 @@ def spread(bases: Sequence[ParallelPlan], node_of: NodeOf, shared_optimizer: boo
         bases: layouts of the same workers, without standbys.
         shared_optimizer: see `fatal_nodes`.
     """
-    candidates = [layout for base in bases for layout in (base, _counted_anew(base, node_of))]
-    candidates.append(_dealt_out(bases[0], node_of))
-    return min(candidates, key=lambda plan: len(fatal_nodes(plan, node_of, shared_optimizer)))
+    best, fewest = bases[0], math.inf
+    for layout in _candidates(bases, node_of):
+        fatal = len(fatal_nodes(layout, node_of, shared_optimizer))
+        if fatal < fewest:
+            best, fewest = layout, fatal
+        if not fatal:
+            break
+    return best
+
+
+def _candidates(bases: Sequence[ParallelPlan], node_of: NodeOf) -> Iterator[ParallelPlan]:
+    for base in bases:
+        yield base
+        yield _counted_anew(base, node_of)
+    yield _dealt_out(bases[0], node_of)
 
 
 def _counted_anew(plan: ParallelPlan, node_of: NodeOf) -> ParallelPlan:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_resihp.plan import ParallelPlan
@@ -57,6 +57,7 @@ class TestFirstPlan:
         fatal = [node for node in range(workers // node) if ends_a_job(shape, plan, node)]
         assert not fatal or not can_be_spread(shape, workers)
 
+    @settings(max_examples=20)
     @given(job=jobs())
     def test_fatal_nodes_are_those_whose_loss_ends_a_job(self, job: tuple[JobShape, int, bool]) -> None:
         """In any layout: as it is spread, and as Megatron has it."""
