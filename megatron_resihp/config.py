@@ -245,6 +245,12 @@ class ResihpConfig:
         "average: more than 0, at most 1.", metavar="N",
     )  # fmt: skip
 
+    resihp_spread_replicas: bool = _flag(
+        False, "Lay workers out so that no shard of the model or of its optimizer lives on one node only, where they "
+        "can be: the job then survives the loss of a node. It changes which traffic crosses nodes; `resihp check` "
+        "shows how much.",
+    )  # fmt: skip
+
     resihp_strategy: str = _flag(
         UNIFORM, "The strategy that plans when workers die. One of " + ", ".join(STRATEGIES) + "; uniform makes as "
         "many complete replicas as possible, and replaces a strategy that has no plan that can run.", metavar="NAME",

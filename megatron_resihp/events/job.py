@@ -33,6 +33,7 @@ class Job(Event):
         tuple[tuple[int, int, int], ...] | None, "`[stage, first, end]`: the layers of each stage at the start"
     ] = None
     pipeline_last: Annotated[bool | None, "Megatron's default order of ranks, not --use-tp-pp-dp-mapping"] = None
+    spread_replicas: Annotated[bool | None, "no shard is to live on one node only, --resihp-spread-replicas"] = None
     tied: Annotated[bool | None, "the head shares the word embeddings"] = None
     micro_batch_size: Annotated[int | None, "samples in a micro-batch"] = None
     global_batch_size: Annotated[int | None, "samples in an iteration"] = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans whose replicas are all complete TP x PP grids, formed from any survivors. Imports only `plan`.
+"""Plans whose replicas are all complete TP x PP grids, formed from any survivors. Imports `plan` and `spreading`.
 
 In each replica, one worker works on each shard. A worker keeps the shard that it holds if the plan needs it there. If a
 shard has fewer living holders than there are replicas, a surplus worker moves to it and fetches its state.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron_resihp.plan import Coordinate, ParallelPlan, Replica, deal, even_counts
 from megatron_resihp.plan.microbatches import grouped_counts
+from megatron_resihp.planner.spreading import Homes, spread
 
 
 class NoPlanError(Exception):
@@ -22,13 +23,15 @@ class NoPlanError(Exception):
 
 @dataclass(frozen=True)
 class JobShape:
-    """The sizes that a failure may not change.
+    """What a failure may not change.
 
     Attributes:
         tensor_parallel, pipeline_parallel: degrees given by the user.
         micro_batches: micro-batches per global batch, over all replicas.
         workers_per_node: worker w lives on node w // workers_per_node.
         micro_batch_group: how many go together in an interleaved pipeline; None: it isn't interleaved.
+        distributed_optimizer: replicas share the optimizer's state out.
+        spread_replicas: the user wants no shard on one node only.
     """
 
     tensor_parallel: int
@@ -36,6 +39,12 @@ class JobShape:
     micro_batches: int
     workers_per_node: int = 1
     micro_batch_group: int | None = None
+    distributed_optimizer: bool = False
+    spread_replicas: bool = False
+
+    def node_of(self, worker: int) -> int:
+        """Where a worker lives."""
+        return worker // self.workers_per_node
 
     @property
     def fewest_micro_batches(self) -> int:
@@ -57,11 +66,19 @@ class JobShape:
 
 
 def initial_plan(shape: JobShape, workers: int, pipeline_last: bool = True) -> ParallelPlan:
-    """Megatron's own layout of ranks 0..workers-1.
+    """Megatron's own layout of ranks 0..workers-1, or one that is more spread if the user wants that.
 
     Raises:
         NoPlanError: if the sizes do not divide.
     """
+    own = _megatrons_own(shape, workers, pipeline_last)
+    if not shape.spread_replicas:
+        return own
+    other = _megatrons_own(shape, workers, not pipeline_last)
+    return spread((own, other), shape.node_of, shape.distributed_optimizer)
+
+
+def _megatrons_own(shape: JobShape, workers: int, pipeline_last: bool) -> ParallelPlan:
     replicas, rest = divmod(workers, shape.replica_size)
     if rest or not replicas:
         raise NoPlanError(f"{workers} workers are not a multiple of TP x PP = {shape.replica_size}")
@@ -103,7 +120,7 @@ def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previou
         raise NoPlanError(f"{len(held)} survivors are fewer than TP x PP = {shape.replica_size}")
     chosen = {c: workers[:replicas] for c, workers in holders.items()}
     free = sorted(set(held) - {w for workers in chosen.values() for w in workers})
-    moved = _fill(chosen, replicas, free, shape)
+    moved = _fill(chosen, replicas, free, shape, Homes(held, shape.node_of))
     standbys = {worker: held[worker] for worker in free if worker not in moved}
     return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys)
 
@@ -122,16 +139,26 @@ def _preference(worker: int, held: Mapping[int, Coordinate | None], previous: Pa
     return (0, lost_peers, lost_mates, index, worker)
 
 
-def _fill(chosen: dict[Coordinate, list[int]], replicas: int, free: list[int], shape: JobShape) -> set[int]:
-    """Give free workers to shards that lack them, from the node of their TP peers first; returns the moved workers."""
+def _fill(
+    chosen: dict[Coordinate, list[int]], replicas: int, free: list[int], shape: JobShape, homes: Homes
+) -> set[int]:
+    """Give free workers to shards that lack them, from the node of their TP peers first; returns the moved workers.
+
+    Where the user wants shards spread, it comes before that that none is left on one node only.
+    """
     moved: set[int] = set()
     for coordinate, workers in chosen.items():
         while len(workers) < replicas:
-            peers = {w // shape.workers_per_node for c, ws in chosen.items() if c.stage == coordinate.stage for w in ws}
-            candidates = [w for w in free if w not in moved]
-            mover = min(candidates, key=lambda w: (w // shape.workers_per_node not in peers, w))
+            peers = {shape.node_of(w) for c, ws in chosen.items() if c.stage == coordinate.stage for w in ws}
+
+            def preference(w: int, coordinate: Coordinate = coordinate, peers: set[int] = peers) -> tuple[int, ...]:
+                alone = homes.alone_after(w, coordinate) if shape.spread_replicas else 0
+                return (alone, shape.node_of(w) not in peers, w)
+
+            mover = min((w for w in free if w not in moved), key=preference)
             workers.append(mover)
             moved.add(mover)
+            homes.move(mover, coordinate)
     return moved
 
 
@@ -152,8 +179,8 @@ def _arrange(
         open_rows = [row for row in range(replicas) if coordinate not in grid[row]]
 
         def strangers(row: int, coordinate: Coordinate = coordinate, worker: int = worker) -> int:
-            node = worker // shape.workers_per_node
-            return sum(w // shape.workers_per_node != node for c, w in grid[row].items() if c.stage == coordinate.stage)
+            node = shape.node_of(worker)
+            return sum(shape.node_of(w) != node for c, w in grid[row].items() if c.stage == coordinate.stage)
 
         grid[min(open_rows, key=strangers)][coordinate] = worker
     return grid

@@ -36,6 +36,7 @@ class JobDescription:
         micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
             the next chunk; None: it isn't interleaved.
         pipeline_last: Megatron's default order of ranks, not --use-tp-pp-dp-mapping.
+        spread_replicas: no shard is to live on one node only.
         train_iters: the last iteration; None: unknown.
         ends_early: --exit-interval may end it before.
         eval_interval, save_interval: iterations; None: it doesn't.
@@ -88,3 +89,4 @@ class JobDescription:
     cost_model: str | None = None
     carrier: str = HOST
     host_memory: Natural | None = None
+    spread_replicas: bool = False

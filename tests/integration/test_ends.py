@@ -133,6 +133,22 @@ def test_a_saved_state_can_be_gone_on_from(jobs: Jobs) -> None:
     assert second.summary.loss == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.nightly
+def test_fewer_workers_than_are_wanted_save_what_they_hold(jobs: Jobs) -> None:
+    """They could train on, and the next job does so from there."""
+    reference = jobs.reference(tiny(**PIPELINE), workers=4)
+    first = jobs.run(tiny(**PIPELINE, resihp_inject="kill:3@3:backward"), workers=4, min_workers=4)
+    assert first.code == exit_codes.NO_PLAN, first.tails()
+    assert "losing any worker ends the job, which then has fewer workers than --min-workers 4" in first.output()
+    assert "no plan fits the survivors: 3 are left, fewer than --min-workers 4" in first.output()
+    assert {each.complete for each in first.summary.salvages} == {True}
+    going_on = {"load": first.run_dir / "emergency_checkpoint", "ckpt_format": "torch", "no_load_rng": True}
+    second = jobs.run(tiny(**PIPELINE, **going_on), workers=4, min_workers=4)
+    assert second.code == 0, second.tails()
+    rest = {n: loss for n, loss in reference.summary.loss.items() if n > 2}
+    assert second.summary.loss == pytest.approx(rest, rel=1e-5)
+
+
 def refused(job: Job, *texts: str) -> None:
     """It has not begun, and the launcher says why in one line."""
     assert job.code == 2, job.tails()

@@ -46,6 +46,33 @@ def test_a_whole_node_dies(jobs: Jobs) -> None:
     assert {death.worker for death in first.summary.deaths} == {2, 3}
 
 
+SHARED_OPTIMIZER: dict[str, Any] = {"use_distributed_optimizer": True}
+"""Four replicas; each keeps a copy of its predecessor's part."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", [{"pipeline_model_parallel_size": 2}, SHARED_OPTIMIZER], ids=["stages", "parts"])
+@pytest.mark.parametrize("spread", [True, False], ids=["spread", "in Megatron's order"])
+def test_a_node_with_state_that_is_nowhere_else_dies_unless_replicas_are_spread(
+    jobs: Jobs, layout: dict[str, Any], spread: bool
+) -> None:
+    """In Megatron's order of ranks a stage, or a part of the optimizer with its copy, is on the second node only."""
+    arguments = tiny(train_iters=12, resihp_spread_replicas=spread, **layout)
+    coordinator = ["127.0.0.1", free_port()]
+    first, second = (jobs.start(arguments, workers=2, nodes=2, node=n, coordinator=coordinator) for n in range(2))
+    first.await_event("iteration", iteration=3)
+    second.kill()
+    first.wait()
+    if spread:
+        check_training(first, jobs.reference(tiny(train_iters=12, **layout), workers=4))
+        assert {death.worker for death in first.summary.deaths} == {2, 3}
+        assert "losing node 0 (the coordinator's) ends the job; any other one may be lost" in first.output()
+    else:
+        assert first.code == exit_codes.NO_PLAN, first.tails()
+        assert "or node 1 ends the job with state that is nowhere else" in first.output()
+        assert "to mend that, start it with --resihp-spread-replicas" in first.output()
+
+
 @pytest.mark.nightly
 def test_the_state_outlives_node_0(jobs: Jobs) -> None:
     """Its agent is killed, and its workers with it; those of the other node hold all state."""

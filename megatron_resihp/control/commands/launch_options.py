@@ -47,6 +47,7 @@ class LaunchOptions:
         survivor_timeout_s: survivors that do not report for longer are given up for dead.
         connect_timeout_s: how long nodes wait for each other at the start.
         max_restarts: how often a worker that died is started anew, at most.
+        min_workers: the job ends when fewer than these survive.
         stand_in: train on CPUs in place of GPUs.
     """
 
@@ -63,6 +64,7 @@ class LaunchOptions:
     survivor_timeout_s: float = 60.0
     connect_timeout_s: float = 300.0
     max_restarts: int = 0
+    min_workers: int = 1
     stand_in: bool = False
 
     @property
@@ -103,6 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}-timeout", type=float, metavar="SECONDS", help=f"{meaning} (default {default_s:g})")
     add("--max-restarts", type=int, metavar="N", help="start each worker that died anew at most N times; "
         "the others train on meanwhile and then take it in (default 0)")  # fmt: skip
+    add("--min-workers", type=int, default=LaunchOptions.min_workers, metavar="N", help="when fewer than N workers "
+        "survive, save what they hold and end (default: go on as long as there is a plan)")  # fmt: skip
     add("--stand-in", action="store_true", help="train on CPUs, with a stand-in for CUDA")
     torchrun_flags.add_flags(parser)
     add("script", metavar="SCRIPT", help="training script; all that follows belongs to it")
@@ -148,6 +152,7 @@ def options_of(
         runs=_runs(said),
         logs=namespace.logs or ("both" if _asks_for_any(said.get("tee", "0")) else LaunchOptions.logs),
         max_restarts=said.get("max_restarts", 0),
+        min_workers=namespace.min_workers,
         stand_in=namespace.stand_in,
         **seconds,
     )
@@ -207,6 +212,9 @@ def check(options: LaunchOptions) -> None:
         raise LaunchError("several nodes need to find each other; give all of them the same --coordinator HOST:PORT")
     if options.max_restarts < 0:
         raise LaunchError(f"--max-restarts {options.max_restarts} is no number of restarts; give 0 or more")
+    if not 1 <= options.min_workers <= options.size.workers:
+        mend = f"give 1 to {options.size.workers}, the workers at the start"
+        raise LaunchError(f"--min-workers {options.min_workers} can't be; {mend}")
     for name in ("heartbeat", "survivor", "connect"):
         seconds = getattr(options, f"{name}_timeout_s")
         if not 0 < seconds <= LONGEST_WAIT_S:

@@ -313,7 +313,7 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     seat.sink.follow(bus)
     detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate), bus)
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
-    limits = Limits(options.survivor_timeout_s)
+    limits = Limits(options.survivor_timeout_s, min_workers=options.min_workers)
     job = Job(size, list(options.command), limits, seat.token, seat.run_dir)
     return Headquarters(seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, mailbox.end)
 

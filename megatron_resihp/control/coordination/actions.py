@@ -80,6 +80,7 @@ class Limits:
         build_s: a new epoch whose members are not all ready this long after its plan was published is broken.
         save_s: how long survivors may write what they hold when no plan exists.
         recoveries_per_iteration: more recoveries than this without a step between them end the job.
+        min_workers: fewer survivors than these end it.
     """
 
     report_s: float = 60.0
@@ -87,3 +88,4 @@ class Limits:
     build_s: float = 600.0
     save_s: float = 600.0
     recoveries_per_iteration: int = 8
+    min_workers: int = 1

@@ -31,6 +31,7 @@ def job_described(worker: int, job: JobDescription) -> Job:
         seq_length=job.seq_length,
         sequence_parallel=job.sequence_parallel,
         pipeline_last=job.pipeline_last,
+        spread_replicas=job.spread_replicas,
         train_iters=job.train_iters,
         ends_early=job.ends_early,
         eval_interval=job.eval_interval,

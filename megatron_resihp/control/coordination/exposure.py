@@ -2,20 +2,18 @@
 """Which single losses would end the job as it is placed, and what would change that.
 
 State that is lost with a node or a worker is what ends a job: survivors that hold everything between them are enough
-for a plan. Node 0, where the coordinator runs, ends it whatever it holds. Pure; imports `plan` and `planner`.
+for a plan. Node 0, where the coordinator runs, ends it whatever it holds, and so does any loss that leaves fewer
+workers than the user pays for. Pure; imports `plan` and `planner`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_resihp.plan import ParallelPlan
-from megatron_resihp.plan.copies import lost_parts
-from megatron_resihp.plan.slots import node_of
 from megatron_resihp.planner import JobShape, initial_plan
+from megatron_resihp.planner.spreading import fatal_nodes
 
-MAPPING = "--use-tp-pp-dp-mapping"
+SPREAD = "--resihp-spread-replicas"
 OPTIMIZER = "--use-distributed-optimizer"
 
 
@@ -24,72 +22,83 @@ class Exposure:
     """What ends the job with a single loss.
 
     Attributes:
-        nodes: other than node 0.
-        workers: alone.
+        nodes: other than node 0, whose state is nowhere else.
+        workers: alone, likewise.
         mend: what to do about it; None: nothing is wrong, or no single flag helps.
+        idle: why a flag that is given does nothing; None: it does, or is not given.
+        too_few: the losses, "worker" or "node", that leave fewer workers than there must be; None: none does.
     """
 
     nodes: tuple[int, ...]
     workers: tuple[int, ...]
     mend: str | None = None
+    idle: str | None = None
+    too_few: str | None = None
 
 
-def exposure(shape: JobShape, workers: int, pipeline_last: bool, shared_optimizer: bool) -> Exposure:
+def exposure(shape: JobShape, workers: int, pipeline_last: bool, fewest: int = 0) -> Exposure:
     """The losses that would end a job under its first plan.
 
     Args:
         workers: at the start.
         pipeline_last: the order of ranks, see `initial_plan`.
-        shared_optimizer: each replica has a part of the optimizer's state, and a copy of another replica's part.
+        fewest: workers that there must be.
     """
-    found = _fatal(initial_plan(shape, workers, pipeline_last), shape, shared_optimizer)
-    if not (found.nodes or found.workers):
-        return found
-    if workers == shape.replica_size:
-        return Exposure(found.nodes, found.workers, "give it the workers of two replicas, or fewer stages")
-    other = initial_plan(shape, workers, not pipeline_last)
-    mapping = f"start it with {MAPPING}" if pipeline_last else f"start it without {MAPPING}"
-    for plan, shared, mend in (
-        (other, shared_optimizer, mapping),
-        (initial_plan(shape, workers, pipeline_last), False, f"start it without {OPTIMIZER}"),
-        (other, False, f"{mapping} and without {OPTIMIZER}"),
-    ):
-        better = _fatal(plan, shape, shared)
-        if not (better.nodes or better.workers):
-            return Exposure(found.nodes, found.workers, mend)
-    return found
+    nodes, alone = _fatal(shape, workers, pipeline_last)
+    mend = _mend(shape, workers, pipeline_last) if nodes or alone else None
+    losses = {"worker": 1, "node": shape.workers_per_node}
+    too_few = next((name for name, lost in losses.items() if workers - lost < fewest), None)
+    return Exposure(nodes, alone, mend, _idle(shape, workers), too_few)
 
 
-def _fatal(plan: ParallelPlan, shape: JobShape, shared_optimizer: bool) -> Exposure:
-    of_node: dict[int, set[int]] = {}
-    for worker in plan.members:
-        of_node.setdefault(node_of(worker, len(plan.members), shape.workers_per_node), set()).add(worker)
-    nodes = tuple(node for node, gone in sorted(of_node.items()) if node > 0 and _ends(plan, gone, shared_optimizer))
+def _fatal(shape: JobShape, workers: int, pipeline_last: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Nodes other than node 0, and workers."""
+    plan = initial_plan(shape, workers, pipeline_last)
+    nodes = fatal_nodes(plan, shape.node_of, shape.distributed_optimizer) - {0}
     # One of several holders of a shard has a copy elsewhere of its own part of the optimizer's state.
     holders = [plan.grid.holders_of(coordinate) for coordinate in plan.grid.coordinates()]
-    workers = tuple(sorted(those[0] for those in holders if len(those) == 1))
-    return Exposure(nodes, workers)
+    return tuple(sorted(nodes)), tuple(sorted(those[0] for those in holders if len(those) == 1))
 
 
-def _ends(plan: ParallelPlan, gone: Collection[int], shared_optimizer: bool) -> bool:
-    if any(set(plan.grid.holders_of(coordinate)) <= set(gone) for coordinate in plan.grid.coordinates()):
-        return True
-    return shared_optimizer and bool(lost_parts(plan, set(plan.members) - set(gone)))
+def _mend(shape: JobShape, workers: int, pipeline_last: bool) -> str | None:
+    if workers == shape.replica_size:
+        return "give it the workers of two replicas, or fewer stages"
+    with_flag, without = f"start it with {SPREAD}", f"start it without {OPTIMIZER}"
+    for changes, mend in (
+        ({"spread_replicas": True}, with_flag),
+        ({"distributed_optimizer": False}, without),
+        ({"spread_replicas": True, "distributed_optimizer": False}, f"{with_flag} and without {OPTIMIZER}"),
+    ):
+        if not any(_fatal(replace(shape, **changes), workers, pipeline_last)):
+            return mend
+    return None
 
 
-def in_words(nodes: int, found: Exposure) -> str:
-    """One line for people. `nodes`: of the job."""
+def _idle(shape: JobShape, workers: int) -> str | None:
+    if not shape.spread_replicas:
+        return None
+    if workers <= shape.workers_per_node:
+        return f"{SPREAD} has no second node to use"
+    return f"{SPREAD} has no second replica to use" if workers == shape.replica_size else None
+
+
+def in_words(nodes: int, found: Exposure, fewest: int = 0) -> str:
+    """One line for people. `nodes`: of the job; `fewest`: as of `exposure`."""
+    said = _losses(nodes, found, fewest)
+    return "; ".join([said, *([f"to mend that, {found.mend}"] if found.mend else []), *filter(None, [found.idle])])
+
+
+def _losses(nodes: int, found: Exposure, fewest: int) -> str:
     others = [f"node {node}" for node in found.nodes]
     workers = [] if others or not found.workers else ["any worker"]
-    if nodes > 1:
-        fatal = ["node 0 (the coordinator's)", *(others or workers)]
-        said = f"losing {_listing(fatal)} ends the job"
-        rest = " with state that is nowhere else" if others else ""
-        rest += "" if others or workers else "; any other one may be lost"
-    else:
-        said = "losing any worker ends the job" if workers else "any one worker may be lost"
-        rest = ""
-    return said + rest + (f"; to mend that, {found.mend}" if found.mend else "")
+    if found.too_few == "worker" or (found.too_few and nodes > 1 and not found.workers):
+        return f"losing any {found.too_few} ends the job, which then has fewer workers than --min-workers {fewest}"
+    if nodes == 1:
+        return "losing any worker ends the job" if workers else "any one worker may be lost"
+    said = f"losing {_listing(["node 0 (the coordinator's)", *(others or workers)])} ends the job"
+    if others:
+        return f"{said} with state that is nowhere else"
+    return said if workers else f"{said}; any other one may be lost"
 
 
 def _listing(names: list[str]) -> str:

@@ -158,7 +158,8 @@ def _outlook(
         assumed = (f"the vocabulary is counted as {VOCABULARY:,} rows; only the tokenizer knows how many there are",)
     try:
         job = describe_job(job_of(line.examined.config, args, DerivedArguments(lambda *_: None, args, {}), run=""))
-        return outlook(replace(job, device_memory=memory, host_memory=None), options.size, fields), assumed
+        job = replace(job, device_memory=memory, host_memory=None)
+        return outlook(job, options.size, fields, options.min_workers), assumed
     except (NoPlanError, PlanError) as error:
         return None, (f"what losses would do can't be told: {error}",)
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_resihp.control.coordination.exposure import SPREAD
+from megatron_resihp.cost.crossing import Crossing
 from megatron_resihp.cost.room import gib
-from megatron_resihp.integration.check.losses import Outlook
+from megatron_resihp.integration.check.losses import Outlook, Sent
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Findings:
         yield from _section("unknown to Megatron; the script may define it", self.unknown)
         if self.outlook is not None:
             yield from _section("losses", tuple(told_of_losses(self.outlook)))
+            yield from _section("between nodes", tuple(told_of_traffic(self.outlook.sent)))
             yield from _section("memory", tuple(told_of_memory(self.outlook)))
         yield from _section("notes", self.notes)
         yield from _section("refused", self.refusals)
@@ -64,6 +67,22 @@ def told_of_losses(outlook: Outlook) -> Iterator[str]:
         yield f"no plan after the loss of {lost}: {why}"
     if len(reasons) > 3:
         yield f"nor after {len(reasons) - 3} other kinds of losses"
+
+
+def told_of_traffic(sent: Sent | None) -> Iterator[str]:
+    """What crosses nodes, and what that would be in the other layout."""
+    if sent is None:
+        return
+    yield _layout("in Megatron's order of ranks", sent.unspread)
+    if sent.losses is None:
+        yield f"{SPREAD} changes nothing here"
+        return
+    yield f"{_layout(f'with {SPREAD}', sent.spread)}{'' if sent.asked else f'; {sent.losses}'}"
+
+
+def _layout(name: str, sent: Crossing) -> str:
+    most = f"{gib(sent.gradients)} of gradients and {gib(sent.results)} of stages' results"
+    return f"{name}: the busiest node sends others {most} in an iteration"
 
 
 def told_of_memory(outlook: Outlook) -> Iterator[str]:

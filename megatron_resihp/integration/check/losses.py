@@ -7,13 +7,14 @@ Pure. May import `control`'s planning, `cost`, `plan` and `planner`; not megatro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_resihp.control.coordination.exposure import exposure, in_words
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.inventory import Survivors, require_all_parts
 from megatron_resihp.control.replanning.next_plan import uniform_or_less
+from megatron_resihp.cost.crossing import Crossing, crossing
 from megatron_resihp.cost.layers import Model
 from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.cost.room import gib, peak_of_change, usable
@@ -42,6 +43,22 @@ class Use:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """What crosses nodes with and without --resihp-spread-replicas.
+
+    Attributes:
+        asked: whether the flag is given.
+        unspread, spread: in an iteration.
+        losses: which losses end the job with it; None: it changes nothing.
+    """
+
+    asked: bool
+    unspread: Crossing
+    spread: Crossing
+    losses: str | None
+
+
+@dataclass(frozen=True)
 class Outlook:
     """What becomes of a job that loses a worker or a node.
 
@@ -52,7 +69,9 @@ class Outlook:
         after: the same under the plan after the worst single loss, and that loss.
         changing: the same while old and new state are together, at most.
         usable: bytes of each device; None: it is not known.
-        unknown: why memory is not known.
+        sent: what crosses nodes, in Megatron's order of ranks and with replicas spread; None: it is not known, or there
+            is one node.
+        unknown: why memory is not known, nor what crosses nodes.
     """
 
     losses: str
@@ -61,30 +80,36 @@ class Outlook:
     after: tuple[str, Use] | None = None
     changing: tuple[str, Use] | None = None
     usable: int | None = None
+    sent: Sent | None = None
     unknown: str | None = None
 
 
-def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any]) -> Outlook:
+def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fewest: int = 1) -> Outlook:
     """What becomes of a job, as the uniform planner plans.
 
     Args:
         job: as workers would tell of it.
         size: of the job.
         arguments: Megatron's, of which the model is made.
+        fewest: workers that there must be.
 
     Raises:
         NoPlanError: the sizes do not fit together.
         PlanError: so do the layers.
     """
     shape = JobShape(
-        job.tensor_parallel, job.pipeline_parallel, job.micro_batches, size.workers_per_node, job.micro_batch_group
-    )
+        job.tensor_parallel, job.pipeline_parallel, job.micro_batches, size.workers_per_node, job.micro_batch_group,
+        job.distributed_optimizer, job.spread_replicas,
+    )  # fmt: skip
     plan = initial_plan(shape, size.workers, job.pipeline_last)
-    said = in_words(size.nodes, exposure(shape, size.workers, job.pipeline_last, job.distributed_optimizer))
+    said = in_words(size.nodes, exposure(shape, size.workers, job.pipeline_last, fewest), fewest)
     full = spelled_out(plan, job.chunks)
     following, without = dict[str, ParallelPlan](), dict[str, str]()
     for name, lost in _single_losses(plan, size):
         held = {worker: full.shards_of(worker) for worker in full.members if worker not in lost}
+        if len(held) < fewest:
+            without[name] = f"{len(held)} are left, fewer than --min-workers {fewest}"
+            continue
         try:
             if job.distributed_optimizer:
                 require_all_parts(plan, held)
@@ -96,10 +121,11 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any]) ->
         known = KnownJob.of(job, dict(arguments))
         cost = cost_of_job(known, size.slots, size.workers_per_node, job.chunks, None)
         first, after, changing = _memory(full, following, cost.model, cost.training)
+        sent = _sent(job, shape, size, cost.model, cost.training) if size.nodes > 1 else None
     except (UnknownCost, PlanError) as error:
         return Outlook(said, without, unknown=str(error))
     capacity = None if job.device_memory is None else usable(job.device_memory, job.memory_reserve)
-    return Outlook(said, without, first, after, changing, capacity)
+    return Outlook(said, without, first, after, changing, capacity, sent)
 
 
 def _single_losses(plan: ParallelPlan, size: JobSize) -> Iterator[tuple[str, frozenset[int]]]:
@@ -112,6 +138,14 @@ def _single_losses(plan: ParallelPlan, size: JobSize) -> Iterator[tuple[str, fro
         if kind not in seen:
             seen.add(kind)
             yield name, lost
+
+
+def _sent(job: JobDescription, shape: JobShape, size: JobSize, model: Model, training: Training) -> Sent:
+    shapes = [replace(shape, spread_replicas=spread) for spread in (False, True)]
+    plans = [spelled_out(initial_plan(each, size.workers, job.pipeline_last), job.chunks) for each in shapes]
+    unspread, spread = (crossing(plan, model, training, shape.node_of) for plan in plans)
+    losses = in_words(size.nodes, exposure(shapes[1], size.workers, job.pipeline_last))
+    return Sent(job.spread_replicas, unspread, spread, None if plans[0] == plans[1] else losses)
 
 
 def _memory(

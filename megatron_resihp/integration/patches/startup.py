@@ -200,6 +200,7 @@ def describe_job(job: Job) -> JobDescription:
         host_memory=None if cpu.installed() else free_on_host() * 3 // 4,
         cost_model=config.resihp_cost_model and os.path.abspath(config.resihp_cost_model),
         carrier=config.resihp_carrier,
+        spread_replicas=config.resihp_spread_replicas,
     )
 
 

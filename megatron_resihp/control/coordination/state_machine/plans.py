@@ -51,10 +51,17 @@ class Plans:
         Raises:
             NoPlanError.
         """
-        self.optimizer.require_all(held)
+        self._require_enough(held)
         survivors = self.survivors(held)
         plan, told = self._state.first_steps.answer(survivors) or self._next_plan(survivors)
         return self.optimizer.without_parts_kept(plan), told
+
+    def _require_enough(self, held: Held) -> None:
+        """Raises NoPlanError unless these are as many workers as the user wants, and hold all of the optimizer."""
+        fewest = self._state.limits.min_workers
+        if len(held) < fewest:
+            raise NoPlanError(f"{len(held)} are left, fewer than --min-workers {fewest}")
+        self.optimizer.require_all(held)
 
     def more_replicas(self) -> ParallelPlan:
         """The uniform plan for all members and all joining workers that wait.
@@ -72,7 +79,7 @@ class Plans:
         reports = self._state.reports
         held = {worker: reports.held[worker] for worker in reports.records.keys() - workers}
         try:
-            self.optimizer.require_all(held)
+            self._require_enough(held)
             return len(uniform_or_less(self.survivors(held))[0].working)
         except NoPlanError:
             return None

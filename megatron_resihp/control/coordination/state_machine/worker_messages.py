@@ -130,7 +130,9 @@ class WorkerMessages:
         if unlike:
             return self._state_differs(unlike, now)
         actions = self._epochs.go(state.plan, now)
-        return [*actions, _exposed(state.job), *_invitations(state.job.size)] if state.epoch == 0 else actions
+        if state.epoch > 0:
+            return actions
+        return [*actions, _exposed(state.job, state.limits.min_workers), *_invitations(state.job.size)]
 
     def _state_differs(self, unlike: Sequence[str], now: float) -> list[Action]:
         """Workers that hold the same shards or slices reported other digests of them. `unlike`: keys of digests."""
@@ -241,18 +243,21 @@ class WorkerMessages:
 
 def _sizes_in(told: JobDescription, size: JobSize) -> tuple[JobShape, tuple[Chunk, ...]]:
     shape = JobShape(
-        told.tensor_parallel, told.pipeline_parallel, told.micro_batches, size.workers_per_node, told.micro_batch_group
+        told.tensor_parallel, told.pipeline_parallel, told.micro_batches, size.workers_per_node,
+        told.micro_batch_group, told.distributed_optimizer, told.spread_replicas,
     )  # fmt: skip
     return shape, told.chunks
 
 
-def _exposed(job: Job) -> Log:
-    """Which losses would end the job, said while something can be done about it."""
+def _exposed(job: Job, fewest: int) -> Log:
+    """Which losses would end the job, said while something can be done about it. `fewest`: workers there must be."""
     assert job.shape is not None
-    found = exposure(job.shape, job.size.workers, job.described.pipeline_last, job.distributed_optimizer)
-    nodes = (0, *found.nodes) if job.size.nodes > 1 else ()
-    said = in_words(job.size.nodes, found)
-    return Log(Exposed(nodes=nodes, workers=tuple(found.workers), said=said))
+    size = job.size
+    found = exposure(job.shape, size.workers, job.described.pipeline_last, fewest)
+    nodes = range(size.nodes) if found.too_few else (0, *found.nodes)
+    workers = range(size.workers) if found.too_few == "worker" else found.workers
+    said = in_words(size.nodes, found, fewest)
+    return Log(Exposed(nodes=tuple(nodes) if size.nodes > 1 else (), workers=tuple(workers), said=said))
 
 
 def _invitations(size: JobSize) -> list[Action]:

@@ -9,30 +9,45 @@ from megatron_resihp.control.coordination.exposure import Exposure, exposure, in
 from megatron_resihp.planner import JobShape
 
 
-def said(workers: int, tensor: int, pipeline: int, nodes: int, **how: bool) -> tuple[Exposure, str]:
-    shape = JobShape(tensor, pipeline, 64, workers // nodes)
-    found = exposure(shape, workers, **{"pipeline_last": True, "shared_optimizer": False, **how})
-    return found, in_words(nodes, found)
+NODE_0 = "node 0 (the coordinator's)"
+
+
+def said(
+    workers: int, tensor: int, pipeline: int, nodes: int, pipeline_last: bool = True, fewest: int = 1, **how: bool
+) -> tuple[Exposure, str]:
+    shape = JobShape(tensor, pipeline, 96, workers // nodes, **how)
+    found = exposure(shape, workers, pipeline_last, fewest)
+    return found, in_words(nodes, found, fewest)
 
 
 def test_stages_of_neighbours_on_one_node_are_lost_with_it() -> None:
     """Two nodes of eight, TP 4 x PP 2: in Megatron's own order each node holds one stage of both replicas."""
     found, line = said(16, 4, 2, 2)
-    assert found == Exposure((1,), (), "start it with --use-tp-pp-dp-mapping")
+    assert found == Exposure((1,), (), "start it with --resihp-spread-replicas")
     assert line == (
-        "losing node 0 (the coordinator's) or node 1 ends the job with state that is nowhere else; to mend that, start "
-        "it with --use-tp-pp-dp-mapping"
+        f"losing {NODE_0} or node 1 ends the job with state that is nowhere else; to mend that, start it with "
+        "--resihp-spread-replicas"
     )
-    found, line = said(16, 4, 2, 2, pipeline_last=False)
-    assert found == Exposure((), ())
-    assert line == "losing node 0 (the coordinator's) ends the job; any other one may be lost"
+    for mended in ({"spread_replicas": True}, {"pipeline_last": False}):
+        found, line = said(16, 4, 2, 2, **mended)
+        assert found == Exposure((), ())
+        assert line == f"losing {NODE_0} ends the job; any other one may be lost"
 
 
 def test_copies_of_a_shared_optimizer_may_be_on_the_same_node() -> None:
     """Two replicas on each node, and each part's copy with the neighbour."""
-    found, _ = said(16, 2, 2, 2, pipeline_last=False, shared_optimizer=True)
-    assert found.nodes == (1,) and found.mend == "start it without --use-distributed-optimizer"
+    shared = {"pipeline_last": False, "distributed_optimizer": True}
+    found, _ = said(16, 2, 2, 2, **shared)
+    assert found.nodes == (1,) and found.mend == "start it with --resihp-spread-replicas"
+    assert not said(16, 2, 2, 2, **shared, spread_replicas=True)[0].nodes
     assert not said(16, 2, 2, 2, pipeline_last=False)[0].nodes
+
+
+def test_three_copies_of_parts_cannot_be_spread_over_two_nodes() -> None:
+    """Two of three replicas are neighbours on one of the nodes, wherever they are."""
+    found, line = said(6, 1, 2, 2, distributed_optimizer=True, spread_replicas=True)
+    assert found.nodes and line.endswith("to mend that, start it without --use-distributed-optimizer")
+    assert said(6, 1, 2, 2, distributed_optimizer=True, pipeline_last=True)[0].mend is not None
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -44,3 +59,18 @@ def test_one_replica_outlives_no_loss(nodes: int) -> None:
 
 def test_a_job_of_one_node() -> None:
     assert said(8, 2, 2, 1)[1] == "any one worker may be lost"
+
+
+@pytest.mark.parametrize(("workers", "nodes", "lacks"), [(8, 1, "node"), (4, 2, "replica")])
+def test_a_flag_that_can_do_nothing_is_named(workers: int, nodes: int, lacks: str) -> None:
+    line = said(workers, 2, 2, nodes, spread_replicas=True)[1]
+    assert line.endswith(f"; --resihp-spread-replicas has no second {lacks} to use")
+
+
+def test_losses_that_leave_too_few_workers() -> None:
+    """They end the job, whatever state the others have."""
+    few = "ends the job, which then has fewer workers than --min-workers"
+    assert said(8, 2, 2, 1, fewest=8)[1] == f"losing any worker {few} 8"
+    assert said(16, 4, 2, 2, fewest=16, pipeline_last=False)[1] == f"losing any worker {few} 16"
+    assert said(16, 4, 2, 2, fewest=9, pipeline_last=False)[1] == f"losing any node {few} 9"
+    assert "--min-workers" not in said(16, 4, 2, 2, fewest=8)[1]

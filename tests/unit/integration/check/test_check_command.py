@@ -53,7 +53,7 @@ def test_a_job_that_would_be_let_in(look: Look) -> None:
     assert lines[0] == "train.py, 16 workers (--nnodes 2 --nproc-per-node 8)"
     assert lines[-1] == "resihp: the job would be let in; no flag is changed"
     assert any(
-        "losing node 0 (the coordinator's) or node 1 ends the job" in line and "--use-distributed-optimizer" in line
+        "losing node 0 (the coordinator's) or node 1 ends the job" in line and "--resihp-spread-replicas" in line
         for line in lines
     ), "as the job itself says at its start"
     assert sum("fits: 73.6 GiB may be used" in line for line in lines) == 3

@@ -13,7 +13,7 @@ from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.cost.presets import PRESETS
 from megatron_resihp.cost.training import training_from_arguments
-from megatron_resihp.integration.check.findings import told_of_losses, told_of_memory
+from megatron_resihp.integration.check.findings import told_of_losses, told_of_memory, told_of_traffic
 from megatron_resihp.integration.check.losses import Outlook, outlook
 from megatron_resihp.plan import even_chunks, spelled_out
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
@@ -48,7 +48,7 @@ def test_state_that_is_on_one_node_only() -> None:
     """Megatron's default order of ranks: with four nodes each stage is on one of them."""
     found = of(32, job=replace(JOB, pipeline_last=True))
     assert "losing node 0 (the coordinator's), node 1, node 2 or node 3 ends the job" in found.losses
-    assert "start it with --use-tp-pp-dp-mapping" in found.losses
+    assert "start it with --resihp-spread-replicas" in found.losses
     assert found.without_plan.keys() == {"node 1", "node 2", "node 3"}
     assert list(told_of_losses(found))[1].startswith("no plan after the loss of node 1: the state of stage 1 TP rank 0")
 
@@ -57,7 +57,33 @@ def test_a_part_of_the_optimizer_and_its_copy_on_one_node() -> None:
     job = replace(JOB, pipeline_parallel=1, chunks=even_chunks(32, 1), distributed_optimizer=True)
     found = of(16, job=job)
     assert found.without_plan.keys() == {"node 1"} and "died with its copy" in found.without_plan["node 1"]
-    assert of(16, job=replace(job, distributed_optimizer=False)).without_plan == {}
+    for change in ({"distributed_optimizer": False}, {"spread_replicas": True}):
+        assert of(16, job=replace(job, **change)).without_plan == {}
+
+
+def test_what_crosses_nodes_is_said_of_both_layouts() -> None:
+    """With four nodes and Megatron's order stages are apart, with the flag replicas are."""
+    job = replace(JOB, pipeline_last=True)
+    unasked, asked = (of(32, job=replace(job, spread_replicas=spread)) for spread in (False, True))
+    assert unasked.sent is not None and asked.sent == replace(unasked.sent, asked=True)
+    assert unasked.sent.unspread.gradients == 0 == unasked.sent.spread.results
+    assert unasked.sent.unspread.results > 0 and unasked.sent.spread.gradients > 0
+    now, then = told_of_traffic(unasked.sent)
+    assert now.startswith("in Megatron's order of ranks: the busiest node sends others 0.0 GiB of gradients and ")
+    assert then.endswith("; losing node 0 (the coordinator's) ends the job; any other one may be lost")
+    assert [*told_of_traffic(asked.sent)] == [now, then.partition("; losing")[0]]
+    assert asked.without_plan == {} and asked.losses in then
+
+
+def test_a_flag_that_changes_nothing() -> None:
+    assert list(told_of_traffic(of(16).sent))[1:] == ["--resihp-spread-replicas changes nothing here"]
+    assert of(8).sent is None and not [*told_of_traffic(None)]
+
+
+def test_losses_that_leave_too_few_workers() -> None:
+    found = outlook(JOB, JobSize(2, NODE), ARGUMENTS, fewest=9)
+    assert found.losses.startswith("losing any node ends the job")
+    assert found.without_plan == {"node 1": "8 are left, fewer than --min-workers 9"}
 
 
 def test_one_replica_survives_no_loss() -> None:

@@ -83,10 +83,12 @@ class Job:
     """
 
     def __init__(
-        self, workers: int = 4, pipeline: int = 2, tensor: int = 1, micro_batches: int = 4, late_nodes: int = 0
-    ) -> None:
+        self, workers: int = 4, pipeline: int = 2, tensor: int = 1, micro_batches: int = 4, late_nodes: int = 0,
+        min_workers: int = 1,
+    ) -> None:  # fmt: skip
         per_node = 2 if workers % 2 == 0 else 1
-        self.membership = Membership(JobSize(workers // per_node, per_node, late_nodes), LIMITS, self._plan)
+        size, limits = JobSize(workers // per_node, per_node, late_nodes), replace(LIMITS, min_workers=min_workers)
+        self.membership = Membership(size, limits, self._plan)
         self.next_plan: NextPlan = uniform_or_less
         self.own = tuple(Chunk(stage, 3 * stage, 3 * stage + 3) for stage in range(pipeline))
         self.description = JobDescription(tensor, pipeline, micro_batches, self.own, 8, False, True)
@@ -238,6 +240,27 @@ class TestStartUp:
         assert only(Go, actions).ports == (9000, 9001, 9002, 9003)
         assert events(actions, "epoch_started")[0].epoch == 0
         assert not events(actions, "recovery")
+
+    def test_replicas_are_spread_where_that_is_asked_for(self) -> None:
+        """In Megatron's order each node would have a stage; what the job says of losses is of the layout it has."""
+        job = Job()
+        plan = only(EpochPlan, job.describe(0, spread_replicas=True)).plan
+        assert [replica.stages for replica in plan.replicas] == [((0,), (1,)), ((2,), (3,))]
+        job.ready(0, 1, 2)
+        [exposed] = events(job.ready(3), "exposed")
+        assert exposed.nodes == (0,) and "any other one may be lost" in exposed.said
+
+    @pytest.mark.parametrize(
+        ("fewest", "nodes", "workers"), [(4, (0, 1), (0, 1, 2, 3)), (3, (0, 1), ()), (2, (0,), ())]
+    )
+    def test_losses_that_leave_too_few_workers_are_told(
+        self, fewest: int, nodes: tuple[int, ...], workers: tuple[int, ...]
+    ) -> None:
+        job = Job(min_workers=fewest)
+        job.describe(0, pipeline_last=False)
+        job.ready(0, 1, 2)
+        [exposed] = events(job.ready(3), "exposed")
+        assert (exposed.nodes, exposed.workers) == (nodes, workers)
 
     @pytest.mark.parametrize("described", [False, True])
     def test_a_death_ends_the_job(self, described: bool) -> None:
@@ -752,6 +775,36 @@ class TestFailedLinks:
         order = only(EmergencyCheckpointOrder, actions)
         assert order.reason.endswith("can't reach each other, and there is no plan without either")
         assert set(order.writers) == {0, 1, 2, 3} and order.commit is not None
+
+
+class TestTooFewWorkers:
+    """The user pays for no fewer than --min-workers."""
+
+    def test_survivors_save_and_end(self) -> None:
+        """They have all state, and could go on."""
+        job = Job(min_workers=3).start_with(**REPLICA_PER_NODE)
+        job.recover([3])
+        job.kill(2)
+        order = only(EmergencyCheckpointOrder, job.report(0, 1))
+        assert order.missing == () and order.writers == {0: (Shard(0, 3, 0, 1),), 1: (Shard(3, 6, 0, 1),)}
+        job.tell(EmergencyCheckpointWritten(0))
+        end = only(End, job.tell(EmergencyCheckpointWritten(1)))
+        assert end.code == exit_codes.NO_PLAN
+        assert end.reason == "no plan fits the survivors: 2 are left, fewer than --min-workers 3"
+
+    def test_nodes_that_lose_each_other_save_where_neither_can_be_left_out(self) -> None:
+        job = Job(workers=6, micro_batches=12, min_workers=5).start()
+        for _ in range(2):
+            actions = TestFailedLinks().fail(job, (1, 2))
+        assert not events(actions, "link_failed")
+        assert only(EmergencyCheckpointOrder, actions).reason.endswith("and there is no plan without either")
+
+    def test_all_stop_in_order_when_a_node_leaves(self) -> None:
+        job = Job(min_workers=3).start_with(**REPLICA_PER_NODE)
+        assert notices(job.tell(LeaveRequest(node=1, agent=2, time=0.0))) == [StopTraining]
+        [end] = [action for w in range(4) for action in job.tell(ScriptEnded(w)) if isinstance(action, End)]
+        assert end.code == 143
+        assert end.reason.endswith("there is no plan without its workers: 2 are left, fewer than --min-workers 3")
 
 
 class TestNoPlan:
