@@ -40,6 +40,7 @@ from megatron_resihp.control.node.slowdown_injector import SlowdownInjector
 from megatron_resihp.control.node.spawn import Spawn, exec_worker
 from megatron_resihp.control.node.starting import Starter, Worker
 from megatron_resihp.control.replanning.replanner import Replanner
+from megatron_resihp.control.terminal import say, warn
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.liveness import LivenessConnection, Watcher
@@ -95,7 +96,7 @@ def launch(
 
 
 def _refuse(problem: str) -> int:
-    print(f"resihp: {problem}", file=sys.stderr)
+    warn(f"resihp: {problem}")
     return exit_codes.REFUSED
 
 
@@ -343,7 +344,7 @@ def _introduce(
         _give_back(options, seat)
         raise
     uplink.connect(*records_address(store))
-    print(f"resihp: node {options.node} has joined the job", flush=True)
+    say(f"resihp: node {options.node} has joined the job")
     return liveness
 
 
@@ -354,23 +355,23 @@ def _announce(options: LaunchOptions, seat: _Seat) -> None:
         node = f" on node {options.node}, to join the job that runs"
     elif options.late_nodes:
         node += f" ({options.late_nodes} more may join)"
-    print(f"resihp: {workers}{node}, run directory {seat.run_dir}", flush=True)
+    say(f"resihp: {workers}{node}, run directory {seat.run_dir}")
     for warning in [] if options.stand_in else warnings_of():
-        print(f"resihp: {warning}", file=sys.stderr, flush=True)
+        warn(f"resihp: {warning}")
 
 
 def _show_failure(worker: Worker, lines: list[str]) -> None:
     assert worker.code is not None
     how = f"exit code {worker.code}" if worker.code >= 0 else f"signal {-worker.code}"
     heading = f"resihp: worker {worker.number} ended with {how}; its last lines:"
-    print("\n".join([heading, *(f"  {line}" for line in lines)]), file=sys.stderr, flush=True)
+    warn("\n".join([heading, *(f"  {line}" for line in lines)]))
 
 
 def _finish(seat: _Seat, ending: Ending) -> None:
     if ending.code:
-        print(f"resihp: ended with exit code {ending.code}: {ending.reason}", file=sys.stderr, flush=True)
+        warn(f"resihp: ended with exit code {ending.code}: {ending.reason}")
     elif not ending.agreed:
-        print(f"resihp: {ending.reason}", flush=True)
+        say(f"resihp: {ending.reason}")
     if seat.sink is not None:
         seat.sink.finish()
         _tell_result(seat.run_dir, ending.code)
@@ -380,7 +381,7 @@ def _tell_last_save(run_dir: Path, since: float) -> None:
     """Node 0 is lost, and its terminal with it."""
     save = last_save(run_dir, since)
     if save is not None:
-        print(f"resihp: {save.told(run_dir)}", file=sys.stderr, flush=True)
+        warn(f"resihp: {save.told(run_dir)}")
 
 
 def _tell_result(run_dir: Path, code: int) -> None:
@@ -388,4 +389,4 @@ def _tell_result(run_dir: Path, code: int) -> None:
     try:
         (run_dir / RESULT).write_text(f"{code}\n")
     except OSError as error:
-        print(f"resihp: {run_dir / RESULT} can't be written ({error.strerror})", file=sys.stderr)
+        warn(f"resihp: {run_dir / RESULT} can't be written ({error.strerror})")

@@ -8,7 +8,6 @@ coordinator ends the job. May import: the standard library, `plan` and this pack
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections import Counter
 from contextlib import closing
@@ -22,6 +21,7 @@ from megatron_resihp.control.node.mailbox import Ending, GivenUp, Mailbox
 from megatron_resihp.control.node.processes import Processes
 from megatron_resihp.control.node.schedule import Schedule
 from megatron_resihp.control.node.starting import Starter, Worker
+from megatron_resihp.control.terminal import warn
 from megatron_resihp.control.transport.liveness import Finding, Kind, Watcher
 from megatron_resihp.control.transport.node_liveness import NodeWatcher
 from megatron_resihp.plan.slots import slot_of
@@ -166,7 +166,7 @@ class Agent:
         try:
             worker = self._starter.start(number + self._starter.slots)
         except OSError as error:
-            print(f"resihp: worker {number} can't be started anew ({error}); the job goes on without", file=sys.stderr)
+            warn(f"resihp: worker {number} can't be started anew ({error}); the job goes on without")
             return
         self._processes.add(worker)
         self._link.post(WorkerRestarted(worker.number, number, time.time()))

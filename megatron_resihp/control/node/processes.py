@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final, Protocol
@@ -18,6 +17,7 @@ from megatron_resihp.control import linux
 from megatron_resihp.control.node.orphan_reaper import OrphanReaper
 from megatron_resihp.control.node.slowdown_injector import SlowdownInjector
 from megatron_resihp.control.node.starting import Worker
+from megatron_resihp.control.terminal import warn
 from megatron_resihp.control.transport.liveness import Watcher
 
 SHOWN_FAILURES: Final = 3
@@ -124,4 +124,4 @@ class Processes:
     def name_unkillable(self) -> None:
         """Say which workers have not ended even so."""
         for worker in self.living():
-            print(f"resihp: worker {worker.number} (process {worker.pid}) cannot be killed", file=sys.stderr)
+            warn(f"resihp: worker {worker.number} (process {worker.pid}) cannot be killed")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example for SLURM starts launchers that have all that they need, and ends as the job does.
+"""The job script for SLURM starts launchers that have all that they need, and ends as the job does.
 
-SLURM's own commands are made up here.
+SLURM's own commands are made up here. tests/cluster runs the script on a real SLURM.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from megatron_resihp.control.commands.launcher import RESULT
 from megatron_resihp.control.worker.saved_state import DIRECTORY, TRACKER
 
 ROOT = Path(__file__).parents[4]
-SCRIPT = (ROOT / "scripts" / "slurm.sbatch").read_text()
+SLURM = ROOT / "scripts" / "slurm"
+SCRIPT = (SLURM / "job.sbatch").read_text()
 COMMANDS = {
-    "scontrol": 'if [[ $1 == show ]]; then echo node0; echo node1; else echo "scontrol $*"; fi',
+    "scontrol": 'if [[ $2 == config ]]; then echo "SlurmdPort = 6818"; elif [[ $1 == show ]]; then echo node0; echo node1; else echo "scontrol $*"; fi',
+    # The example hands its job over.
+    "sbatch": 'while [[ $1 == --* ]]; do shift; done; exec bash "$@"',
     # As SLURM does for the task on the second node.
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 "$@"; exit ${SRUN_CODE:-0}',
     "resihp": f'if [[ $1 == checkpoint ]]; then [[ -z ${{SAVED:-}} ]] || {sys.executable} -m megatron_resihp.cli "$@"; '
     'exit; fi; printf "%s\\n" "$@"; [[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
+    "timeout": "",  # the first node is there
     "sleep": "",
 }
 
@@ -40,9 +44,11 @@ def run(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     (directory / "resihp-runs" / "slurm-7").mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
         "PATH": f"{directory}:{os.environ['PATH']}", "RESIHP_BIN": str(directory), "SLURM_JOB_NODELIST": "node[0-1]",
-        "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "resihp", **variables,
+        "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "8", **variables,
     }  # fmt: skip
-    command = ["bash", ROOT / "scripts" / "slurm.sbatch", "data/prefix"]
+    (directory / "scripts").unlink(missing_ok=True)
+    (directory / "scripts").symlink_to(ROOT / "scripts")
+    command = ["bash", SLURM / "example_8b.sh", "data/prefix", "--nodes=2"]
     return subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=30.0)
 
 

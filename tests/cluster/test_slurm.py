@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of scripts/slurm/job.sbatch on a real SLURM: nodes are lost, warned, cancelled and added."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from jobs import FP32
+from slurm import Slurm, needs_slurm
+from training import HELD, ITERATIONS, Training
+
+from megatron_resihp.report.run.summary import RunSummary, compare
+
+Train = Callable[..., Training]
+
+pytestmark = [needs_slurm, pytest.mark.timeout(600)]
+
+
+def check(training: Training, reference: RunSummary, first: int = 1) -> None:
+    """It has trained what the reference has, from that iteration on."""
+    summary = training.summary
+    assert summary.completed, training.output()
+    assert sorted(summary.loss) == list(range(first, ITERATIONS + 1))
+    expected = {iteration: loss for iteration, loss in reference.loss.items() if iteration >= first}
+    difference = compare(summary.loss, expected)
+    assert difference is not None and difference <= FP32.loss
+    assert (summary.samples_lost, summary.samples_applied_twice, summary.samples_out_of_place) == (0, 0, 0)
+
+
+def test_a_job_outlives_a_node(slurm: Slurm, train: Train, reference: RunSummary) -> None:
+    """For SLURM it has completed, though it has lost a node."""
+    training = train(nodes=3)
+    training.await_event("iteration", iteration=HELD - 1)
+    slurm.lose("n2")
+    training.wish("go_on")
+    ended = training.end()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), training.output()
+    assert [death["dead"] for death in training.events("worker_dead")] == [2]
+    check(training, reference)
+
+
+@pytest.mark.parametrize("process", ["worker", "launcher"])
+def test_a_job_outlives_a_process_of_another_node(
+    slurm: Slurm, train: Train, reference: RunSummary, process: str
+) -> None:
+    training = train(nodes=3)
+    training.await_event("iteration", iteration=HELD - 1)
+    worker = training.pid(1)
+    os.kill(worker if process == "worker" else parent(worker), signal.SIGKILL)
+    training.wish("go_on")
+    ended = training.end()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), training.output()
+    check(training, reference)
+
+
+def test_a_job_that_is_warned_of_its_end_continues_after_it(slurm: Slurm, train: Train, reference: RunSummary) -> None:
+    """SLURM's warning saves the job and ends it. It is queued again and loads what it has saved."""
+    training = train(nodes=3)
+    training.await_event("iteration", iteration=HELD - 1)
+    slurm.ask("scancel", "--signal=USR1", str(training.number))
+    training.wish("go_on")
+    training.await_event("run_finished")
+    ended = training.end()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), training.output()
+    assert [event["exit_code"] for event in training.events("run_finished")] == [138, 0]
+    check(training, reference, first=HELD + 1)
+
+
+def test_a_job_that_loses_its_first_node_is_queued_again(slurm: Slurm, train: Train, reference: RunSummary) -> None:
+    """By the other node, since srun and the batch script are gone. It continues from what that node has saved."""
+    training = train(nodes=2)
+    training.await_event("iteration", iteration=HELD - 1)
+    slurm.lose("n0")
+    training.wish("go_on")
+    ended = training.end()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), training.output()
+    assert ended["NodeList"] == "n[1-2]"
+    assert training.summary.completed
+
+
+LATER = 9
+"""Another iteration in which worker 0 can wait."""
+
+
+def test_nodes_of_a_second_job_join_and_leave(slurm: Slurm, train: Train, reference: RunSummary) -> None:
+    training = train(nodes=2, RESIHP_MAX_NODES="3")
+    training.wish(f"hold-0-{LATER}")
+    training.await_event("iteration", iteration=HELD - 1)
+    spare = training.submit("join.sbatch", str(training.number), nodes=1)
+    training.await_event("worker_waiting")
+    training.wish(f"go_on-{HELD}")
+    training.await_event("iteration", iteration=LATER - 1, epoch=1)
+    slurm.ask("scancel", str(spare))
+    training.await_event("plan_change", count=2)
+    training.wish("go_on")
+    slurm.await_state(spare, "CANCELLED", timeout_s=60.0)
+    training.await_event("node_left")
+    ended = training.end()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), training.output()
+    check(training, reference)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
