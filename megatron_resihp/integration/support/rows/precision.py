@@ -4,7 +4,11 @@
 from megatron_resihp.integration.support.notation import Rows, inert, joined, kernel, refused, tested, without
 
 _HALF = "integration/test_half_precision.py::test_a_death_beside_a_step_that_is_skipped"
-_SCALES = "scales and histories of maxima live in Transformer Engine's layers on GPUs, and no recovery moves them"
+_EIGHT_BITS = (
+    "with delayed scaling a micro-batch's scales follow from those that were run before it, so from how a loss shares "
+    "them out; with other recipes no test trains layers that cast their weights once in an iteration through a death"
+)
+_PARAMETERS = "parameters then are 8-bit or 4-bit tensors with scales of their own, which no test on CPUs can move"
 
 ROWS: Rows = joined(
     tested("integration/test_plans.py::test_sixteen_bits", "bf16"),
@@ -20,7 +24,7 @@ ROWS: Rows = joined(
     ),
     kernel("training.arguments:validate_args", "deterministic_mode", device="GPU: torch's deterministic kernels"),
     inert("core.models.gpt.gpt_model:GPTModel", "fp16_lm_cross_entropy"),
-    refused("fp8", _SCALES, "use --bf16"),
+    refused("fp8", _EIGHT_BITS, "use --bf16"),
     without("fp8", "core.fp8_utils:get_fp8_recipe", "fp8_recipe fp8_quantizer_factory fp8_wgrad fp8_output_proj"),
     without(
         "fp8",
@@ -32,12 +36,12 @@ ROWS: Rows = joined(
         "core.fp8_utils:is_first_last_bf16_layer",
         "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
     ),
-    refused("fp8_param_gather", _SCALES, "use --bf16"),
-    refused("fp4", _SCALES, "use --bf16"),
+    refused("fp8_param_gather", _PARAMETERS, "use --bf16"),
+    refused("fp4", "Transformer Engine rounds gradients at random, and no recovery repeats what it drew", "use --bf16"),
     without("fp4", "core.fp4_utils:get_fp4_recipe", "fp4_recipe fp4_quantizer_factory"),
-    refused("fp4_param_gather", _SCALES, "use --bf16"),
-    refused("reuse_grad_buf_for_mxfp8_param_ag", _SCALES, "use --bf16"),
-    refused("te_precision_config_file", _SCALES, "use --bf16"),
+    refused("fp4_param_gather", _PARAMETERS, "use --bf16"),
+    refused("reuse_grad_buf_for_mxfp8_param_ag", _PARAMETERS, "use --bf16"),
+    refused("te_precision_config_file", "it may choose delayed scaling or four bits for some layers", "use --bf16"),
     refused(
         "use_precision_aware_optimizer",
         "masters and moments of other types are in Transformer Engine's optimizer, and no recovery moves them",
