@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Jobs, ask_at, tiny
+from jobs import Job, Jobs, ask_at, ask_for, tiny
 from stock_runs import Steps, check_like_stock, losses_of, stock_steps
 from test_checkpoints import SAVED
-from test_plans import FOUR, MODEL, UNIFORM_LAYOUT, chunks, stages
+from test_plans import FOUR, MODEL, UNIFORM_LAYOUT, chunks, own_plan, stages
 
 from megatron_resihp.control.coordination.digests import EXTRA
 from megatron_resihp.plan import ParallelPlan, Replica
 
 ENGINE = Path(__file__).with_name("engine_gpt.py")
 TWO_REPLICAS: dict[str, Any] = {"tensor_model_parallel_size": 2, "train_iters": 8}
+EIGHT_BITS: dict[str, Any] = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
 Stock = Callable[..., Steps]
 pytestmark = pytest.mark.nightly
 
@@ -76,6 +77,16 @@ def test_a_worker_comes_back(jobs: Jobs, stock: Stock) -> None:
     job.wait()
     assert job.summary.came_back == (7,), job.tails()
     check(job, stock(4, **TWO_REPLICAS), layers=2)
+
+
+def test_eight_bits_in_any_order(jobs: Jobs, tmp_path: Path, stock: Stock) -> None:
+    """Plans whose first micro-batch forwards is the last one backwards, with casts of weights that must not be old."""
+    names = ("V shape", "a standby keeps its shard")
+    flags = MODEL | UNIFORM_LAYOUT | EIGHT_BITS | {"train_iters": 8}
+    plans = ask_for(tmp_path, *(FOUR[name] for name in names), own_plan(4))
+    job = jobs.run(tiny(**flags, resihp_plan=plans), workers=4, script=ENGINE)
+    assert len(job.events("epoch_started")) == 2 + len(names), job.tails()
+    check(job, stock(4, **flags), layers=4)
 
 
 @pytest.mark.parametrize("plan", ["own", "unlike replicas"])
