@@ -2,6 +2,7 @@
 """What this worker holds of the model and of the optimizer's state. May import `plan` and modules of
 this package that know no runtime."""
 
+from megatron_resihp.integration.state.extra_state import ExtraState
 from megatron_resihp.integration.state.taking_over import Succession
 from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.trained import Trained
@@ -17,6 +18,7 @@ class Held:
             Megatron has built them.
         shards: those whose state `live` is.
         kept: with the distributed optimizer, what of its state is current here.
+        extra: modules' extra state.
         succession: of new objects that are being built; None: of none.
     """
 
@@ -26,6 +28,7 @@ class Held:
         self._own = own
         self.shards: tuple[Shard, ...] = ()
         self.kept: Kept | None = None
+        self.extra = ExtraState()
         self.succession: Succession | None = None
 
     @property

@@ -20,13 +20,14 @@ NOTING = Path(__file__).with_name("noting_gpt.py")
 STOCK_S = 240
 
 
-def stock_steps(directory: Path, workers: int, **flags: Any) -> Steps:
-    """What stock Megatron trains, without this package's flags, on the data of the other jobs."""
+def stock_steps(directory: Path, workers: int, script: Path = NOTING, **flags: Any) -> Steps:
+    """What stock Megatron trains, without this package's flags, on the data of the other jobs. `script`: notes as
+    noting_gpt.py does."""
     ours = {"resihp": False, "resihp_record_samples": False, "resihp_record_digests": False}
     notes = directory / "notes"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
     finished = subprocess.run(
-        [*launcher, str(NOTING), *tiny(**flags | ours)], env=environment_of(NOTING) | {"NOTES": str(notes)},
+        [*launcher, str(script), *tiny(**flags | ours)], env=environment_of(script) | {"NOTES": str(notes)},
         capture_output=True, text=True, timeout=STOCK_S,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]

@@ -3,14 +3,19 @@
 
 For shards of the job's own layout a key is "stage/TP rank", and of a distributed optimizer's parts
 "stage/TP rank/part/parts"; for others "layer/cut/cuts": which of so many equal cuts of a layer. Cut −1 are the
-parameters that every member of a group holds whole, layer −1 are word embeddings that the head shares.
+parameters that every member of a group holds whole, cut −2 is what a layer's modules keep besides (EXTRA), layer −1 are
+word embeddings that the head shares.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from megatron_resihp.plan import Chunk, Coordinate, Shard
 from megatron_resihp.plan.replica import shards_at
+
+EXTRA: Final = -2
+"""The cut of a layer's extra state."""
 
 
 def differing(reports: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
@@ -31,6 +36,8 @@ def name_of(key: str) -> str:
         return "stage {} TP rank {}, part {} of {} of the optimizer".format(*numbers)
     layer, cut, cuts = numbers
     name = "the word embeddings" if layer < 0 else f"layer {layer}"
+    if cut == EXTRA:
+        return f"{name}'s extra state"
     return name if cut < 0 else f"{name}, cut {cut} of {cuts}"
 
 

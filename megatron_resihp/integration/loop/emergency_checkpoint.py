@@ -25,6 +25,7 @@ from megatron_resihp.control.worker.saved_state import DIRECTORY
 from megatron_resihp.events.training import EmergencyCheckpoint
 from megatron_resihp.integration.patches.counting import count_again, restore_counters
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.extra_state import bearers_of, decoded, put_back
 from megatron_resihp.integration.state.slice_state import slice_states
 from megatron_resihp.integration.step.loss_scale import scale_of
 from megatron_resihp.integration.step.optimizer_copy import Kept
@@ -56,6 +57,8 @@ def write_state(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Pa
     """Write what this worker holds, once it has taken the committed step; asks no other worker."""
     runtime.setup.sizes.restore()
     _count_after_step(runtime, order)
+    # A broken iteration has changed it, or this worker doesn't run forward passes.
+    put_back(bearers_of(runtime.held.live.model, runtime.held.shards), runtime.held.extra.current)
     if runtime.held.kept is not None:
         path = _save_parts(runtime, runtime.held.kept, order, directory)
     elif runtime.held.coordinate is None:
@@ -135,7 +138,10 @@ def _save_tensors(
     path.parent.mkdir(parents=True, exist_ok=True)
     trained = runtime.held.live
     counted = {"opt_param_scheduler": trained.scheduler.state_dict(), "grad_scaler": scale_of(trained.optimizer)}
-    _replace(path, lambda aside: torch.save({kind: tensors, "args": runtime.job.args, **counted}, aside))
+    extra = {layer: {name: decoded(state) for name, state in states.items()}
+             for layer, states in runtime.held.extra.current.items()}  # fmt: skip
+    state = {kind: tensors, "extra_state": extra, "args": runtime.job.args, **counted}
+    _replace(path, lambda aside: torch.save(state, aside))
     contents = {
         "iteration": iteration,
         "consumed_train_samples": runtime.job.args.consumed_train_samples,

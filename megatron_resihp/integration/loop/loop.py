@@ -29,6 +29,7 @@ from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.saves.finishing import finish_saves
 from megatron_resihp.integration.saves.pending import directory_of_saves
 from megatron_resihp.integration.state.digests import record_digests
+from megatron_resihp.integration.state.extra_state import extra_digests
 from megatron_resihp.integration.step.optimizer_buddies import tell_cost
 from megatron_resihp.integration.step.step import agreed_losses, is_time_up, tell_of_experts
 from megatron_resihp.protocol.logs import Place
@@ -117,8 +118,11 @@ def _first_epoch(runtime: Runtime) -> None:
     runtime.job.args.curr_iteration = runtime.job.args.iteration
     runtime.progress.begin(runtime.job.args.iteration + 1, snapshot_counters(runtime))
     runtime.held.kept = runtime.mode.state.first_copies()
+    held = runtime.held
+    held.extra.current = held.extra.collect(held.live.model, held.shards, after_forward=False)
+    digests = runtime.mode.state.digests(held.live) | extra_digests(held.extra.current)
     connections = runtime.communicators.connections
-    runtime.control.ready(runtime.mode.state.digests(runtime.held.live), 0, 0, connections.ports())
+    runtime.control.ready(digests, 0, 0, connections.ports())
     connections.narrow(runtime.control.peer_ports)
 
 

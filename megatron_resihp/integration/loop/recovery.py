@@ -39,6 +39,7 @@ from megatron_resihp.integration.state.footprint import (
 from megatron_resihp.integration.state.host_state import discard, move_to_host, return_to_device
 from megatron_resihp.integration.state.room import Room, Way, expected_bytes, free_on_device, free_on_host, way_of
 from megatron_resihp.integration.state.taking_over import Succession
+from megatron_resihp.integration.step.extra_states import move_extra_state
 from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.step.step import install_step, take_step
 from megatron_resihp.integration.trained import Trained
@@ -234,13 +235,14 @@ def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> N
             live, succession = runtime.held.live, runtime.held.succession
             old, to_host = storages(live), bytes_away(live)  # before new objects take over moments
             migrated = runtime.mode.state.migrate(order, trained)
+            extra_digests = move_extra_state(runtime, order, trained)
             if succession is not None:
                 succession.return_gradients()
                 runtime.recovery.footprint = footprint_of(before, old, to_host, storages(trained))
         with phases.phase("ready"):
             runtime.reach("recovery-ready")
             connections = runtime.communicators.connections
-            runtime.control.ready(migrated.digests, migrated.received, redone, connections.ports())
+            runtime.control.ready(migrated.digests | extra_digests, migrated.received, redone, connections.ports())
             connections.narrow(runtime.control.peer_ports)
     except Exception:
         if runtime.held.succession is not None:
@@ -312,6 +314,7 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
     assert commit is not None
     runtime.probes.abandon()
     runtime.held.kept, runtime.held.succession = kept, None
+    runtime.held.extra.adopt()
     if trained is not live:
         old_model = list(live.model)
         live.model[:] = trained.model

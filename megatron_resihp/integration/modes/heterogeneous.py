@@ -29,6 +29,7 @@ from megatron_resihp.integration.modes.direct_way import WatchedPeers, agreed_to
 from megatron_resihp.integration.modes.migration import migrate_slices
 from megatron_resihp.integration.modes.mode import Counts, DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
 from megatron_resihp.integration.modes.uniform import averaging_of
+from megatron_resihp.integration.ops.first_micro_batch import treat_all_alike
 from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange
 from megatron_resihp.integration.ops.program_schedule import (
     MegatronWork,
@@ -256,6 +257,7 @@ class HeterogeneousState(ModeState):
         for number in view.own_chunks:
             with as_stage(number, len(view.chunks)):
                 model += call(pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+        treat_all_alike(model)
         # The worker that has the head reports losses; Megatron asks the first chunk's wrapper for that. What it wraps
         # keeps its own place: a last stage's output is made 32 bits wide.
         groups = copy.copy(get_attr_wrapped_model(model[0], "pg_collection"))

@@ -9,6 +9,7 @@ import torch
 from megatron_resihp.events.training import Digest
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.extra_state import extra_digests
 from megatron_resihp.integration.state.shard import shard_tensors
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate
@@ -25,5 +26,5 @@ def shard_digest(trained: Trained, coordinate: Coordinate | None) -> dict[str, s
 def record_digests(runtime: Runtime) -> None:
     """Write them to the event log, if that is asked for."""
     if runtime.job.config.resihp_record_digests and runtime.held.is_built:
-        digests = runtime.mode.state.digests(runtime.held.live)
+        digests = runtime.mode.state.digests(runtime.held.live) | extra_digests(runtime.held.extra.current)
         runtime.control.event(Digest(iteration=runtime.progress.iteration, digests=digests))

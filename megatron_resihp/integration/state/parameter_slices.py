@@ -75,7 +75,7 @@ def pieces_of(model: Sequence[Any], shards: Sequence[Shard], cuts: int, tied_hea
     for chunk, (module, shard) in enumerate(zip(model, shards, strict=True)):
         parameters: Iterable[tuple[str, Any]] = module.named_parameters()
         for name, parameter in parameters:
-            layer, inner = _place(name.replace("module.", ""), shard, tied_head)
+            layer, inner = place_of(name.replace("module.", ""), shard, tied_head)
             offsets = name.endswith(OFFSETS)
             if not (offsets or getattr(parameter, "tensor_model_parallel", False)):
                 yield Piece(Slice(layer, WHOLE), inner, parameter, chunk)
@@ -106,8 +106,8 @@ def counted_by_megatron(piece: Slice, name: str, view: torch.Tensor, cuts: int, 
     return view.flatten()[: max(0, heads * cuts // own_degree - heads * piece.cut)]
 
 
-def _place(name: str, shard: Shard, tied_head: int | None) -> tuple[int, str]:
-    """The layer of a parameter, and its name there."""
+def place_of(name: str, shard: Shard, tied_head: int | None) -> tuple[int, str]:
+    """The layer of a parameter or module, and its name there."""
     if tied_head is not None and name in (WORD_EMBEDDINGS, OUTPUT):
         return TIED, TIED_NAME
     if name.startswith(LAYERS):

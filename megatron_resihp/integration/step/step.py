@@ -19,6 +19,7 @@ from megatron_resihp.integration.patches import expert_metrics
 from megatron_resihp.integration.patches.counting import settings_of
 from megatron_resihp.integration.progress import LOSS_SLOTS
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.step.extra_states import share_extra_state
 from megatron_resihp.integration.step.loss_scale import (
     divide_gradients,
     inverse_scale,
@@ -56,6 +57,7 @@ def install_step(runtime: Runtime) -> None:
 def agreed_step(runtime: Runtime) -> StepResult:
     """What replaces MegatronOptimizer.step; returns (successful, gradient norm, zeros in gradients)."""
     runtime.mode.share_gradients()
+    share_extra_state(runtime)
     with runtime.communicators.waiter.noted():
         torch.cuda.synchronize()
     runtime.probes.synchronized()
@@ -252,6 +254,7 @@ def take_step(runtime: Runtime, outcome: Outcome) -> None:
         if bool(runtime.held.shards) if kept is None else kept.owns:
             _step_own(runtime, optimizer, outcome, inverse)
     move_scale(optimizer, outcome.skipped)
+    runtime.held.extra.adopt()
     runtime.progress.stage = IterationPhase.STEPPED
 
 

@@ -116,7 +116,7 @@ _OTHERS: Rows = joined(
         "training.checkpointing:_load_base_checkpoint",
         "strict_fsdp_dtensor_load",
     ),
-    without("fp8", "core.dist_checkpointing.strategies.torch:MCoreLoadPlanner", "stream_ckpt_dequant"),
+    without("fp8_param_gather", "core.dist_checkpointing.strategies.torch:MCoreLoadPlanner", "stream_ckpt_dequant"),
     refused("save_params_interval", _DUMPED, "leave it out"),
     refused("save_activations_interval", _DUMPED, "leave it out"),
     refused("save_tokens_per_expert_interval", _DUMPED, "leave it out"),

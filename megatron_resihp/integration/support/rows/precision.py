@@ -1,10 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows: what numbers are made of. Imports `notation`."""
+"""Rows: what numbers are made of. Imports `notation` and `row`."""
 
-from megatron_resihp.integration.support.notation import Rows, inert, joined, kernel, refused, tested, without
+from megatron_resihp.integration.support.notation import (
+    Rows,
+    inert,
+    joined,
+    kernel,
+    one_of,
+    refused,
+    tested,
+    without,
+)
+from megatron_resihp.integration.support.row import Together
 
 _HALF = "integration/test_half_precision.py::test_a_death_beside_a_step_that_is_skipped"
-_SCALES = "scales and histories of maxima live in Transformer Engine's layers on GPUs, and no recovery moves them"
+_ENGINE = "integration/test_extra_state.py::test_eight_bits_in_any_order"
+_EIGHT_BITS = "GPU: Transformer Engine, on a device with 8-bit kernels; it has not been tried. CPUs take no notice"
+_STATELESS = ("tensorwise", "blockwise", "mxfp8")
+"""Recipes whose scales are of the tensor at hand. Nothing of a micro-batch then follows from earlier ones."""
+_OTHER_RECIPES = "a quantizer of one's own may keep anything; use tensorwise, blockwise or mxfp8"
+_PARAMETERS = "parameters then are 8-bit or 4-bit tensors with scales of their own, which no test on CPUs can move"
 
 ROWS: Rows = joined(
     tested("integration/test_plans.py::test_sixteen_bits", "bf16"),
@@ -20,24 +35,36 @@ ROWS: Rows = joined(
     ),
     kernel("training.arguments:validate_args", "deterministic_mode", device="GPU: torch's deterministic kernels"),
     inert("core.models.gpt.gpt_model:GPTModel", "fp16_lm_cross_entropy"),
-    refused("fp8", _SCALES, "use --bf16"),
-    without("fp8", "core.fp8_utils:get_fp8_recipe", "fp8_recipe fp8_quantizer_factory fp8_wgrad fp8_output_proj"),
-    without(
+    tested(
+        _ENGINE,
         "fp8",
+        device=_EIGHT_BITS,
+        condition=Together(
+            lambda values: values["fp8_recipe"] in _STATELESS,
+            "with --fp8-recipe delayed the scales of a micro-batch follow from those that its replica, or all replicas "
+            "in the same moment, have run before, so they would follow how micro-batches are shared out after a loss; "
+            "use --fp8-recipe tensorwise, blockwise or mxfp8",
+        ),
+    ),
+    tested(_ENGINE, "fp8_recipe", device=_EIGHT_BITS, condition=one_of("delayed", *_STATELESS, mend=_OTHER_RECIPES)),
+    without("fp8_recipe=custom", "core.fp8_utils:get_fp8_recipe", "fp8_quantizer_factory"),
+    inert("core.fp8_utils:get_fp8_recipe", "fp8_wgrad"),
+    inert(
         "core.extensions.transformer_engine:TEDelayedScaling",
         "fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo",
     ),
-    without(
-        "fp8",
+    kernel(
         "core.fp8_utils:is_first_last_bf16_layer",
         "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+        device=_EIGHT_BITS,
     ),
-    refused("fp8_param_gather", _SCALES, "use --bf16"),
-    refused("fp4", _SCALES, "use --bf16"),
+    refused("fp8_output_proj", "no test holds how a head of Transformer Engine's is cut in slices", "leave it out"),
+    refused("fp8_param_gather", _PARAMETERS, "leave it out: parameters are then in 16 bits, and cast in each step"),
+    refused("fp4", "Transformer Engine rounds gradients at random, and no recovery repeats what it drew", "use --bf16"),
     without("fp4", "core.fp4_utils:get_fp4_recipe", "fp4_recipe fp4_quantizer_factory"),
-    refused("fp4_param_gather", _SCALES, "use --bf16"),
-    refused("reuse_grad_buf_for_mxfp8_param_ag", _SCALES, "use --bf16"),
-    refused("te_precision_config_file", _SCALES, "use --bf16"),
+    refused("fp4_param_gather", _PARAMETERS, "use --bf16"),
+    refused("reuse_grad_buf_for_mxfp8_param_ag", _PARAMETERS, "leave it out, as --fp8-param-gather"),
+    refused("te_precision_config_file", "it may choose delayed scaling or four bits for some layers", "leave it out"),
     refused(
         "use_precision_aware_optimizer",
         "masters and moments of other types are in Transformer Engine's optimizer, and no recovery moves them",

@@ -121,5 +121,7 @@ class TestDigests:
         assert shards_of_key("4/5/6", OWN, 2) == (Shard(4, 5, 5, 6),)
         assert name_of("4/-1/6") == "layer 4"
         assert shards_of_key("4/-1/6", OWN, 2) == (Shard(4, 5, 0, 1),)
+        assert name_of("4/-2/1") == "layer 4's extra state"
+        assert shards_of_key("4/-2/1", OWN, 2) == (Shard(4, 5, 0, 1),)
         assert name_of("-1/0/6") == "the word embeddings, cut 0 of 6"
         assert shards_of_key("-1/0/6", OWN, 2) == (Shard(0, 1, 0, 6),)

@@ -99,7 +99,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--dataloader-type cyclic", "--dataloader-type external", "--inprocess-restart",
         "--qk-clip",
         "--optimizer lion", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
-        "--mla-down-proj-fusion",
+        "--mla-down-proj-fusion", "--fp8-param-gather", "--fp8-recipe custom", "--fp4-format e2m1", "--fp8-output-proj",
         "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
         "--moe-router-enable-expert-bias", "--expert-tensor-parallel-size 1",
         "--hierarchical-context-parallel-sizes 2 2", "--log-straggler", "--log-max-attention-logit",
@@ -238,6 +238,17 @@ def test_values_that_cannot_be(
 def test_transformer_engines_generators(check: Check, more: list[str]) -> None:
     """Without dropout, or as Megatron has them."""
     assert check(*COMMON, "--te-rng-tracker", *more).switched_on
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_eight_bits_with_scales_of_the_tensor_at_hand(check: Check, recipe: str) -> None:
+    assert check(*COMMON, "--fp8-format", "hybrid", "--fp8-recipe", recipe).switched_on
+
+
+def test_eight_bits_with_scales_of_earlier_micro_batches(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron's own choice."""
+    line = refused(check, capsys, "--fp8-format", "hybrid")
+    assert "--fp8-format hybrid is not supported" in line and "use --fp8-recipe tensorwise" in line
 
 
 INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "1", "--overlap-p2p-communication-warmup-flush")
