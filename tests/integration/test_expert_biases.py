@@ -6,11 +6,11 @@ for bit, and losses are stock Megatron's too.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
-from jobs import BF16, BIASED, FP32, Job, Jobs, Tolerance, ask_for, check_training, tiny
+from jobs import BIASED, FP32, Job, Jobs, Tolerance, ask_for, check_training, tiny
 from stock_runs import check_like_stock, forked_stock_steps
 from test_plan_failures import are_heterogeneous
 from test_plans import stages
@@ -29,6 +29,9 @@ RECOMPUTED: dict[str, Any] = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
 }  # fmt: skip
 """Megatron counts tokens where it computes a layer again, not before."""
+ROUTED: Final = Tolerance(1e-3, 1e-2)
+"""In 16 bits stages of other degrees round scores otherwise, which leads a few tokens to other experts. Seen are 2e-4
+and 1e-3, and biases that differ by the rate."""
 RATE: float = BIASED["moe_router_bias_update_rate"]
 
 
@@ -59,7 +62,7 @@ def check_biases(path: Path, expected: Path) -> None:
             "plain": ({}, FP32),
             "parts of the optimizer": (SHARED, FP32),
             "recomputed": (RECOMPUTED, FP32),
-            "bf16": ({"bf16": True, "moe_router_dtype": "fp32"}, BF16),
+            "bf16": ({"bf16": True, "moe_router_dtype": "fp32"}, ROUTED),
         }.items()
     ],
 )
@@ -71,8 +74,8 @@ def test_a_death_and_other_degrees(jobs: Jobs, tmp_path: Path, model: dict[str, 
     check_training(job, jobs.reference(tiny(**model), workers=4), tolerance)
     assert are_heterogeneous(job) == [False, False, True, False]
     check_like_stock(job, forked_stock_steps(jobs, 4, **model, save=stocks), tolerance)
-    if tolerance is BF16:
-        return  # stages of other degrees round scores otherwise, which leads a few tokens to other experts
+    if tolerance is ROUTED:
+        return
     check_biases(ours, stocks)
     # The control: without biases other experts get the tokens.
     unbiased = jobs.reference(tiny(**model | {"moe_router_bias_update_rate": 0}), workers=4)
