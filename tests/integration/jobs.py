@@ -333,6 +333,10 @@ EXPERTS: dict[str, Any] = {
     "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.5, "disable_bias_linear": True,
 }  # fmt: skip
 """Its layers are mixtures of experts. The losses that balance them are so large that a wrong share of one is seen."""
+BIASED: dict[str, Any] = EXPERTS | {
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.002,
+}  # fmt: skip
+"""Biases lead tokens to other experts. Experts' scores differ by about ten times of what a step changes."""
 
 
 def ask_at(path: Path, *plans: tuple[ParallelPlan, int]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import EXPERTS, WISHING, Job, Jobs, check_digests, check_training, difference_table, tiny
+from jobs import BIASED, EXPERTS, WISHING, Job, Jobs, check_digests, check_training, difference_table, tiny
 
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.slots import renamed
@@ -24,7 +24,14 @@ def plans(job: Job) -> list[ParallelPlan]:
     return [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
 
 
-@pytest.mark.parametrize("model", [{}, pytest.param(MIXTURE, marks=pytest.mark.nightly)], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        *(pytest.param(model, marks=pytest.mark.nightly) for model in (MIXTURE, BIASED | {"sequence_parallel": True})),
+    ],
+    ids=["dense", "experts", "expert biases"],
+)
 def test_worker_that_died_comes_back_and_the_first_plan_with_it(jobs: Jobs, model: dict[str, Any]) -> None:
     """The job goes on without it meanwhile, and trains what a run trains to which nothing happened."""
     reference = jobs.reference(tiny(**TWO_REPLICAS | model), workers=WORKERS)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import test_plan_failures
 import torch
-from jobs import EXPERTS, Job, Jobs, ask_for, check_training, tiny
+from jobs import BIASED, EXPERTS, Job, Jobs, ask_for, check_training, tiny
 from test_plan_failures import PIPELINE, are_heterogeneous
 from test_plans import EVERYTHING, FOUR, GROUPED, LLAMA, MODEL, UNIFORM_LAYOUT, chunks, stages
 
@@ -39,11 +39,15 @@ def start(jobs: Jobs, path: Path, model: dict[str, Any], plans: Sequence[Paralle
         pytest.param(UNIFORM_LAYOUT, marks=NIGHTLY),
         pytest.param(UNIFORM_LAYOUT | LLAMA | {"sequence_parallel": True}, marks=NIGHTLY),
         pytest.param(UNIFORM_LAYOUT | EXPERTS | {"sequence_parallel": True}, marks=NIGHTLY),
+        pytest.param(TENSOR | BIASED | {"sequence_parallel": True}, marks=NIGHTLY),
         pytest.param({"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}, marks=NIGHTLY),
         pytest.param({"tensor_model_parallel_size": 4} | GROUPED, marks=NIGHTLY),
     ],
-    ids=["grouped, bf16", "dense", "llama", "experts", "distributed optimizer", "more members than query groups"],
-)
+    ids=[
+        "grouped, bf16", "dense", "llama", "experts", "expert biases", "distributed optimizer",
+        "more members than query groups",
+    ],
+)  # fmt: skip
 def test_there_and_back_is_bitwise_what_left(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
     """The unlike plan's epoch is broken before it takes a step, so there is nothing that could have changed. With TP 2
     x PP 2 there is one replica, of which each shard has one holder: no digests of others would tell."""

@@ -29,7 +29,7 @@ from megatron_resihp.integration.state.extra_state import bearers_of, decoded, p
 from megatron_resihp.integration.state.slice_state import slice_states
 from megatron_resihp.integration.step.loss_scale import scale_of
 from megatron_resihp.integration.step.optimizer_copy import Kept
-from megatron_resihp.integration.step.optimizer_shards import own_part
+from megatron_resihp.integration.step.optimizer_shards import own_part, whole_buffers
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.slices import cuts_of, slices_of
 from megatron_resihp.protocol.messages import EmergencyCheckpointWritten
@@ -118,8 +118,10 @@ def _save_slices(runtime: Runtime, order: EmergencyCheckpointOrder, directory: P
 
 
 def _save_parts(runtime: Runtime, kept: Kept, order: EmergencyCheckpointOrder, directory: Path) -> Path:
-    """What this worker has of a distributed optimizer, its own part and the copy, by parameter and elements."""
-    part = {**(own_part(runtime.held.live) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
+    """What this worker has of a distributed optimizer, by parameter and elements: its part, the copy, buffers."""
+    live = runtime.held.live
+    own, copied = own_part(live) if kept.owns else {}, kept.copy.part if kept.copy is not None else {}
+    part = {**own, **copied, **whole_buffers(live)}
     tensors = {
         f"{where.name}[{where.start}:{where.end}]": {name: each.detach().cpu().clone()
                                                      for name, each in entry.tensors.items()}

@@ -51,9 +51,9 @@ from megatron_resihp.integration.state.slice_state import (
     counted_norm_squared,
     counted_parameters_squared,
     divide_by_tokens,
-    gradient_views,
     slice_digests,
     sum_inside_stage,
+    summed_views,
     zeros_in,
 )
 from megatron_resihp.integration.step.loss_scale import scaled_losses
@@ -168,10 +168,10 @@ class HeterogeneousMode(Mode):
         model, shares = self._runtime.held.live.model, self.view.shares
         if self.view.works:
             sum_inside_stage(model)
+        views = summed_views(model, shares)
         if self._direct is None:
-            sum_gradients(self._buckets, gradient_views(model, shares), shares.contributed)
+            sum_gradients(self._buckets, views, shares.contributed)
         else:
-            views = gradient_views(model, shares)
             sum_between_devices(self._sums, views, shares.contributed, self._direct, self.view.worker)
         if self.averaging.per_token:
             divide_by_tokens(model, self.everybody, float(self._tokens))

@@ -17,7 +17,13 @@ from megatron_resihp.integration.modes.mode import Migrated
 from megatron_resihp.integration.modes.uniform import UniformMode, UniformState
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.slice_state import HostFiller
-from megatron_resihp.integration.step.optimizer_buddies import join_ring, move_parts, part_digests, share_part_gradients
+from megatron_resihp.integration.step.optimizer_buddies import (
+    join_ring,
+    move_parts,
+    part_digests,
+    share_counts_with_standbys,
+    share_part_gradients,
+)
 from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.step.optimizer_shards import (
     gather_parameters,
@@ -50,7 +56,9 @@ class SharedOutMode(UniformMode):
     def share_gradients(self) -> None:
         kept = self._runtime.held.kept
         if kept is not None and self._ring is not None:
-            share_part_gradients(self._runtime.held.live, kept, self._ring, self.view.worker)
+            live = self._runtime.held.live
+            share_part_gradients(live, kept, self._ring, self.view.worker)
+            share_counts_with_standbys(live, self.view.plan, kept.coordinate, self._ring)
 
     @property
     def instances(self) -> int:

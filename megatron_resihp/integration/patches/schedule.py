@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.expert_biases import begin_counting
 
 Schedule = Callable[..., list[dict[str, Any]]]
 NOTHING_REPORTED: Final[list[dict[str, Any]]] = [{}]
@@ -31,6 +32,7 @@ def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, 
     if kwargs.get("forward_only"):
         runtime.reach("evaluate")
         return runtime.mode.evaluate(schedule, kwargs) or NOTHING_REPORTED
+    begin_counting(runtime.held.live.model)
     runtime.probes.begin_schedule()
     runtime.progress.losses = runtime.mode.train(schedule, kwargs)
     return runtime.progress.losses or NOTHING_REPORTED

@@ -51,6 +51,7 @@ from megatron_resihp.integration.probes.emulation import padding_of
 from megatron_resihp.integration.probes.probe_sheet import Sheet, with_absences
 from megatron_resihp.integration.releases import Release
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.expert_biases import count_exactly
 from megatron_resihp.integration.state.room import free_on_host
 from megatron_resihp.integration.step.step import install_step
 from megatron_resihp.integration.trained import Trained
@@ -283,7 +284,9 @@ def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable
     @functools.wraps(original)
     def build_model(*positional: Any, **options: Any) -> Any:
         with sizes_as_they_are():
-            return runtime.mode.state.build_model(functools.partial(original, *positional, **options))
+            model = runtime.mode.state.build_model(functools.partial(original, *positional, **options))
+        count_exactly(model)
+        return model
 
     return build_model
 

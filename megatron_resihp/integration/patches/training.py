@@ -23,10 +23,11 @@ from megatron_resihp.integration.patches import (
 from megatron_resihp.integration.releases import Release
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.saves import finishing, handing_over
-from megatron_resihp.integration.state import reshardable
+from megatron_resihp.integration.state import expert_biases, reshardable
 
 TRAINING = "megatron.training.training"
 BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
+FINISHING = "megatron.core.distributed.finalize_model_grads"
 DDP = "megatron.core.distributed.distributed_data_parallel"
 
 
@@ -208,6 +209,18 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             expert_metrics.do_not_reduce,
             ("self", "metric_names", "pg_collection"),
             "leaves the sums to the step's agreement",
+        ),
+        Patch(
+            f"{FINISHING}:_update_router_expert_bias",
+            expert_biases.sum_only,
+            ("model", "config", "tp_dp_cp_group"),
+            "leaves the change of biases to the agreed step",
+        ),
+        Patch(
+            f"{FINISHING}:reset_model_temporary_tensors",
+            expert_biases.keep_counts,
+            ("config", "model"),
+            "keeps the counts of tokens until the step",
         ),
         Patch(
             f"{TRAINING}:num_floating_point_operations",

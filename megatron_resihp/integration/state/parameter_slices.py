@@ -7,7 +7,7 @@ their shards are cut. A gated MLP's first weight holds a part of the gate and th
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -36,7 +36,7 @@ class Piece:
     Attributes:
         slice: which one.
         name: of the parameter within its layer.
-        parameter: the parameter.
+        parameter: the parameter, or a buffer.
         chunk: index of the model chunk that it is in, among this worker's own.
         dim, stride, count, index: the part of a tensor shaped like the parameter: part `index` of `count` of each of
             `stride` blocks along `dim`; all of it if `count` is 0.
@@ -88,6 +88,22 @@ def pieces_of(model: Sequence[Any], shards: Sequence[Shard], cuts: int, tied_hea
                 raise ValueError(f"{name}, {parameter.shape[dim]} along {dim}, can't be cut in {len(numbers)} parts")
             for index, number in enumerate(numbers):
                 yield Piece(Slice(layer, number), inner, parameter, chunk, dim, stride, len(numbers), index)
+
+
+def whole_pieces(
+    model: Sequence[Any], shards: Sequence[Shard], tied_head: int | None,
+    named: Callable[[Any], Iterable[tuple[str, torch.Tensor]]],
+) -> Iterator[Piece]:  # fmt: skip
+    """Pieces of tensors that are no parameters. All members of a stage hold these whole.
+
+    Args:
+        model, shards, tied_head: as of `pieces_of`.
+        named: gives those of a chunk, with names below it.
+    """
+    for chunk, (module, shard) in enumerate(zip(model, shards, strict=True)):
+        for name, tensor in named(module):
+            layer, inner = _place(name.replace("module.", ""), shard, tied_head)
+            yield Piece(Slice(layer, WHOLE), inner, tensor, chunk)
 
 
 def counted_by_megatron(piece: Slice, name: str, view: torch.Tensor, cuts: int, own_degree: int) -> torch.Tensor:

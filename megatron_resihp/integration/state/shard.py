@@ -4,7 +4,7 @@
 May import torch and this package. Names are Megatron's parameter names, so they agree between holders of a shard.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def shard_tensors(trained: Trained) -> dict[str, torch.Tensor]:
             tensors[f"master/{name}"] = master.data
         tensors.update({f"state/{name}/{key}": v for key, v in state.items() if isinstance(v, torch.Tensor)})
     for chunk, model in enumerate(trained.model):
-        tensors.update({f"buffer/{chunk}/{name}": buffer for name, buffer in model.named_buffers()})
+        tensors.update({f"buffer/{chunk}/{name}": buffer for name, buffer in buffers_of(model)})
     return tensors
 
 
@@ -51,7 +51,7 @@ def fill_shard(trained: Trained, tensors: dict[str, torch.Tensor], steps: list[A
                 put(master.data, tensors[f"master/{name}"])
             state.update(states.get(name, {}))
         for chunk, model in enumerate(trained.model):
-            for name, buffer in model.named_buffers():
+            for name, buffer in buffers_of(model):
                 buffer.copy_(tensors[f"buffer/{chunk}/{name}"])
     groups = [group for part in parts_of(trained.optimizer) for group in part.optimizer.param_groups]
     for group, step in zip(groups, steps, strict=True):
@@ -79,7 +79,7 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
 
 def states_of(trained: Trained) -> dict[int, dict[str, torch.Tensor]]:
     """For each trained parameter, by identity, all that the optimizer step changes of it: "param", "master" and
-    "state/…" for what the optimizer keeps."""
+    "state/…" for what the optimizer keeps. Persistent buffers are there, too."""
     found: dict[int, dict[str, torch.Tensor]] = {}
     for _, parameter, state in _parameters(trained):
         tensors = {"param": parameter.data}
@@ -88,7 +88,21 @@ def states_of(trained: Trained) -> dict[int, dict[str, torch.Tensor]]:
             tensors["master"] = master.data
         tensors |= {f"state/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
         found[id(parameter)] = tensors
-    return found
+    return found | buffer_states(trained.model)
+
+
+def buffer_states(model: Sequence[torch.nn.Module]) -> dict[int, dict[str, torch.Tensor]]:
+    """The same for persistent buffers: "buffer"."""
+    return {id(buffer): {"buffer": buffer} for chunk in model for _, buffer in buffers_of(chunk)}
+
+
+def buffers_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A chunk's persistent buffers, such as the biases of routers. What others hold counts within an iteration only, or
+    is computed anew with each model."""
+    for path, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def _parameters(trained: Trained) -> Iterator[tuple[str, torch.nn.Parameter, dict[str, Any]]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 from megatron.core.utils import get_model_config
@@ -16,8 +17,9 @@ from megatron.core.utils import get_model_config
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.executor.groups.side_group import SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
-from megatron_resihp.integration.state.parameter_slices import Piece, counted_by_megatron, pieces_of
-from megatron_resihp.integration.state.shard import group_steps, put, states_of
+from megatron_resihp.integration.state.expert_biases import named_counts, share_counts
+from megatron_resihp.integration.state.parameter_slices import Piece, counted_by_megatron, pieces_of, whole_pieces
+from megatron_resihp.integration.state.shard import buffers_of, group_steps, put, states_of
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.integration.world.slice_shares import SliceShares
 from megatron_resihp.plan import Shard
@@ -32,9 +34,12 @@ States = Mapping[int, Mapping[str, torch.Tensor]]
 
 
 def sum_inside_stage(model: Sequence[Any]) -> None:
-    """Sum the gradients that sequence parallelism splits; the members of a stage call it together."""
-    peers = mpu.get_tensor_model_parallel_group()
-    _allreduce_non_tensor_model_parallel_grads(model, get_model_config(model[0]), peers)
+    """Sum the gradients that sequence parallelism splits, and counts of tokens, which it splits too; the members of a
+    stage call it together."""
+    peers, config = mpu.get_tensor_model_parallel_group(), get_model_config(model[0])
+    _allreduce_non_tensor_model_parallel_grads(model, config, peers)
+    if config.sequence_parallel:
+        share_counts(model, lambda counts: dist.all_reduce(counts, group=peers))
 
 
 def gradient_views(model: Sequence[Any], shares: SliceShares) -> dict[Slice, list[tuple[str, torch.Tensor]]]:
@@ -43,6 +48,14 @@ def gradient_views(model: Sequence[Any], shares: SliceShares) -> dict[Slice, lis
     views: dict[Slice, list[tuple[str, torch.Tensor]]] = {piece: [] for piece in shares.slices}
     for piece in pieces_of(model, shares.own, shares.cuts, shares.tied_head) if shares.own else ():
         views[piece.slice].append((piece.name, piece.of(piece.parameter.main_grad)))
+    return views
+
+
+def summed_views(model: Sequence[Any], shares: SliceShares) -> dict[Slice, list[tuple[str, torch.Tensor]]]:
+    """What the holders of each slice sum: its gradients, and the counts of its routers."""
+    views = gradient_views(model, shares)
+    for piece in whole_pieces(model, shares.own, shares.tied_head, named_counts) if shares.own else ():
+        views[piece.slice].append((piece.name, piece.parameter))
     return views
 
 
@@ -171,11 +184,13 @@ def _by_slice(trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: i
     if shards:
         for piece in pieces_of(trained.model, shards, cuts, tied_head):
             found[piece.slice].append(piece)
+        for piece in whole_pieces(trained.model, shards, tied_head, buffers_of):
+            found[piece.slice].append(piece)
     return found
 
 
 def _state(states: States, pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
-    """Name → the part of a tensor: parameters, masters and moments; scalars as they are."""
+    """Name → the part of a tensor: parameters, masters, moments and buffers; scalars as they are."""
     found: dict[str, torch.Tensor] = {}
     for piece in pieces:
         for kind, tensor in states[id(piece.parameter)].items():
@@ -269,7 +284,7 @@ class _Filler:
                     item, _, rest = rest.partition("/")
                 if rest != piece.name:
                     continue
-                if kind == "param":
+                if kind in ("param", "buffer"):
                     put(piece.of(parameter.data), tensor)
                 elif kind == "master":
                     put(piece.of(key.data), tensor)

@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_resihp.executor.groups.side_group import MakeSideGroup, SideGroup
+from megatron_resihp.integration.state.expert_biases import share_counts
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate, ParallelPlan
 
@@ -30,9 +31,11 @@ def join_buddies(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group
 
 
 def broadcast_gradients(trained: Trained, buddies: SideGroup) -> None:
-    """Give the final gradients of the worker that has them to those that keep them current; all of them call it."""
+    """Give the final gradients of the worker that has them to those that keep them current; all of them call it. Counts
+    of tokens go with them."""
     for gradients in _gradient_buffers(trained):
         buddies.broadcast(gradients, buddies.workers[0])
+    share_counts(trained.model, lambda counts: buddies.broadcast(counts, buddies.workers[0]))
 
 
 def _gradient_buffers(trained: Trained) -> Iterator[torch.Tensor]:

@@ -15,7 +15,9 @@ from megatron_resihp.events.training import OptimizerCopy
 from megatron_resihp.executor.groups.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors, tell_all
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.expert_biases import share_counts
 from megatron_resihp.integration.state.shard import group_steps
+from megatron_resihp.integration.step.buddies import keepers_of
 from megatron_resihp.integration.step.loss_scale import ready_gradients
 from megatron_resihp.integration.step.optimizer_copy import Kept, PartCopy
 from megatron_resihp.integration.step.optimizer_shards import (
@@ -26,11 +28,13 @@ from megatron_resihp.integration.step.optimizer_shards import (
     digest_of,
     digest_of_parameters,
     digest_of_pieces,
+    fill_buffers,
     fill_part,
     own_gradient,
     own_part,
     own_places,
     publish_parameters,
+    whole_buffers,
 )
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate, ParallelPlan
@@ -76,6 +80,13 @@ def share_part_gradients(trained: Trained, kept: Kept, ring: Ring, worker: int) 
         kept.copy.cost.exchange_s += time.monotonic() - start
 
 
+def share_counts_with_standbys(trained: Trained, plan: ParallelPlan, coordinate: Coordinate, ring: Ring) -> None:
+    """Give the summed counts of tokens to the shard's holders without work, which keep its biases current."""
+    keepers = keepers_of(plan, coordinate)
+    if keepers:
+        share_counts(trained.model, lambda counts: ring.group.broadcast(counts, keepers[0]))
+
+
 def tell_cost(runtime: Runtime) -> None:
     """Write to the event log what keeping a copy has cost each step since the epoch began."""
     copy = None if runtime.held.kept is None else runtime.held.kept.copy
@@ -109,15 +120,16 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     plan, worker, fresh = runtime.view.plan, runtime.worker, trained is not runtime.held.live
     coordinate = plan.coordinate_of(worker)
     has = current_part(runtime.held.live, runtime.held.kept)
-    owns = full_names(coordinate, own_places(trained)) if runtime.view.works and coordinate is not None else {}
-    told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "owns": list(owns.items()), "fills": fresh})
+    owns, buffers = _named_here(runtime, trained)
+    fills = [*owns, *buffers] if fresh else []
+    told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "owns": list(owns.items()), "fills": fills})
     has_all = {each: [Range(*where) for where in said["has"]] for each, said in told.items()}
     owned = {each: places_said(said["owns"]) for each, said in told.items()}
     copied = {buddy: owner for each in plan.grid.coordinates() for owner, buddy in copies_at(plan, each)}
     if not any(said["has"] for said in told.values()):  # before the first step owners have what they were built with
         has, has_all = _full_entries(coordinate, own_part(trained)), {each: list(owned[each]) for each in told}
     wanted = {
-        each: [*(owned[each] if told[each]["fills"] else ()), *(owned[copied[each]] if each in copied else ())]
+        each: [*(Range(*where) for where in told[each]["fills"]), *(owned[copied[each]] if each in copied else ())]
         for each in told
     }
     moves, missing = plan_range_moves(has_all, wanted)
@@ -128,6 +140,7 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     collected.check()
     if fresh and runtime.view.works:
         fill_part(trained, {_bare(where): collected.tensors[where] for where in owns}, collected.steps)
+        fill_buffers(trained, {_bare(where): collected.tensors[where] for where in buffers})
         publish_parameters(trained)
     if coordinate is None:
         return received, None
@@ -143,18 +156,29 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     return received, kept
 
 
+def _named_here(runtime: Runtime, trained: Trained) -> tuple[dict[Range, Place], dict[Range, Place]]:
+    """By full names what these objects step, and their buffers; nothing on a worker without work."""
+    coordinate = runtime.view.plan.coordinate_of(runtime.worker)
+    if coordinate is None or not runtime.view.works:
+        return {}, {}
+    return full_names(coordinate, own_places(trained)), full_names(coordinate, _places(whole_buffers(trained)))
+
+
 def part_digests(runtime: Runtime, trained: Trained, kept: Kept | None) -> dict[str, str]:
-    """Digests of parameters, if they are whole, and of each part of the optimizer that this worker has."""
+    """Digests of parameters, if they are whole, and of each part of the optimizer that this worker has, each
+    with all buffers."""
     if kept is None:
         return {}
     owners = runtime.view.plan.grid.workers_at(kept.coordinate)
     stage, tp_rank = kept.coordinate
-    found = {}
+    found, buffers = {}, whole_buffers(trained)
     if kept.owns:
         found[f"{stage}/{tp_rank}"] = digest_of_parameters(trained.model)
-        found[f"{stage}/{tp_rank}/{owners.index(runtime.worker)}/{len(owners)}"] = digest_of(own_part(trained))
+        part = {**own_part(trained), **buffers}
+        found[f"{stage}/{tp_rank}/{owners.index(runtime.worker)}/{len(owners)}"] = digest_of(part)
     if kept.copy is not None:
-        found[f"{stage}/{tp_rank}/{owners.index(kept.copy.owner)}/{len(owners)}"] = digest_of(kept.copy.part)
+        part = {**kept.copy.part, **buffers}
+        found[f"{stage}/{tp_rank}/{owners.index(kept.copy.owner)}/{len(owners)}"] = digest_of(part)
     return found
 
 
@@ -254,7 +278,8 @@ def current_part(trained: Trained, kept: Kept | None) -> Part:
     if kept is None:
         return {}
     own = own_part(trained) if kept.owns else {}
-    return _full_entries(kept.coordinate, {**own, **(kept.copy.part if kept.copy is not None else {})})
+    copied = kept.copy.part if kept.copy is not None else {}
+    return _full_entries(kept.coordinate, {**own, **copied, **whole_buffers(trained)})
 
 
 def steps_of(runtime: Runtime) -> list[int]:
@@ -274,8 +299,12 @@ def full_names(coordinate: Coordinate, places: Mapping[Range, Place]) -> dict[Ra
 def _full_entries(coordinate: Coordinate | None, part: Part) -> Part:
     if coordinate is None:
         return {}
-    names = full_names(coordinate, {where: entry.place for where, entry in part.items()})
+    names = full_names(coordinate, _places(part))
     return dict(zip(names, part.values(), strict=True))
+
+
+def _places(part: Part) -> dict[Range, Place]:
+    return {where: entry.place for where, entry in part.items()}
 
 
 def _bare(where: Range) -> Range:

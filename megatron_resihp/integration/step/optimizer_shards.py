@@ -3,19 +3,19 @@
 
 May import megatron, `plan` and this package. A part has, of each parameter's range that it owns, the fp32 master and
 what the optimizer keeps. Parameters are no state of their own: after each step they are what masters give when rounded.
-No flag that is allowed gives a model buffers that training changes.
+Persistent buffers, such as the biases of routers, are whole on all holders of a shard, standbys included.
 """
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from megatron_resihp.executor.digest import digest_tensors
-from megatron_resihp.integration.state.shard import to_device
+from megatron_resihp.integration.state.shard import buffers_of, to_device
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.plan.ranges import Range
 
@@ -24,6 +24,8 @@ MASTER = "param"
 
 Tensors = dict[str, torch.Tensor]
 Place = tuple[int, int]
+NOT_STEPPED: Final[Place] = (-1, -1)
+"""The place of what no optimizer steps."""
 
 
 @dataclass
@@ -60,6 +62,15 @@ def own_places(trained: Trained) -> dict[Range, Place]:
     return {where: (index, part.model_param_group_index_map[each][0]) for index, part, each, where in owned}
 
 
+def whole_buffers(trained: Trained) -> Part:
+    """Views of persistent buffers, as ranges with one tensor each."""
+    return {
+        Range(f"{chunk}/{name}", 0, buffer.numel()): Entry(NOT_STEPPED, {MASTER: buffer.detach().view(-1)})
+        for chunk, module in enumerate(trained.model)
+        for name, buffer in buffers_of(module)
+    }
+
+
 def own_gradient(trained: Trained) -> torch.Tensor:
     """The summed gradient of the own part, range by range in order, on the host; after `ready_gradients`."""
     gradients = []
@@ -93,6 +104,13 @@ def fill_part(trained: Trained, state: Mapping[Range, Tensors], steps: Sequence[
     for part in parts_of(trained.optimizer) if known else ():
         for parameters in part.optimizer.param_groups:
             parameters["step"] = max(known)
+
+
+@torch.no_grad()
+def fill_buffers(trained: Trained, state: Mapping[Range, Tensors]) -> None:
+    """Put persistent buffers into freshly built objects. `state`: as `whole_buffers` gives it, on the host."""
+    for where, entry in whole_buffers(trained).items():
+        entry.tensors[MASTER].copy_(state[where][MASTER])
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 
 from megatron_resihp.executor.transfer import tell_all
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.state.shard import group_steps, states_of
+from megatron_resihp.integration.state.shard import buffer_states, buffers_of, group_steps, states_of
 from megatron_resihp.integration.state.slice_state import WholeState
 from megatron_resihp.integration.step.optimizer_buddies import (
     Collected,
@@ -72,6 +72,8 @@ def put_together(runtime: Runtime) -> tuple[int, WholeState]:
     collected.check()
     collected.compare(collected.tensors)
     states = {id(parameter): _shaped(parameter, collected.tensors[where]) for where, parameter in parameters.items()}
+    if kept is not None:
+        states |= buffer_states(runtime.held.live.model)
     return received, WholeState(states, collected.steps)
 
 
@@ -95,6 +97,7 @@ def share_out(runtime: Runtime, trained: Trained, whole: WholeState) -> Kept | N
     if runtime.view.works:
         cut = _cut(parameters, whole, owns)
         fill_part(trained, cut, steps)
+        _fill_buffers(trained, whole)
         # That all of the state is what it was before it moved is known by slice.
         now = {where: entry.tensors for where, entry in own_part(trained).items()}
         if digest_of_pieces(now[where] for where in cut) != digest_of_pieces(cut.values()):
@@ -106,6 +109,13 @@ def share_out(runtime: Runtime, trained: Trained, whole: WholeState) -> Kept | N
     places = places_said(told[owner])
     part = {where: Entry(places[where], tensors) for where, tensors in _cut(parameters, whole, sorted(places)).items()}
     return Kept(coordinate, runtime.view.works, PartCopy(owner, part, max(steps, default=None)))
+
+
+@torch.no_grad()
+def _fill_buffers(trained: Trained, whole: WholeState) -> None:
+    for chunk in trained.model:
+        for _, buffer in buffers_of(chunk):
+            buffer.copy_(whole.states[id(buffer)]["buffer"])
 
 
 def _parameters(trained: Trained) -> dict[str, torch.nn.Parameter]:

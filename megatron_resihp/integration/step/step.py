@@ -19,6 +19,7 @@ from megatron_resihp.integration.patches import expert_metrics
 from megatron_resihp.integration.patches.counting import settings_of
 from megatron_resihp.integration.progress import LOSS_SLOTS
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.expert_biases import change_biases
 from megatron_resihp.integration.step.extra_states import share_extra_state
 from megatron_resihp.integration.step.loss_scale import (
     divide_gradients,
@@ -253,6 +254,9 @@ def take_step(runtime: Runtime, outcome: Outcome) -> None:
         # Who holds nothing may still have the objects of an earlier epoch.
         if bool(runtime.held.shards) if kept is None else kept.owns:
             _step_own(runtime, optimizer, outcome, inverse)
+    # Also in a step that is skipped: its tokens were counted, as in Megatron.
+    if runtime.held.shards:
+        change_biases(runtime.held.live.model)
     move_scale(optimizer, outcome.skipped)
     runtime.held.extra.adopt()
     runtime.progress.stage = IterationPhase.STEPPED

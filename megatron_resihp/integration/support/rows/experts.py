@@ -18,6 +18,7 @@ _ROUTING = "core.transformer.moe.router:TopKRouter.routing"
 _CONFIG = "core.transformer.transformer_config:TransformerConfig.__post_init__"
 _FLEX = "moe_token_dispatcher_type=flex"
 _CAPACITY = "how many tokens an expert may take is counted on each tensor-parallel worker: plans would drop others"
+_BIASES = "integration/test_expert_biases.py::test_a_death_and_other_degrees"
 _NOISE = "integration/test_random_streams.py::test_a_death"
 
 _LAYERS: Rows = joined(
@@ -79,16 +80,7 @@ _ROUTER: Rows = joined(
     ),
     kernel("core.transformer.moe.router:Router.gating", "moe_router_dtype"),
     kernel(_ROUTING, "moe_router_fusion", device="GPU: Transformer Engine's router"),
-    refused(
-        "moe_router_enable_expert_bias",
-        "its bias changes before a step is agreed on, so an iteration that is repeated would change it twice",
-        "leave it out, or use --moe-router-load-balancing-type aux_loss",
-    ),
-    without(
-        "moe_router_enable_expert_bias",
-        "core.distributed.finalize_model_grads:_update_router_expert_bias",
-        "moe_router_bias_update_rate",
-    ),
+    tested(_BIASES, "moe_router_enable_expert_bias moe_router_bias_update_rate"),
     without(
         "moe_router_load_balancing_type=quantile_balancing",
         "core.distributed.finalize_model_grads:_update_router_qb_beta",

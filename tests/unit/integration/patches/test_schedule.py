@@ -18,8 +18,9 @@ def run(losses: list[dict[str, Any]], **call: Any) -> tuple[Any, Any]:
     mode = SimpleNamespace(train=lambda *_: losses, evaluate=lambda *_: losses)
     progress = SimpleNamespace(losses=None)
     runtime: Any = SimpleNamespace(
-        mode=mode, progress=progress, probes=SimpleNamespace(begin_schedule=lambda: None), reach=lambda point: None
-    )
+        mode=mode, progress=progress, probes=SimpleNamespace(begin_schedule=lambda: None), reach=lambda point: None,
+        held=SimpleNamespace(live=SimpleNamespace(model=[])),
+    )  # fmt: skip
     return wrap_get_forward_backward_func(runtime, lambda: lambda: [])()(**call), progress.losses
 
 

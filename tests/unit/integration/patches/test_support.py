@@ -101,7 +101,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--optimizer lion", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--mla-down-proj-fusion", "--fp8-param-gather", "--fp8-recipe custom", "--fp4-format e2m1", "--fp8-output-proj",
         "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
-        "--moe-router-enable-expert-bias", "--expert-tensor-parallel-size 1",
+        "--expert-tensor-parallel-size 1",
         "--hierarchical-context-parallel-sizes 2 2", "--log-straggler", "--log-max-attention-logit",
     ],
 )  # fmt: skip
