@@ -102,7 +102,7 @@ def whole_pieces(
     """
     for chunk, (module, shard) in enumerate(zip(model, shards, strict=True)):
         for name, tensor in named(module):
-            layer, inner = _place(name.replace("module.", ""), shard, tied_head)
+            layer, inner = place_of(name.replace("module.", ""), shard, tied_head)
             yield Piece(Slice(layer, WHOLE), inner, tensor, chunk)
 
 

@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[4]
 SLURM = ROOT / "scripts" / "slurm"
 SCRIPT = (SLURM / "job.sbatch").read_text()
 COMMANDS = {
-    "scontrol": 'if [[ $2 == config ]]; then echo "SlurmdPort = 6818"; elif [[ $1 == show ]]; then echo node0; echo node1; else echo "scontrol $*"; fi',
+    "scontrol": 'if [[ $2 == config ]]; then echo "SlurmdPort = 6818"; '
+    'elif [[ $1 == show ]]; then echo node0; echo node1; else echo "scontrol $*"; fi',
     # The example hands its job over.
     "sbatch": 'while [[ $1 == --* ]]; do shift; done; exec bash "$@"',
     # As SLURM does for the task on the second node.

@@ -8,7 +8,6 @@ import pytest
 from megatron_resihp.control.coordination.exposure import Exposure, exposure, in_words
 from megatron_resihp.planner import JobShape
 
-
 NODE_0 = "node 0 (the coordinator's)"
 
 
