@@ -40,7 +40,8 @@ def run(namespace: argparse.Namespace) -> int:
     """Do what the parsed arguments ask; the exit code is 0 if there is a checkpoint, and otherwise 1."""
     run_dir: Path = namespace.run_dir
     groups, loadable = found_groups(run_dir), newest_state(run_dir)
-    newest = next(iter(groups), None)
+    # What is incomplete may be of a worker that was cut off alone.
+    newest = next((group for group in groups if not group.gaps), next(iter(groups), None))
     if newest is None or (loadable is not None and loadable[1] >= newest.iteration):
         if loadable is None:
             return _fail(f"{run_dir / DIRECTORY} holds nothing that survivors have saved whole")
@@ -75,7 +76,7 @@ def _join(group: Group, directory: Path) -> int:
 def _what_is_missing(group: Group, gaps: tuple[str, ...], others: list[Group]) -> str:
     few = "; ".join(gaps[:8]) + (f"; and {len(gaps) - 8} more" if len(gaps) > 8 else "")
     also = ", ".join(f"{other.iteration:,}" for other in others)
-    more = f"; there are files of other iterations, which are never mixed: {also}" if others else ""
+    more = f"; files of other iterations, epochs or runs are never mixed with these: {also}" if others else ""
     return f"of the state after iteration {group.iteration:,} no file holds: {few}{more}"
 
 

@@ -94,6 +94,8 @@ class Contents:
 
     Attributes:
         run: what tells the run from others in the same run directory.
+        epoch: in which it was written. Those who were cut off in an earlier one, and the others since, may have
+            computed the same iteration with sums in another order.
         iteration: after which this is the state.
         layers: of the whole model, embedding and head included.
         held: the shards that it is of.
@@ -103,6 +105,7 @@ class Contents:
 
     worker: int
     run: str
+    epoch: int
     iteration: int
     consumed_train_samples: int
     layers: int
@@ -113,14 +116,14 @@ class Contents:
 
 @dataclass(frozen=True)
 class Group:
-    """The files of one run that are of one iteration."""
+    """The files of one run that are of one epoch and one iteration."""
 
     iteration: int
     files: dict[Path, Contents]
 
-    def is_of(self, run: str, directory: Path) -> bool:
-        """Whether they are this run's, and in this directory."""
-        return all(path.parent == directory and each.run == run for path, each in self.files.items())
+    def is_of(self, run: str, epoch: int, directory: Path) -> bool:
+        """Whether they are this run's, of this epoch and in this directory."""
+        return all((path.parent, each.run, each.epoch) == (directory, run, epoch) for path, each in self.files.items())
 
     @property
     def gaps(self) -> tuple[str, ...]:
@@ -130,11 +133,11 @@ class Group:
 
 def found_groups(run_dir: Path) -> list[Group]:
     """What survivors have written by parameter in a run directory, the last iteration first."""
-    groups: dict[tuple[int, Path, str], dict[Path, Contents]] = defaultdict(dict)
+    groups: dict[tuple[int, Path, str, int], dict[Path, Contents]] = defaultdict(dict)
     for path in files_of_parameters(run_dir):
         contents = _read(path.with_suffix(".json"))
         if contents is not None:
-            groups[contents.iteration, path.parent, contents.run][path] = contents
+            groups[contents.iteration, path.parent, contents.run, contents.epoch][path] = contents
     return [Group(key[0], files) for key, files in sorted(groups.items(), reverse=True)]
 
 

@@ -27,6 +27,7 @@ from megatron_resihp.integration.step.optimizer_shards import own_part
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.plan import Shard
 from megatron_resihp.plan.slices import cuts_of, slices_of
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder
 
 STATE = "state/"
 """Before the names of an optimizer's state, where a parameter's own tensors are beside it."""
@@ -37,13 +38,15 @@ Found = dict[str, dict[Range, Kinds]]
 """For each parameter by name, and for each range of its elements, what there is of it by kind."""
 
 
-def write_parameters(runtime: Runtime, iteration: int, shards: tuple[Shard, ...], path: Path, replace: Replace) -> None:
-    """Write what this worker holds of these shards, once it has taken the iteration's step; asks no other worker.
+def write_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, path: Path, replace: Replace) -> None:
+    """Write this worker's part of an order, once it has taken the committed step; asks no other worker.
 
     Args:
         path: of the file of tensors.
         replace: writes a file at once.
     """
+    assert order.commit is not None
+    iteration, shards = order.commit.iteration, order.part_of(runtime.worker)
     held, kept = runtime.held, runtime.held.kept
     where, why_not = _places(runtime)
     named = {f"{chunk}/{name}": parameter for chunk, module in enumerate(held.live.model)
@@ -56,7 +59,7 @@ def write_parameters(runtime: Runtime, iteration: int, shards: tuple[Shard, ...]
         found[name] = {(0, tensor.numel()): {PARAM: _copied(tensor)}}
         parameters[name] = _described(tensor, places, found[name])
     contents = Contents(
-        runtime.worker, runtime.job.run, iteration, runtime.job.args.consumed_train_samples,
+        runtime.worker, runtime.job.run, order.epoch, iteration, runtime.job.args.consumed_train_samples,
         runtime.job.own.chunks[-1].end, shards if kept is None else held.shards, parameters, why_not,
     )  # fmt: skip
     saved = {"tensors": found, "objects": where.objects, "metadata": where.metadata,

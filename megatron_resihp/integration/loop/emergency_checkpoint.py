@@ -106,9 +106,8 @@ def _save_shard(runtime: Runtime, order: EmergencyCheckpointOrder, coordinate: C
 
 def _save_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
     assert order.commit is not None
-    iteration = order.commit.iteration
-    path = directory / f"iter_{iteration:07d}" / f"worker_{runtime.worker}.pt"
-    write_parameters(runtime, iteration, order.part_of(runtime.worker), path, _replace)
+    path = directory / f"iter_{order.commit.iteration:07d}" / f"worker_{runtime.worker}.pt"
+    write_parameters(runtime, order, path, _replace)
     return path
 
 

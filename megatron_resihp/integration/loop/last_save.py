@@ -102,7 +102,7 @@ def _what_was_saved(
         shards = tuple((each.stage, each.tp_rank) for each in lacking)
         return LastSave(iteration, decision.directory, shards, time.time())
     path = base / decision.directory / f"iter_{iteration:07d}"
-    written = [group for group in found_groups(base) if group.is_of(runtime.job.run, path)]
+    written = [group for group in found_groups(base) if group.is_of(runtime.job.run, order.epoch, path)]
     gaps = written[0].gaps if written else ("anything",)
     return LastSave(iteration, decision.directory, (), time.time(), by_parameter=True, gaps=gaps)
 

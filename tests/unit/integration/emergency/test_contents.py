@@ -7,6 +7,7 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def parameter(rank: int = 0, degree: int = 1, ranges: tuple[Range, ...] | None =
 
 def contents(worker: int, shard: Shard, of: Parameter | None = None, iteration: int = 7) -> Contents:
     parameters = {"0/weight": parameter(shard.tp_rank, shard.tp_degree) if of is None else of}
-    return Contents(worker, "3fa8", iteration, 28, LAYERS, (shard,), parameters)
+    return Contents(worker, "3fa8", 1, iteration, 28, LAYERS, (shard,), parameters)
 
 
 def test_shares_of_unlike_degrees_are_all_there_is() -> None:
@@ -106,13 +107,16 @@ def test_what_is_missing_is_said_and_nothing_is_written(tmp_path: Path, capsys: 
     assert call(tmp_path) == command.FAILED
     assert capsys.readouterr().err == (
         "resihp: of the state after iteration 7 no file holds: layer 2; "
-        "there are files of other iterations, which are never mixed: 6\n"
+        "files of other iterations, epochs or runs are never mixed with these: 6\n"
     )
     assert not (tmp_path / DIRECTORY / JOINED).exists()
 
 
-def test_files_of_two_runs_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, contents(2, Shard(0, 2, 0, 1)), replace(contents(3, Shard(2, LAYERS, 0, 1)), run="77aa"))
+@pytest.mark.parametrize("other", [{"run": "77aa"}, {"epoch": 2}], ids=["runs", "epochs"])
+def test_files_of_two_runs_or_epochs_are_not_mixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: dict[str, Any]
+) -> None:
+    write(tmp_path, contents(2, Shard(0, 2, 0, 1)), replace(contents(3, Shard(2, LAYERS, 0, 1)), **other))
     assert call(tmp_path) == command.FAILED
     assert "no file holds: layer" in capsys.readouterr().err
 

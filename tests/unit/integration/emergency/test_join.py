@@ -51,7 +51,7 @@ def save(run_dir: Path, worker: int, shard: Shard, dtype: str, ranges: dict[Rang
     path.parent.mkdir(parents=True, exist_ok=True)
     common = {"iteration": 7, "optimizer": {"param_groups": [{"step": 7}]}}
     torch.save({"tensors": {"0/fc1": ranges}, "objects": [], "metadata": metadata, "common": common}, path)
-    contents = Contents(worker, "3fa8", 7, 28, 1, (shard,), {"0/fc1": parameter})
+    contents = Contents(worker, "3fa8", 1, 7, 28, 1, (shard,), {"0/fc1": parameter})
     path.with_suffix(".json").write_text(json.dumps(encode(contents)))
 
 
